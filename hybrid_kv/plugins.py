@@ -1,0 +1,127 @@
+"""The contracts of plug-ins: what an index and a method must be, and where they are registered.
+
+A plug-in receives values, never the object that owns them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from hybrid_kv.registry import Plugin, Registry
+from hybrid_kv.types import Demotion, EntrySet, Evidence, ModelInfo, Needs, SearchResult
+
+__all__ = ["INDEXES", "METHODS", "Index", "Method", "Placement", "Plugin", "Registry"]
+
+
+class Index(ABC):
+    """Finds the keys of one layer and one batch row that a query scores highest.
+
+    One index serves all KV heads of the layer, so that a step enters it once. Searches may run
+    concurrently with each other, not with `build` or `add`.
+    """
+
+    Params: ClassVar[type[BaseModel]]
+    exact: ClassVar[bool] = False
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    @abstractmethod
+    def build(self, keys: Tensor, queries: Tensor | None) -> None:
+        """Replaces the content by `keys`.
+
+        Args:
+            keys: [Hkv, N, D], N >= 0, on the host; kept by reference, never copied needlessly.
+            queries: [Hkv, M, D] queries of the prefill, pooled over the group, for indexes that
+                learn where queries fall; None where the method declared no need for them.
+        """
+
+    @abstractmethod
+    def add(self, keys: Tensor) -> None:
+        """Appends rows.
+
+        Args:
+            keys: [Hkv, N', D], the whole array: its first `len(self)` rows are those already known
+                (their storage may have moved), the rest are new.
+        """
+
+    @abstractmethod
+    def search(self, queries: Tensor, top_k: int) -> SearchResult:
+        """The best `min(top_k, N)` keys of each query by dot product.
+
+        Args:
+            queries: [Hkv, M, D], any float dtype.
+            top_k: at least 1.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows indexed."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held beside the key array itself."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the entries of one layer live from the end of the prompt on.
+
+    sink_tokens, window_tokens: always resident, at the start and at the end of the context.
+    spare_tokens: further resident tokens just before the window.
+    rest: what becomes of all other entries, now and whenever the window moves on.
+    index: makes the index that finds offloaded keys; None where all of them are attended.
+    digests: keep the page digests that a page budget in `read` needs.
+    """
+
+    sink_tokens: int = 0
+    window_tokens: int = 0
+    spare_tokens: int = 0
+    rest: Demotion = Demotion.KEEP
+    index: Callable[[], Index] | None = None
+    digests: bool = False
+
+
+class Method(ABC):
+    """A KV-cache policy in five verbs; it names entries and never computes attention.
+
+    One object serves all layers of one cache. `seal` and `read` are the heart; the other verbs have
+    neutral defaults.
+    """
+
+    Params: ClassVar[type[BaseModel]]
+    needs: ClassVar[Needs] = Needs()
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def open(self, info: ModelInfo) -> None:  # noqa: B027 (neutral on purpose)
+        """Called once before the first token: head masks, calibration, state per layer."""
+
+    def write(
+        self, layer_idx: int, k: Tensor, v: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What is stored for new rows k, v [B, Hkv, T, D] at positions [B, T]."""
+        return k, v
+
+    @abstractmethod
+    def seal(self, layer_idx: int, evidence: Evidence) -> Placement:
+        """The layer's prompt is complete: decide what stays resident and what becomes of the rest."""
+
+    @abstractmethod
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        """The entries that q [B, Hq, T, D] attends; disjoint sets, found in O(selected)."""
+
+    def after(self, layer_idx: int, q: Tensor) -> None:  # noqa: B027 (neutral on purpose)
+        """The step's output is computed: update running state."""
+
+
+METHODS: Registry[Method] = Registry("method", provider="hybrid_kv.methods")
+INDEXES: Registry[Index] = Registry("index", provider="hybrid_kv.index")

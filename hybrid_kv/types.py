@@ -1,0 +1,139 @@
+"""Values that cross package borders.
+
+Shape letters, everywhere: B batch rows, Hq query heads, Hkv KV heads, G = Hq / Hkv group size,
+T new tokens, N stored entries, P pages, S page_size, D head_dim, M = G * T queries of one KV head,
+K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Budget: TypeAlias = int | Literal["all"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Attention shape of one layer."""
+
+    layer_idx: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group_size(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a method may know about the model when it is opened: one shape per tiered layer."""
+
+    layers: tuple[LayerShape, ...]
+
+
+class PartialAttention(NamedTuple):
+    """Attention over one set of entries, ready to be merged.
+
+    out: [..., D], normalised within the part; 0 where the part is empty.
+    lse: [...] float32, natural log of the sum of exponentials; -inf where the part is empty.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class SearchResult(NamedTuple):
+    """Keys that an index found.
+
+    ids: [Hkv, M, K] int64 rows of the key array, best first, -1 where fewer than K were found.
+    scores: [Hkv, M, K] float32 dot products (higher is nearer), -inf where ids is -1.
+    scored: dot products computed, all heads and queries together.
+    """
+
+    ids: Tensor
+    scores: Tensor
+    scored: int
+
+
+class Tier(Enum):
+    """Who owns an entry: the device (resident) or the host (cold)."""
+
+    RESIDENT = "resident"
+    COLD = "cold"
+
+
+class Demotion(Enum):
+    """What becomes of the entries that a method does not keep resident."""
+
+    KEEP = "keep"  # stay resident after all
+    OFFLOAD = "offload"  # move to the cold tier
+    DROP = "drop"  # lose them; only methods that say so do this
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Evidence that the runtime must collect during prefill; paid for only when declared.
+
+    sampled_queries: queries per query head, spread evenly over the prompt.
+    last_queries: queries per query head at the prompt's end.
+    """
+
+    sampled_queries: int = 0
+    last_queries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the runtime saw while a layer's prompt was computed, for one batch row.
+
+    num_tokens: prompt tokens of the row.
+    sampled_queries, last_queries: [Hq, M, D] after RoPE, or None where not declared.
+    """
+
+    num_tokens: int
+    sampled_queries: Tensor | None = None
+    last_queries: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySet:
+    """Names entries for one partial attention; the runtime gathers and attends them.
+
+    tier: the tier whose entries are meant; sinks and window belong to RESIDENT.
+    budget: "all" for every entry of the tier, else how much the tier's selector may choose: pages
+        beside sinks and window (RESIDENT), or tokens per query head (COLD).
+    """
+
+    tier: Tier
+    budget: Budget = "all"
+
+
+@dataclass(slots=True)
+class Work:
+    """Counters of what decoding touched, summed over steps, layers and query heads.
+
+    attended: entries attended; visible: entries full attention would attend; scored: dot products
+    spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers x heads.
+    """
+
+    attended: int = 0
+    visible: int = 0
+    scored: int = 0
+    retrieved: int = 0
+    steps: int = 0
+
+    def add(self, other: Work) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def bytes_per_token(shape: LayerShape, dtype: torch.dtype) -> int:
+    """Bytes of one token's K and V in one layer."""
+    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
