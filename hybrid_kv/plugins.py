@@ -113,7 +113,7 @@ class Method(ABC):
 
     @abstractmethod
     def seal(self, layer_idx: int, evidence: Evidence) -> Placement:
-        """The layer's prompt is complete: decide what stays resident and what becomes of the rest."""
+        """The layer's prompt is complete: decide what stays and what becomes of the rest."""
 
     @abstractmethod
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:

@@ -1,10 +1,10 @@
 """Name -> plug-in maps, one per family.
 
-A plug-in is a class with a nested frozen pydantic model `Params`. Registering it makes it selectable
-from Python, YAML and the command line, and enters it into the contract tests.
+A plug-in is a class with a nested frozen pydantic model `Params`. Registering it makes it
+selectable from Python, YAML and the command line, and enters it into the contract tests.
 
-Built-in plug-ins live in packages above this one. A registry imports its `provider` package by name on
-the first lookup, as an entry point would; no lower level depends on what it finds there.
+Built-in plug-ins live in packages above this one. A registry imports its `provider` package by
+name on the first lookup, as an entry point would; no lower level depends on what it finds there.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ class Work:
     """Counters of what decoding touched, summed over steps, layers and query heads.
 
     attended: entries attended; visible: entries full attention would attend; scored: dot products
-    spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers x heads.
+    spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers
+    x heads.
     """
 
     attended: int = 0
