@@ -48,7 +48,7 @@ Count: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 """A number that must be at least one; '4k' is accepted."""
 
 BudgetField: TypeAlias = Annotated[
-    int | Literal["all"], BeforeValidator(parse_count), Field(union_mode="left_to_right")
+    int | Literal["all"], Field(union_mode="left_to_right"), BeforeValidator(parse_count)
 ]
 """A budget of at least one, or 'all'."""
 
