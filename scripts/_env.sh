@@ -1,0 +1,80 @@
+# Sourced, not run. Gives `root` and `python`, and `prepare EXTRA`, which makes .venv ready.
+#
+# HYBRID_KV_TORCH: what pip is given to install PyTorch, for those who need another wheel; words are
+#     separate arguments. Without it: torch==2.13.0 where there is no NVIDIA GPU, else torch>=2.9.
+# HYBRID_KV_PYTHON: the interpreter that makes .venv; without it the first of 3.11 or later on PATH.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+python=$venv/bin/python
+
+fail() {
+    echo "hybrid_kv: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local name
+    for name in ${HYBRID_KV_PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python of 3.11 or later with the venv module was found; install one, or set HYBRID_KV_PYTHON to its path"
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1
+}
+
+# PyTorch goes first and alone: its wheel depends on the machine, the other packages do not.
+install_torch() {
+    local torch=()
+    if [[ -n ${HYBRID_KV_TORCH:-} ]]; then
+        read -ra torch <<<"$HYBRID_KV_TORCH"
+    elif "$python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+        return 0
+    elif has_gpu; then
+        torch=("torch>=2.9")
+    else
+        torch=("torch==2.13.0")
+    fi
+    pip_install "${torch[@]}"
+}
+
+pip_install() {
+    local quiet=()
+    [[ -t 1 ]] || quiet=(--quiet)
+    "$python" -m pip install --disable-pip-version-check "${quiet[@]+"${quiet[@]}"}" "$@"
+}
+
+# A key of all that decides what gets installed; the same key again means there is nothing to do.
+install_key() {
+    "$python" - "$root" "$1" "${HYBRID_KV_TORCH:-}" <<'PY'
+import hashlib, pathlib, sys, tomllib
+root = pathlib.Path(sys.argv[1])
+project = tomllib.loads((root / "pyproject.toml").read_text())
+texts = [(root / name).read_text() for name in ("setup.cfg", "scripts/_env.sh")]
+parts = [sys.version, *sys.argv[1:], *texts, repr((project["build-system"], project["project"]))]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+PY
+}
+
+# prepare [EXTRA]: a .venv with PyTorch, this package (editable) and the extra's packages.
+prepare() {
+    local extra=${1:-} base key stamp
+    if ! "$python" -c '' 2>/dev/null; then
+        base=$(find_python)
+        echo "hybrid_kv: making .venv with $("$base" --version)" >&2
+        "$base" -m venv --clear "$venv" ||
+            fail "$base cannot make a virtual environment; install its venv package, or set HYBRID_KV_PYTHON"
+    fi
+    key=$(install_key "$extra")
+    stamp=$venv/.hybrid_kv-installed${extra:+-$extra}
+    [[ -f $stamp && $(<"$stamp") == "$key" ]] && return
+    echo "hybrid_kv: installing packages into .venv (the first time takes minutes)" >&2
+    install_torch
+    pip_install --editable "$root${extra:+[$extra]}"
+    echo "$key" >"$stamp"
+}
