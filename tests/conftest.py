@@ -1,0 +1,49 @@
+"""What every test runs under: fixed seeds, no network, one thread per worker, skips with reasons."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and transformers are imported, or they have read their own values already.
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tolerances import TOLERANCES, Tolerance
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=sorted(TOLERANCES, key=str), ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Each dtype that keys and values come in."""
+    return request.param
+
+
+@pytest.fixture
+def tolerance(dtype: torch.dtype) -> Tolerance:
+    """What `torch.testing.assert_close` is given for this test's dtype."""
+    return TOLERANCES[dtype]
