@@ -1,4 +1,4 @@
-"""What every test runs under: fixed seeds, no network, one thread per worker, skips with reasons."""
+"""Every test runs with fixed seeds, no network and one thread per worker; skips have reasons."""
 
 from __future__ import annotations
 
