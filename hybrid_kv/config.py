@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -40,6 +40,15 @@ class Params(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        # "forbid" would refuse them too, without saying which names there are.
+        for key in data if isinstance(data, Mapping) else ():
+            if key not in cls.model_fields:
+                raise unknown_name("setting", str(key), cls.model_fields)
+        return data
+
 
 Tokens: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 """A number of tokens; '4k' is accepted."""
@@ -47,9 +56,7 @@ Tokens: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 Count: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 """A number that must be at least one; '4k' is accepted."""
 
-BudgetField: TypeAlias = Annotated[
-    int | Literal["all"], Field(union_mode="left_to_right"), BeforeValidator(parse_count)
-]
+BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
 
 
@@ -60,12 +67,22 @@ def check_budget(name: str, value: int | str) -> None:
 
 
 class PluginConfig(Params):
-    """A plug-in's name with that plug-in's parameters, written as one flat group."""
+    """A plug-in's name with that plug-in's parameters, written as one flat group.
+
+    Raises:
+        ConfigError: a value is out of range or a key is unknown; the message has the nearest name.
+    """
 
     registry: ClassVar[Registry[Any]]
     name_field: ClassVar[str]
 
     params: SerializeAsAny[BaseModel]
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(first_sentence(error)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -100,26 +117,25 @@ class PluginConfig(Params):
 
     def flat(self) -> dict[str, Any]:
         """The group as users write it: JSON-ready, parameters beside the name."""
-        data = self.model_dump(mode="json", exclude={"params"})
-        for name in type(self.params).model_fields:
-            value = getattr(self.params, name)
-            data[name] = _flat_value(value)
-        return data
+        return {**self.model_dump(mode="json", exclude={"params"}), **_flat_group(self.params)}
 
 
-def _flat_value(value: Any) -> Any:
-    if isinstance(value, PluginConfig):
-        return value.flat()
-    if isinstance(value, BaseModel):
-        return {name: _flat_value(getattr(value, name)) for name in type(value).model_fields}
-    return value
+def _flat_group(group: BaseModel) -> dict[str, Any]:
+    data = group.model_dump(mode="json")
+    for name in type(group).model_fields:
+        value = getattr(group, name)
+        if isinstance(value, PluginConfig):
+            data[name] = value.flat()
+        elif isinstance(value, BaseModel):
+            data[name] = _flat_group(value)
+    return data
 
 
 def _refuse_unknown(plugin: Plugin[Any], given: Mapping[str, Any], own: set[str]) -> None:
     for key in given:
         if key not in plugin.params.model_fields:
             known = own | set(plugin.params.model_fields)
-            raise unknown_name(f"setting for '{plugin.name}'", key, known)
+            raise unknown_name(f"{plugin.name} setting", key, known)
 
 
 class IndexConfig(PluginConfig):
@@ -141,9 +157,6 @@ class HybridConfig(PluginConfig):
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
     backend: arithmetic back end; "auto" takes the fastest that can serve the tensors.
-
-    Raises:
-        ConfigError: a value is out of range or a key is unknown; the message has the nearest name.
     """
 
     registry: ClassVar[Registry[Any]] = METHODS
@@ -154,12 +167,6 @@ class HybridConfig(PluginConfig):
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
     dense_extend_tokens: Tokens = 32
     backend: str = "auto"
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ConfigError(first_sentence(error)) from None
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
@@ -192,10 +199,16 @@ class HybridConfig(PluginConfig):
         if "method" in settings:
             tree["method"] = settings["method"]
         plugin = METHODS[str(tree.get("method", cls.model_fields["method"].default))]
-        paths = _leaf_paths(plugin.params)
+        paths = {*cls.model_fields, *_paths(plugin.params)} - {"params"}
+        values: dict[str, object] = {}
         for key, value in settings.items():
-            if key != "method":
-                _place(tree, _full_path(key, paths, set(cls.model_fields)), value)
+            path = _full_path(key, paths, plugin.name)
+            if path in values:
+                raise ConfigError(f"setting '{path}' is given twice; keep one")
+            values[path] = value
+        # Groups before their members, so that 'cold.index' cannot wipe out 'cold.index.kind'.
+        for path in sorted(values, key=lambda path: path.count(".")):
+            _place(tree, path, values[path])
         return cls(**tree)
 
 
@@ -203,19 +216,31 @@ def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy_tree(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _leaf_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    paths: list[str] = []
+def _paths(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted names of all settings below `model`, those of every plug-in it may name included."""
+    paths: set[str] = set()
     for name, field in model.model_fields.items():
-        paths.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            paths.extend(_leaf_paths(field.annotation, f"{prefix}{name}."))
+        path = prefix + name
+        paths.add(path)
+        for group in (field.annotation, *get_args(field.annotation)):
+            if not (isinstance(group, type) and issubclass(group, BaseModel)):
+                continue
+            paths |= _paths(group, f"{path}.")
+            if issubclass(group, PluginConfig):
+                paths.remove(f"{path}.params")
+                for kind in group.registry:
+                    paths |= _paths(group.registry[kind].params, f"{path}.")
     return paths
 
 
-def _full_path(key: str, paths: list[str], own: set[str]) -> str:
-    matches = [path for path in paths if path.split(".")[-1] == key]
-    if "." in key or key in own or key in paths or len(matches) != 1:
+def _full_path(key: str, paths: set[str], method: str) -> str:
+    if "." in key or key in paths:
         return key
+    matches = sorted(path for path in paths if path.split(".")[-1] == key)
+    if not matches:
+        raise unknown_name(f"{method} setting", key, paths)
+    if len(matches) > 1:
+        raise ConfigError(f"setting '{key}' may mean {' or '.join(matches)}; write it out")
     return matches[0]
 
 
@@ -234,11 +259,20 @@ def _place(tree: dict[str, Any], path: str, value: object) -> None:
 
 def first_sentence(error: ValidationError) -> str:
     """The first problem of a pydantic error as: name, expected, got."""
-    problem = error.errors()[0]
+    problems = error.errors()
+    problem, name = problems[0], _setting_name(problems[0]["loc"])
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
-        return str(cause)
-    names = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "int"))]
-    name = ".".join(part for part in names if not part.startswith("literal"))
+        return f"{name}: {cause}" if name else str(cause)
     text = problem["msg"][0].lower() + problem["msg"][1:]
+    for other in problems[1:]:  # the other members of a union such as Count | Literal["all"]
+        if other["type"] == "literal_error" and _setting_name(other["loc"]) == name:
+            text += f" or {other['ctx']['expected']}"
     return f"{name or 'configuration'}: {text}, got {problem['input']!r}"
+
+
+def _setting_name(loc: tuple[int | str, ...]) -> str:
+    # Pydantic mixes names of fields with those of union members: "int", "literal['all']".
+    scalars = {"bool", "float", "int", "str"}
+    parts = [str(part) for part in loc if part not in scalars]
+    return ".".join(part for part in parts if part.isidentifier() or part.isdigit())
