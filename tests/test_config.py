@@ -1,0 +1,306 @@
+"""One configuration tree: what is written means one thing, and nothing written is ignored."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import Field, ValidationError
+
+from hybrid_kv import config as config_module
+from hybrid_kv.config import (
+    BudgetField,
+    Count,
+    HybridConfig,
+    IndexConfig,
+    Params,
+    Tokens,
+    parse_count,
+)
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.registry import Registry
+
+
+class Flat:
+    """Scans every key."""
+
+    class Params(Params):
+        """No parameters."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+
+class Graph(Flat):
+    """Walks a graph."""
+
+    class Params(Params):
+        """Two parameters, one of them called as one of the method's."""
+
+        max_degree: Count = 32
+        interval: Count = 1
+
+
+class Cold(Params):
+    """The cold tier's group."""
+
+    top_k: BudgetField = 64
+    index: IndexConfig = Field(default_factory=IndexConfig)
+
+
+class Tiered:
+    """Has every kind of parameter."""
+
+    class Params(Params):
+        """Some flat parameters and one group."""
+
+        sink_tokens: Tokens = 16
+        window_tokens: Tokens = 64
+        interval: Count = 1
+        page_budget: BudgetField = "all"
+        cold: Cold = Field(default_factory=Cold)
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+
+@pytest.fixture(autouse=True)
+def _throwaway_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexes: Registry[Any] = Registry("index", provider="json")
+    indexes.register("flat")(Flat)
+    indexes.register("graph")(Graph)
+    methods: Registry[Any] = Registry("method", provider="json")
+    methods.register("hybrid")(Tiered)
+    methods.register("full")(Flat)
+    monkeypatch.setattr(IndexConfig, "registry", indexes)
+    monkeypatch.setattr(HybridConfig, "registry", methods)
+    monkeypatch.setattr(config_module, "METHODS", methods)
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        HybridConfig(**settings)
+    return str(caught.value)
+
+
+class TestCounts:
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("128k", 131072),
+            ("128K", 131072),
+            (" 4 GiB ", 4 * 2**30),
+            ("1.5k", 1536),
+            ("2mb", 2**21),
+            ("17", 17),
+        ],
+    )
+    def test_human_numbers_are_understood(self, text: str, value: int) -> None:
+        assert parse_count(text) == value
+
+    @pytest.mark.parametrize("value", ["0.3k", "k", "-1", "4t", "all", 7, 7.5, None])
+    def test_anything_else_is_left_to_the_type(self, value: object) -> None:
+        assert parse_count(value) is value
+
+    def test_settings_take_them(self) -> None:
+        config = HybridConfig(window_tokens="4k", page_budget="2k", prefill_chunk_tokens="1k")
+        assert (config.window_tokens, config.page_budget) == (4096, 2048)
+        assert config.prefill_chunk_tokens == 1024
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"method": "hybird"}, "unknown method 'hybird'; did you mean 'hybrid'? known: full"),
+            ({"window_token": 1}, "unknown hybrid setting 'window_token'; did you mean 'window_to"),
+            ({"cold": {"topk": 1}}, "cold: unknown setting 'topk'; did you mean 'top_k'? known: i"),
+            ({"cold": {"index": "grpah"}}, "cold.index: unknown index 'grpah'; did you mean 'gra"),
+            (
+                {"cold": {"index": {"kind": "graph", "max_degre": 1}}},
+                "cold.index: unknown graph setting 'max_degre'; did you mean 'max_degree'?",
+            ),
+        ],
+    )
+    def test_an_unknown_name_has_the_nearest_one(self, settings: Any, text: str) -> None:
+        assert refusal(**settings).startswith(text)
+
+    def test_a_setting_of_another_method_is_refused_not_ignored(self) -> None:
+        assert refusal(method="full", window_tokens=64).startswith(
+            "unknown full setting 'window_tokens'"
+        )
+
+    def test_a_setting_of_another_index_is_refused_not_ignored(self) -> None:
+        text = refusal(cold={"index": {"kind": "flat", "max_degree": 8}})
+        assert text.startswith("cold.index: unknown flat setting 'max_degree'")
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"window_tokens": -1}, "window_tokens: input should be greater than or equal to 0"),
+            ({"window_tokens": "0.3k"}, "window_tokens: input should be a valid integer"),
+            ({"interval": 0}, "interval: input should be greater than or equal to 1, got 0"),
+            (
+                {"page_budget": 0},
+                "page_budget: input should be greater than or equal to 1 or 'all'",
+            ),
+            (
+                {"prefill_chunk_tokens": "x"},
+                "prefill_chunk_tokens: input should be a valid integer",
+            ),
+            (
+                {"cold": {"top_k": 0}},
+                "cold.top_k: input should be greater than or equal to 1 or 'al",
+            ),
+            ({"cold": 3}, "cold: input should be a valid dictionary"),
+        ],
+    )
+    def test_a_wrong_value_is_named_with_what_came(self, settings: Any, text: str) -> None:
+        got = refusal(**settings)
+        assert got.startswith(text)
+        assert "got " in got
+        assert "\n" not in got
+
+    @pytest.mark.parametrize(
+        ("tokens", "way_out"), [(40, "use 32 or 48"), (1, "use 0 or 16"), ("1000", "use 992 or 10")]
+    )
+    def test_whole_pages_are_asked_for_with_the_two_nearest(
+        self, tokens: Any, way_out: str
+    ) -> None:
+        text = refusal(window_tokens=tokens)
+        assert text.startswith(f"window_tokens must be a multiple of page_size 16, got {tokens}; ")
+        assert way_out in text
+
+    def test_an_index_alone_is_refused_in_the_same_words(self) -> None:
+        with pytest.raises(ConfigError, match=r"^unknown index 'grpah'; did you mean 'graph'"):
+            IndexConfig(kind="grpah")
+
+
+class TestTree:
+    def test_method_parameters_stand_beside_the_common_fields(self) -> None:
+        config = HybridConfig(method="hybrid", window_tokens=128, page_size=32, sink_tokens=32)
+        assert (config.window_tokens, config.page_size) == (128, 32)
+        with pytest.raises(AttributeError, match="HybridConfig has no setting 'nope'"):
+            config.nope  # noqa: B018
+
+    @pytest.mark.parametrize("name", ["page_size", "window_tokens", "new"])
+    def test_it_is_frozen(self, name: str) -> None:
+        config = HybridConfig()
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(config, name, 32)
+        with pytest.raises(ValidationError, match="frozen"):
+            config.params.window_tokens = 32
+
+    def test_an_index_may_be_written_as_its_name(self) -> None:
+        short = HybridConfig(cold={"index": "graph"})
+        assert short == HybridConfig(cold={"index": {"kind": "graph"}})
+        assert short.cold.index.max_degree == 32
+
+    def test_building_gives_the_plugin_its_parameters(self) -> None:
+        index = IndexConfig(kind="graph", max_degree=8).build()
+        assert isinstance(index, Graph)
+        assert index.params.max_degree == 8
+        assert isinstance(HybridConfig().build(), Tiered)
+
+    def test_flat_round_trip_through_json(self) -> None:
+        config = HybridConfig(window_tokens="4k", cold={"index": {"kind": "graph"}, "top_k": "all"})
+        flat = config.flat()
+        assert flat["window_tokens"] == 4096
+        assert flat["cold"] == {
+            "top_k": "all",
+            "index": {"kind": "graph", "max_degree": 32, "interval": 1},
+        }
+        assert HybridConfig(**json.loads(json.dumps(flat))) == config
+
+    @pytest.mark.parametrize(
+        "twin", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))]
+    )
+    def test_copies_are_equal_and_hash_alike(self, twin: Any) -> None:
+        config = HybridConfig(cold={"index": "graph"})
+        assert twin(config) == config
+        assert hash(twin(config)) == hash(config)
+
+    def test_replace_keeps_the_rest(self) -> None:
+        config = HybridConfig(window_tokens=128, sink_tokens=32)
+        changed = config.replace(window_tokens=64)
+        assert (changed.window_tokens, changed.sink_tokens) == (64, 32)
+        assert config.window_tokens == 128
+
+    def test_replace_with_another_method_keeps_the_common_fields_only(self) -> None:
+        changed = HybridConfig(window_tokens=128, page_size=32, sink_tokens=32).replace(
+            method="full"
+        )
+        assert changed == HybridConfig(method="full", page_size=32)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"cold.top_k": "9", "cold.index.kind": "graph", "cold.index.max_degree": "8"},
+            {"top_k": "9", "kind": "graph", "max_degree": "8"},
+            {"top_k": 9, "index": "graph", "max_degree": 8},
+            {"cold.index.max_degree": "8", "cold.index": "graph", "cold.top_k": "9"},
+        ],
+        ids=["dotted", "last parts", "short index", "member before its group"],
+    )
+    def test_every_spelling_means_the_same(self, settings: dict[str, object]) -> None:
+        assert HybridConfig.from_settings(settings) == HybridConfig(
+            cold={"top_k": 9, "index": {"kind": "graph", "max_degree": 8}}
+        )
+
+    def test_settings_lie_over_the_base_and_leave_it_alone(self) -> None:
+        base = {"window_tokens": 128, "cold": {"top_k": 5, "index": "graph"}}
+        before = copy.deepcopy(base)
+        config = HybridConfig.from_settings({"top_k": "6", "max_degree": "8"}, base)
+        assert (config.window_tokens, config.cold.top_k) == (128, 6)
+        assert config.cold.index.max_degree == 8
+        assert base == before
+
+    def test_another_index_drops_the_parameters_of_the_one_in_the_base(self) -> None:
+        base = {"cold": {"index": {"kind": "graph", "max_degree": 8}}}
+        config = HybridConfig.from_settings({"index": "flat"}, base)
+        assert config.cold.index == IndexConfig(kind="flat")
+
+    def test_the_method_may_come_from_either(self) -> None:
+        assert HybridConfig.from_settings({"method": "full"}).method == "full"
+        assert HybridConfig.from_settings({}, {"method": "full"}).method == "full"
+        assert HybridConfig.from_settings({}).method == "hybrid"
+
+    def test_a_name_of_the_method_itself_comes_before_one_of_a_group(self) -> None:
+        config = HybridConfig.from_settings({"interval": "3", "index": "graph"})
+        assert (config.interval, config.cold.index.interval) == (3, 1)
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"top_kk": "6"}, "unknown hybrid setting 'top_kk'; did you mean 'cold.top_k'?"),
+            ({"cold.topk": "6"}, "cold: unknown setting 'topk'; did you mean 'top_k'?"),
+            ({"params": "6"}, "unknown hybrid setting 'params'"),
+            ({"method": "full", "top_k": "6"}, "unknown full setting 'top_k'"),
+            ({"top_k": "6", "cold.top_k": "7"}, "setting 'cold.top_k' is given twice; keep one"),
+        ],
+    )
+    def test_what_cannot_be_placed_is_refused(self, settings: Any, text: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            HybridConfig.from_settings(settings)
+        assert str(caught.value).startswith(text)
+
+    def test_a_last_part_that_fits_twice_is_refused(self) -> None:
+        class Twin(Params):
+            near: Cold = Cold()
+            far: Cold = Cold()
+
+        method = type("Method", (Tiered,), {"Params": Twin})
+        HybridConfig.registry.register("twin")(method)
+        with pytest.raises(ConfigError, match=r"'top_k' may mean far\.top_k or near\.top_k; write"):
+            HybridConfig.from_settings({"method": "twin", "top_k": "6"})
+
+    def test_a_value_is_not_a_group(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"'page_size\.x' cannot be placed: 'page_size' holds"
+        ):
+            HybridConfig.from_settings({"page_size.x": 1}, {"page_size": 16})
