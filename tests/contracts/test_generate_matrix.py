@@ -1,0 +1,252 @@
+"""Every architecture, way of calling `generate` and method: at full budget nothing changes.
+
+The reference is the same call with eager attention and transformers' own DynamicCache: the tokens
+must be identical and the logits behind them equal up to rounding. A method enters by being
+registered; `full_budget` and `variants` read from its parameters how to open it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+import hybrid_kv as hkv
+from hybrid_kv.plugins import METHODS
+from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
+
+PROMPT = 37
+NEW = 9
+PAGE = 4
+LONGEST = 112  # tokens of the longest context that a call reaches, rounded up
+
+ROUNDING = 5e-4  # of logits, whose standard deviation is about 3
+
+
+class Output(NamedTuple):
+    """Tokens of each row after the last turn, and the logits of each step."""
+
+    tokens: list[list[int]]
+    logits: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way of calling `generate`.
+
+    prompts: lengths of the rows of the first turn; shorter rows are padded on the left.
+    later: tokens that the user adds in each later turn, on the same cache.
+    vocab: prompt tokens are drawn below it.
+    settings: passed to `generate`.
+    """
+
+    prompts: tuple[int, ...] = (PROMPT,)
+    later: tuple[int, ...] = ()
+    vocab: int = VOCAB
+    new_tokens: int = NEW
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+FEW = 20  # with so few tokens to choose from, some guesses from the prompt are right
+SEED = 104  # of the prompts: outputs vary and do not hang on rounding, as tests below prove
+
+CALLS = {
+    "greedy": Call(),
+    "sampling": Call(settings={"do_sample": True, "temperature": 0.9, "top_k": 40}),
+    "beam_search": Call(settings={"num_beams": 3}),
+    "several_samples": Call(settings={"do_sample": True, "num_return_sequences": 2}),
+    "left_padded": Call(prompts=(PROMPT, 22, 5)),
+    "chunked_prefill": Call(settings={"prefill_chunk_size": 7}),
+    "prompt_lookup": Call(
+        vocab=FEW,
+        new_tokens=2 * NEW,
+        settings={"prompt_lookup_num_tokens": 3, "suppress_tokens": list(range(FEW, VOCAB))},
+    ),
+    "later_turns": Call(later=(5, 36), new_tokens=5),
+}
+
+
+def generate(
+    model: PreTrainedModel, call: str, cache: Cache, check: Callable[[], object], **extra: object
+) -> Output:
+    """Plays all turns of `call`; `check` is called after every turn."""
+    spec = CALLS[call]
+    draw = torch.Generator().manual_seed(SEED + list(CALLS).index(call))
+    width = max(spec.prompts)
+    ids = torch.randint(PAD + 1, spec.vocab, (len(spec.prompts), width), generator=draw)
+    mask = torch.stack([torch.arange(width) >= width - length for length in spec.prompts]).long()
+    ids = torch.where(mask.bool(), ids, PAD)
+    logits: list[Tensor] = []
+    torch.manual_seed(0)
+    for turn in (0, *spec.later):
+        more = torch.randint(PAD + 1, spec.vocab, (ids.shape[0], turn), generator=draw)
+        ids = torch.cat([ids, more], dim=1)
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=_grown(mask, ids),
+            past_key_values=cache,
+            max_new_tokens=spec.new_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{"do_sample": False, **spec.settings, **extra},
+        )
+        check()
+        ids = output.sequences
+        logits.extend(output.logits)
+    return Output(ids.tolist(), tuple(logits))
+
+
+def _grown(mask: Tensor, ids: Tensor) -> Tensor:
+    return torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+
+
+@cache
+def reference(architecture: str, call: str) -> Output:
+    model = build(architecture)
+    return generate(model, call, DynamicCache(config=model.config), check=lambda: None)
+
+
+def _parameters(params: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in params.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _parameters(info.annotation, f"{prefix}{name}.")
+
+
+def _open(method: str, **sizes: int) -> dict[str, Any]:
+    """Settings with every budget at "all" and those of `sizes` that the method has."""
+    settings: dict[str, Any] = {"method": method, "page_size": PAGE}
+    for path in _parameters(METHODS[method].params):
+        name = path.split(".")[-1]
+        if name in ("top_k", "page_budget"):
+            settings[path] = "all"
+        elif name in sizes:
+            settings[path] = sizes[name]
+    return settings
+
+
+def full_budget(method: str, tokens: int) -> dict[str, Any]:
+    """Settings under which `method` attends all of `tokens` and keeps them resident."""
+    return _open(method, sink_tokens=0, window_tokens=-(-tokens // PAGE) * PAGE, dense_layers=0)
+
+
+def variants(method: str) -> dict[str, dict[str, Any]]:
+    """Ways of attending everything: all resident, most pages chosen or cold, all of them found."""
+    found = {"resident": full_budget(method, LONGEST)}
+    names = set(_parameters(METHODS[method].params))
+    small = _open(
+        method, sink_tokens=PAGE, window_tokens=2 * PAGE, spare_tokens=2 * PAGE, dense_layers=0
+    )
+    if any(name.endswith(("top_k", "page_budget")) for name in names):
+        found["tiered"] = small
+    if "cold.top_k" in names:
+        # More than there is: an exact index must find, and name, every cold token.
+        found["searched"] = {**small, "cold.top_k": LONGEST, "cold.index.kind": "flat"}
+    return found
+
+
+CELLS = [
+    pytest.param(method, settings, id=f"{method}-{variant}")
+    for method in METHODS
+    for variant, settings in variants(method).items()
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("method", "settings"), CELLS)
+def test_tokens_and_logits_equal_those_of_eager_attention(
+    architecture: str, call: str, method: str, settings: dict[str, Any]
+) -> None:
+    expected = reference(architecture, call)
+    model = build(architecture)
+    with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
+        cache = runtime.cache()
+        found = generate(model, call, cache, check=cache.check_integrity)
+    assert found.tokens == expected.tokens
+    for step, (logits, exact) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        torch.testing.assert_close(
+            logits, exact, rtol=0, atol=ROUNDING, msg=lambda text, at=step: f"step {at}: {text}"
+        )
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mistral"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_matrix_notices_lost_tokens(architecture: str, call: str) -> None:
+    model = build(architecture)
+    lossy = hkv.HybridConfig(
+        method="streaming_llm", page_size=PAGE, sink_tokens=PAGE, window_tokens=2 * PAGE
+    )
+    with hkv.attach(model, lossy) as runtime:
+        cache = runtime.cache()
+        found = generate(model, call, cache, check=cache.check_integrity)
+    assert found.tokens != reference(architecture, call).tokens
+
+
+class _Noise(LogitsProcessor):
+    """More than rounding does to scores, far less than a lost token does."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator().manual_seed(0)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 1e-4 * torch.randn(scores.shape, generator=self.random)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("call", CALLS)
+def test_reference_tokens_do_not_hang_on_rounding(architecture: str, call: str) -> None:
+    model = build(architecture)
+    noisy = generate(
+        model,
+        call,
+        DynamicCache(config=model.config),
+        check=lambda: None,
+        logits_processor=LogitsProcessorList([_Noise()]),
+    )
+    assert noisy.tokens == reference(architecture, call).tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("call", CALLS)
+def test_reference_tokens_are_varied(architecture: str, call: str) -> None:
+    new = CALLS[call].new_tokens
+    for row in reference(architecture, call).tokens:
+        assert len(set(row[-new:])) > 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_some_guesses_of_prompt_lookup_are_right_and_some_wrong(architecture: str) -> None:
+    model = build(architecture)
+    queries: list[int] = []
+    layer = model.model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda _, args: queries.append(args[0].shape[1]))
+    try:
+        generate(model, "prompt_lookup", DynamicCache(config=model.config), check=lambda: None)
+    finally:
+        hook.remove()
+    new = CALLS["prompt_lookup"].new_tokens
+    guessed = sum(queries) - PROMPT - (len(queries) - 1)
+    accepted = new - len(queries)
+    assert 0 < accepted < guessed
