@@ -1,0 +1,194 @@
+"""What a haystack hides: records, the questions about them and the right answers.
+
+Records and questions as a person reads them (the tokenizer adds ``:`` and ``=`` by itself):
+
+    key 3f a0: 11 5c 9e 07.    ? key 3f a0           -> 11 5c 9e 07.
+    tag 3f a0: 11 5c.          ? two tag 3f a0       -> one 3f a0: 11 5c two 3f a0: 9e 07.
+    let 3f a0 = 17 22.         ? let 3f a0           -> 17 22 river.
+    vote 3f a0: river.         ? vote 3f a0          -> river.
+
+No token stands between a key and its value: the model finds a value by the two tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_kv.eval.needle import vocabulary as vocab
+
+Tokens = tuple[int, ...]
+FULL_ALPHABET: Final = np.arange(vocab.FIRST_BYTE, vocab.FIRST_WORD)
+VALUE_BYTES: Final = 4
+TAG_BYTES: Final = 2
+LIST_VOTES: Final = 8
+MAX_PARTS: Final = len(vocab.ORDINALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Token ids to append after the context, and the ids the model must continue with.
+
+    `answer` ends with the closing ``.``.
+    """
+
+    ids: Tokens
+    answer: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Records in the order of the haystack; `sources[i]` are the records question i rests on."""
+
+    records: tuple[Tokens, ...]
+    questions: tuple[Question, ...]
+    sources: tuple[Tokens, ...]
+
+
+def draw_keys(
+    rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """`count` distinct two-byte keys, [count, 2].
+
+    Half of the draws use so few bytes that most keys share each of their bytes with another key:
+    a method that matches on one byte only fails there.
+    """
+    if rng.random() < 0.5:
+        num_bytes = min(len(alphabet), ceil(1.3 * sqrt(count)) + 1)
+        alphabet = rng.permutation(alphabet)[:num_bytes]
+    pairs = rng.choice(len(alphabet) ** 2, count, replace=False)
+    return np.stack([alphabet[pairs // len(alphabet)], alphabet[pairs % len(alphabet)]], axis=1)
+
+
+def split_into_parts(rng: np.random.Generator, count: int) -> list[int]:
+    """Sizes of 2 to 4 that add up to `count`, which is at least 2."""
+    sizes: list[int] = []
+    while count:
+        size = int(rng.integers(2, MAX_PARTS + 1))
+        if count - size in (0, 2, 3) or count - size > MAX_PARTS:
+            sizes.append(size)
+            count -= size
+        elif count <= MAX_PARTS:
+            sizes.append(count)
+            count = 0
+    return sizes
+
+
+def key_records(
+    rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]
+) -> tuple[list[Tokens], list[Tokens]]:
+    """Keys and values of `count` plain records, both as tuples of byte ids."""
+    keys = draw_keys(rng, count, alphabet)
+    values = rng.choice(alphabet, (count, VALUE_BYTES))
+    return [tuple(key) for key in keys.tolist()], [tuple(value) for value in values.tolist()]
+
+
+def key_value(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """One record per key; a question asks for one value."""
+    keys, values = key_records(rng, count, alphabet)
+    pairs = list(zip(keys, values, strict=True))
+    return Facts(
+        tuple((vocab.KEY, *key, *value, vocab.STOP) for key, value in pairs),
+        tuple(Question((vocab.ASK, vocab.KEY, *k), (*v, vocab.STOP)) for k, v in pairs),
+        tuple((index,) for index in range(count)),
+    )
+
+
+def passkey(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """One record is the pass code, the others are plain records; the question asks for it."""
+    keys, values = key_records(rng, count, alphabet)
+    where = int(rng.integers(count))
+    keys[where] = (vocab.PASS, vocab.CODE)
+    records = [(vocab.KEY, *k, *v, vocab.STOP) for k, v in zip(keys, values, strict=True)]
+    question = Question((vocab.ASK, vocab.KEY, *keys[where]), (*values[where], vocab.STOP))
+    return Facts(tuple(records), (question,), ((where,),))
+
+
+def multi_query(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """Plain records; a question asks for two to four of them at once, each of them once."""
+    keys, values = key_records(rng, count, alphabet)
+    questions, sources = [], []
+    order = rng.permutation(count).tolist()
+    for size in split_into_parts(rng, count):
+        asked, order = order[:size], order[size:]
+        ids, answer = [vocab.ASK], []
+        for ordinal, index in zip(vocab.ORDINALS, asked, strict=False):
+            ids += [ordinal, *keys[index]]
+            answer += [ordinal, *keys[index], *values[index]]
+        questions.append(Question((*ids, vocab.STOP), (*answer, vocab.STOP)))
+        sources.append(tuple(asked))
+    records = ((vocab.KEY, *k, *v, vocab.STOP) for k, v in zip(keys, values, strict=True))
+    return Facts(tuple(records), tuple(questions), tuple(sources))
+
+
+def multi_value(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """Two to four records share each key; a question asks for all values of one key."""
+    sizes = split_into_parts(rng, count)
+    slots = _scattered_slots(rng, sizes)
+    records: list[Tokens] = [()] * count
+    questions = []
+    for key, where in zip(draw_keys(rng, len(sizes), alphabet).tolist(), slots, strict=True):
+        # Different first bytes, so that each value of a key can be named by its first byte.
+        firsts = rng.choice(alphabet, len(where), replace=False).tolist()
+        seconds = rng.choice(alphabet, len(where)).tolist()
+        answer: list[int] = []
+        for ordinal, index, *value in zip(vocab.ORDINALS, where, firsts, seconds, strict=False):
+            records[index] = (vocab.TAG, *key, *value, vocab.STOP)
+            answer += [ordinal, *key, *value]
+        number = vocab.ORDINALS[len(where) - 1]
+        questions.append(Question((vocab.ASK, number, vocab.TAG, *key), (*answer, vocab.STOP)))
+    return Facts(tuple(records), tuple(questions), slots)
+
+
+def variable_tracking(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """Chains of two to four assignments that end in a word; a question gives the first name.
+
+    The answer names every variable on the way and the word.
+    """
+    sizes = split_into_parts(rng, count)
+    slots = tuple(tuple(rng.permutation(where).tolist()) for where in _scattered_slots(rng, sizes))
+    names = draw_keys(rng, count, alphabet).tolist()
+    records: list[Tokens] = [()] * count
+    questions = []
+    for where in slots:
+        chain, names = names[: len(where)], names[len(where) :]
+        values = [*chain[1:], [int(vocab.FIRST_WORD + rng.integers(vocab.NUM_WORDS))]]
+        for index, name, value in zip(where, chain, values, strict=True):
+            records[index] = (vocab.LET, *name, *value, vocab.STOP)
+        answer = tuple(token for value in values for token in value)
+        questions.append(Question((vocab.ASK, vocab.LET, *chain[0]), (*answer, vocab.STOP)))
+    return Facts(tuple(records), tuple(questions), slots)
+
+
+def most_frequent(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
+    """Named lists of about eight votes each; a question asks for the word a list holds most.
+
+    The winner has half of the votes, at least two, and no other word reaches its count.
+    """
+    num_lists = max(1, count // LIST_VOTES)
+    sizes = [len(part) for part in np.array_split(np.arange(count), num_lists)]
+    slots = _scattered_slots(rng, sizes)
+    records: list[Tokens] = [()] * count
+    questions = []
+    for name, where in zip(draw_keys(rng, num_lists, alphabet).tolist(), slots, strict=True):
+        words = (vocab.FIRST_WORD + rng.choice(vocab.NUM_WORDS, 4, replace=False)).tolist()
+        num_wins = max(2, (len(where) + 1) // 2)
+        # Three losers share the other half, so none of them gets more than a third of it.
+        votes = [words[0]] * num_wins
+        votes += [words[1 + vote % 3] for vote in range(len(where) - num_wins)]
+        for index, vote in zip(where, rng.permutation(votes).tolist(), strict=True):
+            records[index] = (vocab.VOTE, *name, vote, vocab.STOP)
+        questions.append(Question((vocab.ASK, vocab.VOTE, *name), (words[0], vocab.STOP)))
+    return Facts(tuple(records), tuple(questions), slots)
+
+
+def _scattered_slots(rng: np.random.Generator, sizes: Iterable[int]) -> tuple[Tokens, ...]:
+    """Disjoint ascending record positions, one group per size."""
+    ends = np.cumsum(list(sizes))
+    groups = np.split(rng.permutation(int(ends[-1])), ends[:-1])
+    return tuple(tuple(np.sort(group).tolist()) for group in groups)

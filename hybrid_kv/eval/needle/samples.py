@@ -1,0 +1,153 @@
+"""Haystacks of an exact length with questions about them, and the check of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.eval.needle import facts
+from hybrid_kv.eval.needle import vocabulary as vocab
+from hybrid_kv.eval.needle.facts import Facts, Question
+from hybrid_kv.eval.needle.filler import draw_filler
+
+BuildFacts = Callable[[np.random.Generator, int, NDArray[np.int64]], Facts]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One kind of haystack: how to draw its facts, and the fewest records that make sense."""
+
+    name: str
+    summary: str
+    build: BuildFacts
+    min_records: int
+    max_records: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One haystack, [context_tokens] int64 ids beginning with bos, and questions about it.
+
+    Append the ids of one question to the context and let the model continue; every question
+    refers to the same context, so a context is prefilled once and asked many times.
+    """
+
+    task: str
+    context: NDArray[np.int64]
+    questions: tuple[Question, ...]
+
+
+def _task(build: BuildFacts, min_records: int, max_records: int) -> Task:
+    summary = (build.__doc__ or "").split("\n")[0].rstrip(".")
+    return Task(build.__name__, summary, build, min_records, max_records)
+
+
+MAX_KEYS: Final = 1 << 15
+"""Half of all two-byte keys; beyond it, hard negatives are everywhere and drawing is slow."""
+
+TASKS: Final[Mapping[str, Task]] = MappingProxyType(
+    {
+        task.name: task
+        for task in (
+            _task(facts.key_value, 1, MAX_KEYS),
+            _task(facts.passkey, 1, MAX_KEYS),
+            _task(facts.multi_value, 2, 2 * MAX_KEYS),
+            _task(facts.multi_query, 2, MAX_KEYS),
+            _task(facts.variable_tracking, 2, MAX_KEYS),
+            _task(facts.most_frequent, 2, facts.LIST_VOTES * MAX_KEYS),
+        )
+    }
+)
+
+
+def make_sample(
+    task: str,
+    context_tokens: int,
+    *,
+    num_records: int = 64,
+    num_questions: int = 1,
+    seed: int,
+) -> Sample:
+    """A haystack of exactly `context_tokens` tokens with `num_records` records in it.
+
+    The same arguments give the same sample on every machine. Records stand after full stops
+    where the text has enough of them, in random order. No question is asked twice.
+
+    Args:
+        task: a name of `TASKS`.
+        context_tokens: length of the context, bos included, questions not included.
+        num_records: records hidden in the text; a record takes 5 to 8 tokens.
+        num_questions: questions drawn from the possible ones, without repetition.
+        seed: of the records, the filler and the choice of questions.
+
+    Raises:
+        ConfigError: the task is unknown, the records do not fit, or there are too few facts
+            for the questions.
+    """
+    known = TASKS.get(task)
+    if known is None:
+        raise unknown_name("needle task", task, TASKS)
+    if not known.min_records <= num_records <= known.max_records:
+        raise ConfigError(
+            f"num_records must be {known.min_records}..{known.max_records} for task '{task}', "
+            f"got {num_records}; choose a number in that range"
+        )
+    rng = np.random.default_rng([seed, context_tokens, num_records])
+    drawn = known.build(rng, num_records, facts.FULL_ALPHABET)
+    needed = 1 + sum(map(len, drawn.records))
+    if context_tokens < needed:
+        raise ConfigError(
+            f"context_tokens must be at least {needed} for {num_records} records of task "
+            f"'{task}', got {context_tokens}; lengthen the context or lower num_records"
+        )
+    if not 1 <= num_questions <= len(drawn.questions):
+        raise ConfigError(
+            f"num_questions must be 1..{len(drawn.questions)} for {num_records} records of task "
+            f"'{task}', got {num_questions}; ask fewer questions or raise num_records"
+        )
+    context = scatter(rng, drawn.records, draw_filler(context_tokens - needed, rng))
+    chosen = rng.choice(len(drawn.questions), num_questions, replace=False)
+    return Sample(task, context, tuple(drawn.questions[index] for index in chosen.tolist()))
+
+
+def scatter(
+    rng: np.random.Generator, records: Sequence[tuple[int, ...]], text: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """bos, then `text` with the records inserted in their order at random places."""
+    sentence_ends = np.flatnonzero(text == vocab.STOP) + 1
+    if len(sentence_ends) >= 2 * len(records):
+        gaps = np.sort(rng.choice(sentence_ends, len(records), replace=False))
+    else:
+        gaps = np.sort(rng.integers(len(text) + 1, size=len(records)))
+    flat = np.array([token for record in records for token in record], dtype=np.int64)
+    at = np.repeat(gaps, [len(record) for record in records])
+    return np.insert(np.concatenate([[vocab.BOS], text]), at + 1, flat)
+
+
+def is_correct(question: Question, generated_ids: Sequence[int]) -> bool:
+    """Whether the first generated ids are the answer, up to and with its closing ``.``.
+
+    Ids after the closing ``.`` are ignored. The values of a multi_value answer count in any
+    order; everything else must match token for token.
+    """
+    answer = question.answer
+    got = tuple(int(token) for token in generated_ids[: len(answer)])
+    if question.ids[1] in vocab.ORDINALS and question.ids[2] == vocab.TAG:
+        return _same_values(got, answer)
+    return got == answer
+
+
+def _same_values(got: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+    """Equal up to the order of the values: groups of ordinal, two-byte key, two-byte value."""
+    group = 3 + facts.TAG_BYTES
+    starts = range(0, len(answer) - 1, group)
+    heads_match = len(got) == len(answer) and got[-1] == answer[-1]
+    heads_match = heads_match and all(got[at : at + 3] == answer[at : at + 3] for at in starts)
+    values = sorted(got[at + 3 : at + group] for at in starts)
+    return heads_match and values == sorted(answer[at + 3 : at + group] for at in starts)
