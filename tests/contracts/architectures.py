@@ -153,20 +153,20 @@ def scale_weights(model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("sinks"):
             weight.copy_(torch.randn_like(weight) + 1.0)
-        elif "norm" in name:  # Gemma stores gain - 1, so draw a difference
+        elif "norm" in name and weight.ndim == 1:  # Gemma stores gain - 1, so draw a difference
             offset = 0.4 if "q_norm" in name or "k_norm" in name else 0.0
             weight.add_(torch.empty_like(weight).uniform_(-0.3, 0.3) + offset)
-        elif "bias" in name:
-            weight.copy_(torch.randn_like(weight) * 0.3)
-        elif "embed_tokens" in name:
+        elif weight.ndim == 1:
+            weight.add_(torch.randn_like(weight) * 0.3)
+        elif "embed" in name:
             weight.copy_(torch.randn_like(weight))
         else:
             weight.copy_(torch.randn_like(weight) * _gain(name) / _inputs(weight) ** 0.5)
 
 
 def _inputs(weight: Tensor) -> int:
-    # Linear layers are [out, in]; stacked experts are [expert, in, out].
-    return weight.shape[1]
+    # Linear layers are [out, in]; stacked experts [expert, in, out]; convolutions [out, ...].
+    return weight[0].numel() if weight.ndim > 3 else weight.shape[1]
 
 
 def _gain(name: str) -> float:
