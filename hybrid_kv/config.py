@@ -146,6 +146,9 @@ class IndexConfig(PluginConfig):
 
     kind: str = "flat"
 
+    def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by kind
+        super().__init__(**data)
+
 
 class HybridConfig(PluginConfig):
     """Everything that decides how a model's KV cache is kept and read.
@@ -167,6 +170,9 @@ class HybridConfig(PluginConfig):
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
     dense_extend_tokens: Tokens = 32
     backend: str = "auto"
+
+    def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method
+        super().__init__(**data)
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:

@@ -112,8 +112,12 @@ class Method(ABC):
         return k, v
 
     @abstractmethod
-    def seal(self, layer_idx: int, evidence: Evidence) -> Placement:
-        """The layer's prompt is complete: decide what stays and what becomes of the rest."""
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        """The layer's prompt is complete: decide what stays and what becomes of the rest.
+
+        Args:
+            evidence: one per batch row; empty unless `needs` asks for something.
+        """
 
     @abstractmethod
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:

@@ -1,0 +1,25 @@
+"""Full attention: the exact baseline inside our own store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybrid_kv.config import Params as BaseParams
+from hybrid_kv.plugins import METHODS, Method, Placement
+from hybrid_kv.types import EntrySet, Evidence, Tier
+
+
+@METHODS.register("full", paper="Vaswani et al. 2017, arXiv:1706.03762")
+class Full(Method):
+    """Everything stays resident and every entry is attended: exact."""
+
+    class Params(BaseParams):
+        """No parameters."""
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return Placement()
+
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        return [EntrySet(Tier.RESIDENT)]

@@ -1,0 +1,33 @@
+"""The default: Quest over spare resident pages, retrieval over the cold tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from hybrid_kv.config import BudgetField, Tokens
+from hybrid_kv.methods.retrieval import RetrievalAttention, RetrievalParams
+from hybrid_kv.plugins import METHODS, Placement
+from hybrid_kv.types import Budget, EntrySet, Evidence, Tier
+
+
+@METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")
+class Hybrid(RetrievalAttention):
+    """Retrieval attention that fills spare device memory with pages and reads the best of them."""
+
+    class Params(RetrievalParams):
+        """spare_tokens: resident beyond sinks and window; page_budget: pages of those read per step."""
+
+        spare_tokens: Tokens = 0
+        page_budget: BudgetField = 32
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        placement = super().seal(layer_idx, evidence)
+        spare = self.params.spare_tokens
+        return replace(placement, spare_tokens=spare, digests=spare > 0)
+
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        budget: Budget = self.params.page_budget if self.params.spare_tokens else "all"
+        return [EntrySet(Tier.RESIDENT, budget), EntrySet(Tier.COLD, self.params.cold.top_k)]

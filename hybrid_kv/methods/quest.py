@@ -1,0 +1,41 @@
+"""Quest: all entries resident, the best pages read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybrid_kv.config import BudgetField, Tokens
+from hybrid_kv.config import Params as BaseParams
+from hybrid_kv.plugins import METHODS, Method, Placement
+from hybrid_kv.types import EntrySet, Evidence, Tier
+
+
+@METHODS.register("quest", paper="Tang et al. 2024, arXiv:2406.10774")
+class Quest(Method):
+    """Keeps everything resident and reads the pages with the highest upper bound on the score.
+
+    Pages are chosen per KV head by the largest bound in its group of query heads (the paper's models
+    have one query head per KV head). As in the paper the first two layers are dense and the newest
+    page is always read; sinks and window are ours, on top of the page budget.
+    """
+
+    class Params(BaseParams):
+        """page_budget: pages read beside sinks and window; dense_layers: first layers read whole."""
+
+        page_budget: BudgetField = 128
+        dense_layers: Tokens = 2
+        sink_tokens: Tokens = 0
+        window_tokens: Tokens = 0
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return Placement(
+            sink_tokens=self.params.sink_tokens,
+            window_tokens=self.params.window_tokens,
+            digests=layer_idx >= self.params.dense_layers,
+        )
+
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        dense = layer_idx < self.params.dense_layers
+        return [EntrySet(Tier.RESIDENT, "all" if dense else self.params.page_budget)]

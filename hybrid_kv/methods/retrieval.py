@@ -1,0 +1,82 @@
+"""Retrieval from the cold tier: sinks and window resident, everything else found by an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from torch import Tensor
+
+from hybrid_kv.config import BudgetField, IndexConfig, Params, Tokens
+from hybrid_kv.plugins import METHODS, Method, Placement
+from hybrid_kv.types import Demotion, EntrySet, Evidence, Tier
+
+
+class ColdParams(Params):
+    """top_k: cold entries attended per query head and step; index: how they are found."""
+
+    top_k: BudgetField = 100
+    index: IndexConfig = Field(default="flat", validate_default=True)
+
+
+class RetrievalParams(Params):
+    """sink_tokens and window_tokens stay on the device (multiples of page_size); cold: the rest."""
+
+    sink_tokens: Tokens = 128
+    window_tokens: Tokens = 512
+    cold: ColdParams = ColdParams()
+
+
+@METHODS.register("retrieval_attention", paper="Liu et al. 2024, arXiv:2409.10516")
+class RetrievalAttention(Method):
+    """Keeps sinks and window resident, offloads the rest and attends its top-k per query head.
+
+    The paper's attention-aware graph is not built yet; until it is, the exact flat index serves
+    behind the same interface.
+    """
+
+    Params = RetrievalParams
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return Placement(
+            sink_tokens=self.params.sink_tokens,
+            window_tokens=self.params.window_tokens,
+            rest=Demotion.OFFLOAD,
+            index=self.params.cold.index.build,
+        )
+
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        return [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, self.params.cold.top_k)]
+
+
+@METHODS.register("flat", paper="exact search; baseline of arXiv:2409.10516, section 4")
+class Flat(RetrievalAttention):
+    """Retrieval by exact top-k over all cold keys, one scan per group of query heads."""
+
+
+class _IvfCold(ColdParams):
+    index: IndexConfig = Field(default="ivf", validate_default=True)
+
+
+class _HnswCold(ColdParams):
+    index: IndexConfig = Field(default="hnsw", validate_default=True)
+
+
+@METHODS.register("ivf", paper="Douze et al. 2024 (Faiss), arXiv:2401.08281")
+class Ivf(RetrievalAttention):
+    """Retrieval by an inverted-file index (Faiss)."""
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind ivf."""
+
+        cold: _IvfCold = _IvfCold()
+
+
+@METHODS.register("hnsw", paper="Malkov and Yashunin 2016, arXiv:1603.09320")
+class Hnsw(RetrievalAttention):
+    """Retrieval by a small-world graph built from keys alone (Faiss)."""
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind hnsw."""
+
+        cold: _HnswCold = _HnswCold()

@@ -1,0 +1,37 @@
+"""StreamingLLM: attention sinks and a recent window; everything else is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybrid_kv.config import Params as BaseParams
+from hybrid_kv.config import Tokens
+from hybrid_kv.plugins import METHODS, Method, Placement
+from hybrid_kv.types import Demotion, EntrySet, Evidence, Tier
+
+
+@METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453")
+class StreamingLLM(Method):
+    """Keeps sinks and a recent window and DROPS all other entries.
+
+    Deviation: keys keep the rotary positions they were written with; the paper re-numbers positions
+    inside the cache, which matters beyond the trained context only.
+    """
+
+    class Params(BaseParams):
+        """sink_tokens: kept from the start; window_tokens: kept from the end; multiples of page_size."""
+
+        sink_tokens: Tokens = 16
+        window_tokens: Tokens = 1024
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return Placement(
+            sink_tokens=self.params.sink_tokens,
+            window_tokens=self.params.window_tokens,
+            rest=Demotion.DROP,
+        )
+
+    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+        return [EntrySet(Tier.RESIDENT)]

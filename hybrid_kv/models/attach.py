@@ -1,0 +1,126 @@
+"""Attaching the runtime to an unmodified transformers model, and detaching it without a trace."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import BackendUnavailable, ConfigError
+from hybrid_kv.models import hf_attention
+from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.models.support import check_context, inspect_model, text_config
+from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.types import bytes_per_token
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Attachment:
+    """A model whose attention reads from tiered caches; see `attach`."""
+
+    def __init__(self, model: PreTrainedModel, config: HybridConfig) -> None:
+        if model in _attached:
+            raise ConfigError(
+                "model is attached already; close that attachment (leave its `with` block) first"
+            )
+        if config.backend == "torch_cpu" and model.device.type != "cpu":
+            raise BackendUnavailable(
+                f"backend 'torch_cpu' serves models on cpu, got {model.device}; use backend='auto'"
+            )
+        self.model, self.config = model, config
+        self.info = inspect_model(model)
+        self._text_config = text_config(model)
+        self._previous = model.config._attn_implementation
+        self._open = True
+        hf_attention.register()
+        model.set_attn_implementation(hf_attention.NAME)
+        self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+        ]
+        _attached.add(model)
+
+    def cache(self) -> HybridCache:
+        """A new, empty cache: one per conversation, passed as `past_key_values`."""
+        if not self._open:
+            raise ConfigError("attachment is closed; attach the model again for a new cache")
+        return HybridCache(self.info, self.config, self._text_config, lambda: self._open)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all tiered layers."""
+        dtype = self.model.dtype
+        return sum(bytes_per_token(shape, dtype) for shape in self.info.layers)
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        cache = kwargs.get("past_key_values")
+        self._prefill.cache = None
+        if not isinstance(cache, HybridCache):
+            return
+        if cache.kv.info is not self.info:
+            raise ConfigError(
+                "this cache was made for another model; take it from this attachment's cache()"
+            )
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        embeds = kwargs.get("inputs_embeds")
+        source = tokens if tokens is not None else embeds
+        if source is None:
+            return
+        rows, new = source.shape[:2]
+        check_context(self._text_config, cache.get_seq_length() + new)
+        if new > 1:
+            check_host_memory(rows * new * self.kv_bytes_per_token, new)
+        self._prefill.cache = cache
+        # Somebody else may hold on to these tensors; then chunks must not be written over them.
+        self._prefill.in_place = embeds is None and not self._records_hidden(kwargs)
+
+    def _records_hidden(self, kwargs: dict[str, Any]) -> bool:
+        names = ("output_hidden_states", "output_attentions", "output_router_logits")
+        return any(kwargs.get(n, getattr(self._text_config, n, False)) for n in names)
+
+    def _after_forward(self, *_: Any) -> None:
+        self._prefill.cache = None
+
+    def close(self) -> None:
+        """Detaches: the model's attention, forwards and hooks are what they were before."""
+        if not self._open:
+            return
+        self._open = False
+        for hook in self._hooks:
+            hook.remove()
+        self._prefill.close()
+        self.model.set_attn_implementation(self._previous)
+        _attached.discard(self.model)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def attach(model: PreTrainedModel, config: HybridConfig | None = None) -> Attachment:
+    """Lets a loaded transformers model generate from a tiered KV cache.
+
+    Use it as a context manager; inside, pass `past_key_values=runtime.cache()` to `generate`. Calls
+    without such a cache work as before.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be served (MLA, DSA, encoder-decoder).
+        ConfigError: the model is attached already.
+    """
+    return Attachment(model, config or HybridConfig())

@@ -1,0 +1,129 @@
+"""The attention function that transformers calls in place of its own.
+
+Registered by name in transformers' two public registries; nothing of transformers is patched. The
+mask function must be registered too: without one transformers passes no mask and padding is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
+from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.models.hf_cache import HybridLayer
+from hybrid_kv.ops import get_ops
+from hybrid_kv.types import PartialAttention
+
+NAME = "hybrid_kv"
+
+
+def register() -> None:
+    """Makes `attn_implementation="hybrid_kv"` known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, hybrid_attention)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+
+
+def hybrid_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unsupported: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the tiered cache behind `key`, or plain attention where there is none.
+
+    Args:
+        query: [B, Hq, T, D].
+        key, value: [B, Hkv, n, D]: the new tokens only if the cache layer is ours.
+        attention_mask: None or [B, tokens seen] bool, False for padding.
+        s_aux: [Hq] learned sink logits (gpt-oss).
+
+    Returns:
+        [B, T, Hq, D] and no attention weights.
+    """
+    _refuse(attention_mask, unsupported)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer: HybridLayer | None = getattr(key, "hybrid_kv_layer", None)
+    if layer is not None:
+        part = layer.attend(query, attention_mask, scale=scale, softcap=softcap)
+    else:
+        window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
+        causal = getattr(module, "is_causal", True)
+        part = _attend_plain(query, key, value, attention_mask, scale, softcap, window, causal)
+    out = part.out if s_aux is None else apply_sink(part, s_aux)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _refuse(attention_mask: Tensor | None, unsupported: dict[str, Any]) -> None:
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ConfigError(
+            f"attention_mask must be [batch, tokens] or absent, got {attention_mask.ndim} axes; "
+            "masks other than causal with padding cannot be served from a tiered cache"
+        )
+    for name in ("indices", "block_indices", "position_bias"):
+        if unsupported.get(name) is not None:
+            raise UnsupportedModelError(
+                f"the model passes '{name}' to its attention, which a tiered KV cache cannot "
+                "serve; use this model without hybrid_kv"
+            )
+
+
+def _attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    causal: bool,
+) -> PartialAttention:
+    """Sliding-window layers (their cache is transformers' own), calls without cache, encoders."""
+    if mask is None:
+        return _attend_whole(q, k, v, scale, softcap, window, causal)
+    # The newest columns of the mask belong to the keys at hand.
+    valid = mask[:, mask.shape[1] - k.shape[2] :].bool()
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    for row in range(q.shape[0]):
+        keys, queries = valid[row], valid[row, -q.shape[2] :]
+        part = _attend_whole(
+            q[row : row + 1, :, queries],
+            k[row : row + 1, :, keys],
+            v[row : row + 1, :, keys],
+            scale,
+            softcap,
+            window,
+            causal,
+        )
+        out[row][:, queries], lse[row][:, queries] = part.out[0].to(q.dtype), part.lse[0]
+    return PartialAttention(out, lse)
+
+
+def _attend_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    causal: bool,
+) -> PartialAttention:
+    ops = get_ops("auto")
+    if not causal:
+        out, lse = attend(ops, group_queries(q, k.shape[1]), k, v, scale=scale, softcap=softcap)
+        return PartialAttention(out.reshape(q.shape), lse.reshape(q.shape[:3]))
+    if window is not None:
+        return ops.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
+    return attend_causal(ops, q, k, v, scale=scale, softcap=softcap)

@@ -1,0 +1,164 @@
+"""Our KV cache in the shape that transformers expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.types import ModelInfo, PartialAttention, Work
+
+
+class HybridLayer(CacheLayerMixin):
+    """One full-attention layer of the cache.
+
+    `update` keeps the new tokens aside and returns them with a handle to this layer, because the mask
+    that tells padding apart arrives only with the attention call.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, cache: HybridCache, layer_idx: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self._layer_idx = cache, layer_idx
+        self._seen = 0
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes new k, v [B, Hkv, T, D]; returns the same values, the key with a handle to us."""
+        self._cache.require_open()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._pending = (key_states.detach(), value_states.detach())
+        self._seen += key_states.shape[-2]
+        tagged = key_states.view_as(key_states)
+        tagged.hybrid_kv_layer = self  # type: ignore[attr-defined]
+        return tagged, value_states
+
+    def attend(
+        self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
+    ) -> PartialAttention:
+        """Stores what `update` brought and attends; q [B, Hq, T, D], mask [B, tokens seen]."""
+        if torch.is_grad_enabled() and q.requires_grad:
+            raise ConfigError(
+                "a tiered KV cache serves inference only, got queries that require gradients; "
+                "call the model under torch.inference_mode()"
+            )
+        new, self._pending = self._pending, None
+        valid = self._cache.new_valid(mask, q.shape[2])
+        return self._cache.kv.attend(self._layer_idx, q, new, valid, scale=scale, softcap=softcap)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, whatever the method kept of them."""
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens; transformers passes their negative number."""
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                f"crop takes the negative number of tokens to remove, got {tokens_to_remove}"
+            )
+        if tokens_to_remove:
+            self._cache.kv.crop(self._layer_idx, -tokens_to_remove)
+            self._seen = max(0, self._seen + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: rows continue from other rows; pages are copied on write only."""
+        self._cache.kv.fork(self._layer_idx, beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self._cache.kv.num_rows(self._layer_idx)
+        self._cache.kv.fork(self._layer_idx, [r for r in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._cache.kv.fork(self._layer_idx, indices.tolist())
+
+    def reset(self) -> None:
+        self._seen, self._pending = 0, None
+        self._cache.kv.reset_layer(self._layer_idx)
+
+
+class HybridCache(Cache):
+    """`past_key_values` for one conversation; full-attention layers are tiered, others are not.
+
+    Args:
+        model_config: the text model's transformers configuration.
+        is_open: tells whether the attachment that made this cache still stands.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: HybridConfig,
+        model_config: PreTrainedConfig,
+        is_open: Callable[[], bool],
+    ) -> None:
+        self.kv = KVCache(info, config)
+        self._is_open = is_open
+        self._mask: Tensor | None = None
+        self._mask_is_plain = True
+        tiered = {shape.layer_idx for shape in info.layers}
+        layers = [
+            HybridLayer(self, idx) if idx in tiered else layer
+            for idx, layer in enumerate(DynamicCache(config=model_config).layers)
+        ]
+        super().__init__(layers=layers)
+
+    @property
+    def work(self) -> Work:
+        """Counters of what decoding has touched."""
+        return self.kv.work
+
+    def require_open(self) -> None:
+        """Raises ConfigError once the model was detached: its attention would read new keys only."""
+        if not self._is_open():
+            raise ConfigError(
+                "this cache belongs to a model that was detached; use it inside its `with "
+                "hybrid_kv.attach(...)` block"
+            )
+
+    def new_valid(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
+        """Which of the newest tokens are real, [B, T] bool; None if all are."""
+        if mask is None:
+            return None
+        newest = mask[:, -new_tokens:].bool()
+        if mask is not self._mask:  # one look per forward, not per layer
+            self._mask, self._mask_is_plain = mask, bool(newest.all())
+        return None if self._mask_is_plain else newest
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self.kv.reset()
+        self._mask = None
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every token seen has exactly one owner in every layer."""
+        self.kv.check_integrity()
+
+
+def tiered_layers(model_config: PreTrainedConfig) -> list[int]:
+    """Indices of the layers whose cache can be tiered: plain full attention."""
+    layers = DynamicCache(config=model_config).layers
+    return [idx for idx, layer in enumerate(layers) if type(layer) is DynamicLayer]

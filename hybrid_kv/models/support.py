@@ -1,0 +1,75 @@
+"""What a model offers to a tiered cache, and which models are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.models.hf_cache import tiered_layers
+from hybrid_kv.types import LayerShape, ModelInfo
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration of the decoder that generates text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def inspect_model(model: PreTrainedModel) -> ModelInfo:
+    """Shapes of the layers that can be tiered.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be served; the message says why.
+    """
+    config = text_config(model)
+    _refuse(model, config)
+    return ModelInfo(tuple(_layer_shape(config, idx) for idx in tiered_layers(config)))
+
+
+def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; hybrid_kv serves decoder-only models"
+        )
+    if getattr(config, "index_topk", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} selects keys with a learned indexer (DSA), which needs every key at hand; "
+            "hybrid_kv serves grouped-query attention"
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} uses multi-head latent attention (MLA), whose cache holds latents instead of "
+            "keys; hybrid_kv serves grouped-query attention"
+        )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} does not take attention functions from transformers' AttentionInterface; "
+            "hybrid_kv needs a model that does"
+        )
+
+
+def _layer_shape(config: PreTrainedConfig, layer_idx: int) -> LayerShape:
+    # Heterogeneous models describe each layer by a configuration of its own.
+    per_layer: Any = getattr(config, "per_layer_config", None)
+    layer = per_layer[layer_idx] if per_layer is not None else config
+    num_q_heads = layer.num_attention_heads
+    num_kv_heads = getattr(layer, "num_key_value_heads", None) or num_q_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_q_heads
+    return LayerShape(layer_idx, num_q_heads, num_kv_heads, head_dim)
+
+
+def max_context(config: PreTrainedConfig) -> int | None:
+    """The longest context the model was made for, in tokens; None where it says nothing."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_context(config: PreTrainedConfig, num_tokens: int) -> None:
+    """Raises ConfigError where `num_tokens` exceed what the model was made for."""
+    limit = max_context(config)
+    if limit is not None and num_tokens > limit:
+        raise ConfigError(
+            f"context must be at most {limit} tokens for this model, got {num_tokens}; shorten the "
+            "prompt, ask for fewer new tokens or take a model with a longer context"
+        )

@@ -1,0 +1,85 @@
+"""Which back end computes an op: one pure choice, forcible and visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import unknown_name
+from hybrid_kv.ops import reference, torch_cpu
+from hybrid_kv.types import PartialAttention
+
+BACKENDS = ("auto", "reference", "torch_cpu")
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose_backend(
+    requested: str, *, device_type: str, dtype: torch.dtype, plain: bool, entries: int
+) -> str:
+    """The back end that attends.
+
+    Args:
+        requested: a name of BACKENDS.
+        plain: no softcap and no sliding window.
+        entries: keys to attend; the fused kernel does not take zero.
+    """
+    if requested == "reference":
+        return "reference"
+    fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and entries > 0
+    # What the fused kernel cannot express is computed by the definition, under any request.
+    return "torch_cpu" if fits else "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The ops of one requested back end; shapes and meaning as in `reference`."""
+
+    backend: str = "auto"
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        if self._chosen(q, softcap is None, k.shape[2]) == "torch_cpu":
+            return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
+        return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
+
+    def attend_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> PartialAttention:
+        square = q.shape[2] == k.shape[2]
+        plain = square and softcap is None and window is None
+        if self._chosen(q, plain, k.shape[2]) == "torch_cpu":
+            return torch_cpu.attend_causal(q, k, v, scale=scale)
+        return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
+
+    def _chosen(self, q: Tensor, plain: bool, entries: int) -> str:
+        return choose_backend(
+            self.backend, device_type=q.device.type, dtype=q.dtype, plain=plain, entries=entries
+        )
+
+
+def get_ops(backend: str) -> Ops:
+    """The ops of a back end.
+
+    Raises:
+        ConfigError: no such back end; the message lists the known ones.
+    """
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
+    return Ops(backend)

@@ -1,0 +1,223 @@
+"""The KV cache of one conversation: all tiered layers under one method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops import get_ops
+from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.decode import Step, decode
+from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.exact import attend_exact
+from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.store import LayerKV, Overflow
+from hybrid_kv.transfer import Executor, SyncExecutor
+from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, Work
+
+
+class KVCache:
+    """Layers, method and executor of one conversation; knows tensors, not model libraries.
+
+    A layer is *unsealed* while its prompt is computed: everything is resident and attention is exact.
+    Sealing asks the method where entries shall live; from then on short inputs read through the
+    method and long ones attend exactly. Not safe for use from several threads at once.
+    """
+
+    def __init__(
+        self, info: ModelInfo, config: HybridConfig, executor: Executor | None = None
+    ) -> None:
+        self.info, self.config = info, config
+        self.executor: Executor = executor or SyncExecutor()
+        self.ops = get_ops(config.backend)
+        self.method: Method = config.build()
+        self.method.open(info)
+        self.phases, self.work = Phases(), Work()
+        self.reserved_tokens = 0
+        self.more_prompt = False  # set while a prompt comes in pieces, however short the last one
+        self._shapes = {shape.layer_idx: shape for shape in info.layers}
+        self._layers: dict[int, LayerKV] = {}
+        self._evidence: dict[int, list[EvidenceCollector]] = {}
+
+    @property
+    def layers(self) -> dict[int, LayerKV]:
+        """The stores by layer index; a layer appears with its first token."""
+        return self._layers
+
+    def reserve(self, num_tokens: int) -> None:
+        """Announces how many tokens will come, so that memory is taken once."""
+        self.reserved_tokens = max(self.reserved_tokens, num_tokens)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        valid: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """Stores the new tokens of a layer and attends with their queries.
+
+        Args:
+            q: [B, Hq, T, D].
+            new: k, v [B, Hkv, T, D] after RoPE; None where another layer stored them (KV sharing).
+            valid: [B, T] bool, False for padding; None where there is none.
+            scale: factor on the logits.
+
+        Returns:
+            out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
+        """
+        few = q.shape[2] <= max(1, self.config.dense_extend_tokens)
+        short = few and valid is None and not self.more_prompt
+        if short:
+            self.seal_if_open(layer_idx)
+        if new is not None:
+            self._append(layer_idx, *new, valid)
+        layer = self._layers[layer_idx]
+        if not self.is_sealed(layer_idx):
+            self._observe(layer_idx, q, valid)
+        if self.is_sealed(layer_idx) and short:
+            part = self._decode(layer, q, scale, softcap)
+        else:
+            part = attend_exact(
+                self.ops, self.executor, layer, q, valid, scale=scale, softcap=softcap
+            )
+        if self.is_sealed(layer_idx):
+            self._demote(layer_idx)
+        return part
+
+    def _decode(
+        self, layer: LayerKV, q: Tensor, scale: float, softcap: float | None
+    ) -> PartialAttention:
+        layer_idx = layer.shape.layer_idx
+        step = Step(
+            self.ops, self.executor, self.phases, self.work, layer, q, scale=scale, softcap=softcap
+        )
+        part = decode(step, self.method.read(layer_idx, q))
+        self.method.after(layer_idx, q)
+        return part
+
+    def _append(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            layer = self._open_layer(self._shapes[layer_idx], k)
+        if k.shape[0] != layer.num_rows:
+            raise ShapeError(
+                f"batch must stay at {layer.num_rows} rows, got {k.shape[0]}; use a new cache"
+            )
+        if type(self.method).write is not Method.write:
+            k, v = self.method.write(layer_idx, k, v, layer.next_positions(k.shape[2], valid))
+        layer.append(k, v, valid)
+
+    def _open_layer(self, shape: LayerShape, k: Tensor) -> LayerKV:
+        capacity = max(self.reserved_tokens, k.shape[2])
+        layer = LayerKV(shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity)
+        self._layers[shape.layer_idx] = layer
+        needs = self.method.needs
+        if needs.sampled_queries or needs.last_queries:
+            rows = range(k.shape[0])
+            self._evidence[shape.layer_idx] = [EvidenceCollector(needs) for _ in rows]
+        return layer
+
+    def _observe(self, layer_idx: int, q: Tensor, valid: Tensor | None) -> None:
+        for row, collector in enumerate(self._evidence.get(layer_idx, ())):
+            collector.observe(q[row] if valid is None else q[row][:, valid[row]])
+
+    def is_sealed(self, layer_idx: int) -> bool:
+        layer = self._layers.get(layer_idx)
+        return layer is not None and layer.placement is not None
+
+    def seal_if_open(self, layer_idx: int) -> None:
+        """Ends a layer's prompt unless that has happened or the layer is not tiered."""
+        if layer_idx in self._layers and not self.is_sealed(layer_idx):
+            self.seal(layer_idx)
+
+    def seal(self, layer_idx: int) -> None:
+        """Ends a layer's prompt: its entries move to where the method wants them.
+
+        Called by whoever knows that the prompt is complete; otherwise the first short input does it.
+        """
+        layer = self._layers[layer_idx]
+        collectors = self._evidence.pop(layer_idx, [])
+        evidence = tuple(collector.evidence() for collector in collectors)
+        placement = self.method.seal(layer_idx, evidence)
+        layer.seal(placement)
+        moved = self._demote(layer_idx, [e.sampled_queries for e in evidence])
+        if moved:
+            layer.compact()
+        if placement.digests:
+            layer.resident.pool.enable_digests()
+
+    def _demote(self, layer_idx: int, queries: Sequence[Tensor | None] = ()) -> bool:
+        """Moves what has left the window; true if anything moved.
+
+        Args:
+            queries: per row the sampled queries [Hq, M, D] for a new index; empty after the prompt.
+        """
+        layer = self._layers[layer_idx]
+        moved = False
+        for row in range(layer.num_rows):
+            overflow = layer.overflow(row)
+            if overflow is None:
+                continue
+            if layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD:
+                self._offload(layer, row, overflow, queries[row] if queries else None)
+            layer.forget_overflow(row)
+            moved = True
+        return moved
+
+    def _offload(
+        self, layer: LayerKV, row: int, overflow: Overflow, queries: Tensor | None
+    ) -> None:
+        with self.phases.measure("transfer"):
+            k, v = self.executor.to_host(overflow.k), self.executor.to_host(overflow.v)
+            if queries is not None:  # a group's queries fall on the same keys: pool them
+                heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
+                queries = self.executor.to_host(queries.reshape(heads, -1, dim))
+        make_index = layer.placement.index if layer.placement is not None else None
+        background = self.executor.background
+        layer.cold.append(row, k, v, overflow.positions, make_index, queries, background)
+
+    def crop(self, layer_idx: int, count: int) -> None:
+        """Forgets the newest `count` tokens of every row of a layer."""
+        if (layer := self._layers.get(layer_idx)) is not None:
+            for row in range(layer.num_rows):
+                layer.crop(row, min(count, layer.lengths[row]))
+
+    def fork(self, layer_idx: int, sources: Sequence[int]) -> None:
+        """Row r of a layer continues from row sources[r]; pages are copied on write only."""
+        if (layer := self._layers.get(layer_idx)) is not None:
+            layer.fork(sources)
+        if layer_idx in self._evidence:
+            # Observation is over once rows fork, so rows may share what was observed.
+            rows = self._evidence[layer_idx]
+            self._evidence[layer_idx] = [rows[source] for source in sources]
+
+    def num_rows(self, layer_idx: int) -> int:
+        """Batch rows of a layer, 0 before its first token."""
+        layer = self._layers.get(layer_idx)
+        return 0 if layer is None else layer.num_rows
+
+    def reset_layer(self, layer_idx: int) -> None:
+        """Forgets one layer's entries."""
+        self._layers.pop(layer_idx, None)
+        self._evidence.pop(layer_idx, None)
+
+    def reset(self) -> None:
+        """Forgets everything; the cache is as new."""
+        self._layers.clear()
+        self._evidence.clear()
+        self.method = self.config.build()
+        self.method.open(self.info)
+        self.phases.reset()
+        self.work = Work()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""
+        for layer in self._layers.values():
+            layer.check_integrity()

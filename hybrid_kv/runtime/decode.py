@@ -1,0 +1,224 @@
+"""One decode step of one layer, in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.attention import (
+    attend,
+    attend_causal,
+    attend_retrieved,
+    empty_partial,
+    group_queries,
+    merge_partials,
+)
+from hybrid_kv.ops import Ops, reference
+from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of one layer works with."""
+
+    ops: Ops
+    executor: Executor
+    phases: Phases
+    work: Work
+    layer: LayerKV
+    q: Tensor  # [B, Hq, T, D]
+    scale: float
+    softcap: float | None
+
+    @property
+    def grouped(self) -> Tensor:
+        return group_queries(self.q, self.layer.shape.num_kv_heads)
+
+    @property
+    def query_positions(self) -> Tensor:
+        """[B, T]; every new token of a decode step is a real one."""
+        new = self.q.shape[2]
+        ends = torch.tensor(self.layer.lengths, device=self.q.device)[:, None]
+        return ends - new + torch.arange(new, device=self.q.device)
+
+
+def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
+    """Attention of the new tokens over the entries that the method named.
+
+    Returns:
+        out [B, Hq, T, D], lse [B, Hq, T].
+    """
+    cold = [entries for entries in sets if entries.tier is Tier.COLD]
+    near = [entries for entries in sets if entries.tier is Tier.RESIDENT]
+    # The search begins first: it runs on the host while the device selects and attends.
+    pending = [
+        step.executor.start(lambda e=entries: attend_cold(step, e.budget))  # type: ignore[misc]
+        for entries in cold
+    ]
+    parts = [attend_resident(step, entries.budget) for entries in near]
+    parts.extend(future.result() for future in pending)
+    with step.phases.measure("merge"):
+        out, lse = merge_partials(parts or [empty_partial(step.grouped)])
+    _count_visible(step)
+    shape = step.q.shape
+    return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
+
+
+def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
+    """Sinks, window and the chosen other resident pages; [B, Hkv, M, D] and [B, Hkv, M]."""
+    layer = step.layer
+    if page_budget == "all" or all(
+        _is_covered(layer, row, page_budget) for row in range(layer.num_rows)
+    ):
+        return _attend_all_resident(step)
+    rows = [_attend_pages(step, row, page_budget) for row in range(layer.num_rows)]
+    return PartialAttention(
+        torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
+    )
+
+
+def _attend_all_resident(step: Step) -> PartialAttention:
+    layer, grouped, new = step.layer, step.grouped, step.q.shape[2]
+    with step.phases.measure("resident_attention"):
+        view = layer.resident.view()
+        for row in range(layer.num_rows):
+            _count(step, layer.resident.num_tokens(row) * new - new * (new - 1) // 2)
+        if view.positions is None and new > 1:
+            causal = attend_causal(
+                step.ops, step.q, view.k, view.v, scale=step.scale, softcap=step.softcap
+            )
+            return PartialAttention(
+                causal.out.reshape(grouped.shape), causal.lse.reshape(grouped.shape[:3])
+            )
+        bias = None
+        if view.positions is not None:
+            bias = _hide_later(view.positions[:, None], step.query_positions[:, :, None])
+            bias = bias.repeat(1, layer.shape.group_size, 1)[:, None]
+        return attend(
+            step.ops, grouped, view.k, view.v, scale=step.scale, softcap=step.softcap, bias=bias
+        )
+
+
+def _hide_later(positions: Tensor, query_positions: Tensor) -> Tensor:
+    hidden = positions > query_positions
+    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return bias.masked_fill_(hidden, -torch.inf)
+
+
+def _pinned_pages(layer: LayerKV, row: int) -> tuple[int, int]:
+    """How many pages at the table's start (sinks) and end (window) are read by every step."""
+    place = layer.placement
+    pages, fill = len(layer.resident.tables[row]), layer.resident.tail_fill[row]
+    sinks = place.sink_tokens // layer.page_size if place is not None else 0
+    window = place.window_tokens if place is not None else 0
+    tail = 1 + -(-max(0, window - fill) // layer.page_size)
+    return min(sinks, pages), min(tail, pages)
+
+
+def _is_covered(layer: LayerKV, row: int, page_budget: int) -> bool:
+    head, tail = _pinned_pages(layer, row)
+    return len(layer.resident.tables[row]) <= head + tail + page_budget
+
+
+def _attend_pages(step: Step, row: int, page_budget: int) -> PartialAttention:
+    layer, shape = step.layer, step.layer.shape
+    new, heads, group = step.q.shape[2], shape.num_kv_heads, shape.group_size
+    q = step.grouped[row]
+    with step.phases.measure("select"):
+        pages = _choose_pages(step, row, q, page_budget)
+    with step.phases.measure("resident_attention"):
+        k, v, positions = layer.resident.gather(row, pages)
+        bias = _hide_later(positions, step.query_positions[row][None, :, None])[:, :, None]
+        # [Hkv, G, T, D] -> [Hkv, T, G, D]: the query heads of a group share the pages of a token.
+        by_token = q.reshape(heads, group, new, -1).transpose(1, 2)
+        out, lse = attend(
+            step.ops, by_token, k, v, scale=step.scale, softcap=step.softcap, bias=bias
+        )
+    filled = pages.shape[-1] * layer.page_size - (layer.page_size - layer.resident.tail_fill[row])
+    _count(step, filled * new - new * (new - 1) // 2)
+    return PartialAttention(
+        out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:2])
+    )
+
+
+def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
+    """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
+    layer, new = step.layer, step.q.shape[2]
+    head, tail = _pinned_pages(layer, row)
+    key_min, key_max = layer.resident.page_bounds(row)
+    scores = reference.page_scores(q, key_min, key_max)
+    step.work.scored += scores.numel()
+    # One page list per KV head: a page is as good as its best query head says.
+    shared = scores.reshape(scores.shape[0], -1, new, scores.shape[-1]).amax(1)
+    shared[..., :head] = torch.inf
+    shared[..., shared.shape[-1] - tail :] = torch.inf
+    return shared.topk(head + tail + page_budget, -1, sorted=False).indices
+
+
+def attend_cold(step: Step, top_k: Budget) -> PartialAttention:
+    """Retrieved cold entries, on the host; [B, Hkv, M, D] and [B, Hkv, M] on the query's device."""
+    with step.phases.measure("transfer"):
+        q = step.executor.to_host(step.grouped)
+    rows = [_attend_cold_row(step, row, q[row], top_k) for row in range(step.layer.num_rows)]
+    with step.phases.measure("transfer"):
+        return PartialAttention(
+            step.executor.to_device(torch.stack([part.out for part in rows]), step.q.device),
+            step.executor.to_device(torch.stack([part.lse for part in rows]), step.q.device),
+        )
+
+
+def _attend_cold_row(step: Step, row: int, q: Tensor, top_k: Budget) -> PartialAttention:
+    cold = step.layer.cold
+    stored, new = cold.num_tokens(row), step.q.shape[2]
+    if stored == 0:
+        return empty_partial(q)
+    if top_k == "all" or top_k >= stored:
+        _count(step, stored * new, retrieved=True)
+        return _attend_all_cold(step, row, q)
+    with step.phases.measure("search"):
+        found = cold.search(row, q, top_k)
+    parts = []
+    with step.phases.measure("cold_attention"):
+        for extent, result in found:
+            k, v = extent.gather(result.ids)
+            parts.append(
+                attend_retrieved(
+                    step.ops, q, k, v, result.ids >= 0, scale=step.scale, softcap=step.softcap
+                )
+            )
+            step.work.scored += result.scored
+            attended = int((result.ids >= 0).sum())
+            step.work.attended += attended
+            step.work.retrieved += attended
+        return merge_partials(parts)
+
+
+def _attend_all_cold(step: Step, row: int, q: Tensor) -> PartialAttention:
+    with step.phases.measure("cold_attention"):
+        parts = []
+        for span in step.layer.cold.rows[row]:
+            entries = (tensor[None] for tensor in span.extent.first(span.length))
+            part = attend(step.ops, q[None], *entries, scale=step.scale, softcap=step.softcap)
+            parts.append(PartialAttention(part.out[0], part.lse[0]))
+        return merge_partials(parts)
+
+
+def _count(step: Step, entries: int, *, retrieved: bool = False) -> None:
+    """Books entries attended by each query head of one row."""
+    total = entries * step.layer.shape.num_q_heads
+    step.work.attended += total
+    if retrieved:
+        step.work.retrieved += total
+
+
+def _count_visible(step: Step) -> None:
+    new, heads = step.q.shape[2], step.layer.shape.num_q_heads
+    for length in step.layer.lengths:
+        step.work.visible += heads * (length * new - new * (new - 1) // 2)
+    step.work.steps += heads * new * step.layer.num_rows

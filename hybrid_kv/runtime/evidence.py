@@ -1,0 +1,42 @@
+"""Queries that the prefill leaves behind for methods and indexes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.types import Evidence, Needs
+
+
+class EvidenceCollector:
+    """Samples one row's queries evenly over a prompt whose length is not known in advance.
+
+    Keeps every stride-th query and doubles the stride when twice the wanted number is held, so the
+    sample stays even, deterministic and bounded.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._stride = 1
+        self._seen = 0
+        self._sampled: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def observe(self, q: Tensor) -> None:
+        """Takes the queries [Hq, T, D] of the next T prompt tokens of the row."""
+        count = q.shape[1]
+        if self._needs.sampled_queries:
+            first = -self._seen % self._stride
+            self._sampled.append(q[:, first :: self._stride].clone())
+            while sum(part.shape[1] for part in self._sampled) >= 2 * self._needs.sampled_queries:
+                self._sampled = [torch.cat(self._sampled, 1)[:, ::2]]
+                self._stride *= 2
+        if self._needs.last_queries:
+            joined = q if self._last is None else torch.cat([self._last, q], 1)
+            self._last = joined[:, -self._needs.last_queries :].clone()
+        self._seen += count
+
+    def evidence(self) -> Evidence:
+        """What was seen so far."""
+        sampled = torch.cat(self._sampled, 1) if self._sampled else None
+        return Evidence(self._seen, sampled, self._last)

@@ -1,0 +1,27 @@
+"""Where a step's time goes, by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+PHASES = ("search", "cold_attention", "resident_attention", "select", "merge", "transfer")
+
+
+class Phases:
+    """Seconds per phase since the last reset; host clock, no device synchronisation."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += perf_counter() - begin
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)

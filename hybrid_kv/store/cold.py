@@ -1,0 +1,275 @@
+"""The cold tier of one layer: host arrays, written once, head-major, with their index.
+
+A row is a chain of extents. A forked row shares the extents of its source; the first row to add to a
+shared extent starts one of its own, so nothing is ever copied or overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.plugins import Index
+from hybrid_kv.types import LayerShape, SearchResult
+
+MakeIndex = Callable[[], Index]
+Submit = Callable[[Callable[[], None]], "Future[None]"]
+
+
+class ColdExtent:
+    """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
+
+    Capacity is reserved generously: host memory that was never written is not committed.
+    """
+
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, capacity: int) -> None:
+        size = (shape.num_kv_heads, capacity, shape.head_dim)
+        self.k = torch.empty(size, dtype=dtype)
+        self.v = torch.empty(size, dtype=dtype)
+        self.positions = torch.empty(capacity, dtype=torch.int32)
+        self.length = 0
+        self.refs = 1
+        self.index: Index | None = None
+        self.building: Future[None] | None = None
+
+    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Adds k, v [Hkv, n, D] at positions [n]; amortised O(1) per token."""
+        stop = self.length + k.shape[1]
+        if stop > self.positions.shape[0]:
+            self._grow(max(stop, 2 * self.positions.shape[0]))
+        self.k[:, self.length : stop] = k
+        self.v[:, self.length : stop] = v
+        self.positions[self.length : stop] = positions
+        self.length = stop
+
+    def _grow(self, capacity: int) -> None:
+        def enlarge(tensor: Tensor, axis: int) -> Tensor:
+            size = list(tensor.shape)
+            size[axis] = capacity
+            new = tensor.new_empty(size)
+            new.narrow(axis, 0, self.length).copy_(tensor.narrow(axis, 0, self.length))
+            return new
+
+        self.k, self.v = enlarge(self.k, 1), enlarge(self.v, 1)
+        self.positions = enlarge(self.positions, 0)
+
+    @property
+    def keys(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self.k[:, : self.length]
+
+    def first(self, length: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, length, D] of the oldest entries, views."""
+        return self.k[:, :length], self.v[:, :length]
+
+    def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, M, K, D] of rows ids [Hkv, M, K]; -1 reads row 0 and is masked by the caller."""
+        heads = torch.arange(ids.shape[0])[:, None, None]
+        rows = ids.clamp_min(0)
+        return self.k[heads, rows], self.v[heads, rows]
+
+
+@dataclass(slots=True)
+class Span:
+    """The first `length` entries of an extent, as one row sees it."""
+
+    extent: ColdExtent
+    length: int
+
+
+class ColdStore:
+    """Cold entries of all rows of a layer."""
+
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, num_rows: int) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.rows: list[list[Span]] = [[] for _ in range(num_rows)]
+
+    def num_tokens(self, row: int) -> int:
+        return sum(span.length for span in self.rows[row])
+
+    def append(
+        self,
+        row: int,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        make_index: MakeIndex | None,
+        queries: Tensor | None = None,
+        submit: Submit | None = None,
+    ) -> None:
+        """Adds entries behind those of the row.
+
+        Args:
+            k, v: [Hkv, n, D] on the host.
+            positions: [n].
+            make_index: the index of a new extent; None attends all of it.
+            queries: [Hkv, M, D] for an index that learns from queries.
+            submit: runs the build of a new extent's index; None runs it here.
+
+        Raises:
+            NonFiniteError: a key or value is NaN or infinite; nothing was added.
+        """
+        check_finite(k, v, positions)
+        spans = self.rows[row]
+        last = spans[-1] if spans else None
+        if last is None or last.extent.refs > 1:
+            extent = ColdExtent(self.shape, self.dtype, max(2 * k.shape[1], 256))
+            spans.append(Span(extent, 0))
+            last = spans[-1]
+        extent = last.extent
+        if extent.length > last.length:  # the row was cropped since: forget what lies beyond
+            extent.length = last.length
+            rebuild(extent)
+        extent.append(k, v, positions)
+        last.length = extent.length
+        if extent.index is not None:
+            finish_build(extent)
+            extent.index.add(extent.keys)
+        elif make_index is not None:
+            extent.index = make_index()
+            build = _builder(extent.index, extent.keys, queries)
+            if submit is None:
+                build()
+            else:
+                extent.building = submit(build)
+
+    def search(
+        self, row: int, queries: Tensor, top_k: int
+    ) -> list[tuple[ColdExtent, SearchResult]]:
+        """The best `top_k` entries of a row per query, by extent.
+
+        Args:
+            queries: [Hkv, M, D] on the host.
+
+        Returns:
+            For each extent a result whose ids are rows of that extent, -1 where another extent had
+            the better entry.
+        """
+        found = [(span.extent, _search_span(span, queries, top_k)) for span in self.rows[row]]
+        if len(found) < 2:
+            return found
+        scores = torch.cat([result.scores for _, result in found], -1)
+        best = scores.topk(min(top_k, scores.shape[-1]), -1).indices
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True)
+        parts = kept.split([result.ids.shape[-1] for _, result in found], -1)
+        return [
+            (extent, result._replace(ids=result.ids.masked_fill(~keep, -1)))
+            for (extent, result), keep in zip(found, parts, strict=True)
+        ]
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        """Forgets the newest entries of a row until `num_tokens` are left."""
+        spans = self.rows[row]
+        while (excess := self.num_tokens(row) - num_tokens) > 0:
+            if spans[-1].length <= excess:
+                spans.pop().extent.refs -= 1
+            else:
+                spans[-1].length -= excess
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row r continues from what row sources[r] holds; any number of rows."""
+        rows = [[Span(s.extent, s.length) for s in self.rows[source]] for source in sources]
+        for spans in rows:
+            for span in spans:
+                span.extent.refs += 1
+        for spans in self.rows:
+            for span in spans:
+                span.extent.refs -= 1
+        self.rows = rows
+
+    def positions_of(self, row: int) -> list[int]:
+        """Positions of a row's cold entries in order."""
+        return [p for span in self.rows[row] for p in span.extent.positions[: span.length].tolist()]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless spans, reference counts and indexes agree."""
+        counts: dict[int, int] = {}
+        extents = {id(s.extent): s.extent for spans in self.rows for s in spans}
+        for spans in self.rows:
+            for span in spans:
+                counts[id(span.extent)] = counts.get(id(span.extent), 0) + 1
+                if not 0 < span.length <= span.extent.length:
+                    raise IntegrityError(
+                        f"a row sees {span.length} of {span.extent.length} cold entries"
+                    )
+        for key, extent in extents.items():
+            if extent.refs != counts[key]:
+                raise IntegrityError(f"extent counts {extent.refs} rows, {counts[key]} refer to it")
+            finish_build(extent)
+            if extent.index is not None and len(extent.index) != extent.length:
+                raise IntegrityError(
+                    f"index holds {len(extent.index)} of {extent.length} cold keys"
+                )
+
+    def _extents(self) -> list[ColdExtent]:
+        return list({id(s.extent): s.extent for spans in self.rows for s in spans}.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of stored K and V, shared extents once; reserved but unwritten memory not counted."""
+        per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        return sum(extent.length * per_token for extent in self._extents())
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of positions beside K and V."""
+        return sum(extent.length * 4 for extent in self._extents())
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes held by indexes beside the keys."""
+        return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
+
+
+def _builder(index: Index, keys: Tensor, queries: Tensor | None) -> Callable[[], None]:
+    def build() -> None:
+        index.build(keys, queries)
+
+    return build
+
+
+def rebuild(extent: ColdExtent) -> None:
+    """Builds the index anew over what is left of a cropped extent (rare: a crop into the cold tier)."""
+    if extent.index is not None:
+        finish_build(extent)
+        extent.index.build(extent.keys, None)
+
+
+def finish_build(extent: ColdExtent) -> None:
+    """Waits for a background build and raises what it raised."""
+    if extent.building is not None:
+        extent.building.result()
+        extent.building = None
+
+
+def _search_span(span: Span, queries: Tensor, top_k: int) -> SearchResult:
+    extent = span.extent
+    if extent.index is None:
+        raise IntegrityError("the cold tier was searched, but its placement named no index")
+    finish_build(extent)
+    beyond = extent.length - span.length  # entries that this row does not see any more
+    result = extent.index.search(queries, top_k + beyond)
+    if not beyond:
+        return result
+    hidden = result.ids >= span.length
+    scores = result.scores.masked_fill(hidden, -torch.inf)
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    ids = result.ids.masked_fill(hidden, -1).gather(-1, order)
+    return SearchResult(ids[..., :top_k], scores[..., :top_k], result.scored)
+
+
+def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:
+    """Raises NonFiniteError naming the first KV head and position with NaN or infinity in k or v."""
+    for name, rows in (("keys", k), ("values", v)):
+        bad = ~torch.isfinite(rows).all(-1)
+        if bad.any():
+            head, row = bad.nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"{name} must be finite, got NaN or infinity in KV head {head} at position "
+                f"{int(positions[row])}; check the model's weights and dtype"
+            )

@@ -1,0 +1,150 @@
+"""One layer's entries in both tiers, and the rule who owns what.
+
+Positions count a row's stored tokens from 0; padding is never stored. In every row the order is
+sinks, cold entries, spare pages, window: what leaves the window is always the oldest page behind the
+sinks, so the cold tier is one run of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.plugins import Placement
+from hybrid_kv.store.cold import ColdStore
+from hybrid_kv.store.resident import ResidentStore
+from hybrid_kv.types import Demotion, LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Resident entries that belong elsewhere: k, v [Hkv, n, D] (views), positions [n] (host)."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+
+class LayerKV:
+    """The stores of one layer, for all batch rows."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        page_size: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity_tokens: int = 0,
+    ) -> None:
+        self.shape, self.page_size, self.num_rows = shape, page_size, num_rows
+        self.resident = ResidentStore(shape, page_size, num_rows, dtype, device, capacity_tokens)
+        self.cold = ColdStore(shape, dtype, num_rows)
+        self.placement: Placement | None = None
+        self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones
+        self.dropped = [0] * num_rows
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
+        for row in range(self.num_rows):
+            rows_k, rows_v = k[row], v[row]
+            if valid is not None:
+                rows_k, rows_v = rows_k[:, valid[row]], rows_v[:, valid[row]]
+            self.resident.append(row, rows_k, rows_v, self.lengths[row])
+            self.lengths[row] += rows_k.shape[1]
+
+    def next_positions(self, count: int, valid: Tensor | None) -> Tensor:
+        """Positions [B, T] that the next `count` tokens will get; padding repeats its neighbour's."""
+        device = self.resident.pool.device
+        start = torch.tensor(self.lengths, device=device)[:, None]
+        if valid is None:
+            return start + torch.arange(count, device=device)
+        return start + (valid.long().cumsum(1) - 1).clamp_min(0)
+
+    def seal(self, placement: Placement) -> None:
+        """Fixes where entries live from now on; `overflow` then says what has to move."""
+        self.placement = placement
+
+    def overflow(self, row: int) -> Overflow | None:
+        """The pages between sinks and window that the placement does not keep, or None.
+
+        Nothing changes yet: the caller copies what shall live on, then calls `forget_overflow`.
+        """
+        start, stop = self._outside(row)
+        if start >= stop:
+            return None
+        count = (stop - start) * self.page_size
+        behind = self.resident.num_tokens(row) - start * self.page_size
+        first = self.lengths[row] - behind
+        k, v = self.resident.read_pages(row, start, stop, count)
+        return Overflow(k, v, torch.arange(first, first + count))
+
+    def forget_overflow(self, row: int) -> None:
+        """Takes those pages out of the resident tier; what was not copied is dropped."""
+        start, stop = self._outside(row)
+        self.resident.remove_pages(row, start, stop)
+        if self.placement is not None and self.placement.rest is Demotion.DROP:
+            self.dropped[row] += (stop - start) * self.page_size
+
+    def _outside(self, row: int) -> tuple[int, int]:
+        """The table's pages behind the sinks and before spare pages and window."""
+        place = self.placement
+        if place is None or place.rest is Demotion.KEEP:
+            return 0, 0
+        start = place.sink_tokens // self.page_size
+        pages, fill = len(self.resident.tables[row]), self.resident.tail_fill[row]
+        # The last page is always kept; whole pages before it fill the window up.
+        kept = 1 + -(-max(0, place.window_tokens + place.spare_tokens - fill) // self.page_size)
+        return start, pages - kept
+
+    def compact(self) -> None:
+        """Gives the memory of demoted pages back (once, after the prompt is sealed)."""
+        self.resident = self.resident.select(range(self.num_rows))
+        if self.placement is not None and self.placement.digests:
+            self.resident.pool.enable_digests()
+
+    def crop(self, row: int, count: int) -> None:
+        """Forgets the newest `count` tokens of a row, from whichever tier holds them."""
+        self.lengths[row] -= count
+        moved = self.cold.num_tokens(row) + self.dropped[row] > 0
+        sinks = self.placement.sink_tokens if self.placement is not None and moved else 0
+        resident = self.resident.num_tokens(row)
+        near = min(count, resident - sinks)
+        far = min(count - near, self.cold.num_tokens(row))
+        lost = min(count - near - far, self.dropped[row])
+        self.cold.truncate(row, self.cold.num_tokens(row) - far)
+        self.dropped[row] -= lost
+        self.resident.truncate(row, resident - near - (count - near - far - lost))
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row r continues from row sources[r]; pages and extents are shared, copied on write."""
+        if len(sources) == self.num_rows:
+            self.resident.fork(sources)
+        else:
+            self.resident = self.resident.select(sources)
+        self.cold.fork(sources)
+        self.num_rows = len(sources)
+        self.lengths = [self.lengths[source] for source in sources]
+        self.dropped = [self.dropped[source] for source in sources]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every stored token has exactly one owner."""
+        self.resident.check_integrity()
+        self.cold.check_integrity()
+        for row in range(self.num_rows):
+            near, far = self.resident.positions_of(row), self.cold.positions_of(row)
+            owned = set(near) | set(far)
+            if len(owned) != len(near) + len(far):
+                twice = sorted(set(near) & set(far)) or "a position within one tier"
+                raise IntegrityError(f"row {row}: owned twice: {twice}")
+            if len(owned) + self.dropped[row] != self.lengths[row]:
+                raise IntegrityError(
+                    f"row {row}: {len(owned)} owned and {self.dropped[row]} dropped tokens do not "
+                    f"make up the {self.lengths[row]} stored"
+                )
+            if owned and max(owned) >= self.lengths[row]:
+                raise IntegrityError(f"row {row}: position {max(owned)} lies beyond its end")

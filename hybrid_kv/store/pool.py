@@ -1,0 +1,166 @@
+"""Page slots with reference counts: one arena of slots per batch row, pages shared by counting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops import reference
+from hybrid_kv.types import LayerShape
+
+HIDDEN = 2**62
+"""Position of an unfilled slot: later than every query, so causal visibility hides it."""
+
+_ARENA = 32
+_LOCAL = 2**_ARENA - 1
+
+
+def arena_of(page: int) -> int:
+    """The arena in whose memory a page lies."""
+    return page >> _ARENA
+
+
+class PagePool:
+    """K, V, positions and digests of the resident pages of one layer.
+
+    Layout [Hkv, arenas * capacity, S, D], head-major: a head's pages are one strided view, and
+    `head * num_pages + page` numbers pages per KV head for kernels that want that. A page id is
+    `arena << 32 | place`, so it survives growth; `slots` turns ids into today's slots.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        page_size: int,
+        num_arenas: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity_pages: int = 1,
+    ) -> None:
+        self.shape, self.page_size, self.num_arenas = shape, page_size, num_arenas
+        self.dtype, self.device = dtype, device
+        self.capacity = max(1, capacity_pages)
+        size = (shape.num_kv_heads, num_arenas * self.capacity, page_size, shape.head_dim)
+        self.k = torch.empty(size, dtype=dtype, device=device)
+        self.v = torch.empty(size, dtype=dtype, device=device)
+        self.positions = torch.full(size[1:3], HIDDEN, dtype=torch.int64, device=device)
+        self.key_min: Tensor | None = None
+        self.key_max: Tensor | None = None
+        self.refs = np.zeros((num_arenas, self.capacity), dtype=np.int64)
+        self.high = [0] * num_arenas
+        self.free: list[list[int]] = [[] for _ in range(num_arenas)]
+
+    def slots(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Slot numbers in `k`, `v` and `positions` of page ids."""
+        ids = np.asarray(pages, dtype=np.int64)
+        slots: npt.NDArray[np.int64] = (ids >> _ARENA) * self.capacity + (ids & _LOCAL)
+        return slots
+
+    def allocate(self, arena: int, count: int) -> list[int]:
+        """`count` page ids with one reference each; freed places first, so arenas stay compact."""
+        free = self.free[arena]
+        places = [free.pop() for _ in range(min(count, len(free)))]
+        first = self.high[arena]
+        fresh = range(first, first + count - len(places))
+        if fresh.stop > self.capacity:
+            self._grow(max(fresh.stop, 2 * self.capacity))
+        self.high[arena] = fresh.stop
+        places.extend(fresh)
+        self.refs[arena, places] = 1
+        return [arena << _ARENA | place for place in places]
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more reference to each page."""
+        np.add.at(self.refs.reshape(-1), self.slots(pages), 1)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One reference less; a page without any is hidden and its place may be reused."""
+        refs = self.refs.reshape(-1)
+        slots = self.slots(pages)
+        np.subtract.at(refs, slots, 1)
+        gone = refs[slots] == 0
+        if not gone.any():
+            return
+        self.positions[torch.from_numpy(slots[gone]).to(self.device)] = HIDDEN
+        for page in sorted((p for p, free in zip(pages, gone, strict=True) if free), reverse=True):
+            self.free[page >> _ARENA].append(page & _LOCAL)
+
+    def is_shared(self, page: int) -> bool:
+        return bool(self.refs[page >> _ARENA, page & _LOCAL] > 1)
+
+    def private_copy(self, page: int, arena: int) -> int:
+        """A page of `arena` with the same content; the shared original loses a reference."""
+        copy = self.allocate(arena, 1)[0]
+        source, target = self.slots([page, copy]).tolist()
+        for tensor in (self.k, self.v):
+            tensor[:, target] = tensor[:, source]
+        self.positions[target] = self.positions[source]
+        self._digest(np.asarray([target]))
+        self.release([page])
+        return copy
+
+    def write(self, places: npt.NDArray[np.int64], k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Stores k, v [Hkv, n, D] at positions [n] in token places (slot * page_size + offset)."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        start, count = int(places[0]), len(places)
+        rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
+        if count > 1 and (np.diff(places) != 1).any():
+            rows = torch.from_numpy(places).to(self.device)
+        self.k.view(heads, -1, dim)[:, rows] = k
+        self.v.view(heads, -1, dim)[:, rows] = v
+        self.positions.view(-1)[rows] = pos
+        if self.key_min is not None:
+            self._digest(np.unique(places // self.page_size))
+
+    def hide(self, page: int, offset: int) -> None:
+        """Forgets the tokens of a private page from `offset` on; its digest stays a valid bound."""
+        self.positions[int(self.slots([page])[0]), offset:] = HIDDEN
+
+    def enable_digests(self) -> None:
+        """From now on keeps key_min and key_max [Hkv, arenas * capacity, D] of every page."""
+        if self.key_min is None:
+            size = (self.k.shape[0], self.k.shape[1], self.k.shape[3])
+            self.key_min, self.key_max = self.k.new_zeros(size), self.k.new_zeros(size)
+            used = [a * self.capacity + np.arange(h) for a, h in enumerate(self.high)]
+            self._digest(np.concatenate(used))
+
+    def _digest(self, slots: npt.NDArray[np.int64]) -> None:
+        if self.key_min is None or self.key_max is None or len(slots) == 0:
+            return
+        where = torch.from_numpy(slots).to(self.device)
+        empty = (self.positions[where] == HIDDEN)[None, :, :, None]
+        keys = self.k[:, where]
+        # An unfilled slot takes part in neither bound: the first slot of a used page is filled.
+        lows, highs = reference.page_digests(torch.where(empty, keys[:, :, :1], keys))
+        self.key_min[:, where], self.key_max[:, where] = lows, highs
+
+    def _grow(self, capacity: int) -> None:
+        # Doubling makes appending amortised O(1); untouched memory is not committed by the host.
+        old, arenas = self.capacity, self.num_arenas
+
+        def enlarge(tensor: Tensor, axis: int, fill: int | None = None) -> Tensor:
+            size = list(tensor.shape)
+            size[axis] = arenas * capacity
+            new = tensor.new_empty(size) if fill is None else tensor.new_full(size, fill)
+            shape_new = [*size[:axis], arenas, capacity, *size[axis + 1 :]]
+            shape_old = [*size[:axis], arenas, old, *size[axis + 1 :]]
+            new.view(shape_new).narrow(axis + 1, 0, old).copy_(tensor.view(shape_old))
+            return new
+
+        self.k, self.v = enlarge(self.k, 1), enlarge(self.v, 1)
+        self.positions = enlarge(self.positions, 0, HIDDEN)
+        if self.key_min is not None and self.key_max is not None:
+            self.key_min, self.key_max = enlarge(self.key_min, 1), enlarge(self.key_max, 1)
+        refs = np.zeros((arenas, capacity), dtype=np.int64)
+        refs[:, :old] = self.refs
+        self.refs, self.capacity = refs, capacity
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes reserved for K, V, positions and digests."""
+        tensors = (self.k, self.v, self.positions, self.key_min, self.key_max)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,0 +1,268 @@
+"""The resident tier of one layer: page tables over a pool, one per batch row.
+
+A row's pages are in logical order: sinks, spare pages, window. Attention does not care about order,
+so views come in slot order and visibility is decided by positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.pool import HIDDEN, PagePool, arena_of
+from hybrid_kv.types import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentView:
+    """All resident entries of all rows.
+
+    k, v: [B, Hkv, N, D], views of the pool wherever every row's pages lie in its own arena.
+    positions: [B, N] int64, later than any query where a slot is empty; None when slot n of every
+        row holds position n, so that no mask is needed.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None
+
+
+class ResidentStore:
+    """Pages on the device; appending is amortised O(1), forking copies tables, not pages."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        page_size: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity_tokens: int = 0,
+    ) -> None:
+        self.page_size, self.num_rows = page_size, num_rows
+        pages = -(-capacity_tokens // page_size)
+        self.pool = PagePool(shape, page_size, num_rows, dtype, device, pages)
+        self.tables: list[list[int]] = [[] for _ in range(num_rows)]
+        self.tail_fill = [page_size] * num_rows  # tokens in the last page; page_size when none
+        self._in_order = True  # slot n of every row holds its position n
+        self._forked = False  # some row reads pages of another row's arena
+
+    def num_tokens(self, row: int) -> int:
+        return len(self.tables[row]) * self.page_size - (self.page_size - self.tail_fill[row])
+
+    # Writing ------------------------------------------------------------------------------------
+
+    def append(self, row: int, k: Tensor, v: Tensor, first_position: int) -> None:
+        """Adds k, v [Hkv, n, D] at consecutive positions from `first_position` on."""
+        count = k.shape[1]
+        if count == 0:
+            return
+        self._in_order &= first_position == self.num_tokens(row)
+        places = self._reserve(row, count)
+        positions = torch.arange(first_position, first_position + count, device=self.pool.device)
+        self.pool.write(places, k, v, positions)
+
+    def _reserve(self, row: int, count: int) -> npt.NDArray[np.int64]:
+        """Token places for `count` new tokens: what the last page has left, then new pages."""
+        table, size = self.tables[row], self.page_size
+        room = size - self.tail_fill[row]
+        if room:
+            self._own_tail(row)
+        first = len(table) - 1 if room else len(table)
+        table.extend(self.pool.allocate(row, -(-max(0, count - room) // size)))
+        places = self.pool.slots(table[first:])[:, None] * size + np.arange(size)
+        self.tail_fill[row] = (self.tail_fill[row] + count - 1) % size + 1
+        return places.reshape(-1)[size - room if room else 0 :][:count]
+
+    def _own_tail(self, row: int) -> None:
+        """Copy-on-write: before a row changes its last page, nobody else may read it."""
+        table = self.tables[row]
+        if self.pool.is_shared(table[-1]):
+            table[-1] = self.pool.private_copy(table[-1], row)
+
+    def remove_pages(self, row: int, start: int, stop: int) -> None:
+        """Forgets the pages start..stop of a row's table."""
+        if start < stop:
+            self.pool.release(self.tables[row][start:stop])
+            del self.tables[row][start:stop]
+            self._in_order = False
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        """Forgets the newest tokens of a row until `num_tokens` are left."""
+        size, table = self.page_size, self.tables[row]
+        keep = -(-num_tokens // size)
+        self.pool.release(table[keep:])
+        del table[keep:]
+        fill = num_tokens - (keep - 1) * size if keep else size
+        if fill < self.tail_fill[row] or fill < size:
+            self._own_tail(row)
+            self.pool.hide(table[-1], fill)
+        self.tail_fill[row] = fill
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row r continues from what row sources[r] holds; pages are shared, not copied."""
+        if list(sources) == list(range(self.num_rows)):
+            return
+        tables = [list(self.tables[source]) for source in sources]
+        for table in tables:
+            self.pool.share(table)
+        for table in self.tables:
+            self.pool.release(table)
+        self.tables = tables
+        self.tail_fill = [self.tail_fill[source] for source in sources]
+        self._forked, self._in_order = True, False
+
+    def select(self, sources: Sequence[int]) -> ResidentStore:
+        """A new store whose row r is a copy of row sources[r]; any number of rows."""
+        pool = self.pool
+        most = max((self.num_tokens(source) for source in sources), default=0)
+        new = ResidentStore(pool.shape, self.page_size, len(sources), pool.dtype, pool.device, most)
+        for row, source in enumerate(sources):
+            new.load(row, self, source, range(len(self.tables[source])))
+        if pool.key_min is not None:
+            new.pool.enable_digests()
+        return new
+
+    def load(self, row: int, other: ResidentStore, source: int, pages: Sequence[int]) -> None:
+        """Copies pages (indices into the other row's table) behind what `row` holds; the last
+        of them is the row's new tail.
+        """
+        if not len(pages):
+            return
+        ids = [other.tables[source][page] for page in pages]
+        fresh = self.pool.allocate(row, len(ids))
+        old, new = other.pool.slots(ids), self.pool.slots(fresh)
+        from_, to = (torch.from_numpy(x).to(self.pool.device) for x in (old, new))
+        self.pool.k[:, to], self.pool.v[:, to] = other.pool.k[:, from_], other.pool.v[:, from_]
+        self.pool.positions[to] = other.pool.positions[from_]
+        self.tables[row].extend(fresh)
+        whole = pages[-1] != len(other.tables[source]) - 1
+        self.tail_fill[row] = self.page_size if whole else other.tail_fill[source]
+        expected = range(self.num_tokens(row))
+        self._in_order &= self.positions_of(row) == list(expected)
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def view(self) -> ResidentView:
+        """Every resident entry; zero-copy unless rows share pages after a fork."""
+        if self._forked:
+            return self._gathered_view()
+        pool, rows = self.pool, self.num_rows
+        if self._in_order and len({self.num_tokens(row) for row in range(rows)}) == 1:
+            count, positions = self.num_tokens(0), None
+        else:
+            count = max(pool.high) * self.page_size
+            positions = pool.positions.view(rows, -1)[:, :count]
+        heads, dim = pool.shape.num_kv_heads, pool.shape.head_dim
+        k = pool.k.view(heads, rows, -1, dim).transpose(0, 1)[:, :, :count]
+        v = pool.v.view(heads, rows, -1, dim).transpose(0, 1)[:, :, :count]
+        return ResidentView(k, v, positions)
+
+    def _gathered_view(self) -> ResidentView:
+        pool, most = self.pool, max(len(table) for table in self.tables)
+        slots = np.zeros((self.num_rows, most), dtype=np.int64)
+        for row, table in enumerate(self.tables):
+            slots[row, : len(table)] = pool.slots(table)
+        where = torch.from_numpy(slots).to(pool.device)
+        lengths = torch.tensor([len(table) for table in self.tables], device=pool.device)
+        padding = torch.arange(most, device=pool.device)[None] >= lengths[:, None]
+        positions = pool.positions[where].masked_fill(padding[..., None], HIDDEN)
+        k, v = (t[:, where].transpose(0, 1).flatten(2, 3) for t in (pool.k, pool.v))
+        return ResidentView(k, v, positions.flatten(1))
+
+    def row_view(self, row: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of one row, oldest first (a copy unless its pages lie in order)."""
+        if self._in_order and not self._forked:
+            view = self.view() if self.num_rows == 1 else None
+            if view is not None and view.positions is None:
+                return view.k[0], view.v[0]
+        return self.read_pages(row, 0, len(self.tables[row]), self.num_tokens(row))
+
+    def read_pages(self, row: int, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, n, D] of the pages start..stop of a row, at most `limit` tokens."""
+        slots = self.pool.slots(self.tables[row][start:stop])
+        where: slice | Tensor = torch.from_numpy(slots).to(self.pool.device)
+        if len(slots) and (np.diff(slots) == 1).all():
+            where = slice(int(slots[0]), int(slots[-1]) + 1)
+        k, v = (t[:, where].flatten(1, 2)[:, :limit] for t in (self.pool.k, self.pool.v))
+        return k, v
+
+    def gather(self, row: int, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries of chosen pages.
+
+        Args:
+            pages: [Hkv, T, C] int64 indices into the row's table.
+
+        Returns:
+            k, v [Hkv, T, C * S, D] and positions [Hkv, T, C * S].
+        """
+        table = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
+        slots = table[pages]
+        heads = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
+        k, v = (t[heads, slots].flatten(2, 3) for t in (self.pool.k, self.pool.v))
+        return k, v, self.pool.positions[slots].flatten(2)
+
+    def page_bounds(self, row: int) -> tuple[Tensor, Tensor]:
+        """key_min, key_max [Hkv, P, D] of a row's pages in table order."""
+        pool = self.pool
+        if pool.key_min is None or pool.key_max is None:
+            raise IntegrityError("page digests were not enabled; the placement must ask for them")
+        slots = pool.slots(self.tables[row])
+        where: slice | Tensor = torch.from_numpy(slots).to(pool.device)
+        if (np.diff(slots) == 1).all():
+            where = slice(int(slots[0]), int(slots[-1]) + 1)
+        return pool.key_min[:, where], pool.key_max[:, where]
+
+    def positions_of(self, row: int) -> list[int]:
+        """Positions of a row's tokens in table order."""
+        slots = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
+        flat = self.pool.positions[slots].flatten()
+        found: list[int] = flat[flat != HIDDEN].tolist()
+        return found
+
+    # Integrity ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless counts, fills, order claims and digests are true."""
+        pool = self.pool
+        counted = np.zeros_like(pool.refs).reshape(-1)
+        for table in self.tables:
+            np.add.at(counted, pool.slots(table), 1)
+        if (counted != pool.refs.reshape(-1)).any():
+            raise IntegrityError("page reference counts differ from the page tables")
+        for arena in range(self.num_rows):
+            used = int((pool.refs[arena] > 0).sum())
+            if used + len(pool.free[arena]) != pool.high[arena]:
+                raise IntegrityError(
+                    f"arena {arena}: {used} used and {len(pool.free[arena])} free pages do not "
+                    f"make up the {pool.high[arena]} ever taken"
+                )
+        foreign = any(arena_of(p) != row for row, table in enumerate(self.tables) for p in table)
+        if foreign and not self._forked:
+            raise IntegrityError("a row reads another row's arena, yet no fork was recorded")
+        for row in range(self.num_rows):
+            self._check_row(row)
+
+    def _check_row(self, row: int) -> None:
+        positions = self.positions_of(row)
+        if len(positions) != self.num_tokens(row):
+            raise IntegrityError(
+                f"row {row}: {len(positions)} filled slots, {self.num_tokens(row)} tokens counted"
+            )
+        if self._in_order and positions != list(range(len(positions))):
+            raise IntegrityError(f"row {row} claims to be in order and is not")
+        if self.pool.key_min is None or not self.tables[row]:
+            return
+        low, high = self.page_bounds(row)
+        slots = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
+        keys = self.pool.k[:, slots]
+        inside = (keys >= low[:, :, None]) & (keys <= high[:, :, None])
+        filled = (self.pool.positions[slots] != HIDDEN)[None, :, :, None]
+        if not (inside | ~filled).all():
+            raise IntegrityError(f"row {row}: a page digest does not bound its keys")

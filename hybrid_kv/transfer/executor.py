@@ -1,0 +1,32 @@
+"""What the runtime needs of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """Decides when and where work beside the device runs; results never depend on it."""
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Begins work that the running step waits for (a cold search)."""
+        ...
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        """Begins work that no step waits for (an index build)."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The same values in host memory."""
+        ...
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The same values on `device`."""
+        ...
