@@ -21,6 +21,7 @@ from hybrid_kv.config import (
     parse_count,
 )
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.plugins import METHODS
 from hybrid_kv.registry import Registry
 
 
@@ -67,7 +68,7 @@ class Tiered:
         self.params = params
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _throwaway_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     indexes: Registry[Any] = Registry("index", provider="json")
     indexes.register("flat")(Flat)
@@ -86,6 +87,7 @@ def refusal(**settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("_throwaway_plugins")
 class TestCounts:
     @pytest.mark.parametrize(
         ("text", "value"),
@@ -111,6 +113,7 @@ class TestCounts:
         assert config.prefill_chunk_tokens == 1024
 
 
+@pytest.mark.usefixtures("_throwaway_plugins")
 class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "text"),
@@ -179,6 +182,7 @@ class TestRefusals:
             IndexConfig(kind="grpah")
 
 
+@pytest.mark.usefixtures("_throwaway_plugins")
 class TestTree:
     def test_method_parameters_stand_beside_the_common_fields(self) -> None:
         config = HybridConfig(method="hybrid", window_tokens=128, page_size=32, sink_tokens=32)
@@ -236,6 +240,7 @@ class TestTree:
         assert changed == HybridConfig(method="full", page_size=32)
 
 
+@pytest.mark.usefixtures("_throwaway_plugins")
 class TestSettings:
     @pytest.mark.parametrize(
         "settings",
@@ -304,3 +309,39 @@ class TestSettings:
             ConfigError, match=r"'page_size\.x' cannot be placed: 'page_size' holds"
         ):
             HybridConfig.from_settings({"page_size.x": 1}, {"page_size": 16})
+
+
+class TestBuiltInMethods:
+    """The same promises for what ships, without throwaway plug-ins."""
+
+    def test_hybrid_is_the_default(self) -> None:
+        config = HybridConfig()
+        assert config.method == "hybrid"
+        assert {"sink_tokens", "window_tokens", "spare_tokens", "page_budget", "cold"} <= set(
+            config.flat()
+        )
+        assert set(config.flat()["cold"]) == {"top_k", "index"}
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_defaults_survive_a_round_trip_through_json(self, method: str) -> None:
+        config = HybridConfig(method=method)
+        assert HybridConfig(**json.loads(json.dumps(config.flat()))) == config
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_it_can_be_built(self, method: str) -> None:
+        assert isinstance(HybridConfig(method=method).build(), METHODS[method].factory)
+
+    def test_human_settings_reach_the_tiers(self) -> None:
+        settings = {"window_tokens": "4k", "top_k": "1k", "index": "flat", "page_budget": "all"}
+        config = HybridConfig.from_settings(settings)
+        assert (config.window_tokens, config.page_budget) == (4096, "all")
+        assert (config.cold.top_k, config.cold.index.kind) == (1024, "flat")
+
+    def test_full_attention_has_nothing_to_set(self) -> None:
+        assert refusal(method="full", window_tokens=64).startswith(
+            "unknown full setting 'window_tokens'"
+        )
+
+    @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens"])
+    def test_tiers_hold_whole_pages(self, name: str) -> None:
+        assert refusal(**{name: 40}).endswith("got 40; use 32 or 48")
