@@ -44,16 +44,16 @@ class DenseReader:
         self, model: LlamaForCausalLM, context: NDArray[np.int64], chunk_tokens: int = 1024
     ) -> None:
         self._model = model
-        self._num_tokens = len(context)
+        self.num_tokens = len(context)
         self._layers: list[KeysValues] = []
         x = model.model.embed_tokens(torch.from_numpy(context)[None])
-        positions = torch.arange(self._num_tokens)[None]
+        positions = torch.arange(self.num_tokens)[None]
         for layer in model.model.layers:
             q, k, v = self._query_key_value(layer, x, positions)
             self._layers.append((k, v))
             x = x.clone()
-            for start in range(0, self._num_tokens, chunk_tokens):
-                part = slice(start, min(start + chunk_tokens, self._num_tokens))
+            for start in range(0, self.num_tokens, chunk_tokens):
+                part = slice(start, min(start + chunk_tokens, self.num_tokens))
                 out = _causal_chunk(q[:, :, part], k, v, start)
                 x[:, part] = _finish_layer(layer, x[:, part], out)
 
@@ -103,7 +103,7 @@ class DenseReader:
 
     def _generate(self, ids: Tensor, num_new: int, seen: list[KeysValues]) -> Tensor:
         own: list[KeysValues | None] = [None] * len(seen)
-        position, generated = self._num_tokens, []
+        position, generated = self.num_tokens, []
         for _ in range(num_new):
             positions = torch.arange(position, position + ids.shape[1])[None]
             x = self._model.model.embed_tokens(ids)
@@ -123,7 +123,8 @@ class DenseReader:
 def _finish_layer(layer: LlamaDecoderLayer, x: Tensor, out: Tensor) -> Tensor:
     """The rest of a decoder layer after attention: out [B, Hq, N, D], x [B, N, H]."""
     x = x + layer.self_attn.o_proj(out.transpose(1, 2).flatten(2))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    finished: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return finished
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
