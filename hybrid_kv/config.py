@@ -60,12 +60,6 @@ BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="lef
 """A budget of at least one, or 'all'."""
 
 
-def check_budget(name: str, value: int | str) -> None:
-    """Raise ValueError unless `value` is 'all' or at least 1."""
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{name} must be at least 1 or 'all', got {value}")
-
-
 class PluginConfig(Params):
     """A plug-in's name with that plug-in's parameters, written as one flat group.
 
