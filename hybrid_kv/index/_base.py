@@ -1,0 +1,88 @@
+"""The template of the built-in indexes: checks and empty cases once, three hooks per kind."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.index import _checks
+from hybrid_kv.plugins import Index
+from hybrid_kv.types import SearchResult
+
+
+class KeyIndex(Index):
+    """An index that refers to the caller's key array.
+
+    A kind fills in `_rebuild`, `_append` and `_find`; they see checked values and at least one key.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._known: Tensor | None = None
+
+    @property
+    def _keys(self) -> Tensor:
+        """[Hkv, N, D], the caller's array."""
+        if self._known is None:
+            raise IntegrityError("the index was used before build; call build(keys, queries) first")
+        return self._known
+
+    def __len__(self) -> int:
+        return 0 if self._known is None else self._known.shape[1]
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, queries: Tensor | None) -> None:
+        """See `Index.build`.
+
+        Raises:
+            ShapeError: keys or queries do not fit.
+            NonFiniteError: a key is NaN or infinite; the index is as before.
+        """
+        _checks.check_keys(keys)
+        if queries is not None:
+            _checks.check_queries(queries, keys)
+        _checks.check_finite(keys)
+        self._known = keys
+        self._rebuild(queries)
+
+    @torch.no_grad()
+    def add(self, keys: Tensor) -> None:
+        """See `Index.add`; raises as `build`."""
+        known = self._keys
+        _checks.check_appended(keys, known)
+        _checks.check_finite(keys, known.shape[1])
+        self._known = keys
+        if keys.shape[1] > known.shape[1]:
+            self._append(known.shape[1])
+
+    @torch.no_grad()
+    def search(self, queries: Tensor, top_k: int) -> SearchResult:
+        """See `Index.search`.
+
+        Raises:
+            ShapeError: queries do not fit the keys.
+            ConfigError: top_k is below 1.
+        """
+        keys = self._keys
+        _checks.check_queries(queries, keys)
+        _checks.check_top_k(top_k)
+        size = (*queries.shape[:2], min(top_k, keys.shape[1]))
+        if 0 in size:
+            return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
+        return self._find(queries.float(), size[2])
+
+    @abstractmethod
+    def _rebuild(self, queries: Tensor | None) -> None:
+        """Indexes `self._keys` from nothing; N may be 0 here."""
+
+    @abstractmethod
+    def _append(self, known: int) -> None:
+        """Indexes the rows of `self._keys` from `known` on."""
+
+    @abstractmethod
+    def _find(self, queries: Tensor, count: int) -> SearchResult:
+        """Searches for queries [Hkv, M, D] float32; 1 <= count <= N, M >= 1."""

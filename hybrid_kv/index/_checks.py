@@ -1,0 +1,56 @@
+"""What every index refuses, in one place; nothing here reads all keys at search time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
+
+
+def check_keys(keys: Tensor) -> None:
+    """Raises ShapeError unless keys are [Hkv, N, D]."""
+    if keys.dim() != 3:
+        raise ShapeError(f"keys must be [Hkv, N, D], got shape {list(keys.shape)}")
+
+
+def check_appended(keys: Tensor, known: Tensor) -> None:
+    """Raises ShapeError unless keys hold the known rows, or more, for the same heads."""
+    check_keys(keys)
+    heads, rows, dim = known.shape
+    if (keys.shape[0], keys.shape[2]) != (heads, dim) or keys.shape[1] < rows:
+        raise ShapeError(
+            f"keys must be [{heads}, N >= {rows}, {dim}], got shape {list(keys.shape)}; "
+            "add takes the whole array, known rows first"
+        )
+
+
+def check_queries(queries: Tensor, keys: Tensor) -> None:
+    """Raises ShapeError unless queries [Hkv, M, D] fit keys [Hkv, N, D]."""
+    heads, _, dim = keys.shape
+    if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
+        raise ShapeError(
+            f"queries must be [{heads}, M, {dim}] as the keys have {heads} KV heads of "
+            f"head_dim {dim}, got shape {list(queries.shape)}"
+        )
+
+
+def check_top_k(top_k: int) -> None:
+    """Raises ConfigError unless top_k is at least 1."""
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+
+
+def check_finite(keys: Tensor, first_row: int = 0) -> None:
+    """Raises NonFiniteError naming the first KV head and row >= first_row with NaN or infinity.
+
+    Two reductions (both carry NaN) replace a mask as large as the keys.
+    """
+    new = keys[:, first_row:]
+    if new.numel() == 0 or bool(torch.isfinite(torch.stack([new.amin(), new.amax()])).all()):
+        return
+    head, row = (~torch.isfinite(new).all(-1)).nonzero()[0].tolist()
+    raise NonFiniteError(
+        f"keys of KV head {head}, row {row + first_row} are not finite; "
+        "check the model's weights and dtype"
+    )

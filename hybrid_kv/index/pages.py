@@ -1,0 +1,104 @@
+"""`pages`: page digests bound the scores of whole pages; the best pages are read.
+
+Source: Quest (Tang et al. 2024), section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv import config
+from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._scan import SCRATCH_BYTES, rank, scan
+from hybrid_kv.plugins import INDEXES
+from hybrid_kv.types import SearchResult
+
+
+@INDEXES.register("pages", paper="Quest (Tang et al. 2024)")
+class PagesIndex(KeyIndex):
+    """Reads the pages whose digests promise the highest scores (Quest).
+
+    A query takes the ceil(top_k / page_size) pages with the highest upper bounds and returns the
+    top_k best of their tokens by true score; fewer if the partly filled last page is among them.
+    """
+
+    class Params(config.Params):
+        """page_size: tokens per digest; need not be the page size of the cache."""
+
+        page_size: config.Count = 16
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._digests = torch.empty(0, 0, 0)  # [Hkv, capacity, 2 D]: maximum, minimum
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._digests.numel() * self._digests.itemsize
+
+    @property
+    def _num_pages(self) -> int:
+        return -(-len(self) // int(self.params.page_size))
+
+    def _rebuild(self, queries: Tensor | None) -> None:
+        self._digests = self._empty_digests(self._num_pages)
+        self._append(0)
+
+    def _append(self, known: int) -> None:
+        size = self.params.page_size
+        first = known // size  # a page that was partly filled is summarised anew
+        if self._num_pages > self._digests.shape[1]:
+            grown = self._empty_digests(2 * self._num_pages)
+            grown[:, :first] = self._digests[:, :first]
+            self._digests = grown
+        full = len(self) // size
+        whole = self._keys[:, first * size : full * size].unflatten(1, (full - first, size))
+        self._digests[:, first:full] = torch.cat([whole.amax(2), whole.amin(2)], -1)
+        if full < self._num_pages:
+            rest = self._keys[:, full * size :]
+            self._digests[:, full] = torch.cat([rest.amax(1), rest.amin(1)], -1)
+
+    def _empty_digests(self, pages: int) -> Tensor:
+        heads, _, dim = self._keys.shape
+        return self._keys.new_empty(heads, pages, 2 * dim)
+
+    def upper_bounds(self, queries: Tensor) -> Tensor:
+        """[Hkv, M, P] float32, no score of a page is higher, for queries [Hkv, M, D]."""
+        pages = self._digests[:, : self._num_pages].float()
+        return torch.matmul(_split_signs(queries.float()), pages.transpose(1, 2))
+
+    def _find(self, queries: Tensor, count: int) -> SearchResult:
+        wanted = min(-(-count // int(self.params.page_size)), self._num_pages)
+        heads, num_queries, dim = queries.shape
+        step = max(1, SCRATCH_BYTES // (4 * heads * wanted * self.params.page_size * dim))
+        parts = [
+            self._find_few(queries[:, start : start + step], count, wanted)
+            for start in range(0, num_queries, step)
+        ]
+        return SearchResult(
+            torch.cat([part.ids for part in parts], 1),
+            torch.cat([part.scores for part in parts], 1),
+            sum(part.scored for part in parts),
+        )
+
+    def _find_few(self, queries: Tensor, count: int, wanted: int) -> SearchResult:
+        # max(q lo, q hi) per channel = relu(q) hi - relu(-q) lo: the bound is a dot product, and
+        # pages are chosen by an exact scan over the digests.
+        digests = self._digests[:, : self._num_pages]
+        _, pages = scan(_split_signs(queries), digests, wanted)
+        size = self.params.page_size
+        ids = (pages[..., None] * size + torch.arange(size)).flatten(2)
+        beyond = ids >= len(self)
+        heads = torch.arange(ids.shape[0])[:, None, None]
+        rows = self._keys[heads, ids.clamp_max(len(self) - 1)].float()
+        scores = torch.matmul(rows, queries[..., None])[..., 0].masked_fill(beyond, -torch.inf)
+        scored = digests.shape[0] * queries.shape[1] * digests.shape[1] + int((~beyond).sum())
+        scores, ids = rank(scores, ids, count)
+        return SearchResult(ids, scores, scored)
+
+
+def _split_signs(queries: Tensor) -> Tensor:
+    """[..., 2 D]: positive parts, then negative parts."""
+    return torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1)
