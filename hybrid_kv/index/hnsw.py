@@ -51,3 +51,6 @@ class HnswIndex(FaissIndex):
         links = index.hnsw
         words = index.ntotal * index.d + links.neighbors.size() + links.levels.size()
         return int(4 * words + 8 * links.offsets.size())
+
+    def _uncounted(self, index: Any) -> int:
+        return 1  # the query against the entry point

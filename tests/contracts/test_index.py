@@ -1,0 +1,196 @@
+"""What every registered index must do; a new kind is tested by being registered."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_kv.config import IndexConfig
+from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
+from hybrid_kv.plugins import INDEXES, Index
+from tests.index.oracle import DIM, check_result, clustered, recall
+
+# Settings under which an approximate kind looks (nearly) everywhere; a kind that is not named here
+# must reach the floor with its defaults.
+OPENED: dict[str, dict[str, Any]] = {
+    "pages": {"page_size": 1},
+    "ivf": {"nprobe": 4096},
+    "hnsw": {"ef_search": 600},
+}
+RECALL_FLOOR = 0.95
+
+
+def make(kind: str) -> Index:
+    index: Index = IndexConfig(kind=kind, **OPENED.get(kind, {})).build()
+    return index
+
+
+def floor(index: Index) -> float:
+    return 1.0 if index.exact else RECALL_FLOOR
+
+
+@pytest.fixture(params=list(INDEXES))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 37, 700])
+@pytest.mark.parametrize("top_k", [1, 16, 50])
+@pytest.mark.parametrize("num_queries", [1, 3, 33])
+def test_finds_the_best_keys(kind: str, rows: int, top_k: int, num_queries: int) -> None:
+    keys, queries = clustered(rows, heads=3, queries=num_queries)
+    index = make(kind)
+    index.build(keys, queries)
+    result = index.search(queries, top_k)
+    check_result(result, queries, keys, top_k)
+    assert recall(result, queries, keys, top_k) >= floor(index)
+    assert result.scored >= int((result.ids >= 0).sum()), "what was found was scored"
+    assert len(index) == rows
+
+
+def test_default_settings_keep_the_contract(kind: str) -> None:
+    keys, queries = clustered(333)
+    index: Index = IndexConfig(kind=kind).build()
+    index.build(keys, None)
+    check_result(index.search(queries, 21), queries, keys, 21)
+
+
+def test_every_dtype_is_searched_with_true_scores(kind: str, dtype: torch.dtype) -> None:
+    keys, queries = clustered(333)
+    keys, queries = keys.to(dtype), queries.to(dtype)
+    index = make(kind)
+    index.build(keys, queries)
+    result = index.search(queries, 21)
+    check_result(result, queries, keys, 21)
+    assert recall(result, queries, keys, 21) >= floor(index)
+
+
+def test_exact_kinds_score_every_key(kind: str) -> None:
+    keys, queries = clustered(333)
+    index = make(kind)
+    index.build(keys, queries)
+    scored = index.search(queries, 7).scored
+    assert not index.exact or scored == queries.shape[0] * queries.shape[1] * 333
+
+
+def test_no_keys_give_no_columns(kind: str) -> None:
+    keys, queries = clustered(0)
+    index = make(kind)
+    index.build(keys, None)
+    result = index.search(queries, 5)
+    check_result(result, queries, keys, 5)
+    assert (result.scored, len(index)) == (0, 0)
+
+
+def test_no_queries_give_no_rows(kind: str) -> None:
+    keys, queries = clustered(37)
+    index = make(kind)
+    index.build(keys, None)
+    assert index.search(queries[:, :0], 5).ids.shape == (2, 0, 5)
+
+
+@pytest.mark.parametrize("known", [0, 1, 300, 680, 700])
+def test_adding_rows_is_building_on_the_whole(kind: str, known: int) -> None:
+    keys, queries = clustered(700)
+    index = make(kind)
+    index.build(keys[:, :known], queries if known else None)
+    for stop in (known, (known + 700) // 2, 700):
+        index.add(keys[:, :stop])
+    result = index.search(queries, 16)
+    check_result(result, queries, keys, 16)
+    assert recall(result, queries, keys, 16) >= floor(index)
+    assert len(index) == 700
+
+
+def test_storage_may_move_on_add(kind: str) -> None:
+    keys, queries = clustered(120)
+    old = torch.empty(2, 256, DIM)  # rows in a larger array, as the cold tier keeps them
+    old[:, :100] = keys[:, :100]
+    index = make(kind)
+    index.build(old[:, :100], queries)
+    old.fill_(1e3)
+    index.add(keys)
+    result = index.search(queries, 16)
+    check_result(result, queries, keys, 16)
+    assert recall(result, queries, keys, 16) >= floor(index)
+
+
+def test_build_replaces_the_content(kind: str) -> None:
+    index = make(kind)
+    index.build(clustered(700)[0], None)
+    keys, queries = clustered(37)
+    index.build(keys, queries)
+    check_result(index.search(queries, 50), queries, keys, 50)
+    assert len(index) == 37
+
+
+@pytest.mark.parametrize("distinct", [1, 3])
+def test_equal_keys_are_found_once_each(kind: str, distinct: int) -> None:
+    few, queries = clustered(distinct)
+    keys = few.repeat(1, 120 // distinct, 1)
+    index = make(kind)
+    index.build(keys, queries)
+    result = index.search(queries, 16)
+    check_result(result, queries, keys, 16)
+    assert recall(result, queries, keys, 16) >= floor(index)
+
+
+def test_memory_is_reported_and_grows_with_rows(kind: str) -> None:
+    keys, _ = clustered(700)
+    index = make(kind)
+    index.build(keys[:, :350], None)
+    before = index.memory_bytes
+    index.add(keys)
+    assert 0 <= before <= index.memory_bytes <= 8 * keys.numel() * keys.itemsize
+
+
+def test_searches_from_two_threads_agree_with_one(kind: str) -> None:
+    keys, _ = clustered(700)
+    index = make(kind)
+    index.build(keys, None)
+    batches = [torch.randn(2, 5, DIM) for _ in range(24)]
+    alone = [index.search(queries, 16) for queries in batches]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda queries: index.search(queries, 16), batches))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        assert one.scored == other.scored
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_key_that_is_not_finite_is_refused_and_named(kind: str, value: float) -> None:
+    keys, queries = clustered(37)
+    keys[1, 17, 3] = value
+    with pytest.raises(NonFiniteError, match="keys of KV head 1, row 17 are not finite; "):
+        make(kind).build(keys, None)
+    index = make(kind)
+    index.build(keys[:, :17], None)
+    with pytest.raises(NonFiniteError, match="keys of KV head 1, row 17 are not finite; "):
+        index.add(keys)
+    assert len(index) == 17
+    check_result(index.search(queries, 5), queries, keys[:, :17], 5)
+
+
+def test_a_wrong_shape_is_refused_by_name(kind: str) -> None:
+    keys, queries = clustered(37)
+    index = make(kind)
+    with pytest.raises(ShapeError, match=r"keys must be \[Hkv, N, D\], got shape \[37, 72\]"):
+        index.build(keys[0], None)
+    with pytest.raises(ShapeError, match=r"queries must be \[2, M, 72\].*got shape \[1, 9, 72\]"):
+        index.build(keys, queries[:1])
+    index.build(keys, None)
+    with pytest.raises(ShapeError, match=r"queries must be \[2, M, 72\].*got shape \[2, 9, 64\]"):
+        index.search(queries[..., :64], 5)
+    with pytest.raises(ShapeError, match=r"keys must be \[2, N >= 37, 72\], got shape \[2, 36, "):
+        index.add(keys[:, :36])
+
+
+def test_top_k_below_one_is_refused(kind: str) -> None:
+    keys, queries = clustered(37)
+    index = make(kind)
+    index.build(keys, None)
+    with pytest.raises(ConfigError, match="top_k must be at least 1, got 0"):
+        index.search(queries, 0)

@@ -1,0 +1,56 @@
+"""Data and the exact answer that index tests compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.types import SearchResult
+
+DIM = 72  # divisible by 8 but not by 16 or 64: the tails of vector loops are exercised
+SCORE_TOLERANCE = 2e-4  # float32 sums of products of order 10
+
+
+def clustered(
+    rows: int, *, heads: int = 2, queries: int = 9, offset: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Keys [heads, rows, DIM] in ten clusters around a common offset, and queries that look for
+    single keys [heads, queries, DIM].
+    """
+    centres = torch.randn(heads, 10, DIM)
+    which = torch.randint(10, (heads, rows))
+    keys = centres[torch.arange(heads)[:, None], which] + 0.5 * torch.randn(heads, rows, DIM)
+    target = torch.randint(max(rows, 1), (heads, queries))
+    wanted = keys[torch.arange(heads)[:, None], target] if rows else torch.zeros(heads, queries, 1)
+    return keys + offset * torch.randn(DIM), wanted + 0.5 * torch.randn(heads, queries, DIM)
+
+
+def true_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """[heads, M, N] float64, one product at a time."""
+    return torch.einsum("hmd,hnd->hmn", queries.double(), keys.double())
+
+
+def recall(result: SearchResult, queries: Tensor, keys: Tensor, top_k: int) -> float:
+    """Share of the best `top_k` scores that were found; ties count whichever key was taken."""
+    best = true_scores(queries, keys).topk(min(top_k, keys.shape[1]), -1).values
+    return (result.scores >= best[..., -1:] - SCORE_TOLERANCE).double().mean().item()
+
+
+def check_result(result: SearchResult, queries: Tensor, keys: Tensor, top_k: int) -> None:
+    """Everything that holds for any kind: shapes, dtypes, order, padding, ids, true scores."""
+    size = (*queries.shape[:2], min(top_k, keys.shape[1]))
+    assert result.ids.shape == size
+    assert result.scores.shape == size
+    assert (result.ids.dtype, result.scores.dtype) == (torch.int64, torch.float32)
+    found = result.ids >= 0
+    assert (found == (result.scores > -torch.inf)).all()
+    assert (result.ids >= -1).all()
+    assert (result.ids < keys.shape[1]).all()
+    assert (result.scores.diff(dim=-1)[found[..., 1:]] <= 0).all(), "best first"
+    assert (found.int().diff(dim=-1) <= 0).all(), "padding comes last"
+    for row, there in zip(result.ids.flatten(0, 1), found.flatten(0, 1), strict=True):
+        assert row[there].unique().numel() == int(there.sum()), "no key is returned twice"
+    if keys.shape[1]:
+        expected = true_scores(queries, keys).gather(-1, result.ids.clamp_min(0))
+        error = (expected - result.scores)[found].abs()
+        assert error.numel() == 0 or error.max() < SCORE_TOLERANCE
