@@ -1,1 +1,54 @@
-"""hybrid_kv: long contexts on one small GPU, by a KV cache in two tiers."""
+"""hybrid_kv: long contexts on one small GPU, by a KV cache in two tiers.
+
+    import hybrid_kv as hkv
+    llm = hkv.load("path-or-id", config=hkv.HybridConfig(window_tokens=4096))
+    print(llm.generate("...", max_new_tokens=64).text)
+
+Importing the package patches and probes nothing; heavy modules load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import LLM, Context, Conversation, Generation, attach, load
+    from hybrid_kv.config import HybridConfig, IndexConfig
+    from hybrid_kv.errors import HybridKVError
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "hybrid_kv.api",
+    "Context": "hybrid_kv.api",
+    "Conversation": "hybrid_kv.api",
+    "Generation": "hybrid_kv.api",
+    "attach": "hybrid_kv.api",
+    "load": "hybrid_kv.api",
+    "HybridConfig": "hybrid_kv.config",
+    "IndexConfig": "hybrid_kv.config",
+    "HybridKVError": "hybrid_kv.errors",
+}
+
+__all__ = [
+    "LLM",
+    "Context",
+    "Conversation",
+    "Generation",
+    "HybridConfig",
+    "HybridKVError",
+    "IndexConfig",
+    "attach",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hybrid_kv' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

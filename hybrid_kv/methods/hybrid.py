@@ -18,7 +18,7 @@ class Hybrid(RetrievalAttention):
     """Retrieval attention that fills spare device memory with pages and reads the best of them."""
 
     class Params(RetrievalParams):
-        """spare_tokens: resident beyond sinks and window; page_budget: pages of those read per step."""
+        """spare_tokens: resident beyond sinks and window; page_budget: pages of those per step."""
 
         spare_tokens: Tokens = 0
         page_budget: BudgetField = 32

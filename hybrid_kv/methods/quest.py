@@ -16,13 +16,13 @@ from hybrid_kv.types import EntrySet, Evidence, Tier
 class Quest(Method):
     """Keeps everything resident and reads the pages with the highest upper bound on the score.
 
-    Pages are chosen per KV head by the largest bound in its group of query heads (the paper's models
-    have one query head per KV head). As in the paper the first two layers are dense and the newest
-    page is always read; sinks and window are ours, on top of the page budget.
+    Pages are chosen per KV head by the largest bound in its group of query heads (the paper's
+    models have one query head per KV head). As in the paper the first two layers are dense and the
+    newest page is always read; sinks and window are ours, on top of the page budget.
     """
 
     class Params(BaseParams):
-        """page_budget: pages read beside sinks and window; dense_layers: first layers read whole."""
+        """page_budget: pages read beside sinks and window; dense_layers: layers read whole."""
 
         page_budget: BudgetField = 128
         dense_layers: Tokens = 2

@@ -21,7 +21,7 @@ class StreamingLLM(Method):
     """
 
     class Params(BaseParams):
-        """sink_tokens: kept from the start; window_tokens: kept from the end; multiples of page_size."""
+        """sink_tokens, window_tokens: kept from start and end; multiples of page_size."""
 
         sink_tokens: Tokens = 16
         window_tokens: Tokens = 1024

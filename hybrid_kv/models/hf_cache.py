@@ -19,8 +19,8 @@ from hybrid_kv.types import ModelInfo, PartialAttention, Work
 class HybridLayer(CacheLayerMixin):
     """One full-attention layer of the cache.
 
-    `update` keeps the new tokens aside and returns them with a handle to this layer, because the mask
-    that tells padding apart arrives only with the attention call.
+    `update` keeps the new tokens aside and returns them with a handle to this layer, because the
+    mask that tells padding apart arrives only with the attention call.
     """
 
     is_sliding = False
@@ -131,7 +131,7 @@ class HybridCache(Cache):
         return self.kv.work
 
     def require_open(self) -> None:
-        """Raises ConfigError once the model was detached: its attention would read new keys only."""
+        """Raises ConfigError once the model was detached: it would attend new keys only."""
         if not self._is_open():
             raise ConfigError(
                 "this cache belongs to a model that was detached; use it inside its `with "

@@ -1,9 +1,9 @@
 """Layer-major prefill: each decoder layer takes the whole prompt in chunks, in place.
 
-A plain forward pass holds several full-length temporaries per layer; here only one hidden-state tensor
-has full length and the layer's KV can leave before the next layer begins. Decoder layers work token by
-token outside attention, and attention sees the layer's earlier chunks in the cache, so the result is
-that of one pass. Works for any model whose decoder layers have a `self_attn`.
+A plain forward pass holds several full-length temporaries per layer; here only one hidden-state
+tensor has full length and the layer's KV can leave before the next layer begins. Decoder layers
+work token by token outside attention, and attention sees the layer's earlier chunks in the cache,
+so the result is that of one pass. Works for any model whose decoder layers have a `self_attn`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
 
 
 def _slice(value: Any, total: int, start: int, stop: int, name: str = "") -> Any:
-    """The chunk's share of an argument: whatever runs along the sequence is cut, the rest passes."""
+    """The chunk's share of an argument: what runs along the sequence is cut, the rest passes."""
     if isinstance(value, tuple):
         return tuple(_slice(item, total, start, stop) for item in value)
     if not isinstance(value, Tensor) or value.ndim < 2:

@@ -22,7 +22,7 @@ from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, W
 class KVCache:
     """Layers, method and executor of one conversation; knows tensors, not model libraries.
 
-    A layer is *unsealed* while its prompt is computed: everything is resident and attention is exact.
+    A layer is *unsealed* while its prompt is computed: everything is resident, attention exact.
     Sealing asks the method where entries shall live; from then on short inputs read through the
     method and long ones attend exactly. Not safe for use from several threads at once.
     """
@@ -140,7 +140,7 @@ class KVCache:
     def seal(self, layer_idx: int) -> None:
         """Ends a layer's prompt: its entries move to where the method wants them.
 
-        Called by whoever knows that the prompt is complete; otherwise the first short input does it.
+        Called by whoever knows that the prompt is complete; else the first short input does it.
         """
         layer = self._layers[layer_idx]
         collectors = self._evidence.pop(layer_idx, [])

@@ -1,7 +1,7 @@
 """The cold tier of one layer: host arrays, written once, head-major, with their index.
 
-A row is a chain of extents. A forked row shares the extents of its source; the first row to add to a
-shared extent starts one of its own, so nothing is ever copied or overwritten.
+A row is a chain of extents. A forked row shares the extents of its source; the first row to add to
+a shared extent starts one of its own, so nothing is ever copied or overwritten.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ColdExtent:
         return self.k[:, :length], self.v[:, :length]
 
     def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, M, K, D] of rows ids [Hkv, M, K]; -1 reads row 0 and is masked by the caller."""
+        """k, v [Hkv, M, K, D] of rows ids [Hkv, M, K]; -1 reads row 0, for the caller to mask."""
         heads = torch.arange(ids.shape[0])[:, None, None]
         rows = ids.clamp_min(0)
         return self.k[heads, rows], self.v[heads, rows]
@@ -211,7 +211,7 @@ class ColdStore:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of stored K and V, shared extents once; reserved but unwritten memory not counted."""
+        """Bytes of stored K and V, shared extents once, without reserved room."""
         per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
         return sum(extent.length * per_token for extent in self._extents())
 
@@ -234,7 +234,7 @@ def _builder(index: Index, keys: Tensor, queries: Tensor | None) -> Callable[[],
 
 
 def rebuild(extent: ColdExtent) -> None:
-    """Builds the index anew over what is left of a cropped extent (rare: a crop into the cold tier)."""
+    """Builds the index anew over what is left of a cropped extent; crops rarely reach this far."""
     if extent.index is not None:
         finish_build(extent)
         extent.index.build(extent.keys, None)
@@ -264,7 +264,7 @@ def _search_span(span: Span, queries: Tensor, top_k: int) -> SearchResult:
 
 
 def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:
-    """Raises NonFiniteError naming the first KV head and position with NaN or infinity in k or v."""
+    """Raises NonFiniteError naming the first KV head and position with NaN or infinity."""
     for name, rows in (("keys", k), ("values", v)):
         bad = ~torch.isfinite(rows).all(-1)
         if bad.any():

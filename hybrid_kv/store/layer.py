@@ -1,8 +1,8 @@
 """One layer's entries in both tiers, and the rule who owns what.
 
 Positions count a row's stored tokens from 0; padding is never stored. In every row the order is
-sinks, cold entries, spare pages, window: what leaves the window is always the oldest page behind the
-sinks, so the cold tier is one run of positions.
+sinks, cold entries, spare pages, window: what leaves the window is always the oldest page behind
+the sinks, so the cold tier is one run of positions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayerKV:
             self.lengths[row] += rows_k.shape[1]
 
     def next_positions(self, count: int, valid: Tensor | None) -> Tensor:
-        """Positions [B, T] that the next `count` tokens will get; padding repeats its neighbour's."""
+        """Positions [B, T] that the next `count` tokens will get; padding repeats a neighbour's."""
         device = self.resident.pool.device
         start = torch.tensor(self.lengths, device=device)[:, None]
         if valid is None:

@@ -1,0 +1,8 @@
+"""What users of the Python package touch."""
+
+from hybrid_kv.api.conversation import Context, Conversation
+from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.llm import LLM, load
+from hybrid_kv.models.attach import attach
+
+__all__ = ["LLM", "Context", "Conversation", "Generation", "attach", "load"]

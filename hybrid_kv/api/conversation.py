@@ -1,0 +1,105 @@
+"""Several questions to one cache: chats, and long contexts that are read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.turn import Model, Turn, check_room
+from hybrid_kv.errors import ConfigError
+
+
+class Conversation:
+    """Turns that share one cache; `history` holds the messages in chat format.
+
+    With a chat template the whole conversation is rendered anew for each turn and the cache is kept
+    as far as the tokens agree; without one, texts follow each other as they are.
+    """
+
+    def __init__(self, llm: Model) -> None:
+        self._llm, self._cache = llm, llm.runtime.cache()
+        self._seen: list[int] = []
+        self.history: list[dict[str, str]] = []
+
+    def send(self, text: str, **options: Any) -> Generation:
+        """The model's answer to `text`, given all turns before; options as in `generate`.
+
+        Raises:
+            ConfigError: the text is empty, or the conversation outgrows the model's context.
+        """
+        if not text.strip():
+            raise ConfigError("message is empty; type at least one word")
+        message = {"role": "user", "content": text}
+        ids = self._render(message)
+        self._keep_common(ids)
+        turn = Turn(self._llm, self._cache, torch.tensor([ids]), options)
+        answer = turn.run()
+        self._seen = ids + answer.token_ids
+        self.history += [message, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def _render(self, message: dict[str, str]) -> list[int]:
+        tokenizer = self._llm.tokenizer
+        if tokenizer is None:
+            raise ConfigError("a conversation needs a tokenizer, and the model has none")
+        if tokenizer.chat_template is None:
+            special = not self._seen
+            new = tokenizer(message["content"], add_special_tokens=special)["input_ids"]
+            return self._seen + list(new)
+        rendered: Any = tokenizer.apply_chat_template(
+            [*self.history, message], add_generation_prompt=True, return_dict=True
+        )
+        return list(rendered["input_ids"])
+
+    def _keep_common(self, ids: list[int]) -> None:
+        """Forgets cached tokens from the first one that differs; at least one stays to compute."""
+        cached = self._cache.get_seq_length()
+        same = 0
+        for old, new in zip(self._seen[:cached], ids[:-1], strict=False):
+            if old != new:
+                break
+            same += 1
+        self._cache.crop(same - cached)
+
+
+class Context:
+    """A long text, prefilled once; every `ask` continues from its end and leaves no trace.
+
+    ids: [1, tokens].
+    """
+
+    def __init__(self, llm: Model, ids: Tensor) -> None:
+        check_room(llm, ids.shape[1], held=0)
+        self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
+        self._cache.kv.reserve(ids.shape[1])
+        with torch.inference_mode():
+            llm.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    def ask(self, question: str | Tensor, **options: Any) -> Generation:
+        """The continuation of context and question; options as in `generate`.
+
+        Args:
+            question: text, or token ids [1, tokens].
+
+        Raises:
+            ConfigError: the question is empty or does not fit into the model's context.
+        """
+        ids = self._question_ids(question)
+        turn = Turn(self._llm, self._cache, torch.cat([self.ids, ids.to(self.ids)], 1), options)
+        try:
+            return turn.run()
+        finally:
+            self._cache.crop(self.ids.shape[1] - self._cache.get_seq_length())
+
+    def _question_ids(self, question: str | Tensor) -> Tensor:
+        if isinstance(question, str):
+            if self._llm.tokenizer is None:
+                raise ConfigError("model has no tokenizer; pass token ids instead of text")
+            encoded = self._llm.tokenizer(question, add_special_tokens=False)
+            question = torch.tensor(encoded["input_ids"], dtype=torch.long)
+        if question.numel() == 0:
+            raise ConfigError("question is empty; pass at least one token")
+        return question.reshape(1, -1)

@@ -1,0 +1,103 @@
+"""What one generation produced, and the objects that watch it happen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hybrid_kv.types import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one call of `generate` produced, and what it cost.
+
+    token_ids: the new tokens, without the prompt. token_times_s: when each came, seconds after the
+    call. ttft_s: time to the first; tpot_ms: mean time of each further one. host_kv_bytes,
+    host_index_bytes: what the cold tier held at the end.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    ttft_s: float
+    tpot_ms: float
+    token_times_s: list[float] = field(repr=False)
+    phases_s: dict[str, float] = field(repr=False)
+    work: Work = field(repr=False)
+    host_kv_bytes: int = 0
+    host_index_bytes: int = 0
+
+
+class TokenClock(BaseStreamer):
+    """Takes tokens from transformers as they come: notes the time, passes text on."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, pieces: SimpleQueue[Any] | None):
+        self.begin, self.times = perf_counter(), list[float]()
+        self.token_ids: list[int] = []
+        self._tokenizer, self._pieces = tokenizer, pieces
+        self._prompt_passed, self._printed = False, 0
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_passed:  # transformers hands the prompt over first
+            self._prompt_passed = True
+            return
+        self.times.append(perf_counter() - self.begin)
+        self.token_ids.extend(value.flatten().tolist())
+        if self._pieces is not None:
+            self._pass_on(final=False)
+
+    def end(self) -> None:
+        if self._pieces is not None:
+            self._pass_on(final=True)
+
+    def _pass_on(self, *, final: bool) -> None:
+        if self._tokenizer is None or self._pieces is None:
+            return
+        text = decode(self._tokenizer, self.token_ids)
+        # A character whose bytes are not complete yet decodes to a replacement mark: wait for it.
+        if len(text) > self._printed and (final or not text.endswith("\ufffd")):
+            self._pieces.put(text[self._printed :])
+            self._printed = len(text)
+
+
+class StopOnEvent(StoppingCriteria):
+    """Ends generation when the consumer has gone away."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._event.is_set(), device=input_ids.device)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """Text of one sequence, without special tokens."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def until_done(pieces: SimpleQueue[Any], stops: list[str]) -> Iterator[str]:
+    """Pieces up to the first stop string; a tail that may begin one is held back."""
+    held, longest = "", max((len(stop) for stop in stops), default=1)
+    while isinstance(piece := pieces.get(), str):
+        held += piece
+        if any(stop in held for stop in stops):
+            break
+        ready = held[: len(held) - longest + 1]
+        held = held[len(ready) :]
+        if ready:
+            yield ready
+    if isinstance(piece, BaseException):
+        raise piece
+    end = min((held.index(stop) for stop in stops if stop in held), default=len(held))
+    if held[:end]:
+        yield held[:end]

@@ -1,0 +1,145 @@
+"""`hybrid_kv.load(...).generate(...)`: a model with a tiered KV cache in three lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_kv.api.conversation import Context, Conversation
+from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.turn import Turn
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.attach import Attachment, attach
+from hybrid_kv.models.load import load_model
+
+Prompt: TypeAlias = str | Sequence[int] | Tensor
+
+
+class LLM:
+    """A model, its tokenizer and a configuration; made by `load`. A context manager.
+
+    Calls are independent of each other; `conversation` keeps its cache between turns. Not safe for
+    concurrent calls.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: HybridConfig,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.runtime: Attachment = attach(model, config)
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Any
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[True], **options: Any
+    ) -> Iterator[str]: ...
+
+    def generate(
+        self, prompt: Prompt, *, stream: bool = False, **options: Any
+    ) -> Generation | Iterator[str]:
+        """Continues a prompt.
+
+        Args:
+            prompt: text, token ids, or a tensor [tokens] or [1, tokens].
+            stream: yield pieces of text as they come instead of returning a Generation.
+            options: `max_new_tokens` (default 128), `stop` (strings that end the text and are cut
+                off), `seed`, and everything transformers' GenerationConfig knows (`do_sample`,
+                `temperature`, `top_p`, `num_beams`, `eos_token_id`, ...).
+
+        Raises:
+            ConfigError: the prompt is empty or longer than the model's context.
+            CapacityError: the context does not fit into host memory; said before prefill starts.
+        """
+        turn = Turn(self, self.runtime.cache(), self.encode(prompt), options)
+        return turn.stream() if stream else turn.run()
+
+    def conversation(self) -> Conversation:
+        """A chat whose cache is kept between turns: each turn computes its own tokens only."""
+        return Conversation(self)
+
+    def context(self, prompt: Prompt) -> Context:
+        """A long text that is prefilled once, now, and then asked many times.
+
+        Raises:
+            ConfigError, CapacityError: as `generate`.
+        """
+        return Context(self, self.encode(prompt))
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """Token ids [1, tokens] on the model's device."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError("model has no tokenizer; pass token ids instead of text")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        ids = torch.as_tensor(prompt, dtype=torch.long)
+        ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
+        if ids.shape[0] != 1:
+            raise ConfigError(f"prompt must be one sequence of token ids, got {ids.shape[0]} rows")
+        if ids.numel() == 0:
+            raise ConfigError("prompt is empty; pass at least one token")
+        embedding: Any = self.model.get_input_embeddings()
+        size: int = embedding.weight.shape[0]
+        if int(ids.min()) < 0 or int(ids.max()) >= size:
+            raise ConfigError(
+                f"token ids must be 0..{size - 1}, got {int(ids.min())}..{int(ids.max())}"
+            )
+        return ids.to(self.model.device)
+
+    def close(self) -> None:
+        """Detaches the model; it is plain transformers again."""
+        self.runtime.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    config: HybridConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> LLM:
+    """A model ready to generate from a tiered KV cache.
+
+    Args:
+        model: a folder, a hub id, 'needle', 'random:SHAPE', or a loaded transformers model.
+        config: how the cache is kept and read; the default is the `hybrid` method.
+        tokenizer: replaces the one found beside the weights; needed for text with a loaded model.
+        options: `device`, `dtype`, `layers`, `quantization_config`, `seed`; see `load_model`.
+
+    Raises:
+        ModelNotFoundError: the model cannot be read.
+        UnsupportedModelError: its attention cannot be served.
+    """
+    if isinstance(model, PreTrainedModel):
+        if options:
+            raise ConfigError(
+                f"options {', '.join(sorted(options))} apply when a model is loaded by name, got a "
+                "loaded model; prepare it before passing it in"
+            )
+        return LLM(model, tokenizer, config or HybridConfig())
+    loaded, found = load_model(model, **options)
+    return LLM(loaded, tokenizer or found, config or HybridConfig())

@@ -1,0 +1,134 @@
+"""One call of transformers' generate on one cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_kv.api.generation import Generation, StopOnEvent, TokenClock, decode, until_done
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.support import check_context
+from hybrid_kv.runtime import check_host_memory
+
+
+class Model(Protocol):
+    """An attached model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    runtime: Attachment
+
+
+def check_room(llm: Model, total_tokens: int, *, held: int) -> None:
+    """Raises unless the model and the host's memory have room for `total_tokens`, of which the
+    cache holds `held` already.
+    """
+    check_context(llm.model.config.get_text_config(decoder=True), total_tokens)
+    new = max(0, total_tokens - held)
+    check_host_memory(new * llm.runtime.kv_bytes_per_token, total_tokens)
+
+
+class Turn:
+    """One call of transformers' generate on one cache."""
+
+    def __init__(
+        self, llm: Model, cache: HybridCache, ids: Tensor, options: dict[str, Any]
+    ) -> None:
+        self._llm, self.cache, self._ids = llm, cache, ids.to(llm.model.device)
+        options = dict(options)
+        self._stop = [options.pop("stop")] if isinstance(options.get("stop"), str) else None
+        self._stop = self._stop or list(options.pop("stop", None) or ())
+        self._seed: int | None = options.pop("seed", None)
+        self._max_new: int = options.pop("max_new_tokens", 128)
+        self._options = options
+        self._cancel = threading.Event()
+        self._check()
+
+    def _check(self) -> None:
+        if self._max_new < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self._max_new}")
+        if self._stop and self._llm.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and the model has none")
+        check_room(self._llm, self._ids.shape[1] + self._max_new, held=self.cache.get_seq_length())
+
+    def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        clock = TokenClock(self._llm.tokenizer, pieces)
+        self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
+        with torch.random.fork_rng(enabled=self._seed is not None):
+            if self._seed is not None:
+                torch.manual_seed(self._seed)
+            model: Any = self._llm.model
+            output = model.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                past_key_values=self.cache,
+                max_new_tokens=self._max_new,
+                # Beams are rearranged as a whole, so they cannot be handed out token by token.
+                streamer=clock if self._options.get("num_beams", 1) == 1 else None,
+                stopping_criteria=[StopOnEvent(self._cancel)],
+                stop_strings=self._stop or None,
+                tokenizer=self._llm.tokenizer if self._stop else None,
+                **self._pad(),
+                **self._options,
+            )
+        return self._result(output, clock)
+
+    def _pad(self) -> dict[str, int]:
+        """One sequence is never padded; naming a token keeps transformers from warning about it."""
+        known = self._llm.model.generation_config.pad_token_id
+        return {} if known is not None or "pad_token_id" in self._options else {"pad_token_id": 0}
+
+    def _result(self, output: Tensor, clock: TokenClock) -> Generation:
+        token_ids = output[0, self._ids.shape[1] :].tolist()
+        tokenizer, times = self._llm.tokenizer, clock.times or [perf_counter() - clock.begin]
+        text = "" if tokenizer is None else decode(tokenizer, token_ids)
+        for stop in self._stop or ():
+            text = text.split(stop)[0]
+        gaps = max(1, len(times) - 1)
+        stores = [layer.cold for layer in self.cache.kv.layers.values()]
+        return Generation(
+            text=text,
+            token_ids=token_ids,
+            prompt_tokens=self._ids.shape[1],
+            ttft_s=times[0],
+            tpot_ms=1e3 * (times[-1] - times[0]) / gaps,
+            token_times_s=times,
+            phases_s=dict(self.cache.kv.phases.seconds),
+            work=self.cache.work,
+            host_kv_bytes=sum(store.kv_bytes + store.overhead_bytes for store in stores),
+            host_index_bytes=sum(store.index_bytes for store in stores),
+        )
+
+    def stream(self) -> Iterator[str]:
+        """Yields text as it comes; closing the iterator ends the generation."""
+        if self._llm.tokenizer is None:
+            raise ConfigError("stream=True yields text, and the model has no tokenizer")
+        if self._options.get("num_beams", 1) != 1:
+            raise ConfigError("stream=True works without beams; set num_beams=1")
+        return self._stream()
+
+    def _stream(self) -> Iterator[str]:
+        pieces: SimpleQueue[Any] = SimpleQueue()
+
+        def work() -> None:
+            try:
+                pieces.put(self.run(pieces))
+            except BaseException as error:
+                pieces.put(error)
+
+        worker = threading.Thread(target=work, name="hybrid-kv-generate")
+        worker.start()
+        try:
+            yield from until_done(pieces, self._stop or [])
+        finally:
+            self._cancel.set()
+            worker.join()
