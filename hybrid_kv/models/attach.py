@@ -47,11 +47,16 @@ class Attachment:
         ]
         _attached.add(model)
 
-    def cache(self) -> HybridCache:
-        """A new, empty cache: one per conversation, passed as `past_key_values`."""
+    def cache(self, config: HybridConfig | None = None) -> HybridCache:
+        """A new, empty cache: one per conversation, passed as `past_key_values`.
+
+        Args:
+            config: in place of the attachment's, to compare methods on one model.
+        """
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
-        return HybridCache(self.info, self.config, self._text_config, lambda: self._open)
+        config = config or self.config
+        return HybridCache(self.info, config, self._text_config, lambda: self._open)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -94,6 +94,14 @@ class HybridLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._cache.kv.fork(self._layer_idx, indices.tolist())
 
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Takes a whole prompt's entries [B, Hkv, N, D], computed elsewhere, and seals the layer."""
+        if self._seen:
+            raise ConfigError(f"a layer is filled while it is empty, got {self._seen} tokens in it")
+        self.lazy_initialization(k, v)
+        self._cache.kv.load(self._layer_idx, k, v)
+        self._seen = k.shape[2]
+
     def reset(self) -> None:
         self._seen, self._pending = 0, None
         self._cache.kv.reset_layer(self._layer_idx)

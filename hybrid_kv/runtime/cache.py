@@ -128,6 +128,11 @@ class KVCache:
         for row, collector in enumerate(self._evidence.get(layer_idx, ())):
             collector.observe(q[row] if valid is None else q[row][:, valid[row]])
 
+    def load(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Takes k, v [B, Hkv, N, D] at positions 0..N-1 as a layer's complete prompt."""
+        self._append(layer_idx, k, v, None)
+        self.seal(layer_idx)
+
     def is_sealed(self, layer_idx: int) -> bool:
         layer = self._layers.get(layer_idx)
         return layer is not None and layer.placement is not None

@@ -1,0 +1,120 @@
+"""What a method loses: exact answers and distance from full attention, on one shared prefill.
+
+The prompt is prefilled once with full attention, as every method does, and its KV is handed to
+each method; questions and answers then run through the method, and each leaves no trace behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.needle import Question, is_correct
+from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+
+_TEXT_STEP = 16
+"""Tokens of plain text read at once; each still selects its own entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt with its KV: one (k, v) of [1, Hkv, N, D] per layer."""
+
+    ids: Tensor
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How a method answered.
+
+    correct of asked: exact matches. attended_tokens: entries attended per query token, averaged
+    over layers and query heads. attended_ratio: their share of what full attention attends.
+    """
+
+    correct: int
+    asked: int
+    attended_tokens: float
+    attended_ratio: float
+
+
+def prefill(runtime: Attachment, context: NDArray[np.int64]) -> Prefilled:
+    """Computes a prompt with full attention, layer by layer.
+
+    Args:
+        context: [tokens] ids.
+    """
+    ids = torch.from_numpy(np.asarray(context)).reshape(1, -1).to(runtime.model.device)
+    cache = runtime.cache(HybridConfig(method="full"))
+    cache.kv.reserve(ids.shape[1])
+    with torch.inference_mode():
+        runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    views = (layer.resident.view() for _, layer in sorted(cache.kv.layers.items()))
+    return Prefilled(ids, tuple((view.k, view.v) for view in views))
+
+
+def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> HybridCache:
+    """A cache under `config` that holds the prompt."""
+    cache = runtime.cache(config)
+    with torch.inference_mode():
+        for layer, (k, v) in zip(cache.layers, prompt.layers, strict=True):
+            if not isinstance(layer, HybridLayer):
+                raise TypeError("the needle tasks need a model of full-attention layers only")
+            layer.fill(k, v)
+    return cache
+
+
+def answer(runtime: Attachment, cache: HybridCache, question: Question) -> list[int]:
+    """The model's greedy answer, as long as the right one; the cache is left as it was."""
+    held = cache.get_seq_length()
+    step = torch.tensor([question.ids], device=runtime.model.device)
+    found: list[int] = []
+    with torch.inference_mode():
+        while len(found) < len(question.answer):
+            output = runtime.model(step, past_key_values=cache, logits_to_keep=1)
+            step = output.logits[:, -1:].argmax(-1)
+            found.append(int(step))
+    cache.crop(held - cache.get_seq_length())
+    return found
+
+
+def ask_all(
+    runtime: Attachment, config: HybridConfig, prompt: Prefilled, questions: Sequence[Question]
+) -> Accuracy:
+    """Exact match of a method over questions to one prompt."""
+    cache = open_cache(runtime, config, prompt)
+    correct = sum(is_correct(q, answer(runtime, cache, q)) for q in questions)
+    work = cache.work
+    return Accuracy(
+        correct=correct,
+        asked=len(questions),
+        attended_tokens=work.attended / max(1, work.steps),
+        attended_ratio=work.attended / max(1, work.visible),
+    )
+
+
+def text_log_probs(
+    runtime: Attachment, config: HybridConfig, prompt: Prefilled, text: NDArray[np.int64]
+) -> Tensor:
+    """Log-probabilities [tokens, vocabulary] while reading `text` after the prompt."""
+    cache = open_cache(runtime, config, prompt)
+    ids = torch.from_numpy(np.asarray(text)).reshape(1, -1).to(runtime.model.device)
+    parts = []
+    with torch.inference_mode():
+        for chunk in ids.split(_TEXT_STEP, 1):
+            logits = runtime.model(chunk, past_key_values=cache).logits[0]
+            parts.append(F.log_softmax(logits.float(), -1))
+    return torch.cat(parts)
+
+
+def mean_kl(full: Tensor, method: Tensor) -> float:
+    """KL(full || method) in nats per token, from log-probabilities [tokens, vocabulary]."""
+    return float((full.exp() * (full - method)).sum(-1).mean())
