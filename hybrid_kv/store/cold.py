@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.plugins import Index
+from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape, SearchResult
 
 MakeIndex = Callable[[], Index]
@@ -29,9 +30,9 @@ class ColdExtent:
 
     def __init__(self, shape: LayerShape, dtype: torch.dtype, capacity: int) -> None:
         size = (shape.num_kv_heads, capacity, shape.head_dim)
-        self.k = torch.empty(size, dtype=dtype)
-        self.v = torch.empty(size, dtype=dtype)
-        self.positions = torch.empty(capacity, dtype=torch.int32)
+        host = torch.device("cpu")
+        self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
+        self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
         self.refs = 1
         self.index: Index | None = None
@@ -41,22 +42,13 @@ class ColdExtent:
         """Adds k, v [Hkv, n, D] at positions [n]; amortised O(1) per token."""
         stop = self.length + k.shape[1]
         if stop > self.positions.shape[0]:
-            self._grow(max(stop, 2 * self.positions.shape[0]))
+            capacity = max(stop, 2 * self.positions.shape[0])
+            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
+            self.positions = enlarge(self.positions, 0, capacity)
         self.k[:, self.length : stop] = k
         self.v[:, self.length : stop] = v
         self.positions[self.length : stop] = positions
         self.length = stop
-
-    def _grow(self, capacity: int) -> None:
-        def enlarge(tensor: Tensor, axis: int) -> Tensor:
-            size = list(tensor.shape)
-            size[axis] = capacity
-            new = tensor.new_empty(size)
-            new.narrow(axis, 0, self.length).copy_(tensor.narrow(axis, 0, self.length))
-            return new
-
-        self.k, self.v = enlarge(self.k, 1), enlarge(self.v, 1)
-        self.positions = enlarge(self.positions, 0)
 
     @property
     def keys(self) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import reference
+from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape
 
 HIDDEN = 2**62
@@ -45,9 +46,9 @@ class PagePool:
         self.dtype, self.device = dtype, device
         self.capacity = max(1, capacity_pages)
         size = (shape.num_kv_heads, num_arenas * self.capacity, page_size, shape.head_dim)
-        self.k = torch.empty(size, dtype=dtype, device=device)
-        self.v = torch.empty(size, dtype=dtype, device=device)
-        self.positions = torch.full(size[1:3], HIDDEN, dtype=torch.int64, device=device)
+        self.k = allocate(size, dtype, device)
+        self.v = allocate(size, dtype, device)
+        self.positions = allocate(size[1:3], torch.int64, device, HIDDEN)
         self.key_min: Tensor | None = None
         self.key_max: Tensor | None = None
         self.refs = np.zeros((num_arenas, self.capacity), dtype=np.int64)
@@ -124,7 +125,8 @@ class PagePool:
         """From now on keeps key_min and key_max [Hkv, arenas * capacity, D] of every page."""
         if self.key_min is None:
             size = (self.k.shape[0], self.k.shape[1], self.k.shape[3])
-            self.key_min, self.key_max = self.k.new_zeros(size), self.k.new_zeros(size)
+            self.key_min = allocate(size, self.dtype, self.device, 0)
+            self.key_max = allocate(size, self.dtype, self.device, 0)
             used = [a * self.capacity + np.arange(h) for a, h in enumerate(self.high)]
             self._digest(np.concatenate(used))
 
@@ -142,19 +144,14 @@ class PagePool:
         # Doubling makes appending amortised O(1); untouched memory is not committed by the host.
         old, arenas = self.capacity, self.num_arenas
 
-        def enlarge(tensor: Tensor, axis: int, fill: int | None = None) -> Tensor:
-            size = list(tensor.shape)
-            size[axis] = arenas * capacity
-            new = tensor.new_empty(size) if fill is None else tensor.new_full(size, fill)
-            shape_new = [*size[:axis], arenas, capacity, *size[axis + 1 :]]
-            shape_old = [*size[:axis], arenas, old, *size[axis + 1 :]]
-            new.view(shape_new).narrow(axis + 1, 0, old).copy_(tensor.view(shape_old))
-            return new
+        def grown(tensor: Tensor, axis: int, fill: int | None = None) -> Tensor:
+            by_arena = tensor.unflatten(axis, (arenas, old))
+            return enlarge(by_arena, axis + 1, capacity, fill).flatten(axis, axis + 1)
 
-        self.k, self.v = enlarge(self.k, 1), enlarge(self.v, 1)
-        self.positions = enlarge(self.positions, 0, HIDDEN)
+        self.k, self.v = grown(self.k, 1), grown(self.v, 1)
+        self.positions = grown(self.positions, 0, HIDDEN)
         if self.key_min is not None and self.key_max is not None:
-            self.key_min, self.key_max = enlarge(self.key_min, 1), enlarge(self.key_max, 1)
+            self.key_min, self.key_max = grown(self.key_min, 1), grown(self.key_max, 1)
         refs = np.zeros((arenas, capacity), dtype=np.int64)
         refs[:, :old] = self.refs
         self.refs, self.capacity = refs, capacity
