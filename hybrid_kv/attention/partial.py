@@ -92,7 +92,7 @@ def attend_retrieved(
     Returns:
         out [H, M, D], lse [H, M].
     """
-    if k.shape[2] == 0:
+    if 0 in valid.shape:
         return empty_partial(q)
     bias = torch.zeros(valid.shape, dtype=torch.float32, device=q.device)
     bias = bias.masked_fill(~valid, -torch.inf)[:, :, None]

@@ -16,18 +16,18 @@ _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose_backend(
-    requested: str, *, device_type: str, dtype: torch.dtype, plain: bool, entries: int
+    requested: str, *, device_type: str, dtype: torch.dtype, plain: bool, pairs: int
 ) -> str:
     """The back end that attends.
 
     Args:
         requested: a name of BACKENDS.
         plain: no softcap and no sliding window.
-        entries: keys to attend; the fused kernel does not take zero.
+        pairs: queries times keys; the fused kernel takes neither without the other.
     """
     if requested == "reference":
         return "reference"
-    fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and entries > 0
+    fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and pairs > 0
     # What the fused kernel cannot express is computed by the definition, under any request.
     return "torch_cpu" if fits else "reference"
 
@@ -48,7 +48,7 @@ class Ops:
         bias: Tensor | None = None,
         softcap: float | None = None,
     ) -> PartialAttention:
-        if self._chosen(q, softcap is None, k.shape[2]) == "torch_cpu":
+        if self._chosen(q, k, softcap is None) == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
         return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
 
@@ -64,13 +64,14 @@ class Ops:
     ) -> PartialAttention:
         square = q.shape[2] == k.shape[2]
         plain = square and softcap is None and window is None
-        if self._chosen(q, plain, k.shape[2]) == "torch_cpu":
+        if self._chosen(q, k, plain) == "torch_cpu":
             return torch_cpu.attend_causal(q, k, v, scale=scale)
         return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
 
-    def _chosen(self, q: Tensor, plain: bool, entries: int) -> str:
+    def _chosen(self, q: Tensor, k: Tensor, plain: bool) -> str:
+        pairs = q.shape[2] * k.shape[2]
         return choose_backend(
-            self.backend, device_type=q.device.type, dtype=q.dtype, plain=plain, entries=entries
+            self.backend, device_type=q.device.type, dtype=q.dtype, plain=plain, pairs=pairs
         )
 
 

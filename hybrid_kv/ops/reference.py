@@ -25,7 +25,7 @@ def attend(
     """Attention of every query over one set of entries.
 
     Args:
-        q: [B, H, M, D].
+        q: [B, H, M, D], M may be 0.
         k, v: [B, H, N, D], N may be 0.
         bias: float, broadcastable to [B, H, M, N]; added to the logits, -inf hides an entry.
         softcap: logits become `softcap * tanh(logit / softcap)` before the bias (Gemma 2).
@@ -39,7 +39,7 @@ def attend(
     block = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * batch * heads * k.shape[2]))
     k, v = k.float(), v.float()
     outs, lses = [], []
-    for start in range(0, rows, block):
+    for start in range(0, max(1, rows), block):
         stop = min(rows, start + block)
         logits = torch.matmul(q[:, :, start:stop].float() * scale, k.transpose(-1, -2))
         if softcap is not None:
@@ -77,7 +77,7 @@ def attend_causal(
     """Causal attention of the last T positions over all N, aligned at the lower right.
 
     Args:
-        q: [B, Hq, T, D], the queries of the last T of the N positions.
+        q: [B, Hq, T, D], the queries of the last T of the N positions; T may be 0.
         k, v: [B, Hkv, N, D], N >= T, oldest first; query head h reads KV head h // (Hq / Hkv).
         window: a query sees this many newest positions up to its own (sliding-window layers).
 
@@ -86,14 +86,14 @@ def attend_causal(
     """
     batch, num_q_heads, new, dim = q.shape
     num_kv_heads, stored = k.shape[1], k.shape[2]
-    grouped = q.reshape(batch, num_kv_heads, -1, new, dim)
-    group = grouped.shape[2]
+    group = num_q_heads // num_kv_heads
+    grouped = q.reshape(batch, num_kv_heads, group, new, dim)
     key_pos = torch.arange(stored, device=q.device)
     block = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * batch * num_q_heads * stored))
     if window is not None:
         block = max(block, window)  # at most two windows of keys are scored per block
     outs, lses = [], []
-    for start in range(0, new, block):
+    for start in range(0, max(1, new), block):
         stop = min(new, start + block)
         query_pos = key_pos[stored - new + start : stored - new + stop]
         # No query of the block sees keys outside first..last.
@@ -103,7 +103,7 @@ def attend_causal(
         if window is not None:
             hidden |= key_pos[None, first:last] <= query_pos[:, None] - window
         bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
-        rows = grouped[:, :, :, start:stop].reshape(batch, num_kv_heads, -1, dim)
+        rows = grouped[:, :, :, start:stop].flatten(2, 3)
         out, lse = attend(
             rows,
             k[:, :, first:last],
