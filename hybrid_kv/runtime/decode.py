@@ -74,7 +74,7 @@ def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
     """Sinks, window and the chosen other resident pages; [B, Hkv, M, D] and [B, Hkv, M]."""
     layer = step.layer
     if page_budget == "all" or all(
-        _is_covered(layer, row, page_budget) for row in range(layer.num_rows)
+        _free_pages(step, row) <= page_budget for row in range(layer.num_rows)
     ):
         return _attend_all_resident(step)
     rows = [_attend_pages(step, row, page_budget) for row in range(layer.num_rows)]
@@ -111,19 +111,21 @@ def _hide_later(positions: Tensor, query_positions: Tensor) -> Tensor:
     return bias.masked_fill_(hidden, -torch.inf)
 
 
-def _pinned_pages(layer: LayerKV, row: int) -> tuple[int, int]:
+def _pinned_pages(step: Step, row: int) -> tuple[int, int]:
     """How many pages at the table's start (sinks) and end (window) are read by every step."""
-    place = layer.placement
+    layer, place = step.layer, step.layer.placement
     pages, fill = len(layer.resident.tables[row]), layer.resident.tail_fill[row]
     sinks = place.sink_tokens // layer.page_size if place is not None else 0
     window = place.window_tokens if place is not None else 0
-    tail = 1 + -(-max(0, window - fill) // layer.page_size)
+    # The window of the first new token, and the later ones: all see themselves and each other.
+    recent = max(1, window) + step.q.shape[2] - 1
+    tail = 1 + -(-max(0, recent - fill) // layer.page_size)
     return min(sinks, pages), min(tail, pages)
 
 
-def _is_covered(layer: LayerKV, row: int, page_budget: int) -> bool:
-    head, tail = _pinned_pages(layer, row)
-    return len(layer.resident.tables[row]) <= head + tail + page_budget
+def _free_pages(step: Step, row: int) -> int:
+    """Resident pages of a row that a step reads only when they are chosen."""
+    return max(0, len(step.layer.resident.tables[row]) - sum(_pinned_pages(step, row)))
 
 
 def _attend_pages(step: Step, row: int, page_budget: int) -> PartialAttention:
@@ -150,7 +152,8 @@ def _attend_pages(step: Step, row: int, page_budget: int) -> PartialAttention:
 def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
     layer, new = step.layer, step.q.shape[2]
-    head, tail = _pinned_pages(layer, row)
+    head, tail = _pinned_pages(step, row)
+    chosen = min(page_budget, _free_pages(step, row))
     key_min, key_max = layer.resident.page_bounds(row)
     scores = reference.page_scores(q, key_min, key_max)
     step.work.scored += scores.numel()
@@ -158,7 +161,8 @@ def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     shared = scores.reshape(scores.shape[0], -1, new, scores.shape[-1]).amax(1)
     shared[..., :head] = torch.inf
     shared[..., shared.shape[-1] - tail :] = torch.inf
-    return shared.topk(head + tail + page_budget, -1, sorted=False).indices
+    count = min(head + tail + chosen, shared.shape[-1])
+    return shared.topk(count, -1, sorted=False).indices
 
 
 def attend_cold(step: Step, top_k: Budget) -> PartialAttention:
