@@ -31,9 +31,9 @@ def attend_exact(
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
     """
-    view = layer.resident.view()
     untouched = not any(layer.cold.num_tokens(row) for row in range(layer.num_rows))
-    if valid is None and untouched and view.positions is None:
+    if valid is None and untouched and layer.resident.in_order:
+        view = layer.resident.view()
         return attend_causal(ops, q, view.k, view.v, scale=scale, softcap=softcap)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)

@@ -117,10 +117,9 @@ class ColdStore:
         if extent.length > last.length:  # the row was cropped since: forget what lies beyond
             extent.length = last.length
             rebuild(extent)
+        finish_build(extent)  # an error of the build leaves these entries with their owner
         extent.append(k, v, positions)
-        last.length = extent.length
         if extent.index is not None:
-            finish_build(extent)
             extent.index.add(extent.keys)
         elif make_index is not None:
             extent.index = make_index()
@@ -129,6 +128,8 @@ class ColdStore:
                 build()
             else:
                 extent.building = submit(build)
+        # Last: where the index failed, the row does not see the new entries and forgets them later.
+        last.length = extent.length
 
     def search(
         self, row: int, queries: Tensor, top_k: int

@@ -104,8 +104,6 @@ class LayerKV:
     def compact(self) -> None:
         """Gives the memory of demoted pages back (once, after the prompt is sealed)."""
         self.resident = self.resident.select(range(self.num_rows))
-        if self.placement is not None and self.placement.digests:
-            self.resident.pool.enable_digests()
 
     def crop(self, row: int, count: int) -> None:
         """Forgets the newest `count` tokens of a row, from whichever tier holds them."""

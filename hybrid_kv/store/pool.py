@@ -46,8 +46,9 @@ class PagePool:
         self.dtype, self.device = dtype, device
         self.capacity = max(1, capacity_pages)
         size = (shape.num_kv_heads, num_arenas * self.capacity, page_size, shape.head_dim)
-        self.k = allocate(size, dtype, device)
-        self.v = allocate(size, dtype, device)
+        # Zeros, not what memory happens to hold: a hidden slot has weight 0, and 0 * NaN is NaN.
+        self.k = allocate(size, dtype, device, 0)
+        self.v = allocate(size, dtype, device, 0)
         self.positions = allocate(size[1:3], torch.int64, device, HIDDEN)
         self.key_min: Tensor | None = None
         self.key_max: Tensor | None = None
@@ -141,10 +142,10 @@ class PagePool:
         self.key_min[:, where], self.key_max[:, where] = lows, highs
 
     def _grow(self, capacity: int) -> None:
-        # Doubling makes appending amortised O(1); untouched memory is not committed by the host.
+        # Doubling makes appending amortised O(1).
         old, arenas = self.capacity, self.num_arenas
 
-        def grown(tensor: Tensor, axis: int, fill: int | None = None) -> Tensor:
+        def grown(tensor: Tensor, axis: int, fill: int = 0) -> Tensor:
             by_arena = tensor.unflatten(axis, (arenas, old))
             return enlarge(by_arena, axis + 1, capacity, fill).flatten(axis, axis + 1)
 

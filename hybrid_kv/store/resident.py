@@ -149,12 +149,18 @@ class ResidentStore:
 
     # Reading ------------------------------------------------------------------------------------
 
+    @property
+    def in_order(self) -> bool:
+        """Slot n of every row holds its position n, and all rows are equally long."""
+        lengths = {self.num_tokens(row) for row in range(self.num_rows)}
+        return self._in_order and not self._forked and len(lengths) == 1
+
     def view(self) -> ResidentView:
         """Every resident entry; zero-copy unless rows share pages after a fork."""
         if self._forked:
             return self._gathered_view()
         pool, rows = self.pool, self.num_rows
-        if self._in_order and len({self.num_tokens(row) for row in range(rows)}) == 1:
+        if self.in_order:
             count, positions = self.num_tokens(0), None
         else:
             count = max(pool.high) * self.page_size
@@ -177,11 +183,7 @@ class ResidentStore:
         return ResidentView(k, v, positions.flatten(1))
 
     def row_view(self, row: int) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, N, D] of one row, oldest first (a copy unless its pages lie in order)."""
-        if self._in_order and not self._forked:
-            view = self.view() if self.num_rows == 1 else None
-            if view is not None and view.positions is None:
-                return view.k[0], view.v[0]
+        """k, v [Hkv, N, D] of one row, oldest first; a copy unless its pages lie in order."""
         return self.read_pages(row, 0, len(self.tables[row]), self.num_tokens(row))
 
     def read_pages(self, row: int, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
@@ -255,12 +257,15 @@ class ResidentStore:
             raise IntegrityError(
                 f"row {row}: {len(positions)} filled slots, {self.num_tokens(row)} tokens counted"
             )
-        if self._in_order and positions != list(range(len(positions))):
-            raise IntegrityError(f"row {row} claims to be in order and is not")
+        table = self.pool.slots(self.tables[row])
+        if self._in_order:
+            places = range(row * self.pool.capacity, row * self.pool.capacity + len(table))
+            if positions != list(range(len(positions))) or table.tolist() != list(places):
+                raise IntegrityError(f"row {row} claims to be in order and is not")
         if self.pool.key_min is None or not self.tables[row]:
             return
         low, high = self.page_bounds(row)
-        slots = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
+        slots = torch.from_numpy(table).to(self.pool.device)
         keys = self.pool.k[:, slots]
         inside = (keys >= low[:, :, None]) & (keys <= high[:, :, None])
         filled = (self.pool.positions[slots] != HIDDEN)[None, :, :, None]
