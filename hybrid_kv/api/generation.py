@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
@@ -22,8 +22,10 @@ class Generation:
     """What one call of `generate` produced, and what it cost.
 
     token_ids: the new tokens, without the prompt. token_times_s: when each came, seconds after the
-    call. ttft_s: time to the first; tpot_ms: mean time of each further one. host_kv_bytes,
-    host_index_bytes: what the cold tier held at the end.
+    call. ttft_s: time to the first, NaN if none came; tpot_ms: mean time of each further one.
+    phases_s: where the time after the first token went (with beams: all of it). work: of this call.
+    device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
+    the cold tier held then.
     """
 
     text: str
@@ -34,16 +36,28 @@ class Generation:
     token_times_s: list[float] = field(repr=False)
     phases_s: dict[str, float] = field(repr=False)
     work: Work = field(repr=False)
+    device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0
 
 
 class TokenClock(BaseStreamer):
-    """Takes tokens from transformers as they come: notes the time, passes text on."""
+    """Takes tokens from transformers as they come: notes the time, passes text on.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, pieces: SimpleQueue[Any] | None):
+    Args:
+        pieces: takes the text; None where nobody waits for it.
+        on_first: called with the first token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        pieces: SimpleQueue[Any] | None,
+        on_first: Callable[[], None],
+    ) -> None:
         self.begin, self.times = perf_counter(), list[float]()
         self.token_ids: list[int] = []
+        self._on_first = on_first
         self._tokenizer, self._pieces = tokenizer, pieces
         self._prompt_passed, self._printed = False, 0
 
@@ -51,6 +65,8 @@ class TokenClock(BaseStreamer):
         if not self._prompt_passed:  # transformers hands the prompt over first
             self._prompt_passed = True
             return
+        if not self.times:
+            self._on_first()
         self.times.append(perf_counter() - self.begin)
         self.token_ids.extend(value.flatten().tolist())
         if self._pieces is not None:
@@ -92,7 +108,7 @@ def until_done(pieces: SimpleQueue[Any], stops: list[str]) -> Iterator[str]:
         held += piece
         if any(stop in held for stop in stops):
             break
-        ready = held[: len(held) - longest + 1]
+        ready = held[: max(0, len(held) - longest + 1)]
         held = held[len(ready) :]
         if ready:
             yield ready
