@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, overload
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.api.conversation import Context, Conversation
 from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.turn import Turn
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
@@ -44,21 +45,20 @@ class LLM:
     ) -> Generation: ...
 
     @overload
-    def generate(
-        self, prompt: Prompt, *, stream: Literal[True], **options: Any
-    ) -> Iterator[str]: ...
+    def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> TextStream: ...
 
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Any
-    ) -> Generation | Iterator[str]:
+    ) -> Generation | TextStream:
         """Continues a prompt.
 
         Args:
             prompt: text, token ids, or a tensor [tokens] or [1, tokens].
-            stream: yield pieces of text as they come instead of returning a Generation.
+            stream: yield pieces of text as they come; the Generation is the stream's `result`.
             options: `max_new_tokens` (default 128), `stop` (strings that end the text and are cut
-                off), `seed`, and everything transformers' GenerationConfig knows (`do_sample`,
-                `temperature`, `top_p`, `num_beams`, `eos_token_id`, ...).
+                off), `seed`, `on_prefill` (called with (done, total) while the prompt is computed),
+                `cancel` (a threading.Event that ends the call early), and everything transformers'
+                GenerationConfig knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...).
 
         Raises:
             ConfigError: the prompt is empty or longer than the model's context.

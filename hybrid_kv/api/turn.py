@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from dataclasses import fields, replace
+from math import nan
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_kv.api.generation import Generation, StopOnEvent, TokenClock, decode, until_done
+from hybrid_kv.api.generation import Generation, StopOnEvent, TokenClock, decode
+from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
+from hybrid_kv.api.stream import TextStream
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.store import LayerKV
+from hybrid_kv.types import Work, bytes_per_token
 
 
 class Model(Protocol):
@@ -49,9 +54,11 @@ class Turn:
         self._stop = self._stop or list(options.pop("stop", None) or ())
         self._seed: int | None = options.pop("seed", None)
         self._max_new: int = options.pop("max_new_tokens", 128)
+        self._cancel: threading.Event | None = options.pop("cancel", None)
+        self._on_prefill: Report | None = options.pop("on_prefill", None)
         self._options = options
-        self._cancel = threading.Event()
         self._check()
+        self._begin_costs()
 
     def _check(self) -> None:
         if self._max_new < 1:
@@ -60,27 +67,45 @@ class Turn:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         check_room(self._llm, self._ids.shape[1] + self._max_new, held=self.cache.get_seq_length())
 
+    def _begin_costs(self) -> None:
+        """The cache counts over all of its turns; a turn reports its own share."""
+        self._work_before = replace(self.cache.work)
+        self._begin_phases()
+
+    def _begin_phases(self) -> None:
+        self._phases_before = dict(self.cache.kv.phases.seconds)
+
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
-        clock = TokenClock(self._llm.tokenizer, pieces)
+        clock = TokenClock(self._llm.tokenizer, pieces, self._begin_phases)
         self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
+        new = self._ids.shape[1] - self.cache.get_seq_length()
+        watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancel)
         with torch.random.fork_rng(enabled=self._seed is not None):
             if self._seed is not None:
                 torch.manual_seed(self._seed)
-            model: Any = self._llm.model
-            output = model.generate(
-                self._ids,
-                attention_mask=torch.ones_like(self._ids),
-                past_key_values=self.cache,
-                max_new_tokens=self._max_new,
-                # Beams are rearranged as a whole, so they cannot be handed out token by token.
-                streamer=clock if self._options.get("num_beams", 1) == 1 else None,
-                stopping_criteria=[StopOnEvent(self._cancel)],
-                stop_strings=self._stop or None,
-                tokenizer=self._llm.tokenizer if self._stop else None,
-                **self._pad(),
-                **self._options,
-            )
+            try:
+                with watch:
+                    output = self._generate(clock)
+            except PrefillCancelled:
+                output = self._ids
         return self._result(output, clock)
+
+    def _generate(self, clock: TokenClock) -> Tensor:
+        model: Any = self._llm.model
+        output: Tensor = model.generate(
+            self._ids,
+            attention_mask=torch.ones_like(self._ids),
+            past_key_values=self.cache,
+            max_new_tokens=self._max_new,
+            # Beams are rearranged as a whole, so they cannot be handed out token by token.
+            streamer=clock if self._options.get("num_beams", 1) == 1 else None,
+            stopping_criteria=[StopOnEvent(self._cancel)] if self._cancel else None,
+            stop_strings=self._stop or None,
+            tokenizer=self._llm.tokenizer if self._stop else None,
+            **self._pad(),
+            **self._options,
+        )
+        return output
 
     def _pad(self) -> dict[str, int]:
         """One sequence is never padded; naming a token keeps transformers from warning about it."""
@@ -89,46 +114,45 @@ class Turn:
 
     def _result(self, output: Tensor, clock: TokenClock) -> Generation:
         token_ids = output[0, self._ids.shape[1] :].tolist()
-        tokenizer, times = self._llm.tokenizer, clock.times or [perf_counter() - clock.begin]
+        tokenizer, times = self._llm.tokenizer, clock.times
+        if token_ids and not times:  # beams come all at once
+            times = [perf_counter() - clock.begin]
         text = "" if tokenizer is None else decode(tokenizer, token_ids)
         for stop in self._stop or ():
             text = text.split(stop)[0]
-        gaps = max(1, len(times) - 1)
-        stores = [layer.cold for layer in self.cache.kv.layers.values()]
+        layers = self.cache.kv.layers.values()
         return Generation(
             text=text,
             token_ids=token_ids,
             prompt_tokens=self._ids.shape[1],
-            ttft_s=times[0],
-            tpot_ms=1e3 * (times[-1] - times[0]) / gaps,
+            ttft_s=times[0] if times else nan,
+            tpot_ms=1e3 * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
             token_times_s=times,
-            phases_s=dict(self.cache.kv.phases.seconds),
-            work=self.cache.work,
-            host_kv_bytes=sum(store.kv_bytes + store.overhead_bytes for store in stores),
-            host_index_bytes=sum(store.index_bytes for store in stores),
+            phases_s={
+                name: seconds - self._phases_before[name]
+                for name, seconds in self.cache.kv.phases.seconds.items()
+            },
+            work=_difference(self.cache.work, self._work_before),
+            device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
+            host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),
+            host_index_bytes=sum(layer.cold.index_bytes for layer in layers),
         )
 
-    def stream(self) -> Iterator[str]:
+    def stream(self) -> TextStream:
         """Yields text as it comes; closing the iterator ends the generation."""
         if self._llm.tokenizer is None:
             raise ConfigError("stream=True yields text, and the model has no tokenizer")
         if self._options.get("num_beams", 1) != 1:
             raise ConfigError("stream=True works without beams; set num_beams=1")
-        return self._stream()
+        self._cancel = self._cancel or threading.Event()
+        return TextStream(self.run, self._cancel, self._stop or [])
 
-    def _stream(self) -> Iterator[str]:
-        pieces: SimpleQueue[Any] = SimpleQueue()
 
-        def work() -> None:
-            try:
-                pieces.put(self.run(pieces))
-            except BaseException as error:
-                pieces.put(error)
+def _difference(now: Work, before: Work) -> Work:
+    names = [field.name for field in fields(Work)]
+    return Work(**{name: getattr(now, name) - getattr(before, name) for name in names})
 
-        worker = threading.Thread(target=work, name="hybrid-kv-generate")
-        worker.start()
-        try:
-            yield from until_done(pieces, self._stop or [])
-        finally:
-            self._cancel.set()
-            worker.join()
+
+def _resident_bytes(layer: LayerKV) -> int:
+    per_token = bytes_per_token(layer.shape, layer.cold.dtype)
+    return per_token * sum(layer.resident.num_tokens(row) for row in range(layer.num_rows))
