@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -126,12 +128,15 @@ class HybridCache(Cache):
         self._is_open = is_open
         self._mask: Tensor | None = None
         self._mask_is_plain = True
-        tiered = {shape.layer_idx for shape in info.layers}
-        layers = [
+        self._model_config = model_config
+        super().__init__(layers=self._new_layers())
+
+    def _new_layers(self) -> list[Any]:
+        tiered = {shape.layer_idx for shape in self.kv.info.layers}
+        return [
             HybridLayer(self, idx) if idx in tiered else layer
-            for idx, layer in enumerate(DynamicCache(config=model_config).layers)
+            for idx, layer in enumerate(DynamicCache(config=self._model_config).layers)
         ]
-        super().__init__(layers=layers)
 
     @property
     def work(self) -> Work:
@@ -155,9 +160,36 @@ class HybridCache(Cache):
             self._mask, self._mask_is_plain = mask, bool(newest.all())
         return None if self._mask_is_plain else newest
 
+    @property
+    def can_crop(self) -> bool:
+        """Whether every layer still has what came before its newest tokens; windows have not."""
+        return all(
+            isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding
+            for layer in self.layers
+        )
+
+    @contextmanager
+    def rolled_back(self) -> Iterator[None]:
+        """A block after which the cache is as it was before."""
+        kv = self.kv.checkpoint()
+        # Layers of transformers' own are small (a sliding window, a recurrent state): copy them.
+        states = [
+            {"_seen": layer._seen, "_pending": None}
+            if isinstance(layer, HybridLayer)
+            else deepcopy(layer.__dict__)
+            for layer in self.layers
+        ]
+        try:
+            yield
+        finally:
+            self.kv.restore(kv)
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.__dict__.update(state)
+
     def reset(self) -> None:
         """Forgets the conversation."""
-        super().reset()  # type: ignore[no-untyped-call]
+        # Layers of transformers' own would keep their length and have zeros attended.
+        self.layers = self._new_layers()
         self.kv.reset()
         self._mask = None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,6 +18,14 @@ from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV, Overflow
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state of a cache to which it can be put back."""
+
+    layers: Mapping[int, LayerKV]
+    lengths: Mapping[int, Sequence[int]]
 
 
 class KVCache:
@@ -202,6 +211,29 @@ class KVCache:
             # Observation is over once rows fork, so rows may share what was observed.
             rows = self._evidence[layer_idx]
             self._evidence[layer_idx] = [rows[source] for source in sources]
+
+    def checkpoint(self) -> Checkpoint:
+        """The state after the prompt, sealed; what comes next can be undone by `restore`.
+
+        Where the method moves entries on as the window advances, the next tokens are taken by a
+        branch of the layer: cropping would bring back neither dropped nor offloaded entries.
+        """
+        for layer_idx in self._layers:
+            self.seal_if_open(layer_idx)
+        saved = dict(self._layers)
+        for layer_idx, layer in saved.items():
+            if layer.placement is not None and layer.placement.rest is not Demotion.KEEP:
+                self._layers[layer_idx] = layer.branch()
+        return Checkpoint(saved, {idx: list(layer.lengths) for idx, layer in saved.items()})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts every layer back to where it was."""
+        for layer_idx, layer in checkpoint.layers.items():
+            if (current := self._layers[layer_idx]) is not layer:
+                current.cold.release()
+                self._layers[layer_idx] = layer
+            for row, length in enumerate(checkpoint.lengths[layer_idx]):
+                layer.crop(row, layer.lengths[row] - length)
 
     def num_rows(self, layer_idx: int) -> int:
         """Batch rows of a layer, 0 before its first token."""

@@ -167,13 +167,28 @@ class ColdStore:
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from what row sources[r] holds; any number of rows."""
         rows = [[Span(s.extent, s.length) for s in self.rows[source]] for source in sources]
-        for spans in rows:
-            for span in spans:
-                span.extent.refs += 1
-        for spans in self.rows:
-            for span in spans:
-                span.extent.refs -= 1
+        for span in (span for spans in rows for span in spans):
+            span.extent.refs += 1
+        self.release()
         self.rows = rows
+
+    def branch(self) -> ColdStore:
+        """A store that continues from the same entries; `release` it when it is done."""
+        new = ColdStore(self.shape, self.dtype, 0)
+        new.rows = [[Span(span.extent, span.length) for span in spans] for spans in self.rows]
+        for span in new.spans():
+            span.extent.refs += 1
+        return new
+
+    def release(self) -> None:
+        """Gives up all entries."""
+        for span in self.spans():
+            span.extent.refs -= 1
+        self.rows = [[] for _ in self.rows]
+
+    def spans(self) -> list[Span]:
+        """The spans of all rows."""
+        return [span for spans in self.rows for span in spans]
 
     def positions_of(self, row: int) -> list[int]:
         """Positions of a row's cold entries in order."""
@@ -200,7 +215,7 @@ class ColdStore:
                 )
 
     def _extents(self) -> list[ColdExtent]:
-        return list({id(s.extent): s.extent for spans in self.rows for s in spans}.values())
+        return list({id(span.extent): span.extent for span in self.spans()}.values())
 
     @property
     def kv_bytes(self) -> int:

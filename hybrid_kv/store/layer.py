@@ -8,6 +8,7 @@ the sinks, so the cold tier is one run of positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +118,17 @@ class LayerKV:
         self.cold.truncate(row, self.cold.num_tokens(row) - far)
         self.dropped[row] -= lost
         self.resident.truncate(row, resident - near - (count - near - far - lost))
+
+    def branch(self) -> LayerKV:
+        """A layer that continues from the same entries: resident ones copied, cold ones shared.
+
+        Until the branch is released, each of the two counts references of the other as well.
+        """
+        new = copy(self)
+        new.resident = self.resident.select(range(self.num_rows))
+        new.cold = self.cold.branch()
+        new.lengths, new.dropped = list(self.lengths), list(self.dropped)
+        return new
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from row sources[r]; pages and extents are shared, copied on write."""
