@@ -14,7 +14,7 @@ from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import check_context, inspect_model, text_config
+from hybrid_kv.models.support import check_context, for_text, inspect_model, text_config
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import bytes_per_token
 
@@ -36,16 +36,20 @@ class Attachment:
         self.model, self.config = model, config
         self.info = inspect_model(model)
         self._text_config = text_config(model)
-        self._previous = model.config._attn_implementation
+        self._previous = self._text_config._attn_implementation
         self._open = True
         hf_attention.register()
-        model.set_attn_implementation(hf_attention.NAME)
+        self._set_attention(hf_attention.NAME)
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
         _attached.add(model)
+
+    def _set_attention(self, name: str) -> None:
+        # Towers of a multimodal model other than the text decoder keep their own.
+        self.model.set_attn_implementation(for_text(self.model.config, self._text_config, name))
 
     def cache(self, config: HybridConfig | None = None) -> HybridCache:
         """A new, empty cache: one per conversation, passed as `past_key_values`.
@@ -105,7 +109,7 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
         self._prefill.close()
-        self.model.set_attn_implementation(self._previous)
+        self._set_attention(self._previous)
         _attached.discard(self.model)
 
     def __enter__(self) -> Attachment:

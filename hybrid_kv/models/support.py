@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,6 +15,20 @@ from hybrid_kv.types import LayerShape, ModelInfo
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of the decoder that generates text."""
     return model.config.get_text_config(decoder=True)
+
+
+def for_text(config: PreTrainedConfig, text: PreTrainedConfig, name: str) -> Any:
+    """Asks `set_attn_implementation` for `name` in the text decoder alone.
+
+    `text` is `config` itself or lies somewhere below it; then the request is a nested dict.
+    """
+    if config is text:
+        return name
+    for key in config.sub_configs:
+        below = getattr(config, key, None)
+        if below is not None and (request := for_text(below, text, name)):
+            return {key: request}
+    return None
 
 
 def inspect_model(model: PreTrainedModel) -> ModelInfo:
@@ -42,6 +57,10 @@ def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{name} uses multi-head latent attention (MLA), whose cache holds latents instead of "
             "keys; hybrid_kv serves grouped-query attention"
+        )
+    if "past_key_values" not in signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
