@@ -6,7 +6,8 @@ twice changes the output, while rounding does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -173,3 +174,16 @@ def _gain(name: str) -> float:
     if "lm_head" in name:
         return _LOGIT_GAIN
     return 1.4 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
+
+
+@contextmanager
+def strict_torch() -> Iterator[None]:
+    """One thread; memory that nobody wrote holds NaN, so that reading it is seen."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` returns
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)

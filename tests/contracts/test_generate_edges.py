@@ -25,7 +25,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import HybridKVError, UnsupportedModelError
-from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build, scale_weights
+from tests.contracts.architectures import (
+    ARCHITECTURES,
+    PAD,
+    VOCAB,
+    build,
+    scale_weights,
+    strict_torch,
+)
 
 PROMPT = 37
 NEW = 8
@@ -63,12 +70,9 @@ def expected(model: PreTrainedModel, ids: Tensor, **extra: Any) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_without_gradients() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
+def _strict() -> Iterator[None]:
+    with strict_torch(), torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -370,7 +374,7 @@ def test_only_the_text_tower_of_a_multimodal_model_is_attached() -> None:
             ),
             text_config=ARCHITECTURES["llama"](),
             image_token_index=VOCAB - 1,
-            attn_implementation="eager",
+            attn_implementation={"text_config": "eager", "vision_config": "sdpa"},
         )
     ).eval()
     scale_weights(model)
@@ -381,9 +385,8 @@ def test_only_the_text_tower_of_a_multimodal_model_is_attached() -> None:
     image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     want = greedy(model, ids, DynamicCache(config=model.config), pixel_values=image)
     before = anatomy(model)
-    vision = model.config.vision_config._attn_implementation
     with hkv.attach(model, config()) as runtime:
-        assert model.config.vision_config._attn_implementation == vision
+        assert model.config.vision_config._attn_implementation == "sdpa"
         cache = runtime.cache()
         assert torch.equal(greedy(model, ids, cache, pixel_values=image), want)
         cache.check_integrity()

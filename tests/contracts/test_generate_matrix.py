@@ -26,7 +26,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.plugins import METHODS
-from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
+from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build, strict_torch
 
 PROMPT = 37
 NEW = 9
@@ -144,17 +144,12 @@ def full_budget(method: str, tokens: int) -> dict[str, Any]:
 
 
 def variants(method: str) -> dict[str, dict[str, Any]]:
-    """Ways of attending everything: all resident, most pages chosen or cold, all of them found."""
+    """Ways of attending everything: all of it resident, or most of it in pages and cold entries."""
     found = {"resident": full_budget(method, LONGEST)}
-    names = set(_parameters(METHODS[method].params))
-    small = _open(
-        method, sink_tokens=PAGE, window_tokens=2 * PAGE, spare_tokens=2 * PAGE, dense_layers=0
-    )
-    if any(name.endswith(("top_k", "page_budget")) for name in names):
-        found["tiered"] = small
-    if "cold.top_k" in names:
-        # More than there is: an exact index must find, and name, every cold token.
-        found["searched"] = {**small, "cold.top_k": LONGEST, "cold.index.kind": "flat"}
+    sizes = {"sink_tokens": PAGE, "window_tokens": 2 * PAGE, "spare_tokens": 2 * PAGE}
+    names = {path.split(".")[-1] for path in _parameters(METHODS[method].params)}
+    if names & {"top_k", "page_budget"}:
+        found["tiered"] = {**_open(method, **sizes, dense_layers=0), "prefill_chunk_tokens": 10}
     return found
 
 
@@ -166,11 +161,9 @@ CELLS = [
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _strict() -> Iterator[None]:
+    with strict_torch():
+        yield
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
