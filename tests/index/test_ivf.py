@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_kv.index.ivf import IvfIndex
-from tests.index.oracle import clustered, recall
+from tests.index.oracle import check_result, clustered, recall
 
 
 def built(keys: torch.Tensor, **params: Any) -> IvfIndex:
@@ -29,6 +29,13 @@ def test_probing_few_cells_scores_few_keys_and_finds_most() -> None:
     result = built(keys, nlist=40, nprobe=10).search(queries, 8)
     assert result.scored < 0.6 * 2 * 9 * 2000
     assert recall(result, queries, keys, 8) > 0.7
+
+
+def test_a_cell_smaller_than_top_k_leaves_places_empty() -> None:
+    keys, queries = clustered(1000)
+    result = built(keys, nlist=20, nprobe=1).search(queries, 600)
+    check_result(result, queries, keys, 600)
+    assert (result.ids[..., -1] == -1).all()
 
 
 def test_keys_lie_in_the_cell_of_the_nearest_centroid() -> None:
