@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_kv.attention import attend, attend_causal, attend_retrieved, group_queries
+from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops import get_ops
+from tests.oracle import causal, softmax_attention, spread
+from tests.tolerances import TOLERANCES
+
+FLOAT32 = TOLERANCES[torch.float32]
+OPS = get_ops("auto")
+
+
+def test_grouped_queries_read_their_own_kv_head() -> None:
+    q, k, v = torch.randn(2, 6, 5, 72), torch.randn(2, 2, 37, 72), torch.randn(2, 2, 37, 72)
+    part = attend(OPS, group_queries(q, 2), k, v, scale=0.2)
+    out, lse = softmax_attention(q, spread(k, 6), spread(v, 6), scale=0.2)
+    torch.testing.assert_close(part.out.reshape(q.shape).double(), out, **FLOAT32)
+    torch.testing.assert_close(part.lse.reshape(q.shape[:3]).double(), lse, **FLOAT32)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ShapeError, match="multiple of the 4 KV heads, got 6"):
+        group_queries(torch.randn(1, 6, 1, 8), 4)
+
+
+def test_no_entries_give_an_empty_part() -> None:
+    part = attend(
+        OPS, torch.randn(1, 2, 3, 8), torch.randn(1, 2, 0, 8), torch.randn(1, 2, 0, 8), scale=1.0
+    )
+    assert part.out.abs().max() == 0
+    assert (part.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("new", "stored"), [(1, 1), (1, 37), (5, 5), (5, 37), (36, 37), (0, 37), (0, 0)]
+)
+def test_new_tokens_see_all_before_them(new: int, stored: int, softcap: float | None) -> None:
+    q, k, v = (
+        torch.randn(2, 6, new, 72),
+        torch.randn(2, 2, stored, 72),
+        torch.randn(2, 2, stored, 72),
+    )
+    part = attend_causal(OPS, q, k, v, scale=0.2, softcap=softcap)
+    out, lse = softmax_attention(
+        q, spread(k, 6), spread(v, 6), scale=0.2, visible=causal(new, stored), softcap=softcap
+    )
+    torch.testing.assert_close(part.out.double(), out, **FLOAT32)
+    torch.testing.assert_close(part.lse.double(), lse, **FLOAT32)
+
+
+def test_fewer_entries_than_new_tokens_are_refused() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ShapeError, match="5 new positions at least, got 4"):
+        attend_causal(OPS, q, k, k, scale=1.0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_retrieved_entries_that_are_padding_have_no_weight(softcap: float | None) -> None:
+    q, k, v = torch.randn(3, 5, 72), torch.randn(3, 5, 7, 72), torch.randn(3, 5, 7, 72)
+    valid = torch.rand(3, 5, 7) > 0.4
+    valid[1, 2] = False
+    part = attend_retrieved(OPS, q, k, v, valid, scale=0.2, softcap=softcap)
+    out, lse = softmax_attention(
+        q[:, :, None], k, v, scale=0.2, visible=valid[:, :, None], softcap=softcap
+    )
+    torch.testing.assert_close(part.out.double(), out[:, :, 0], **FLOAT32)
+    torch.testing.assert_close(part.lse.double(), lse[:, :, 0], **FLOAT32)
+    assert part.lse[1, 2] == -torch.inf
+
+
+@pytest.mark.parametrize("size", [(0, 5, 7), (3, 0, 7), (3, 5, 0)])
+def test_retrieving_nothing_gives_an_empty_part(size: tuple[int, int, int]) -> None:
+    k = torch.randn(*size, 8)
+    valid = torch.ones(size, dtype=torch.bool)
+    part = attend_retrieved(OPS, torch.randn(*size[:2], 8), k, k, valid, scale=1.0)
+    assert part.out.shape == (*size[:2], 8)
+    assert (part.lse == -torch.inf).all()

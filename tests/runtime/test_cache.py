@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
+from hybrid_kv.methods import RetrievalAttention
+from hybrid_kv.runtime import KVCache, check_host_memory
+from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier
+from tests.oracle import causal, softmax_attention, spread
+from tests.tolerances import TOLERANCES
+
+SHAPE = LayerShape(0, 6, 2, 8)
+INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
+SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
+
+
+def cache(method: str = "hybrid", executor: Any = None, **settings: Any) -> KVCache:
+    return KVCache(INFO, HybridConfig(method=method, **settings), executor)
+
+
+def tokens(new: int, rows: int = 1) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    q, k, v = (torch.randn(rows, heads, new, 8) for heads in (6, 2, 2))
+    return q, (k, v)
+
+
+def feed(kv: KVCache, *news: int, layer_idx: int = 0) -> Tensor:
+    for new in news:
+        q, entries = tokens(new)
+        out = kv.attend(layer_idx, q, entries, None, scale=0.3).out
+    return out
+
+
+# Prefill and later turns
+
+
+@pytest.mark.parametrize("method", ["hybrid", "full", "quest"])
+@pytest.mark.parametrize("long", [33, 50])
+def test_a_long_later_turn_is_exact_after_the_spill(method: str, long: int) -> None:
+    settings = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8} if method == "hybrid" else {}
+    kv = cache(method, **settings)
+    total = 70 + 1 + long
+    q, (k, v) = tokens(total)
+    for start, stop in ((0, 70), (70, 71), (71, total)):
+        part = kv.attend(
+            0, q[:, :, start:stop], (k[:, :, start:stop], v[:, :, start:stop]), None, scale=0.3
+        )
+    exact, _ = softmax_attention(
+        q[:, :, 71:], spread(k, 6), spread(v, 6), scale=0.3, visible=causal(long, total)
+    )
+    torch.testing.assert_close(part.out.double(), exact, **TOLERANCES[torch.float32])
+    kv.check_integrity()
+    assert method != "hybrid" or kv.layers[0].cold.num_tokens(0) > 70
+
+
+def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
+    """Left padding wider than a chunk: the fused kernel died of a division by zero."""
+    kv = cache(**SMALL)
+    kv.more_prompt = True
+    for start in range(0, 30, 10):
+        q, entries = tokens(10, rows=2)
+        valid = torch.stack([torch.ones(10, dtype=torch.bool), torch.arange(10) + start >= 24])
+        part = kv.attend(0, q, entries, valid, scale=0.3)
+        assert part.out.isfinite().all()
+        assert (part.out[1][:, ~valid[1]] == 0).all()
+    assert kv.layers[0].lengths == [30, 6]
+    kv.check_integrity()
+
+
+def test_another_number_of_rows_is_refused() -> None:
+    kv = cache(**SMALL)
+    feed(kv, 20)
+    q, entries = tokens(1, rows=3)
+    with pytest.raises(ShapeError, match="batch must stay at 1 rows, got 3; use a new cache"):
+        kv.attend(0, q, entries, None, scale=0.3)
+
+
+def test_layers_are_sealed_one_by_one() -> None:
+    kv = cache(**SMALL)
+    feed(kv, 40)
+    feed(kv, 40, layer_idx=1)
+    feed(kv, 1)
+    assert (kv.is_sealed(0), kv.is_sealed(1)) == (True, False)
+
+
+def test_the_first_tokens_never_seal_however_few() -> None:
+    kv = cache(**SMALL)
+    feed(kv, 1)
+    assert not kv.is_sealed(0)
+
+
+# What a step touches
+
+
+class Spy:
+    """Counts the entries that each call reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kv: KVCache) -> None:
+        self.attended: list[int] = []
+        self.scanned: list[str] = []
+        ops = kv.ops
+        spied = self
+
+        class Counting:
+            def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+                spied.attended.append(k.shape[2])
+                return ops.attend(q, k, v, **options)
+
+            def attend_causal(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+                spied.attended.append(k.shape[2])
+                return ops.attend_causal(q, k, v, **options)
+
+        kv.ops = Counting()  # type: ignore[assignment]
+        for owner, name in (
+            (ResidentStore, "row_view"),
+            (ResidentStore, "positions_of"),
+            (ResidentStore, "select"),
+            (ResidentStore, "load"),
+            (ColdExtent, "first"),
+            (LayerKV, "compact"),
+        ):
+            self._watch(monkeypatch, owner, name)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        plain: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.scanned.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+BOUNDED = {
+    # method: settings, entries that one step may attend in all its partial attentions
+    "streaming_llm": (SMALL, 4 + 8 + 2 * 4),
+    "quest": ({"page_size": 4, "page_budget": 3, "dense_layers": 0}, (3 + 1) * 4),
+    "retrieval_attention": ({**SMALL, "cold": {"top_k": 5}}, 4 + 8 + 2 * 4 + 5),
+    "hybrid": (
+        {**SMALL, "cold": {"top_k": 5}, "spare_tokens": 40, "page_budget": 2},
+        4 + 8 + 2 * 4 + 2 * 4 + 5,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", BOUNDED)
+def test_a_step_touches_its_budget_however_long_the_context(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, most = BOUNDED[method]
+    for context in (100, 1000):
+        kv = cache(method, **settings)
+        feed(kv, context, 1)
+        spy = Spy(monkeypatch, kv)
+        for _ in range(30):
+            spy.attended.clear()
+            feed(kv, 1)
+            assert 0 < sum(spy.attended) <= most
+        assert spy.scanned == [], "no call on the way of a step reads all entries"
+
+
+def test_quest_reads_digests_and_not_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache("quest", page_size=4, page_budget=3, dense_layers=0)
+    feed(kv, 200, 1)
+    monkeypatch.setattr(ResidentStore, "view", lambda self: pytest.fail("all keys were viewed"))
+    gathered: list[torch.Size] = []
+    plain = ResidentStore.gather
+
+    def gather(self: ResidentStore, row: int, pages: Tensor) -> Any:
+        gathered.append(pages.shape)
+        return plain(self, row, pages)
+
+    monkeypatch.setattr(ResidentStore, "gather", gather)
+    feed(kv, 1)
+    assert gathered == [(2, 1, 4)]
+
+
+# Builds in the background
+
+
+class LaterExecutor(SyncExecutor):
+    """Runs searches at once and builds when told."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Callable[[], None], Future[None]]] = []
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self.held.append((work, future))
+        return future
+
+    def finish(self) -> None:
+        for work, future in self.held:
+            work()
+            future.set_result(None)
+        self.held.clear()
+
+    def fail(self, error: Exception) -> None:
+        for _, future in self.held:
+            future.set_exception(error)
+        self.held.clear()
+
+
+def test_an_index_may_be_built_between_prompt_and_first_step() -> None:
+    executor = LaterExecutor()
+    late, now = cache(executor=executor, **SMALL), cache(**SMALL)
+    q, entries = tokens(60)
+    for kv in (late, now):
+        kv.attend(0, q, entries, None, scale=0.3)
+        kv.seal(0)
+    assert len(executor.held) == 1
+    executor.finish()
+    q, entries = tokens(1)
+    one, other = (kv.attend(0, q, entries, None, scale=0.3).out for kv in (late, now))
+    assert torch.equal(one, other)
+    late.check_integrity()
+
+
+def test_an_error_of_a_build_surfaces_in_the_step_that_needs_it() -> None:
+    executor = LaterExecutor()
+    kv = cache(executor=executor, **SMALL, cold={"top_k": 3})
+    feed(kv, 60)
+    kv.seal(0)
+    executor.fail(MemoryError("index does not fit"))
+    with pytest.raises(MemoryError, match="index does not fit"):
+        feed(kv, 1)
+
+
+def test_a_key_that_is_not_finite_is_named_when_it_would_leave_the_window() -> None:
+    kv = cache(**SMALL)
+    feed(kv, 30)
+    q, (k, v) = tokens(1)
+    k[0, 1, 0, 3] = torch.nan
+    kv.attend(0, q, (k, v), None, scale=0.3)
+    with pytest.raises(NonFiniteError, match="KV head 1 at position 30"):
+        feed(kv, *[1] * 16)
+    kv.layers[0].check_integrity()  # nothing is lost: the page is still resident
+
+
+# Evidence
+
+
+def test_a_method_gets_each_rows_own_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Sequence[Evidence]] = []
+    plain = RetrievalAttention.seal
+
+    def seal(self: RetrievalAttention, layer_idx: int, evidence: Sequence[Evidence]) -> Any:
+        seen.append(evidence)
+        return plain(self, layer_idx, evidence)
+
+    monkeypatch.setattr(RetrievalAttention, "seal", seal)
+    monkeypatch.setattr(RetrievalAttention, "needs", Needs(sampled_queries=4, last_queries=3))
+    kv = cache("retrieval_attention", **SMALL)
+    q, entries = tokens(40, rows=2)
+    valid = torch.stack([torch.ones(40, dtype=torch.bool), torch.arange(40) >= 21])
+    kv.attend(0, q, entries, valid, scale=0.3)
+    kv.seal(0)
+    (evidence,) = seen
+    assert [row.num_tokens for row in evidence] == [40, 19]
+    for row in range(2):
+        assert torch.equal(evidence[row].last_queries, q[row][:, -3:])
+    assert torch.equal(evidence[1].sampled_queries, q[1][:, 21::4])
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "hybrid", "full", "quest"])
+def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> None:
+    settings = {} if method in ("full", "quest") else SMALL
+    kv = cache(method, **settings)
+    feed(kv, 60, 1, 1)
+    probe = tokens(5)
+
+    def ask() -> Tensor:
+        checkpoint = kv.checkpoint()
+        q, entries = probe
+        outs = [kv.attend(0, q, entries, None, scale=0.3).out]
+        for _ in range(20):  # so many that the window moves on
+            outs.append(
+                kv.attend(
+                    0, q[:, :, :1], (entries[0][:, :, :1], entries[1][:, :, :1]), None, scale=0.3
+                ).out
+            )
+        kv.restore(checkpoint)
+        kv.check_integrity()
+        assert kv.layers[0].lengths == [62]
+        return torch.cat(outs, 2)
+
+    first = ask()
+    assert torch.equal(ask(), first)
+    assert torch.equal(ask(), first)
+
+
+def test_reset_makes_the_cache_new() -> None:
+    kv = cache(**SMALL)
+    feed(kv, 40, 1)
+    kv.reset()
+    assert kv.layers == {}
+    assert kv.work.attended == 0
+    assert kv.num_rows(0) == 0
+
+
+# Capacity
+
+
+def test_a_context_beyond_the_free_memory_is_refused_with_both_numbers() -> None:
+    check_host_memory(1000, 10)
+    with pytest.raises(CapacityError, match=r"context of 7 tokens needs 1,\d{3}(,\d{3})+ bytes"):
+        check_host_memory(1_000_000_000_000_000, 7)
+
+
+def test_sets_of_one_tier_only_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache("retrieval_attention", **SMALL)
+    feed(kv, 40, 1)
+    for sets in ([], [EntrySet(Tier.COLD, 3)], [EntrySet(Tier.RESIDENT)]):
+        monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q, found=sets: found)
+        out = feed(kv, 1)
+        assert out.isfinite().all()
+        assert bool((out == 0).all()) == (sets == [])

@@ -1,0 +1,298 @@
+"""Every method's decode steps, held against attention over the entries that the method names.
+
+The set of each query is worked out here from positions and float64 scores alone, without the store:
+sinks and window by arithmetic, cold entries by their true scores, pages by their bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.types import LayerShape, ModelInfo, Work
+from tests.oracle import softmax_attention, spread
+from tests.tolerances import TOLERANCES
+
+PAGE = 4
+SCALE = 0.3
+
+
+@dataclass
+class Named:
+    """What a method says: everything outside sinks, spare pages and window is cold or lost.
+
+    top_k: cold entries per query head, None where the rest is lost.
+    pages: resident pages read beside sinks and window; None for all.
+    keep: nothing ever leaves the resident tier.
+    """
+
+    settings: dict[str, Any]
+    sinks: int = 0
+    window: int = 0
+    spare: int = 0
+    top_k: int | None = None
+    pages: int | None = None
+    keep: bool = False
+
+    def config(self, **common: Any) -> HybridConfig:
+        return HybridConfig(page_size=PAGE, **self.settings, **common)
+
+
+SIZES = {"sink_tokens": 4, "window_tokens": 8}
+NAMED = {
+    "full": Named({"method": "full"}, keep=True),
+    "streaming_llm": Named({"method": "streaming_llm", **SIZES}, 4, 8),
+    "streaming_llm_without_window": Named(
+        {"method": "streaming_llm", "sink_tokens": 0, "window_tokens": 0}
+    ),
+    "quest": Named({"method": "quest", "page_budget": 3, "dense_layers": 0}, pages=3, keep=True),
+    "quest_with_sinks_and_window": Named(
+        {"method": "quest", "page_budget": 2, "dense_layers": 0, **SIZES}, 4, 8, pages=2, keep=True
+    ),
+    "quest_dense": Named({"method": "quest", "page_budget": 1, "dense_layers": 1}, keep=True),
+    "retrieval_attention": Named(
+        {"method": "retrieval_attention", "cold": {"top_k": 5}, **SIZES}, 4, 8, top_k=5
+    ),
+    "retrieval_attention_without_sinks": Named(
+        {"method": "flat", "cold": {"top_k": 1}, "sink_tokens": 0, "window_tokens": 0}, top_k=1
+    ),
+    "hybrid": Named({"method": "hybrid", "cold": {"top_k": 3}, **SIZES}, 4, 8, top_k=3),
+    "hybrid_with_spare_pages": Named(
+        {"method": "hybrid", "cold": {"top_k": 3}, "spare_tokens": 16, "page_budget": 2, **SIZES},
+        4,
+        8,
+        16,
+        top_k=3,
+        pages=2,
+    ),
+}
+
+
+@dataclass
+class Row:
+    """Everything one row ever stored, and where its cold entries end."""
+
+    k: Tensor  # [Hkv, n, D]
+    v: Tensor
+    cold_end: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass
+class Twin:
+    """The naive cache beside the real one."""
+
+    named: Named
+    shape: LayerShape
+    cache: KVCache
+    softcap: float | None = None
+    rows: list[Row] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
+
+    def draw(self, rows: int, new: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads, dim = (self.shape.num_q_heads, self.shape.num_kv_heads), self.shape.head_dim
+        q = torch.randn(rows, heads[0], new, dim)
+        return q, torch.randn(rows, heads[1], new, dim), torch.randn(rows, heads[1], new, dim)
+
+    def prompt(self, lengths: Sequence[int]) -> None:
+        """Left-padded where the lengths differ."""
+        longest = max(lengths)
+        q, k, v = self.draw(len(lengths), longest)
+        valid = torch.stack([torch.arange(longest) >= longest - n for n in lengths])
+        mask = None if valid.all() else valid
+        self.cache.attend(0, q, (k, v), mask, scale=SCALE, softcap=self.softcap)
+        self.rows = [
+            Row(k[row][:, valid[row]], v[row][:, valid[row]]) for row in range(len(lengths))
+        ]
+        self._demote()
+
+    def fork(self, sources: Sequence[int]) -> None:
+        self.cache.fork(0, sources)
+        self.rows = [Row(row.k, row.v, row.cold_end) for row in (self.rows[s] for s in sources)]
+
+    def step(self, new: int) -> None:
+        q, k, v = self.draw(len(self.rows), new)
+        part = self.cache.attend(0, q, (k, v), None, scale=SCALE, softcap=self.softcap)
+        for row, mine in enumerate(self.rows):
+            mine.k, mine.v = torch.cat([mine.k, k[row]], 1), torch.cat([mine.v, v[row]], 1)
+        self._expect(part.out, part.lse, q, new)
+        self.cache.check_integrity()
+        self._demote()
+
+    def _demote(self) -> None:
+        if self.named.keep:
+            return
+        for row in self.rows:
+            kept = self.named.window + self.named.spare
+            whole = min((row.length - kept) // PAGE, (row.length - 1) // PAGE) * PAGE
+            row.cold_end = max(row.cold_end, whole, min(self.named.sinks, row.length))
+
+    def _expect(self, out: Tensor, lse: Tensor, q: Tensor, new: int) -> None:
+        heads = self.shape.num_q_heads
+        for row, mine in enumerate(self.rows):
+            seen = torch.stack(
+                [
+                    torch.stack([self._seen(mine, q[row], head, t, new) for t in range(new)])
+                    for head in range(heads)
+                ]
+            )
+            k, v = spread(mine.k[None], heads)[0], spread(mine.v[None], heads)[0]
+            exact, exact_lse = softmax_attention(
+                q[row], k, v, scale=SCALE, softcap=self.softcap, visible=seen
+            )
+            torch.testing.assert_close(out[row].double(), exact, **TOLERANCES[torch.float32])
+            torch.testing.assert_close(lse[row].double(), exact_lse, **TOLERANCES[torch.float32])
+            self.work.attended += int(seen.sum())
+            self.work.visible += heads * sum(range(mine.length - new + 1, mine.length + 1))
+            self.work.steps += heads * new
+        self._count_scored(new)
+
+    def _seen(self, row: Row, q: Tensor, head: int, token: int, new: int) -> Tensor:
+        """[n] bool: the entries that one query attends."""
+        positions = torch.arange(row.length)
+        start, end = self._cold(row)
+        cold = (positions >= start) & (positions < end)
+        resident = ~cold
+        if self.named.pages is not None:
+            resident = self._pages(row, q, head, token, new, resident)
+        seen = resident & (positions <= row.length - new + token)
+        if self.named.top_k is not None and end > start:
+            keys = row.k[head // self.shape.group_size, start:end].double()
+            best = (keys @ q[head, token].double()).topk(min(self.named.top_k, end - start)).indices
+            seen[start + best] = True
+            self.work.retrieved += len(best)
+        return seen
+
+    def _cold(self, row: Row) -> tuple[int, int]:
+        if self.named.keep:
+            return 0, 0
+        return min(self.named.sinks, row.cold_end), row.cold_end
+
+    def _page_starts(self, row: Row, resident: Tensor, new: int) -> tuple[list[int], list[int]]:
+        """First positions of the pages that every query reads, and of those to choose from."""
+        # The window of the first new token reaches back to here.
+        recent = (row.length - new + 1 - max(1, self.named.window)) // PAGE * PAGE
+        starts = [p for p in range(0, row.length, PAGE) if resident[p]]
+        pinned = [p for p in starts if p < self.named.sinks or p >= recent]
+        return pinned, [p for p in starts if p not in pinned]
+
+    def _pages(
+        self, row: Row, q: Tensor, head: int, token: int, new: int, resident: Tensor
+    ) -> Tensor:
+        pinned, free = self._page_starts(row, resident, new)
+        group = self.shape.group_size
+        kv_head = head // group
+        queries = q[kv_head * group : (kv_head + 1) * group, token, None].double()
+        keys = row.k[kv_head].double()
+        bounds = [
+            torch.maximum(queries * page.amin(0), queries * page.amax(0)).sum(-1).amax()
+            for page in (keys[start : start + PAGE] for start in free)
+        ]
+        assert self.named.pages is not None
+        count = min(self.named.pages, len(free))
+        best = torch.stack(bounds).topk(count).indices.tolist() if count else []
+        chosen = torch.zeros(row.length, dtype=torch.bool)
+        for start in [*pinned, *(free[index] for index in best)]:
+            chosen[start : start + PAGE] = True
+        return chosen
+
+    def _count_scored(self, new: int) -> None:
+        queries = self.shape.num_q_heads * new
+        pages, choice = 0, False
+        for row in self.rows:
+            start, end = self._cold(row)
+            if self.named.top_k is not None and self.named.top_k < end - start:
+                self.work.scored += queries * (end - start)  # a flat index
+            positions = torch.arange(row.length)
+            pinned, free = self._page_starts(row, (positions < start) | (positions >= end), new)
+            pages += len(pinned) + len(free)
+            choice |= self.named.pages is not None and len(free) > self.named.pages
+        self.work.scored += queries * pages if choice else 0
+
+
+def twin(name: str, shape: LayerShape, softcap: float | None = None, **common: Any) -> Twin:
+    cache = KVCache(ModelInfo((shape,)), NAMED[name].config(**common))
+    return Twin(NAMED[name], shape, cache, softcap)
+
+
+GROUP_OF_3 = LayerShape(0, 6, 2, 24)
+ONE_HEAD = LayerShape(0, 1, 1, 72)
+
+
+@pytest.fixture(params=NAMED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shape", [GROUP_OF_3, ONE_HEAD], ids=["group_of_3", "one_head"])
+def test_a_step_attends_exactly_what_the_method_names(name: str, shape: LayerShape) -> None:
+    both = twin(name, shape)
+    both.prompt([37])
+    for _ in range(11):
+        both.step(1)
+    assert both.cache.work == both.work
+
+
+def test_several_new_tokens_see_themselves_and_those_before(name: str) -> None:
+    both = twin(name, GROUP_OF_3)
+    both.prompt([37])
+    for new in (3, 1, 7, 2, 12, 1):
+        both.step(new)
+    assert both.cache.work == both.work
+
+
+def test_rows_of_different_lengths_keep_to_themselves(name: str) -> None:
+    both = twin(name, GROUP_OF_3)
+    both.prompt([41, 5, 26])
+    for new in (1, 3, 1, 1, 6, 1):
+        both.step(new)
+    assert both.cache.work == both.work
+
+
+def test_rows_that_were_forked_share_and_diverge(name: str) -> None:
+    both = twin(name, GROUP_OF_3)
+    both.prompt([41, 30])
+    for sources in ([1, 0], [0, 0], [1, 1, 0], [2, 0, 0], [1]):
+        both.step(3)
+        both.fork(sources)
+        both.step(1)
+    assert both.cache.work == both.work
+
+
+def test_a_softcap_keeps_the_choice_and_bends_the_logits(name: str) -> None:
+    both = twin(name, GROUP_OF_3, softcap=1.5)
+    both.prompt([37])
+    for new in (1, 3, 1):
+        both.step(new)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 12, 13, 16, 17])
+def test_a_prompt_shorter_than_sinks_and_window_loses_nothing(name: str, length: int) -> None:
+    both = twin(name, GROUP_OF_3)
+    both.prompt([length])
+    for _ in range(9):
+        both.step(1)
+    assert both.cache.work == both.work
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
+def test_hidden_slots_may_hold_anything(backend: str, name: str) -> None:
+    """Memory that was never written holds NaN here, and holds leftovers elsewhere."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        both = twin(name, GROUP_OF_3, backend=backend)
+        both.prompt([41, 5])
+        for new in (1, 3, 1, 1):
+            both.step(new)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,75 @@
+"""A layer whose keys and values say which token they belong to, and how to read it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import IndexConfig
+from hybrid_kv.plugins import Index
+from hybrid_kv.store import LayerKV
+from hybrid_kv.types import LayerShape
+
+SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=3)
+PAGE = 4
+
+
+def layer(rows: int = 1, page_size: int = PAGE, capacity: int = 0) -> LayerKV:
+    return LayerKV(SHAPE, page_size, rows, torch.float32, torch.device("cpu"), capacity)
+
+
+def flat_index() -> Callable[[], Index]:
+    return IndexConfig(kind="flat").build
+
+
+def keys_of(tags: Tensor) -> Tensor:
+    """[..., T] -> [..., Hkv, T, D]: key t of head h is (tag, sin tag, h)."""
+    tag = tags.float()
+    heads = [torch.stack([tag, torch.sin(tag), torch.full_like(tag, h)], -1) for h in range(2)]
+    return torch.stack(heads, -3)
+
+
+def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
+    """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
+    found: dict[int, tuple[int, str]] = {}
+    k, v = store.resident.row_view(row)
+    positions = store.resident.positions_of(row)
+    _enter(found, positions, k, v, "resident")
+    for span in store.cold.rows[row]:
+        k, v = span.extent.first(span.length)
+        _enter(found, span.extent.positions[: span.length].tolist(), k, v, "cold")
+    return found
+
+
+def _enter(
+    found: dict[int, tuple[int, str]], positions: list[int], k: Tensor, v: Tensor, tier: str
+) -> None:
+    tags = k[0, :, 0].round()
+    assert torch.equal(k, keys_of(tags)), "a key was changed or belongs to another head"
+    assert torch.equal(v, -k), "a value was parted from its key"
+    assert len(positions) == len(tags)
+    for position, tag in zip(positions, tags.int().tolist(), strict=True):
+        assert position not in found, f"position {position} is owned twice"
+        found[position] = (tag, tier)
+
+
+class Feed:
+    """Appends tokens with tags of their own and remembers them: the naive cache."""
+
+    def __init__(self, store: LayerKV) -> None:
+        self.store = store
+        self.history: list[list[int]] = [[] for _ in range(store.num_rows)]
+        self._next = 1
+
+    def append(self, valid: Tensor | int) -> None:
+        """Valid [B, T] bool, or a number of tokens for every row."""
+        rows = self.store.num_rows
+        mask = torch.ones(rows, valid, dtype=torch.bool) if isinstance(valid, int) else valid
+        tags = self._next + torch.arange(mask.numel()).view(mask.shape)
+        self._next += mask.numel()
+        k = keys_of(tags)
+        self.store.append(k, -k, None if bool(mask.all()) else mask)
+        for row in range(rows):
+            self.history[row] += tags[row][mask[row]].tolist()

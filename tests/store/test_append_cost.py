@@ -1,0 +1,83 @@
+"""Appending is amortised O(1): storage is taken a logarithmic number of times, never per token."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from hybrid_kv.plugins import Placement
+from hybrid_kv.store import ColdStore, LayerKV
+from hybrid_kv.types import Demotion, LayerShape
+from tests.store.scene import flat_index
+
+TOKENS = 10_000
+SHAPE = LayerShape(0, 2, 1, 4)
+
+
+def one_token() -> torch.Tensor:
+    return torch.ones(1, 1, 1, 4)
+
+
+def moves(addresses: list[int]) -> int:
+    return sum(a != b for a, b in itertools.pairwise(addresses))
+
+
+def test_resident_pages_move_a_logarithmic_number_of_times() -> None:
+    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
+    addresses, copied = [], 0
+    for _ in range(TOKENS):
+        store.append(one_token(), one_token(), None)
+        addresses.append(store.resident.pool.k.data_ptr())
+        if len(addresses) > 1 and addresses[-1] != addresses[-2]:
+            copied += store.resident.num_tokens(0) - 1
+    assert moves(addresses) <= math.log2(TOKENS / 16) + 1
+    assert copied <= 2 * TOKENS
+
+
+def test_reserved_resident_pages_never_move() -> None:
+    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"), capacity_tokens=500)
+    address = store.resident.pool.k.data_ptr()
+    for _ in range(500):
+        store.append(one_token(), one_token(), None)
+    assert store.resident.pool.k.data_ptr() == address
+
+
+def test_cold_entries_move_a_logarithmic_number_of_times() -> None:
+    store = ColdStore(SHAPE, torch.float32, 1)
+    addresses = []
+    for position in range(TOKENS):
+        store.append(0, one_token()[0], one_token()[0], torch.tensor([position]), None)
+        addresses.append(store.rows[0][0].extent.k.data_ptr())
+    assert moves(addresses) <= math.log2(TOKENS / 256) + 1
+
+
+def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
+    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
+    store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, flat_index()))
+    for _ in range(2000):
+        store.append(one_token(), one_token(), None)
+        if (overflow := store.overflow(0)) is not None:
+            store.cold.append(0, overflow.k, overflow.v, overflow.positions, None)
+            store.forget_overflow(0)
+    assert store.resident.pool.capacity <= 8
+    assert len(store.cold.rows[0]) == 1
+    store.check_integrity()
+
+
+def test_a_token_adds_one_row_to_the_index_and_builds_nothing_anew() -> None:
+    store = ColdStore(SHAPE, torch.float32, 1)
+    built: list[int] = []
+
+    class Counting(type(flat_index()())):  # type: ignore[misc]
+        def _rebuild(self, queries: torch.Tensor | None) -> None:
+            built.append(len(self))
+
+    def make() -> Counting:
+        return Counting(Counting.Params())
+
+    for position in range(300):
+        store.append(0, one_token()[0], one_token()[0], torch.tensor([position]), make)
+    assert built == [1]
+    store.check_integrity()

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.store import ColdStore
+from hybrid_kv.types import LayerShape, bytes_per_token
+from tests.store.scene import SHAPE, flat_index, keys_of
+
+
+def store(rows: int = 1) -> ColdStore:
+    return ColdStore(SHAPE, torch.float32, rows)
+
+
+def add(cold: ColdStore, start: int, stop: int, row: int = 0, **options: object) -> None:
+    positions = torch.arange(start, stop)
+    k = keys_of(positions)
+    cold.append(row, k, -k, positions, flat_index(), **options)  # type: ignore[arg-type]
+
+
+def found(cold: ColdStore, row: int, query: Tensor, top_k: int) -> list[int]:
+    """Positions that head 0 finds for its only query, best first."""
+    parts = cold.search(row, query.expand(2, 1, 3), top_k)
+    pairs = [
+        (score, int(extent.positions[row_id]))
+        for extent, result in parts
+        for score, row_id in zip(result.scores[0, 0].tolist(), result.ids[0, 0], strict=True)
+        if row_id >= 0
+    ]
+    return [position for _, position in sorted(pairs, reverse=True)]
+
+
+LARGEST = torch.tensor([1.0, 0.0, 0.0])  # scores a key by its tag
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (LayerShape(0, 32, 8, 128), torch.bfloat16),
+        (LayerShape(0, 32, 8, 64), torch.bfloat16),
+        (LayerShape(0, 6, 2, 72), torch.float16),
+        (LayerShape(0, 3, 1, 128), torch.float32),
+    ],
+)
+def test_the_cold_tier_costs_at_most_two_percent_beside_keys_and_values(
+    shape: LayerShape, dtype: torch.dtype
+) -> None:
+    cold = ColdStore(shape, dtype, 1)
+    tokens = 1037
+    k = torch.ones(shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype)
+    cold.append(0, k, k, torch.arange(tokens), flat_index())
+    raw = tokens * bytes_per_token(shape, dtype)
+    assert cold.kv_bytes == raw
+    assert cold.kv_bytes + cold.overhead_bytes + cold.index_bytes <= 1.02 * raw
+    # Room for growth is reserved address space, committed as it is written.
+    extent = cold.rows[0][0].extent
+    reserved = sum(t.numel() * t.itemsize for t in (extent.k, extent.v, extent.positions))
+    assert reserved <= 2 * (cold.kv_bytes + cold.overhead_bytes)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_what_is_not_finite_is_refused_by_head_and_position(which: str, value: float) -> None:
+    cold = store()
+    add(cold, 10, 20)
+    k, v = keys_of(torch.arange(20, 26)), -keys_of(torch.arange(20, 26))
+    (k if which == "keys" else v)[1, 4, 2] = value
+    with pytest.raises(NonFiniteError, match=f"{which} must be finite.*KV head 1 at position 24;"):
+        cold.append(0, k, v, torch.arange(20, 26), flat_index())
+    assert cold.positions_of(0) == list(range(10, 20)), "nothing was added and nothing lost"
+    cold.check_integrity()
+    add(cold, 20, 22)
+    assert found(cold, 0, LARGEST, 3) == [21, 20, 19]
+
+
+def test_an_empty_cold_tier_finds_nothing_and_weighs_nothing() -> None:
+    cold = store()
+    assert cold.search(0, torch.randn(2, 1, 3), 5) == []
+    assert (cold.num_tokens(0), cold.kv_bytes, cold.overhead_bytes, cold.index_bytes) == (0,) * 4
+    cold.check_integrity()
+
+
+def test_rows_that_were_forked_share_extents_until_they_add() -> None:
+    cold = store()
+    add(cold, 0, 9)
+    cold.fork([0, 0])
+    shared = cold.rows[0][0].extent
+    assert cold.rows[1][0].extent is shared
+    assert cold.kv_bytes == 9 * 2 * 2 * 3 * 4, "shared entries count once"
+    add(cold, 9, 12, row=0)
+    add(cold, 9, 11, row=1)
+    assert shared.length == 9
+    assert cold.positions_of(0) == list(range(12))
+    assert cold.positions_of(1) == list(range(11))
+    assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
+    assert found(cold, 1, LARGEST, 3) == [10, 9, 8]
+    cold.check_integrity()
+
+
+def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
+    cold = store()
+    add(cold, 0, 9)
+    cold.fork([0, 0])
+    cold.truncate(1, 5)
+    assert found(cold, 0, LARGEST, 2) == [8, 7]
+    assert found(cold, 1, LARGEST, 2) == [4, 3]
+    assert found(cold, 1, LARGEST, 99) == [4, 3, 2, 1, 0]
+    cold.check_integrity()
+
+
+def test_a_crop_is_forgotten_for_good_when_the_row_goes_on() -> None:
+    cold = store()
+    add(cold, 0, 9)
+    cold.truncate(0, 5)
+    add(cold, 5, 7)
+    assert cold.positions_of(0) == list(range(7))
+    assert found(cold, 0, LARGEST, 3) == [6, 5, 4]
+    cold.check_integrity()
+
+
+def test_no_entry_is_found_twice_across_extents() -> None:
+    cold = store()
+    add(cold, 0, 5)
+    for start in range(5, 20, 5):
+        cold.fork([0, 0])  # every piece starts an extent of its own
+        add(cold, start, start + 5)
+        cold.fork([0])
+    assert len(cold.rows[0]) == 4
+    assert found(cold, 0, LARGEST, 7) == list(range(19, 12, -1))
+    assert sorted(found(cold, 0, LARGEST, 99)) == list(range(20))
+    cold.check_integrity()
+
+
+class LaterExecutor:
+    """Holds builds back until told."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Callable[[], None], Future[None]]] = []
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self.pending.append((work, future))
+        return future
+
+    def finish(self, error: Exception | None = None) -> None:
+        for work, future in self.pending:
+            if error is not None:
+                future.set_exception(error)
+                continue
+            work()
+            future.set_result(None)
+        self.pending.clear()
+
+
+def test_a_build_in_the_background_is_waited_for_by_the_search() -> None:
+    cold, later = store(), LaterExecutor()
+    add(cold, 0, 9, submit=later.submit)
+    extent = cold.rows[0][0].extent
+    assert extent.building is not None
+    assert not extent.building.done()
+    later.finish()
+    assert found(cold, 0, LARGEST, 2) == [8, 7]
+    assert extent.building is None
+    cold.check_integrity()
+
+
+def test_a_later_token_waits_for_the_build_and_enters_the_index() -> None:
+    cold, later = store(), LaterExecutor()
+    add(cold, 0, 9, submit=later.submit)
+    later.finish()
+    add(cold, 9, 11)
+    assert found(cold, 0, LARGEST, 2) == [10, 9]
+    cold.check_integrity()
+
+
+def test_a_failing_build_surfaces_at_the_search_and_at_the_next_token() -> None:
+    cold, later = store(), LaterExecutor()
+    add(cold, 0, 9, submit=later.submit)
+    later.finish(MemoryError("index does not fit"))
+    for _ in range(2):  # and does not go away
+        with pytest.raises(MemoryError, match="index does not fit"):
+            found(cold, 0, LARGEST, 2)
+    with pytest.raises(MemoryError, match="index does not fit"):
+        add(cold, 9, 11)
+    # The tokens that came too late stay with their owner: otherwise both tiers would hold them.
+    assert cold.positions_of(0) == list(range(9))
+
+
+def test_a_failing_insertion_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = store()
+    add(cold, 0, 9)
+    index = cold.rows[0][0].extent.index
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "add", lambda keys: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError):
+            add(cold, 9, 11)
+    assert cold.positions_of(0) == list(range(9))
+    add(cold, 9, 12)
+    assert cold.positions_of(0) == list(range(12))
+    assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
+    cold.check_integrity()
+
+
+def test_searching_without_an_index_is_refused() -> None:
+    cold = store()
+    k = keys_of(torch.arange(3))
+    cold.append(0, k, -k, torch.arange(3), None)
+    with pytest.raises(IntegrityError, match="its placement named no index"):
+        cold.search(0, torch.randn(2, 1, 3), 2)
