@@ -1,1 +1,1 @@
-
+"""The `hybrid-kv` command: one module per verb; heavy packages are imported when a verb runs."""

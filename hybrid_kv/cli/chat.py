@@ -1,0 +1,113 @@
+"""`hybrid-kv chat`: a conversation whose cache is kept between turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hybrid_kv.cli.display import note, stats_line
+from hybrid_kv.cli.options import (
+    LayersOption,
+    ModelArgument,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import LLM, Conversation
+    from hybrid_kv.cli.running import Outcome
+
+_HELP = "/reset forgets the conversation, /stats tells what the last answer cost, /quit leaves"
+
+
+def chat(
+    model: ModelArgument,
+    *,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    cut: LayersOption,
+    output: OutputOptions,
+) -> None:
+    """Talk to a model; /reset, /stats and /quit are commands, Ctrl-C ends an answer."""
+    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.report.schema import ChatReport
+
+    config = build_config(options)
+    check_target(output)
+    with opened(model, options, config, output, cut.layers) as llm:
+        if llm.tokenizer is None:
+            raise ConfigError(f"a conversation needs a tokenizer, and model '{model}' has none")
+        session = Session(llm, sampling, output)
+        if sys.stdin.isatty():
+            note(_HELP, output)
+        try:
+            session.run()
+        finally:
+            turns = tuple(describe_run(llm, model, outcome) for outcome in session.outcomes)
+            write_report(ChatReport(environment=environment_of(llm), turns=turns), output)
+
+
+class Session:
+    """Reads messages and commands until the end of stdin."""
+
+    def __init__(self, llm: LLM, sampling: SamplingOptions, output: OutputOptions) -> None:
+        self._llm, self._output = llm, output
+        self._options = sampling.as_options()
+        self._conversation: Conversation = llm.conversation()
+        self.outcomes: list[Outcome] = []
+        self._commands: dict[str, Callable[[], None]] = {
+            "/reset": self._reset,
+            "/stats": self._stats,
+        }
+
+    def run(self) -> None:
+        """Answers every line; returns on /quit and at the end of stdin."""
+        while (line := read_line()) is not None and line != "/quit":
+            if line in self._commands:
+                self._commands[line]()
+            elif line.startswith("/"):
+                note(f"unknown command '{line}'; {_HELP}", self._output)
+            elif line:
+                self._answer(line)
+
+    def _answer(self, message: str) -> None:
+        from hybrid_kv.cli.running import run, write_now
+
+        write = None if self._output.json_only else write_now
+        outcome = run(partial(self._conversation.send, message), self._options, write, self._output)
+        self.outcomes.append(outcome)
+        if write is not None:
+            write("\n")
+
+    def _reset(self) -> None:
+        self._conversation = self._llm.conversation()
+        note("the conversation begins anew", self._output)
+
+    def _stats(self) -> None:
+        if not self.outcomes:
+            note("nothing has been answered yet", self._output)
+            return
+        last = self.outcomes[-1]
+        note(stats_line(last.generation, interrupted=last.interrupted), self._output)
+
+
+def read_line() -> str | None:
+    """The next message without surrounding space; None at the end of stdin."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    if sys.stdout.isatty():
+        import readline  # noqa: F401 (input() edits lines and keeps a history once it is there)
+    else:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    try:
+        return input("> " if sys.stdout.isatty() else "").strip()
+    except EOFError:
+        return None

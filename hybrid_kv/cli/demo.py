@@ -1,0 +1,107 @@
+"""`hybrid-kv demo`: the shipped model finds a record with full attention and with a method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybrid_kv.cli.failures import INTERRUPTED
+from hybrid_kv.cli.options import ModelOptions, OutputOptions, count
+
+if TYPE_CHECKING:
+    from hybrid_kv.cli.comparison import Comparison
+    from hybrid_kv.report.schema import DemoReport
+
+
+def demo(
+    *,
+    context: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Tokens of the context.")
+    ] = 32768,
+    records: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Records hidden in it.")
+    ] = 64,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of text and question.")] = 0,
+    options: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Find one record in a long text twice, with full attention and with --method; compare.
+
+    Exit code 1 if the answers differ or are wrong.
+    """
+    from hybrid_kv.cli.comparison import compare
+    from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.eval.needle import make_sample
+
+    config = build_config(options)
+    check_target(output)
+    sample = make_sample("key_value", context, num_records=records, seed=seed)
+    result = compare(sample, records, config, options, output)
+    if not output.json_only:
+        _print(result)
+    write_report(_describe(result), output)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not (result.agree and result.correct):
+        raise typer.Exit(1)
+
+
+def _describe(result: Comparison) -> DemoReport:
+    from hybrid_kv.cli.display import attended_ratio
+    from hybrid_kv.report.schema import DemoReport
+
+    first, second = result.answers
+    return DemoReport(
+        environment=result.environment,
+        question=result.question,
+        expected=result.expected,
+        agree=result.agree,
+        correct=result.correct,
+        attended_ratio=attended_ratio(second.generation.work),
+        device_kv_bytes=second.generation.device_kv_bytes,
+        runs=(first.run, second.run),
+    )
+
+
+def _print(result: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybrid_kv.cli.display import attended_ratio, percent
+
+    console = Console(highlight=False)
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(ratio=1)
+    facts.add_row("model", f"{result.model}, on {result.environment.cpu.model}")
+    facts.add_row(
+        "context", f"{result.context_tokens:,} tokens, {result.records} records in filler"
+    )
+    facts.add_row("it ends", f"[dim]… {result.ending}[/]")
+    facts.add_row("question", f"[cyan]{result.question}[/]")
+    facts.add_row("expected", f"[cyan]{result.expected}[/]")
+    console.print(facts)
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    for answer in result.answers:
+        table.add_column(answer.title, no_wrap=True)
+    for name, *cells in zip(*[answer.rows() for answer in result.answers], strict=True):
+        label = name[0]
+        table.add_row(label, name[1], *[cell[1] for cell in cells])
+    console.print(table)
+    console.print()
+    share = percent(attended_ratio(result.answers[1].generation.work))
+    method = result.answers[1].title
+    if result.interrupted:
+        console.print("[yellow]interrupted[/] before both answers were complete")
+    elif result.agree and result.correct:
+        console.print(
+            f"[green]The answers agree and are right[/]; {method} attended {share} of the tokens."
+        )
+    elif result.agree:
+        console.print("[red]The answers agree and are wrong.[/]")
+    else:
+        console.print("[red]The answers differ.[/]")

@@ -1,0 +1,112 @@
+"""What people see: numbers for humans, bars while they wait, notes on stderr."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybrid_kv.cli.options import OutputOptions
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import Generation
+    from hybrid_kv.types import Work
+
+Report = Callable[[int, int], None]
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, int(math.log(count, 1024))) if count >= 1 else 0
+    return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.0123 -> '12.3 ms', 75 -> '1 min 15 s'."""
+    if math.isnan(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+
+
+def attended_ratio(work: Work) -> float | None:
+    """Share of the entries that decoding attended; None where nothing was decoded."""
+    return work.attended / work.visible if work.visible else None
+
+
+def percent(ratio: float | None) -> str:
+    """0.0213 -> '2.1%'; '-' for None."""
+    return "-" if ratio is None else f"{100 * ratio:.1f}%"
+
+
+def stats_line(generation: Generation, *, interrupted: bool) -> str:
+    """One line on what a generation cost."""
+    parts = [f"{generation.prompt_tokens:,} prompt + {len(generation.token_ids):,} new tokens"]
+    if generation.token_ids:
+        parts.append(f"TTFT {human_seconds(generation.ttft_s)}")
+    if generation.tpot_ms:
+        parts.append(f"TPOT {human_seconds(generation.tpot_ms / 1e3)}")
+    ratio = attended_ratio(generation.work)
+    if ratio is not None:
+        parts.append(f"attended {percent(ratio)}")
+    parts.append(f"host KV {human_bytes(generation.host_kv_bytes)}")
+    return ("interrupted: " if interrupted else "") + ", ".join(parts)
+
+
+def note(text: str, output: OutputOptions) -> None:
+    """One line on stderr, unless --quiet."""
+    if not output.quiet:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(text, style="dim", markup=False)
+
+
+def _shows_progress(output: OutputOptions) -> bool:
+    return sys.stderr.isatty() and not output.quiet
+
+
+@contextmanager
+def waiting(label: str, output: OutputOptions) -> Iterator[None]:
+    """A spinner on stderr, on a terminal."""
+    if not _shows_progress(output):
+        yield
+        return
+    with Console(stderr=True).status(label):
+        yield
+
+
+@contextmanager
+def prefill_bar(output: OutputOptions) -> Iterator[Report | None]:
+    """A bar for the prompt (and the index of each layer), gone when the first token comes.
+
+    Yields:
+        What to call with (done, total), or None where no bar is wanted.
+    """
+    if not _shows_progress(output):
+        yield None
+        return
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task("prefill and index", total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    with bar:
+        yield report

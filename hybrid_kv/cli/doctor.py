@@ -1,0 +1,56 @@
+"""`hybrid-kv doctor`: what this machine can run, and why not the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybrid_kv.cli.options import OutputOptions
+
+if TYPE_CHECKING:
+    from hybrid_kv.report.schema import DoctorReport
+
+
+def doctor(*, output: OutputOptions) -> None:
+    """Show versions, devices, memory and back ends; exit code 1 if something needed is missing."""
+    import typer
+
+    from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.examination import examine
+
+    check_target(output)
+    report = examine()
+    if not output.json_only:
+        _print(report)
+    write_report(report, output)
+    if any(check.state == "missing" for check in report.checks):
+        raise typer.Exit(1)
+
+
+def _print(report: DoctorReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybrid_kv.cli.display import human_bytes
+
+    console, machine = Console(highlight=False), report.environment
+    cpu = machine.cpu
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_row("machine", machine.platform)
+    features = " ".join(cpu.features) or "no vector extensions known"
+    table.add_row("cpu", f"{cpu.model}, {cpu.cores} cores, {cpu.threads} threads; {features}")
+    free = human_bytes(report.ram_free_bytes)
+    table.add_row("memory", f"{human_bytes(machine.ram_bytes)}, {free} free")
+    for device in report.devices:
+        table.add_row("device", device)
+    console.print(table)
+    console.print()
+    marks = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "missing": "[red]missing[/]"}
+    checks = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    checks.add_column(no_wrap=True)
+    checks.add_column(style="bold", no_wrap=True)
+    checks.add_column(ratio=1)
+    for check in report.checks:
+        checks.add_row(marks[check.state], check.name, check.detail)
+    console.print(checks)

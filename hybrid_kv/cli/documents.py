@@ -1,0 +1,120 @@
+"""From what the API returns to reports, and where they go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_kv.cli.options import OutputOptions
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.report import Environment, probe_environment
+from hybrid_kv.report.schema import MemoryBytes, Percentiles, PhasesMs, Run, WorkReport, to_json
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import LLM, Generation
+    from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.types import Work
+
+
+def check_target(output: OutputOptions) -> None:
+    """Raises ConfigError if the report could not be written; said before the work begins."""
+    if output.json is None or output.json_only:
+        return
+    path = Path(output.json)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json must name a file in an existing folder, got '{output.json}'")
+
+
+def write_report(report: Any, output: OutputOptions) -> None:
+    """Puts a report where --json says, if it says anything."""
+    if output.json is None:
+        return
+    text = to_json(report) + "\n"
+    if output.json_only:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(output.json).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"report '{output.json}' cannot be written: {error.strerror}; choose another file"
+        ) from None
+
+
+def environment_of(llm: LLM) -> Environment:
+    """The environment with the device that the model is on."""
+    import torch
+
+    device = llm.model.device
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return probe_environment(f"{device}{name}")
+
+
+def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
+    """The run as schema 1 has it; what nobody measured is null."""
+    got = outcome.generation
+    return Run(
+        config=llm.config.flat(),
+        method=llm.config.method,
+        model=model,
+        context_tokens=got.prompt_tokens,
+        new_tokens=len(got.token_ids),
+        text=got.text,
+        token_ids=tuple(got.token_ids),
+        ttft_s=got.ttft_s if got.token_ids else None,
+        tpot_ms=got.tpot_ms if len(got.token_times_s) > 1 else None,
+        itl_ms=_gaps(got.token_times_s),
+        phases_ms=_phases(got),
+        work=_work(got.work),
+        memory_bytes=_memory(llm, got),
+        interrupted=outcome.interrupted,
+    )
+
+
+def _gaps(times: list[float]) -> Percentiles | None:
+    import numpy as np
+
+    if len(times) < 2:
+        return None
+    p50, p90, p99 = np.percentile(1e3 * np.diff(times), [50, 90, 99]).tolist()
+    return Percentiles(p50=p50, p90=p90, p99=p99)
+
+
+def _phases(got: Generation) -> PhasesMs:
+    steps = len(got.token_times_s) - 1
+    if steps < 1:
+        return PhasesMs()
+    phases = {name: 1e3 * seconds / steps for name, seconds in got.phases_s.items()}
+    return PhasesMs(**phases, other=max(0.0, got.tpot_ms - sum(phases.values())))
+
+
+def _work(work: Work) -> WorkReport:
+    if not work.steps:
+        return WorkReport()
+    return WorkReport(
+        scored_ratio=work.scored / work.visible, retrieved_tokens=work.retrieved / work.steps
+    )
+
+
+def _memory(llm: LLM, got: Generation) -> MemoryBytes:
+    import torch
+
+    device = llm.model.device
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return MemoryBytes(
+        device_peak=peak,
+        host_kv=got.host_kv_bytes,
+        host_index=got.host_index_bytes,
+        host_peak=_peak_resident_set(),
+    )
+
+
+def _peak_resident_set() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,99 @@
+"""The checks behind `hybrid-kv doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import psutil
+import torch
+
+from hybrid_kv.cli.display import human_bytes
+from hybrid_kv.models.load import NEEDLE_PATH
+from hybrid_kv.ops.dispatch import BACKENDS, choose_backend
+from hybrid_kv.report import probe_environment
+from hybrid_kv.report.environment import PACKAGES, installed_version
+from hybrid_kv.report.schema import Check, DoctorReport
+
+_MODULES = {"hybrid-kv": "hybrid_kv", "faiss-cpu": "faiss"}
+_OPTIONAL = {
+    "triton": "optional: comes with torch builds for NVIDIA GPUs",
+    "flashinfer": "optional: pip install 'hybrid-kv[flashinfer]' on Linux with an NVIDIA GPU",
+}
+_NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu"}
+_BACKEND_DETAILS = {
+    "reference": "plain torch on any device; defines what every other back end computes",
+    "torch_cpu": "torch's fused attention, for tensors on the CPU",
+}
+
+
+def examine() -> DoctorReport:
+    """Everything the verb shows; reads, changes nothing."""
+    return DoctorReport(
+        environment=probe_environment(),
+        ram_free_bytes=psutil.virtual_memory().available,
+        devices=tuple(devices()),
+        checks=(
+            Check(name="python", state="ok", detail=probe_environment().versions["python"] or ""),
+            *(check_package(name) for name in PACKAGES),
+            *check_backends(),
+            check_needle(),
+        ),
+    )
+
+
+def devices() -> Iterator[str]:
+    """One line per accelerator, or one that says why there is none."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = (
+            f"torch is built for CUDA {built}, no GPU answers" if built else "torch is a CPU build"
+        )
+        yield f"cpu only ({reason})"
+        return
+    for idx in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(idx)
+        name = torch.cuda.get_device_name(idx)
+        yield f"cuda:{idx} {name}, {human_bytes(total)}, {human_bytes(free)} free"
+
+
+def check_package(name: str) -> Check:
+    """Whether a package is installed and can be imported."""
+    found = installed_version(name)
+    if found is None:
+        state = "absent" if name in _OPTIONAL else "missing"
+        hint = _OPTIONAL.get(name) or _NEEDED.get(name) or f"pip install {name}"
+        return Check(name=name, state=state, detail=f"not installed; {hint}")
+    try:
+        import_module(_MODULES.get(name, name))
+    except Exception as error:  # a broken wheel may raise anything
+        detail = f"{found} is installed, but its import fails: {error}"
+        return Check(name=name, state="absent" if name in _OPTIONAL else "missing", detail=detail)
+    return Check(name=name, state="ok", detail=found)
+
+
+def check_backends() -> Iterator[Check]:
+    """The arithmetic back ends, and which one 'auto' takes on this machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in BACKENDS:
+        if name == "auto":
+            chosen = choose_backend(
+                name, device_type=device, dtype=torch.bfloat16, plain=True, pairs=1
+            )
+            detail = f"takes {chosen} for bfloat16 on {device}"
+        else:
+            detail = _BACKEND_DETAILS.get(name, "registered")
+        yield Check(name=f"backend {name}", state="ok", detail=detail)
+
+
+def check_needle() -> Check:
+    """Whether the small model that ships with the package is there."""
+    needed = ("config.json", "model.safetensors", "tokenizer.json")
+    lacking = [name for name in needed if not (NEEDLE_PATH / name).is_file()]
+    if lacking:
+        detail = (
+            f"lacks {', '.join(lacking)}; install the package again, or run scripts/train_needle"
+        )
+        return Check(name="model needle", state="missing", detail=detail)
+    size = sum(path.stat().st_size for path in NEEDLE_PATH.iterdir())
+    return Check(name="model needle", state="ok", detail=human_bytes(size))

@@ -1,0 +1,106 @@
+"""`hybrid-kv generate`: continue one prompt."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybrid_kv.cli.display import note, stats_line
+from hybrid_kv.cli.failures import INTERRUPTED
+from hybrid_kv.cli.options import (
+    LayersOption,
+    ModelArgument,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    count,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import LLM
+    from hybrid_kv.cli.prompts import PromptSource
+    from hybrid_kv.cli.running import Outcome
+
+_PROMPT = "Prompt"
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The text.")] = None,
+    *,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Read the text from a file.", rich_help_panel=_PROMPT),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="Take N random tokens; for models without tokenizer.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    num_beams: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Beam search; not streamed.", rich_help_panel="Sampling"
+        ),
+    ] = 1,
+    no_stream: Annotated[
+        bool,
+        typer.Option("--no-stream", help="Print the text at its end.", rich_help_panel="Output"),
+    ] = False,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    cut: LayersOption,
+    output: OutputOptions,
+) -> None:
+    """Continue a prompt; the text goes to stdout, everything else to stderr."""
+    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.prompts import find_prompt
+    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.settings import build_config, exactness_notice, given_settings
+    from hybrid_kv.report import RunReport
+
+    config = build_config(options)
+    source = find_prompt(prompt, prompt_file, prompt_tokens, sampling.seed or 0)
+    check_target(output)
+    with opened(model, options, config, output, cut.layers) as llm:
+        streaming = not no_stream and num_beams == 1
+        outcome = _answer(llm, source, sampling, num_beams, streaming, output)
+        got = outcome.generation
+        note(stats_line(got, interrupted=outcome.interrupted), output)
+        notice = exactness_notice(given_settings(options), got.work, got.prompt_tokens)
+        if notice is not None:
+            note(notice, output)
+        if output.json is not None:
+            run = describe_run(llm, model, outcome)
+            write_report(RunReport(environment=environment_of(llm), **dict(run)), output)
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _answer(
+    llm: LLM,
+    source: PromptSource,
+    sampling: SamplingOptions,
+    num_beams: int,
+    streaming: bool,
+    output: OutputOptions,
+) -> Outcome:
+    """Generates, and prints the text unless stdout belongs to the JSON."""
+    from hybrid_kv.cli.running import run, write_now
+
+    options = {**sampling.as_options(), "num_beams": num_beams}
+    start = partial(llm.generate, source.for_model(llm))
+    streaming = streaming and llm.tokenizer is not None and not output.json_only
+    outcome = run(start, options, write_now if streaming else None, output)
+    if not output.json_only:
+        got = outcome.generation
+        # A model without tokenizer has ids instead of text.
+        text = got.text if llm.tokenizer else " ".join(map(str, got.token_ids))
+        print("" if streaming else text, flush=True)
+    return outcome

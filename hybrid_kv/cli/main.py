@@ -1,0 +1,83 @@
+"""The `hybrid-kv` command and what it does with errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from hybrid_kv.cli.chat import chat
+from hybrid_kv.cli.demo import demo
+from hybrid_kv.cli.doctor import doctor
+from hybrid_kv.cli.failures import INTERRUPTED, describe, refuse_unknown_verb
+from hybrid_kv.cli.generate import generate
+from hybrid_kv.cli.methods import methods
+from hybrid_kv.cli.options import grouped
+
+
+class Verbs(TyperGroup):
+    """The verbs; every error leaves as one sentence on stderr and an exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is meant; ConfigError with the nearest name where there is none."""
+        refuse_unknown_verb(args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
+        """Runs a command line and leaves with its exit code: 0, 1, 2, or 130 after Ctrl-C."""
+        words = list(sys.argv[1:] if args is None else args)
+        extra.update(standalone_mode=False, prog_name="hybrid-kv")
+        try:
+            code = super().main(words, *rest, **extra)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BrokenPipeError:  # the reader has gone; a flush at exit must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        except Exception as error:
+            if "--debug" in words:
+                traceback.print_exc()
+            code, sentence = describe(error)
+            print(sentence, file=sys.stderr)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from hybrid_kv import __version__
+
+        print(f"hybrid-kv {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and go."),
+    ] = False,
+) -> None:
+    """Long contexts on one small GPU: a KV cache in two tiers, device and host memory."""
+
+
+for _verb in (generate, chat, demo, methods, doctor):
+    app.command()(grouped(_verb))
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    app()
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

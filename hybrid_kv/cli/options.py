@@ -1,0 +1,243 @@
+"""Options that several verbs share, as groups that are spread into single options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+_MODEL, _SAMPLING, _OUTPUT = "Model and cache", "Sampling", "Output"
+
+
+def count(text: str | int) -> int:
+    """'32k' -> 32768.
+
+    Raises:
+        ConfigError: not a whole number of at least one.
+    """
+    from hybrid_kv.config import parse_count
+    from hybrid_kv.errors import ConfigError
+
+    try:
+        number = int(str(parse_count(text)))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(
+            f"a count must be a whole number of at least 1 like 512 or 32k, got {text!r}"
+        )
+    return number
+
+
+CountParser = typer.Option(parser=count, metavar="N")
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a hub id, 'needle' (ships with the package), or 'random:SHAPE'.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which method runs, with which settings, on what."""
+
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="How the cache is kept and read; see the verb methods. [dim]default: hybrid[/]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The same settings as YAML; --method and --set override it.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="cpu, cuda or cuda:1. [dim]default: the first GPU, else cpu[/]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="float32, bfloat16 or float16. [dim]default: as stored[/]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayersOption:
+    """How far a random model is cut down."""
+
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers",
+            metavar="N",
+            help="Keep only N layers of a random:SHAPE model.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the next token is chosen: greedily, unless temperature, top-p or top-k is given."""
+
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            parser=count,
+            metavar="N",
+            help="Stop after N tokens.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = 128
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", min=0.0, metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            metavar="X",
+            help="Sample from the likeliest tokens of this total mass.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k",
+            min=1,
+            metavar="N",
+            help="Sample from the N likeliest tokens.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, metavar="N", help="Of sampling.", rich_help_panel=_SAMPLING),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="End before this text; repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+
+    def as_options(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM.generate`."""
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "stop": self.stop or [],
+        }
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given or self.temperature == 0:
+            return {**options, "do_sample": False}
+        return {**options, "do_sample": True, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What is said besides the result."""
+
+    json: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE|-",
+            help="Write a JSON report; with - it is all that stdout gets.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT
+        ),
+    ] = False
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT),
+    ] = False
+
+    @property
+    def json_only(self) -> bool:
+        return self.json == "-"
+
+
+def grouped(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with each parameter that is a group of options spread into single options."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, Any] = {}
+    spread: list[inspect.Parameter] = []
+    for parameter in inspect.signature(verb).parameters.values():
+        group = hints[parameter.name]
+        if not is_dataclass(group):
+            spread.append(parameter.replace(annotation=group))
+            continue
+        groups[parameter.name] = group
+        types = get_type_hints(group, include_extras=True)
+        spread += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=types[field.name],
+            )
+            for field in fields(group)
+        ]
+
+    @wraps(verb)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {field.name: values.pop(field.name) for field in fields(group)}
+            values[name] = group(**own)
+        verb(**values)
+
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in spread}
+    return call

@@ -1,0 +1,113 @@
+"""Loading a model and running one generation, with bars, and with Ctrl-C that keeps the text."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hybrid_kv.api import LLM, Generation, load
+from hybrid_kv.cli.display import prefill_bar, waiting
+from hybrid_kv.cli.options import ModelOptions, OutputOptions
+from hybrid_kv.config import HybridConfig
+
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A generation and whether the user ended it early."""
+
+    generation: Generation
+    interrupted: bool
+
+
+@contextmanager
+def opened(
+    model: str,
+    options: ModelOptions,
+    config: HybridConfig,
+    output: OutputOptions,
+    layers: int | None = None,
+) -> Iterator[LLM]:
+    """The model, loaded and attached."""
+    silence_transformers(output)
+    # Bars of a download are the hub's own; a spinner would draw over them.
+    local = model == "needle" or model.startswith("random:") or Path(model).exists()
+    with waiting(f"loading {model}", output) if local else _nothing():
+        llm = load(model, config=config, device=options.device, dtype=options.dtype, layers=layers)
+    with llm:
+        yield llm
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def silence_transformers(output: OutputOptions) -> None:
+    """Leaves stderr to us; --debug lets transformers speak."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if not sys.stderr.isatty() or output.quiet:
+        disable_progress_bars()
+    if not output.debug:
+        logging.set_verbosity_error()
+
+
+def run(
+    start: Callable[..., Any], options: dict[str, Any], write: Write | None, output: OutputOptions
+) -> Outcome:
+    """Runs `generate` or `send` of the API.
+
+    Args:
+        start: takes `stream`, `cancel`, `on_prefill` and the options.
+        write: takes pieces of text as they come; None waits for the end.
+    """
+    with cancel_on_ctrl_c() as cancel, prefill_bar(output) as report:
+        options = {**options, "cancel": cancel, "on_prefill": report}
+        if write is None:
+            generation = start(**options)
+        else:
+            stream = start(stream=True, **options)
+            try:
+                for piece in stream:
+                    write(piece)
+            finally:
+                stream.close()
+            generation = stream.result
+    return Outcome(generation, cancel.is_set())
+
+
+@contextmanager
+def cancel_on_ctrl_c() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one interrupts at once."""
+    cancel = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield cancel
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if cancel.is_set():
+            raise KeyboardInterrupt
+        cancel.set()
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield cancel
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def write_now(piece: str) -> None:
+    """Text on stdout, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()

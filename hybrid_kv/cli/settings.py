@@ -1,0 +1,93 @@
+"""From --method, --set and --config to one HybridConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.cli.options import ModelOptions
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.types import Work
+
+
+def build_config(options: ModelOptions) -> HybridConfig:
+    """The configuration; a flag overrides the same setting of the file.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range or badly written.
+    """
+    return HybridConfig.from_settings(given_settings(options))
+
+
+def given_settings(options: ModelOptions) -> dict[str, object]:
+    """What the user set, by dotted name, defaults left out."""
+    flags = parse_settings(options.settings or ())
+    if options.method is not None:
+        if "method" in flags:
+            raise ConfigError("setting 'method' is given twice; keep --method or --set method=")
+        flags["method"] = options.method
+    stored = read_settings(options.config) if options.config is not None else {}
+    kept = {key: value for key, value in stored.items() if not any(_covers(f, key) for f in flags)}
+    return {**kept, **flags}
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, object]:
+    """'key=value' texts as a mapping; values stay text."""
+    settings: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--set must be KEY=VALUE like top_k=64, got '{text}'")
+        if key in settings:
+            raise ConfigError(f"setting '{key}' is given twice; keep one")
+        settings[key] = value.strip()
+    return settings
+
+
+def read_settings(path: Path) -> dict[str, object]:
+    """The settings of a YAML file by dotted name."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config '{path}' cannot be read: {reason}; check the path") from None
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
+        raise ConfigError(
+            f"config '{path}' must be YAML, got a syntax error in line {line}"
+        ) from None
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"config '{path}' must hold settings like 'top_k: 64', got {type(data).__name__}"
+        )
+    return dict(_flatten(data))
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _covers(flag: str, key: str) -> bool:
+    """Whether a flag replaces a file's setting: the same name, short or long, or its group."""
+    same = flag == key or flag.endswith(f".{key}") or key.endswith(f".{flag}")
+    return same or f".{key}.".find(f".{flag}.") >= 0
+
+
+def exactness_notice(settings: Mapping[str, object], work: Work, tokens: int) -> str | None:
+    """One line if a budget that the user set covered the whole cache."""
+    budgets = [key for key in settings if key.split(".")[-1] in ("top_k", "page_budget")]
+    given = [f"{key}={settings[key]}" for key in budgets if settings[key] != "all"]
+    if not given or work.visible == 0 or work.attended < work.visible:
+        return None
+    return f"{' and '.join(given)} covers the whole cache of {tokens:,} tokens: attention was exact"

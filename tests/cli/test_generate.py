@@ -1,0 +1,146 @@
+"""`hybrid-kv generate`: text on stdout, everything else elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.cli import running
+from hybrid_kv.report import read_report
+from tests.cli.support import PROMPT, TINY, call, run_of
+
+
+def test_text_goes_to_stdout_and_stats_to_stderr(model: Path) -> None:
+    result = call("generate", model, PROMPT, "--max-new-tokens", 5)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
+    for word in ("prompt", "TTFT", "TPOT", "attended", "host KV"):
+        assert word in result.stderr
+        assert word not in result.stdout
+
+
+def test_quiet_leaves_stderr_empty(model: Path) -> None:
+    assert call("generate", model, PROMPT, "--max-new-tokens", 2, "--quiet").stderr == ""
+
+
+def test_no_control_codes_without_a_terminal(model: Path) -> None:
+    result = call("generate", model, PROMPT, "--max-new-tokens", 2)
+    assert "\x1b" not in result.output
+    assert "\r" not in result.output
+
+
+def test_streamed_text_is_the_text(model: Path) -> None:
+    words = ("generate", model, PROMPT, "--max-new-tokens", 9)
+    assert call(*words).stdout == call(*words, "--no-stream").stdout
+
+
+def test_seed_reproduces_and_another_seed_differs(model: Path) -> None:
+    words = ("generate", model, PROMPT, "--max-new-tokens", 12, "--temperature", 2, "--seed")
+    first, again, other = (call(*words, seed).stdout for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_stop_text_ends_the_output(model: Path) -> None:
+    words = ("generate", model, PROMPT, "--max-new-tokens", 12)
+    text = call(*words).stdout.strip()
+    stop = text.split()[4]
+    expected = text[: text.index(stop)]
+    assert call(*words, "--stop", stop).stdout.strip("\n") == expected
+
+
+def test_beams_are_printed_at_the_end(model: Path) -> None:
+    result = call("generate", model, PROMPT, "--max-new-tokens", 4, "--num-beams", 2)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_prompt_may_come_from_elsewhere(model: Path, tmp_path: Path, source: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    words = ("generate", model, "--max-new-tokens", 4, "--prompt-file")
+    given = call(*words, file) if source == "file" else call(*words, "-", stdin=PROMPT)
+    assert given.stdout == call("generate", model, PROMPT, "--max-new-tokens", 4).stdout
+
+
+def test_json_is_all_of_stdout_and_has_the_run() -> None:
+    report = run_of(call("generate", *TINY, "--json", "-", "--set", "window_tokens=32"))
+    assert report.command == "generate"
+    assert report.method == "hybrid"
+    assert report.config["window_tokens"] == 32
+    assert report.context_tokens == 100
+    assert report.new_tokens == len(report.token_ids) == 4
+    assert report.itl_ms.p50 <= report.itl_ms.p99
+    assert report.work.recall_at_k is None
+    assert not report.interrupted
+
+
+def test_ids_stand_for_text_where_there_is_no_tokenizer() -> None:
+    report = run_of(call("generate", *TINY, "--json", "-"))
+    printed = call("generate", *TINY).stdout.split()
+    assert [int(word) for word in printed] == list(report.token_ids)
+
+
+def test_layers_cut_a_random_model() -> None:
+    words = (
+        "generate",
+        *TINY,
+        "--set",
+        "window_tokens=16",
+        "--set",
+        "sink_tokens=16",
+        "--json",
+        "-",
+    )
+    whole, half = (run_of(call(*words, "--layers", n)).memory_bytes.host_kv for n in (2, 1))
+    assert whole == 2 * half > 0
+
+
+def test_human_numbers() -> None:
+    report = run_of(
+        call(
+            "generate",
+            "random:tiny",
+            "--prompt-tokens",
+            "0.5k",
+            "--max-new-tokens",
+            1,
+            "--json",
+            "-",
+        )
+    )
+    assert report.context_tokens == 512
+
+
+def test_budget_beyond_the_cache_is_noticed() -> None:
+    settings = ("--set", "window_tokens=16", "--set", "sink_tokens=16", "--set")
+    large = call("generate", *TINY, *settings, "top_k=9999")
+    assert "top_k=9999 covers the whole cache of 100 tokens: attention was exact" in large.stderr
+    assert "attention was exact" not in call("generate", *TINY, *settings, "top_k=9").stderr
+
+
+def test_ctrl_c_keeps_what_was_generated(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        print(piece, end="")
+
+    monkeypatch.setattr(running, "write_now", write)
+    file = tmp_path / "run.json"
+    result = call("generate", model, PROMPT, "--max-new-tokens", 500, "--json", file)
+    assert result.exit_code == 130, result.output
+    assert "interrupted" in result.stderr
+    report = read_report(file)
+    assert report.command == "generate"
+    assert report.interrupted
+    assert 3 <= report.new_tokens < 500
+    assert result.stdout.strip() == report.text.strip()

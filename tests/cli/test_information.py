@@ -1,0 +1,85 @@
+"""`methods`, `doctor`, `--help`, `--version`."""
+
+from __future__ import annotations
+
+import pytest
+
+import hybrid_kv
+from hybrid_kv.cli import examination
+from hybrid_kv.cli.parameters import common_parameters, parameters_of
+from hybrid_kv.plugins import INDEXES, METHODS
+from tests.cli.support import call, report_of
+
+VERBS = ("generate", "chat", "demo", "methods", "doctor")
+
+
+def test_help_lists_the_verbs_and_only_those() -> None:
+    text = call("--help").output
+    assert all(f"│ {verb} " in text for verb in VERBS)
+    assert text.count("│ ") == text.count("│ ")
+    for absent in ("profile", "eval", "report"):
+        assert f"│ {absent} " not in text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_json_quiet_and_debug(verb: str) -> None:
+    result = call(verb, "--help")
+    assert result.exit_code == 0
+    assert all(option in result.output for option in ("--json", "--quiet", "--debug"))
+
+
+def test_version() -> None:
+    assert call("--version").output == f"hybrid-kv {hybrid_kv.__version__}\n"
+
+
+def test_methods_lists_everything_registered() -> None:
+    output = call("methods").output
+    assert all(name in output for name in (*METHODS, *INDEXES))
+
+
+def test_methods_json() -> None:
+    report = report_of(call("methods", "--json", "-"))
+    assert report.command == "methods"
+    assert [method.name for method in report.methods] == list(METHODS)
+    assert [kind.name for kind in report.indexes] == list(INDEXES)
+
+
+def test_one_method_has_its_parameters() -> None:
+    output = call("methods", "hybrid").output
+    assert "window_tokens" in output
+    assert "page_size" in output
+    assert "nprobe" not in output
+
+
+@pytest.mark.parametrize("registry", [METHODS, INDEXES], ids=["methods", "indexes"])
+def test_every_parameter_is_explained(registry: dict[str, object]) -> None:
+    silent = [
+        f"{name}: {parameter.name}"
+        for name in registry
+        for parameter in parameters_of(registry[name].params)
+        if len(parameter.meaning) < 5
+    ]
+    assert silent == []
+
+
+def test_every_common_setting_is_explained() -> None:
+    assert all(len(parameter.meaning) > 5 for parameter in common_parameters())
+
+
+def test_doctor_reports_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "check_needle", lambda: examination.check_package("torch"))
+    report = report_of(call("doctor", "--json", "-"))
+    assert report.command == "doctor"
+    checks = {check.name: check for check in report.checks}
+    assert checks["torch"].state == "ok"
+    assert checks["backend reference"].state == "ok"
+    assert report.ram_free_bytes > 0
+    assert report.devices
+
+
+def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "installed_version", lambda _: None)
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "not installed; pip install torch" in result.output
+    assert "absent" in result.output  # flashinfer is optional
