@@ -94,9 +94,7 @@ class Attachment:
 
     def _records_hidden(self, kwargs: dict[str, Any]) -> bool:
         names = ("output_hidden_states", "output_attentions", "output_router_logits")
-        # An explicit None leaves the choice to the configuration.
-        given = {n: kwargs[n] for n in names if kwargs.get(n) is not None}
-        return any(given.get(n, getattr(self._text_config, n, False)) for n in names)
+        return any(kwargs.get(n, getattr(self._text_config, n, False)) for n in names)
 
     def _after_forward(self, *_: Any) -> None:
         self._prefill.cache = None
