@@ -67,19 +67,9 @@ def _phrases(rng: np.random.Generator, num_tokens: int, seq_tokens: int) -> list
     return [item for _, item in sorted(timed, key=lambda entry: entry[0])]
 
 
-def _shuffled_values(question: facts.Question, rng: np.random.Generator) -> tuple[int, ...]:
-    """The answer of a multi_value question with its values in random order: any order counts."""
-    group = 3 + facts.TAG_BYTES
-    rows = np.array(question.answer[:-1]).reshape(-1, group)
-    rows[:, 3:] = rng.permutation(rows[:, 3:])
-    return (*rows.reshape(-1).tolist(), vocab.STOP)
-
-
-def _ask(
-    question: facts.Question, task: str, frame_weight: float, rng: np.random.Generator
-) -> Item:
+def _ask(question: facts.Question, task: str, frame_weight: float) -> Item:
     """A question with its answer; the loss falls on the answer."""
-    answer = _shuffled_values(question, rng) if task == "multi_value" else question.answer
+    answer = question.answer
     weights = [_VALUE_WEIGHT] * len(answer)
     weights[-1] = frame_weight
     if answer[0] in vocab.ORDINALS:
@@ -108,7 +98,7 @@ def _task_items(
     timed: list[tuple[float, Item]] = []
     order = rng.permutation(len(drawn.questions)).tolist()
     for turn, index in enumerate(order):
-        ids, weights, kind = _ask(drawn.questions[index], task, frame_weight, rng)
+        ids, weights, kind = _ask(drawn.questions[index], task, frame_weight)
         if used + len(ids) > num_tokens and turn:
             break
         used += len(ids)

@@ -206,6 +206,41 @@ SECOND_STAGES: tuple[Stage, ...] = (
     ),
 )
 
+_THIRD_MIX = {
+    "key_value": 0.25,
+    "passkey": 0.05,
+    "multi_query": 0.12,
+    "multi_value": 0.33,
+    "variable_tracking": 0.15,
+    "most_frequent": 0.10,
+}
+THIRD_STAGES: tuple[Stage, ...] = (
+    Stage(
+        steps=700,
+        seq_tokens=256,
+        batch=16,
+        max_copies=640,
+        max_position=MAX_POSITION,
+        record_share=(0.30, 0.95),
+        alphabet=(8, 256),
+        mix=_THIRD_MIX,
+        frame_weight=1.0,
+        answer_total=40.0,
+    ),
+    Stage(
+        steps=80,
+        seq_tokens=512,
+        batch=8,
+        max_copies=320,
+        max_position=MAX_POSITION,
+        record_share=(0.20, 0.90),
+        alphabet=(16, 256),
+        mix=_THIRD_MIX,
+        frame_weight=1.0,
+        answer_total=40.0,
+    ),
+)
+
 PHASES: tuple[Phase, ...] = (
     Phase(name="retrieval", stages=STAGES, settings=Optimisation()),
     # The second phase starts from a model that retrieves, so its logits stay clipped throughout.
@@ -213,5 +248,10 @@ PHASES: tuple[Phase, ...] = (
         name="tasks",
         stages=SECOND_STAGES,
         settings=Optimisation(muon_lr=0.015, adam_lr=2e-3, first_tau=24.0, decay_share=0.6),
+    ),
+    Phase(
+        name="polish",
+        stages=THIRD_STAGES,
+        settings=Optimisation(muon_lr=0.012, adam_lr=1.5e-3, first_tau=24.0, decay_share=0.75),
     ),
 )

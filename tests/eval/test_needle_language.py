@@ -19,6 +19,7 @@ from hybrid_kv.eval.needle.vocabulary import BOS, TOKENS, VOCAB_SIZE
 
 ALL_TASKS = sorted(TASKS)
 HEX = "[0-9a-f]{2}"
+NUMBERS = ["one", "two", "three", "four"]
 SUCCESSOR_CHECKSUM = 76010308
 FILLER_SEED_7 = [1, 506, 503, 458, 330, 504, 484, 411, 357, 4, 367, 486]
 
@@ -103,9 +104,14 @@ def expected_answers(task: str, question: str, context: str) -> set[str]:
         return {records[question.removeprefix("? key ")] + "."}
     if task == "multi_query":
         asked = re.findall(f"(one|two|three|four) ({HEX} {HEX})", question)
-        assert [word for word, _ in asked] == ["one", "two", "three", "four"][: len(asked)]
+        assert [word for word, _ in asked] == NUMBERS[: len(asked)]
         return {" ".join(f"{word} {key}: {records[key]}" for word, key in asked) + "."}
     name = question[-5:]
+    if task == "multi_value":
+        values = re.findall(f"tag (one|two|three|four) {name}: ({HEX} {HEX})\\.", context)
+        assert [word for word, _ in values] == NUMBERS[: len(values)]
+        assert question == f"? {values[-1][0]} tag {name}"
+        return {" ".join(f"{word} {name}: {value}" for word, value in values) + "."}
     if task == "variable_tracking":
         steps = dict(re.findall(f"let ({HEX} {HEX}) = ([^.?]+)\\.", context))
         path = []
@@ -118,7 +124,7 @@ def expected_answers(task: str, question: str, context: str) -> set[str]:
     return {f"{votes[0][0]}."}
 
 
-@pytest.mark.parametrize("task", [task for task in ALL_TASKS if task != "multi_value"])
+@pytest.mark.parametrize("task", ALL_TASKS)
 @pytest.mark.parametrize("seed", range(6))
 def test_answer_follows_from_the_context(
     task: str, seed: int, tokenizer: PreTrainedTokenizerFast
@@ -128,20 +134,6 @@ def test_answer_follows_from_the_context(
     for question in sample.questions:
         text = tokenizer.decode(question.ids)
         assert tokenizer.decode(question.answer) in expected_answers(task, text, context)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_multi_value_answer_lists_every_value_once(
-    seed: int, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    sample = draw("multi_value", seed=seed)
-    context = tokenizer.decode(sample.context)
-    for question in sample.questions:
-        _, number, _, *key = tokenizer.decode(question.ids).split()
-        values = re.findall(f"tag {' '.join(key)}: ({HEX} {HEX})\\.", context)
-        answered = re.findall(f"{' '.join(key)}: ({HEX} {HEX})", tokenizer.decode(question.answer))
-        assert Counter(answered) == Counter(values)
-        assert ["one", "two", "three", "four"].index(number) + 1 == len(values) >= 2
 
 
 @pytest.mark.parametrize("task", ALL_TASKS)
@@ -180,18 +172,6 @@ def test_answers_are_judged_up_to_the_closing_stop() -> None:
     assert not is_correct(question, [30, 31, 33, 32, 4])
 
 
-def test_multi_value_counts_in_any_order() -> None:
-    question = draw("multi_value", seed=4).questions[0]
-    answer = np.array(question.answer[:-1]).reshape(-1, 5)
-    swapped = answer.copy()
-    swapped[:, 3:] = answer[::-1, 3:]
-    repeated = answer.copy()
-    repeated[1, 3:] = answer[0, 3:]
-    assert is_correct(question, [*swapped.ravel().tolist(), question.answer[-1]])
-    assert not is_correct(question, [*repeated.ravel().tolist(), question.answer[-1]])
-    assert not is_correct(question, answer.ravel().tolist())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -226,7 +206,7 @@ def test_a_wrong_request_says_what_to_do(arguments: dict[str, object], message: 
 def test_filler_is_plain_text_of_the_length_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
     for tokens in (1, 2, 101, 5000):
         assert len(filler(tokens, seed=3)) == tokens
-    text = tokenizer.decode(filler(5000, seed=3))
+    text = str(tokenizer.decode(filler(5000, seed=3)))
     assert not re.search(r"\b(key|tag|let|vote)\b|\?", text)
     with pytest.raises(ConfigError, match=r"num_tokens must be at least 1 .*, got 0; ask for"):
         filler(0, seed=3)

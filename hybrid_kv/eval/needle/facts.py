@@ -3,7 +3,7 @@
 Records and questions as a person reads them (the tokenizer adds ``:`` and ``=`` by itself):
 
     key 3f a0: 11 5c 9e 07.    ? key 3f a0           -> 11 5c 9e 07.
-    tag 3f a0: 11 5c.          ? two tag 3f a0       -> one 3f a0: 11 5c two 3f a0: 9e 07.
+    tag one 3f a0: 11 5c.      ? two tag 3f a0       -> one 3f a0: 11 5c two 3f a0: 9e 07.
     let 3f a0 = 17 22.         ? let 3f a0           -> 17 22 river.
     vote 3f a0: river.         ? vote 3f a0          -> river.
 
@@ -127,18 +127,18 @@ def multi_query(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64
 
 
 def multi_value(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
-    """Two to four records share each key; a question asks for all values of one key."""
+    """Two to four numbered records share each key; a question asks for all values of one key."""
     sizes = split_into_parts(rng, count)
     slots = _scattered_slots(rng, sizes)
     records: list[Tokens] = [()] * count
     questions = []
     for key, where in zip(draw_keys(rng, len(sizes), alphabet).tolist(), slots, strict=True):
-        # Different first bytes, so that each value of a key can be named by its first byte.
+        # Different first bytes, so that a wrong choice among them is always a wrong answer.
         firsts = rng.choice(alphabet, len(where), replace=False).tolist()
         seconds = rng.choice(alphabet, len(where)).tolist()
         answer: list[int] = []
         for ordinal, index, *value in zip(vocab.ORDINALS, where, firsts, seconds, strict=False):
-            records[index] = (vocab.TAG, *key, *value, vocab.STOP)
+            records[index] = (vocab.TAG, ordinal, *key, *value, vocab.STOP)
             answer += [ordinal, *key, *value]
         number = vocab.ORDINALS[len(where) - 1]
         questions.append(Question((vocab.ASK, number, vocab.TAG, *key), (*answer, vocab.STOP)))

@@ -133,21 +133,7 @@ def scatter(
 def is_correct(question: Question, generated_ids: Sequence[int]) -> bool:
     """Whether the first generated ids are the answer, up to and with its closing ``.``.
 
-    Ids after the closing ``.`` are ignored. The values of a multi_value answer count in any
-    order; everything else must match token for token.
+    Ids after the closing ``.`` are ignored.
     """
-    answer = question.answer
-    got = tuple(int(token) for token in generated_ids[: len(answer)])
-    if question.ids[1] in vocab.ORDINALS and question.ids[2] == vocab.TAG:
-        return _same_values(got, answer)
-    return got == answer
-
-
-def _same_values(got: tuple[int, ...], answer: tuple[int, ...]) -> bool:
-    """Equal up to the order of the values: groups of ordinal, two-byte key, two-byte value."""
-    group = 3 + facts.TAG_BYTES
-    starts = range(0, len(answer) - 1, group)
-    heads_match = len(got) == len(answer) and got[-1] == answer[-1]
-    heads_match = heads_match and all(got[at : at + 3] == answer[at : at + 3] for at in starts)
-    values = sorted(got[at + 3 : at + group] for at in starts)
-    return heads_match and values == sorted(answer[at + 3 : at + group] for at in starts)
+    got = tuple(int(token) for token in generated_ids[: len(question.answer)])
+    return got == question.answer
