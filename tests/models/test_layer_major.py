@@ -1,0 +1,157 @@
+"""Layer-major prefill gives what one plain pass gives, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size
+from tests.contracts.architectures import PAD, VOCAB, build
+
+PROMPT = 37
+CLOSE = {"rtol": 0.0, "atol": 5e-4}
+ALL = {"cold": {"top_k": "all"}, "sink_tokens": 4, "window_tokens": 8, "page_size": 4}
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["llama", "gemma3", "gpt_oss"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param)
+
+
+def ids(length: int = PROMPT, rows: int = 1) -> Tensor:
+    return torch.randint(PAD + 1, VOCAB, (rows, length))
+
+
+def config(chunk: int) -> hkv.HybridConfig:
+    return hkv.HybridConfig(prefill_chunk_tokens=chunk, **ALL)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 100])
+def test_chunks_of_any_size_give_the_logits_and_tokens_of_one_pass(
+    model: PreTrainedModel, chunk: int
+) -> None:
+    prompt = ids()
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    mask = torch.ones_like(prompt)
+    want = model(prompt, past_key_values=DynamicCache(config=model.config)).logits
+    tokens = model.generate(prompt, attention_mask=mask, **settings)
+    with hkv.attach(model, config(chunk)) as runtime:
+        found = model(prompt, past_key_values=runtime.cache()).logits
+        torch.testing.assert_close(found, want, **CLOSE)
+        cache = runtime.cache()
+        found = model.generate(prompt, attention_mask=mask, past_key_values=cache, **settings)
+        cache.check_integrity()
+    assert torch.equal(found, tokens)
+
+
+def test_a_long_later_turn_is_exact_after_the_spill(model: PreTrainedModel) -> None:
+    turns = [ids(), ids(3), ids(60)]  # the last is longer than dense_extend_tokens
+    plain = DynamicCache(config=model.config)
+    want = [model(turn, past_key_values=plain).logits for turn in turns]
+    with hkv.attach(model, config(10)) as runtime:
+        cache = runtime.cache()
+        for turn, exact in zip(turns, want, strict=True):
+            found = model(turn, past_key_values=cache).logits
+            torch.testing.assert_close(found, exact, **CLOSE)
+            cache.check_integrity()
+        assert any(layer.cold.num_tokens(0) for layer in cache.kv.layers.values())
+
+
+def test_each_layer_is_sealed_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    with hkv.attach(model, config(10)) as runtime:
+        cache = runtime.cache()
+        order: list[tuple[int, bool]] = []
+        plain = cache.kv.attend
+
+        def attend(layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            order.append((layer_idx, layer_idx == 0 or cache.kv.is_sealed(layer_idx - 1)))
+            return plain(layer_idx, *args, **kwargs)
+
+        monkeypatch.setattr(cache.kv, "attend", attend)
+        model(ids(), past_key_values=cache)
+    assert [layer for layer, _ in order] == [0] * 4 + [1] * 4 + [2] * 4
+    assert all(sealed for _, sealed in order)
+
+
+def test_embeddings_of_the_caller_are_not_written_over(model: PreTrainedModel) -> None:
+    embeds = model.get_input_embeddings()(ids())
+    before = embeds.clone()
+    want = model(inputs_embeds=embeds, use_cache=False).logits
+    with hkv.attach(model, config(7)) as runtime:
+        found = model(inputs_embeds=embeds, past_key_values=runtime.cache()).logits
+    assert torch.equal(embeds, before)
+    torch.testing.assert_close(found, want, **CLOSE)
+
+
+@pytest.mark.parametrize("asked_by", ["argument", "configuration"])
+def test_hidden_states_are_those_of_one_pass(
+    model: PreTrainedModel, asked_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = ids()
+    want = model(prompt, output_hidden_states=True, use_cache=False).hidden_states
+    asked: dict[str, Any] = {"output_hidden_states": True} if asked_by == "argument" else {}
+    if asked_by != "argument":
+        monkeypatch.setattr(model.config, "output_hidden_states", True)
+    with hkv.attach(model, config(7)) as runtime:
+        output = model(prompt, past_key_values=runtime.cache(), **asked)
+    assert len(output.hidden_states) == len(want)
+    for found, exact in zip(output.hidden_states, want, strict=True):
+        torch.testing.assert_close(found, exact, **CLOSE)
+
+
+def test_an_error_in_a_chunk_does_not_leave_the_prompt_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    with hkv.attach(model, config(10)) as runtime:
+        cache = runtime.cache()
+        monkeypatch.setattr(
+            cache.kv, "attend", lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("chunk"))
+        )
+        with pytest.raises(KeyError, match="chunk"):
+            model(ids(), past_key_values=cache)
+        assert not cache.kv.more_prompt
+
+
+class Decoder(nn.Module):
+    """Just enough of a model to be wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Module()
+        layer.self_attn = nn.Identity()
+        layer.forward = lambda hidden: hidden + 1
+        self.layers = nn.ModuleList([layer, nn.TransformerEncoderLayer(8, 1)])
+        self.norm = nn.LayerNorm(8)
+
+
+def test_close_restores_every_forward_that_of_an_instance_too() -> None:
+    decoder = Decoder()
+    own = decoder.layers[0].__dict__["forward"]
+    wrapped = LayerMajorPrefill(decoder, 4)
+    assert decoder.layers[0].forward is not own
+    assert "forward" in decoder.norm.__dict__
+    wrapped.close()
+    assert decoder.layers[0].__dict__["forward"] is own
+    assert "forward" not in decoder.layers[1].__dict__
+    assert "forward" not in decoder.norm.__dict__
+
+
+@pytest.mark.parametrize(
+    ("setting", "tokens", "size"),
+    [(7, 999, 7), ("auto", 100, 256), ("auto", 4096, 512), ("auto", 10**6, 4096)],
+)
+def test_automatic_chunks_are_an_eighth_within_limits(setting: Any, tokens: int, size: int) -> None:
+    assert chunk_size(setting, tokens) == size

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.models.load import load_model, resolve_device, resolve_dtype
+from hybrid_kv.models.shapes import SHAPES, random_config
+from tests.models.folder import save_model
+
+
+def test_a_folder_is_loaded_in_its_own_dtype(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", torch.bfloat16)
+    model, tokenizer = load_model(folder, device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    assert tokenizer is not None
+    assert tokenizer("sea sky")["input_ids"] == [3, 4]
+    assert load_model(str(folder), dtype="float32")[0].dtype == torch.float32
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"model folder '.*nowhere' does not exist; check"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_folder_without_configuration_says_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=r"has no config\.json; point to a folder saved by"
+    ):
+        load_model(tmp_path)
+
+
+def test_broken_weights_say_so(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00not a header")
+    with pytest.raises(ModelNotFoundError, match=r"cannot be loaded: .*; check the folder"):
+        load_model(folder)
+
+
+def test_missing_weights_say_so(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"cannot be loaded: .*; check the folder"):
+        load_model(folder)
+
+
+def test_a_name_that_is_no_folder_is_left_to_the_hub_and_fails_in_one_sentence() -> None:
+    with pytest.raises(ModelNotFoundError, match="model 'nobody/nothing' cannot be loaded: "):
+        load_model("nobody/nothing")
+
+
+def test_an_unknown_shape_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown shape 'llama-3-8'; did you mean 'llama-3-8b'"):
+        load_model("random:llama-3-8")
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_layers_outside_a_shape_are_refused(layers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"layers must be 1\.\.2 for tiny, got {layers}"):
+        load_model("random:tiny", layers=layers)
+
+
+def test_layers_of_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layers can be set for random:SHAPE models only"):
+        load_model(tmp_path, layers=1)
+
+
+def test_random_weights_follow_their_seed_and_leave_the_global_one_alone() -> None:
+    state = torch.random.get_rng_state()
+    one, other, third = (load_model("random:tiny", layers=1, seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first = next(one.parameters())
+    assert torch.equal(first, next(other.parameters()))
+    assert not torch.equal(first, next(third.parameters()))
+    assert first.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_a_model_that_transformers_can_build(shape: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(random_config(shape, layers=1))
+    assert model.config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("cuda:99", r"device 'cuda:99' is not there, this machine has \d+ CUDA devices; use 'cpu'"),
+        ("gpu", "device must be like 'cpu' or 'cuda:0', got 'gpu'"),
+        ("meta", "device must be a 'cpu' or 'cuda' device, got 'meta'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(device: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve_device(device)
+
+
+def test_an_unknown_dtype_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown dtype 'float'; did you mean 'float(16|32)'"):
+        resolve_dtype("float")
+    assert resolve_dtype("float16") == torch.float16
+    assert resolve_dtype(None) is None
