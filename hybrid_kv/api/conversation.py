@@ -62,7 +62,10 @@ class Conversation:
             if old != new:
                 break
             same += 1
-        self._cache.crop(same - cached)
+        if same < cached and not self._cache.can_crop:
+            self._cache = self._llm.runtime.cache()
+        elif same < cached:
+            self._cache.crop(same - cached)
 
 
 class Context:
@@ -89,10 +92,8 @@ class Context:
         """
         ids = self._question_ids(question)
         turn = Turn(self._llm, self._cache, torch.cat([self.ids, ids.to(self.ids)], 1), options)
-        try:
+        with self._cache.rolled_back():
             return turn.run()
-        finally:
-            self._cache.crop(self.ids.shape[1] - self._cache.get_seq_length())
 
     def _question_ids(self, question: str | Tensor) -> Tensor:
         if isinstance(question, str):

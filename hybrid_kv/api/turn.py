@@ -65,6 +65,8 @@ class Turn:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self._max_new}")
         if self._stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
+        if "" in self._stop:
+            raise ConfigError("stop strings must not be empty; leave `stop` out to have none")
         check_room(self._llm, self._ids.shape[1] + self._max_new, held=self.cache.get_seq_length())
 
     def _begin_costs(self) -> None:
