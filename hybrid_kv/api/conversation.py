@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError
 
@@ -24,8 +26,16 @@ class Conversation:
         self._seen: list[int] = []
         self.history: list[dict[str, str]] = []
 
-    def send(self, text: str, **options: Any) -> Generation:
+    @overload
+    def send(self, text: str, *, stream: Literal[False] = False, **options: Any) -> Generation: ...
+
+    @overload
+    def send(self, text: str, *, stream: Literal[True], **options: Any) -> TextStream: ...
+
+    def send(self, text: str, *, stream: bool = False, **options: Any) -> Generation | TextStream:
         """The model's answer to `text`, given all turns before; options as in `generate`.
+
+        An answer that is cut short stays in the history as far as it came.
 
         Raises:
             ConfigError: the text is empty, or the conversation outgrows the model's context.
@@ -35,11 +45,20 @@ class Conversation:
         message = {"role": "user", "content": text}
         ids = self._render(message)
         self._keep_common(ids)
-        turn = Turn(self._llm, self._cache, torch.tensor([ids]), options)
-        answer = turn.run()
+        turn = _RememberedTurn(self, message, ids, options)
+        return turn.stream() if stream else turn.run()
+
+    def remember(self, message: dict[str, str], ids: list[int], answer: Generation) -> None:
+        """Takes a turn into the history."""
+        if not answer.token_ids:  # given up while the prompt was computed: layers differ in length
+            self.forget_cache()
+            return
         self._seen = ids + answer.token_ids
         self.history += [message, {"role": "assistant", "content": answer.text}]
-        return answer
+
+    def forget_cache(self) -> None:
+        """Drops the cache but not the history: the next turn computes everything anew."""
+        self._cache = self._llm.runtime.cache()
 
     def _render(self, message: dict[str, str]) -> list[int]:
         tokenizer = self._llm.tokenizer
@@ -66,6 +85,29 @@ class Conversation:
             self._cache = self._llm.runtime.cache()
         elif same < cached:
             self._cache.crop(same - cached)
+
+
+class _RememberedTurn(Turn):
+    """A turn that enters its conversation's history when it is over, streamed or not."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        message: dict[str, str],
+        ids: list[int],
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(conversation._llm, conversation._cache, torch.tensor([ids]), options)
+        self._conversation, self._message, self._prompt = conversation, message, ids
+
+    def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        try:
+            answer = super().run(pieces)
+        except BaseException:
+            self._conversation.forget_cache()  # it may hold half a prompt
+            raise
+        self._conversation.remember(self._message, self._prompt, answer)
+        return answer
 
 
 class Context:

@@ -96,6 +96,30 @@ class StopOnEvent(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self._event.is_set(), device=input_ids.device)
 
 
+class StopOnText(StoppingCriteria):
+    """Ends generation once the new text holds a stop string.
+
+    Looks at decoded text: transformers' own criterion takes tokens apart one by one, which
+    tokenizers that write between tokens (the needle model's) do not bear.
+
+    Args:
+        prompt_tokens: where the new tokens begin.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: list[str], prompt_tokens: int
+    ) -> None:
+        self._tokenizer, self._stops, self._prompt_tokens = tokenizer, stops, prompt_tokens
+        # A character takes at most four tokens (its bytes); the rest is for special tokens.
+        self._tail = 4 * max(len(stop) for stop in stops) + 16
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        first = max(self._prompt_tokens, input_ids.shape[1] - self._tail)
+        texts = [decode(self._tokenizer, row) for row in input_ids[:, first:].tolist()]
+        ended = [any(stop in text for stop in self._stops) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     """Text of one sequence, without special tokens."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,21 +29,21 @@ class PrefillWatch:
         model: PreTrainedModel,
         new_tokens: int,
         report: Report | None,
-        cancel: threading.Event | None,
+        cancels: Sequence[threading.Event],
     ) -> None:
         layers = [getattr(module, "self_attn", None) for module in model.modules()]
         self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
-        self._report, self._cancel = report, cancel
+        self._report, self._cancels = report, cancels
         self._done, self._total = 0, new_tokens * len(self._layers)
         self._hooks: list[Any] = []
 
     def __enter__(self) -> PrefillWatch:
-        if self._report is not None or self._cancel is not None:
+        if self._report is not None or self._cancels:
             self._hooks = [layer.register_forward_hook(self._seen) for layer in self._layers]
         return self
 
     def _seen(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._cancel is not None and self._cancel.is_set():
+        if any(event.is_set() for event in self._cancels):
             raise PrefillCancelled
         self._done = min(self._total, self._done + output[0].shape[1])
         if self._report is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import nan
 from queue import SimpleQueue
@@ -11,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from hybrid_kv.api.generation import Generation, StopOnEvent, TokenClock, decode
+from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode
 from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.errors import ConfigError
@@ -50,11 +51,12 @@ class Turn:
     ) -> None:
         self._llm, self.cache, self._ids = llm, cache, ids.to(llm.model.device)
         options = dict(options)
-        self._stop = [options.pop("stop")] if isinstance(options.get("stop"), str) else None
-        self._stop = self._stop or list(options.pop("stop", None) or ())
+        stop: str | Sequence[str] | None = options.pop("stop", None)
+        self._stop = [stop] if isinstance(stop, str) else list(stop or ())
         self._seed: int | None = options.pop("seed", None)
         self._max_new: int = options.pop("max_new_tokens", 128)
-        self._cancel: threading.Event | None = options.pop("cancel", None)
+        cancel: threading.Event | None = options.pop("cancel", None)
+        self._cancels = [] if cancel is None else [cancel]
         self._on_prefill: Report | None = options.pop("on_prefill", None)
         self._options = options
         self._check()
@@ -81,7 +83,7 @@ class Turn:
         clock = TokenClock(self._llm.tokenizer, pieces, self._begin_phases)
         self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
-        watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancel)
+        watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancels)
         with torch.random.fork_rng(enabled=self._seed is not None):
             if self._seed is not None:
                 torch.manual_seed(self._seed)
@@ -101,13 +103,17 @@ class Turn:
             max_new_tokens=self._max_new,
             # Beams are rearranged as a whole, so they cannot be handed out token by token.
             streamer=clock if self._options.get("num_beams", 1) == 1 else None,
-            stopping_criteria=[StopOnEvent(self._cancel)] if self._cancel else None,
-            stop_strings=self._stop or None,
-            tokenizer=self._llm.tokenizer if self._stop else None,
+            stopping_criteria=self._stopping(),
             **self._pad(),
             **self._options,
         )
         return output
+
+    def _stopping(self) -> list[StoppingCriteria]:
+        criteria: list[StoppingCriteria] = [StopOnEvent(event) for event in self._cancels]
+        if self._stop and self._llm.tokenizer is not None:
+            criteria.append(StopOnText(self._llm.tokenizer, self._stop, self._ids.shape[1]))
+        return criteria
 
     def _pad(self) -> dict[str, int]:
         """One sequence is never padded; naming a token keeps transformers from warning about it."""
@@ -120,7 +126,7 @@ class Turn:
         if token_ids and not times:  # beams come all at once
             times = [perf_counter() - clock.begin]
         text = "" if tokenizer is None else decode(tokenizer, token_ids)
-        for stop in self._stop or ():
+        for stop in self._stop:
             text = text.split(stop)[0]
         layers = self.cache.kv.layers.values()
         return Generation(
@@ -146,8 +152,9 @@ class Turn:
             raise ConfigError("stream=True yields text, and the model has no tokenizer")
         if self._options.get("num_beams", 1) != 1:
             raise ConfigError("stream=True works without beams; set num_beams=1")
-        self._cancel = self._cancel or threading.Event()
-        return TextStream(self.run, self._cancel, self._stop or [])
+        closed = threading.Event()
+        self._cancels.append(closed)
+        return TextStream(self.run, closed, self._stop)
 
 
 def _difference(now: Work, before: Work) -> Work:
