@@ -22,7 +22,9 @@ class Quest(Method):
     """
 
     class Params(BaseParams):
-        """page_budget: pages read beside sinks and window; dense_layers: layers read whole."""
+        """page_budget: pages read beside sinks and window; dense_layers: layers read whole;
+        sink_tokens, window_tokens: read by every step, multiples of page_size.
+        """
 
         page_budget: BudgetField = 128
         dense_layers: Tokens = 2
