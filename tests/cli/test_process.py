@@ -25,7 +25,7 @@ def test_ctrl_c_keeps_the_text(model: Path) -> None:
     assert process.stdout is not None
     beginning = process.stdout.read(3)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=50)
+    rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert errors.startswith("interrupted: ")
     assert (beginning + rest).strip()
@@ -40,7 +40,7 @@ def test_reader_that_leaves_is_no_traceback(model: Path) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
-    assert process.wait(timeout=50) == 1
+    assert process.wait(timeout=120) == 1
 
 
 def test_help_imports_nothing_heavy() -> None:
