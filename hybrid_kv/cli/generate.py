@@ -28,7 +28,7 @@ _PROMPT = "Prompt"
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The text.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text.")] = None,
     *,
     prompt_file: Annotated[
         str | None,

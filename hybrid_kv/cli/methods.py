@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One method or index kind.")
+        str | None, typer.Argument(metavar="NAME", help="One method or index kind.")
     ] = None,
     *,
     verbose: Annotated[
