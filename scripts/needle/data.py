@@ -89,7 +89,7 @@ def _task_items(
     """Records and questions in an order in which every question follows its records."""
     known = TASKS[task]
     # An average record takes about as many tokens as the question it needs.
-    room = len(alphabet) ** 2 // 2
+    room = (len(alphabet) // 2) ** 2
     count = int(num_tokens / rng.uniform(13.0, 18.0))
     drawn = known.build(rng, min(room, max(known.min_records, count)), alphabet)
     used = sum(map(len, drawn.records))

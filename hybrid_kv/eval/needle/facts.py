@@ -152,7 +152,7 @@ def variable_tracking(rng: np.random.Generator, count: int, alphabet: NDArray[np
     """
     sizes = split_into_parts(rng, count)
     slots = tuple(tuple(rng.permutation(where).tolist()) for where in _scattered_slots(rng, sizes))
-    names = draw_keys(rng, count, alphabet).tolist()
+    names = _draw_names(rng, count, alphabet).tolist()
     records: list[Tokens] = [()] * count
     questions = []
     for where in slots:
@@ -168,23 +168,38 @@ def variable_tracking(rng: np.random.Generator, count: int, alphabet: NDArray[np
 def most_frequent(rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]) -> Facts:
     """Named lists of about eight votes each; a question asks for the word a list holds most.
 
-    The winner has half of the votes, at least two, and no other word reaches its count.
+    The winner has five votes of eight; the others go to words of their own.
     """
     num_lists = max(1, count // LIST_VOTES)
     sizes = [len(part) for part in np.array_split(np.arange(count), num_lists)]
     slots = _scattered_slots(rng, sizes)
     records: list[Tokens] = [()] * count
     questions = []
-    for name, where in zip(draw_keys(rng, num_lists, alphabet).tolist(), slots, strict=True):
-        words = (vocab.FIRST_WORD + rng.choice(vocab.NUM_WORDS, 4, replace=False)).tolist()
-        num_wins = max(2, (len(where) + 1) // 2)
-        # Three losers share the other half, so none of them gets more than a third of it.
-        votes = [words[0]] * num_wins
-        votes += [words[1 + vote % 3] for vote in range(len(where) - num_wins)]
+    for name, where in zip(_draw_names(rng, num_lists, alphabet).tolist(), slots, strict=True):
+        num_wins = max(2, ceil(len(where) * 5 / 8))
+        losers = len(where) - num_wins
+        words = vocab.FIRST_WORD + rng.choice(vocab.NUM_WORDS, 1 + losers, replace=False)
+        votes = [*words.tolist(), *[int(words[0])] * (num_wins - 1)]
         for index, vote in zip(where, rng.permutation(votes).tolist(), strict=True):
             records[index] = (vocab.VOTE, *name, vote, vocab.STOP)
-        questions.append(Question((vocab.ASK, vocab.VOTE, *name), (words[0], vocab.STOP)))
+        questions.append(Question((vocab.ASK, vocab.VOTE, *name), (votes[0], vocab.STOP)))
     return Facts(tuple(records), tuple(questions), slots)
+
+
+def _draw_names(
+    rng: np.random.Generator, count: int, alphabet: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """`count` distinct names, [count, 2], whose first and second bytes are different sets.
+
+    A chain of variables is read as one row of bytes. Were the sets the same, the second byte of
+    one name and the first of the next could spell a third name, and only counting would help.
+    Names are not made to share bytes as keys are: these tasks are hard enough without.
+    """
+    half = len(alphabet) // 2
+    shuffled = rng.permutation(alphabet)
+    firsts, seconds = shuffled[:half], shuffled[half:]
+    pairs = rng.choice(len(firsts) * len(seconds), count, replace=False)
+    return np.stack([firsts[pairs // len(seconds)], seconds[pairs % len(seconds)]], axis=1)
 
 
 def _scattered_slots(rng: np.random.Generator, sizes: Iterable[int]) -> tuple[Tokens, ...]:

@@ -59,7 +59,7 @@ TASKS: Final[Mapping[str, Task]] = MappingProxyType(
             _task(facts.passkey, 1, MAX_KEYS),
             _task(facts.multi_value, 2, 2 * MAX_KEYS),
             _task(facts.multi_query, 2, MAX_KEYS),
-            _task(facts.variable_tracking, 2, MAX_KEYS),
+            _task(facts.variable_tracking, 2, MAX_KEYS // 4),
             _task(facts.most_frequent, 2, facts.LIST_VOTES * MAX_KEYS),
         )
     }
