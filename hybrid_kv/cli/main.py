@@ -35,7 +35,7 @@ class Verbs(TyperGroup):
         try:
             code = super().main(words, *rest, **extra)
             sys.stdout.flush()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:  # the reader has gone; a flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

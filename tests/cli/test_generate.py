@@ -67,7 +67,12 @@ def test_prompt_may_come_from_elsewhere(model: Path, tmp_path: Path, source: str
     assert given.stdout == call("generate", model, PROMPT, "--max-new-tokens", 4).stdout
 
 
-def test_json_is_all_of_stdout_and_has_the_run() -> None:
+def test_json_takes_the_place_of_the_text(model: Path) -> None:
+    report = run_of(call("generate", model, PROMPT, "--max-new-tokens", 4, "--json", "-"))
+    assert report.text.strip()
+
+
+def test_json_has_the_run() -> None:
     report = run_of(call("generate", *TINY, "--json", "-", "--set", "window_tokens=32"))
     assert report.command == "generate"
     assert report.method == "hybrid"

@@ -12,6 +12,7 @@ from tests.cli.support import PROMPT
 
 COMMAND = (sys.executable, "-m", "hybrid_kv.cli.main")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # or a write would fail where a flush at exit fails
 
 
 def start(*words: object, **streams: int) -> subprocess.Popen[str]:
@@ -37,6 +38,15 @@ def test_reader_that_leaves_is_no_traceback(model: Path) -> None:
     process = start("generate", model, PROMPT, "--max-new-tokens", 900, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
     process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=120) == 1
+
+
+def test_reader_that_is_gone_before_the_end_is_no_traceback() -> None:
+    process = start("--version", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
