@@ -153,7 +153,6 @@ def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
     layer, new = step.layer, step.q.shape[2]
     head, tail = _pinned_pages(step, row)
-    chosen = min(page_budget, _free_pages(step, row))
     key_min, key_max = layer.resident.page_bounds(row)
     scores = reference.page_scores(q, key_min, key_max)
     step.work.scored += scores.numel()
@@ -161,7 +160,7 @@ def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     shared = scores.reshape(scores.shape[0], -1, new, scores.shape[-1]).amax(1)
     shared[..., :head] = torch.inf
     shared[..., shared.shape[-1] - tail :] = torch.inf
-    count = min(head + tail + chosen, shared.shape[-1])
+    count = min(head + tail + page_budget, shared.shape[-1])
     return shared.topk(count, -1, sorted=False).indices
 
 

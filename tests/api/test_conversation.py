@@ -88,10 +88,34 @@ def test_a_chat_template_is_rendered_anew_and_the_common_part_kept(plain: PreTra
         talk = llm.conversation()
         for text in TURNS:
             messages = [*talk.history, {"role": "user", "content": text}]
-            rendered = words.apply_chat_template(messages, add_generation_prompt=True)
-            ids = rendered if isinstance(rendered, list) else rendered["input_ids"]
+            rendered = words.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
             answer = talk.send(text, max_new_tokens=5)
-            assert answer.token_ids == llm.generate(ids, max_new_tokens=5).token_ids
+            alone = llm.generate(rendered["input_ids"], max_new_tokens=5)
+            assert answer.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("name", ["own", "gemma3"])
+def test_a_template_that_rewrites_answers_is_computed_anew_from_there(
+    plain: PreTrainedModel, name: str
+) -> None:
+    """As templates of reasoning models do, which leave thoughts out of later turns."""
+    words = tokenizer()
+    words.chat_template = TEMPLATE.replace(
+        "{{ m.content }}", "{{ m.content if m.role == 'user' else 'owl' }}"
+    )
+    built = plain if name == "own" else build(name)
+    with hkv.load(built, tokenizer=words, config=hkv.HybridConfig(**ALL)) as llm:
+        talk = llm.conversation()
+        for text in TURNS:
+            messages = [*talk.history, {"role": "user", "content": text}]
+            rendered = words.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+            answer = talk.send(text, max_new_tokens=5)
+            alone = llm.generate(rendered["input_ids"], max_new_tokens=5)
+            assert answer.token_ids == alone.token_ids
 
 
 def test_an_empty_message_is_refused(llm: hkv.LLM) -> None:
@@ -185,7 +209,6 @@ def test_a_context_that_is_too_long_is_refused_before_it_is_computed(llm: hkv.LL
 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_a_cache_that_was_reset_is_new_in_its_sliding_layers_too(name: str) -> None:
-    """Transformers zeroes a layer and keeps its length."""
     built = build(name)
     ids = torch.randint(PAD + 1, VOCAB, (1, 37))
     with hkv.attach(built, hkv.HybridConfig(**ALL)) as runtime, torch.no_grad():

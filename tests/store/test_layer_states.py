@@ -25,11 +25,16 @@ class LayerLife(RuleBasedStateMachine):
     feed: Feed
     lost: list[set[int]]
 
-    @initialize(rows=st.integers(1, 3), capacity=st.sampled_from([0, 5, 64]))
-    def begin(self, rows: int, capacity: int) -> None:
+    @initialize(
+        rows=st.sampled_from([3, 2, 1]),
+        capacity=st.sampled_from([0, 5, 64]),
+        prompt=st.integers(0, 40),
+    )
+    def begin(self, rows: int, capacity: int, prompt: int) -> None:
         self.store = layer(rows, capacity=capacity)
         self.feed = Feed(self.store)
         self.lost = [set() for _ in range(rows)]
+        self.feed.append(prompt)
 
     @rule(count=st.integers(1, 11))
     def append(self, count: int) -> None:
@@ -78,20 +83,28 @@ class LayerLife(RuleBasedStateMachine):
             self.store.forget_overflow(row)
             assert self.store.overflow(row) is None
 
-    @rule(share=st.floats(0, 1))
-    def crop(self, share: float) -> None:
-        count = round(share * max(map(len, self.feed.history)))
+    @rule(count=st.integers(0, 15) | st.integers(0, 99))
+    def crop(self, count: int) -> None:
         for row, history in enumerate(self.feed.history):
             fewer = min(count, len(history))
             self.store.crop(row, fewer)
             del history[len(history) - fewer :]
             self.lost[row] = {position for position in self.lost[row] if position < len(history)}
 
-    @rule(data=st.data(), rows=st.none() | st.integers(1, 3))
-    def fork(self, data: st.DataObject, rows: int | None) -> None:
+    @rule(seed=st.integers(0, 99), count=st.integers(1, 3))
+    def reorder_and_append(self, seed: int, count: int) -> None:
+        """As beam search does: rows share pages, then write behind them."""
+        rows = self.store.num_rows
+        self._fork(torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(seed)))
+        self.feed.append(count)
+
+    @rule(seed=st.integers(0, 99), rows=st.integers(1, 3))
+    def select(self, seed: int, rows: int) -> None:
         old = self.store.num_rows
-        count = rows or old  # as many rows are shared, another number is copied
-        sources = data.draw(st.lists(st.integers(0, old - 1), min_size=count, max_size=count))
+        self._fork(torch.randint(old, (rows,), generator=torch.Generator().manual_seed(seed)))
+
+    def _fork(self, rows: torch.Tensor) -> None:
+        sources = rows.tolist()
         self.store.fork(sources)
         self.feed.history = [list(self.feed.history[source]) for source in sources]
         self.lost = [set(self.lost[source]) for source in sources]
@@ -159,7 +172,7 @@ class LayerLife(RuleBasedStateMachine):
 
 
 LayerLife.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=80,
     stateful_step_count=30,
     derandomize=True,
     database=None,
