@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -136,7 +137,7 @@ def main() -> None:
         rows[f"token_major_{parts}"] = plain_peak(model, ids, tokens // parts)
     peaks = {name: round(found / unit, 2) for name, found in rows.items()}
     for name, peak in peaks.items():
-        print(f"{name:>16} {peak:6.2f} hidden-state tensors")
+        print(f"{name:>16} {peak:6.2f} hidden-state tensors", file=sys.stderr)
     report = {
         "benchmark": "prefill_memory",
         "context_tokens": tokens,
