@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 _PROMPT = "Prompt"
 
 
-def generate(
-    model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text.")] = None,
-    *,
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Other places that a prompt may come from."""
+
     prompt_file: Annotated[
         str | None,
         typer.Option(metavar="FILE|-", help="Read the text from a file.", rich_help_panel=_PROMPT),
-    ] = None,
+    ] = None
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -42,7 +43,14 @@ def generate(
             help="Take N random tokens; for models without tokenizer.",
             rich_help_panel=_PROMPT,
         ),
-    ] = None,
+    ] = None
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text.")] = None,
+    *,
+    source: PromptOptions,
     num_beams: Annotated[
         int,
         typer.Option(
@@ -66,11 +74,11 @@ def generate(
     from hybrid_kv.report import RunReport
 
     config = build_config(options)
-    source = find_prompt(prompt, prompt_file, prompt_tokens, sampling.seed or 0)
+    found = find_prompt(prompt, source.prompt_file, source.prompt_tokens, sampling.seed or 0)
     check_target(output)
     with opened(model, options, config, output, cut.layers) as llm:
         streaming = not no_stream and num_beams == 1
-        outcome = _answer(llm, source, sampling, num_beams, streaming, output)
+        outcome = _answer(llm, found, sampling, num_beams, streaming, output)
         got = outcome.generation
         note(stats_line(got, interrupted=outcome.interrupted), output)
         notice = exactness_notice(given_settings(options), got.work, got.prompt_tokens)
