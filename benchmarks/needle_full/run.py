@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from hybrid_kv.eval.needle import TASKS, Question, is_correct, make_sample  # noqa: E402
 from hybrid_kv.eval.needle.dense import DenseReader, sinks_and_window  # noqa: E402
+from hybrid_kv.eval.needle.vocabulary import ASK, KEY, PASS  # noqa: E402
 
 FIRST_SEED = 7_000_000
 
@@ -67,6 +70,65 @@ def count_right(reader: DenseReader, questions: tuple[Question, ...], streaming:
     return sum(is_correct(q, a) for q, a in zip(questions, answers, strict=True))
 
 
+def plain_questions(context: NDArray[np.int64], wanted: int) -> tuple[Question, ...]:
+    """Questions about the plain records of a passkey context, read from the context itself."""
+    starts = np.flatnonzero(context == KEY)
+    rows = [context[start : start + 8].tolist() for start in starts if context[start + 1] != PASS]
+    return tuple(Question((ASK, *row[:3]), tuple(row[3:])) for row in rows[:wanted])
+
+
+def measure_shared(model: LlamaForCausalLM, tokens: int, records: int, wanted: int) -> list[Row]:
+    """Rows of passkey and key_value from one haystack, where a prefill takes minutes."""
+    sample = make_sample("passkey", tokens, num_records=records, seed=FIRST_SEED)
+    started = time.perf_counter()
+    reader = DenseReader(model, sample.context)
+    prefill_s = time.perf_counter() - started
+    asked = {
+        "passkey": sample.questions,
+        "key_value": plain_questions(sample.context, wanted),
+    }
+    rows = []
+    for task, questions in asked.items():
+        started = time.perf_counter()
+        full = count_right(reader, questions, streaming=False)
+        ask_s = time.perf_counter() - started
+        streaming = count_right(reader, questions, streaming=True)
+        counts = (1, len(questions), full, streaming)
+        rows.append(make_row(task, tokens, records, counts, prefill_s, ask_s))
+    return rows
+
+
+def make_row(
+    task: str,
+    tokens: int,
+    records: int,
+    counts: tuple[int, int, int, int],
+    prefill_s: float,
+    ask_s: float,
+) -> Row:
+    """A row from counts of (contexts, questions, right, right with streaming) and total times."""
+    contexts, asked, full, streaming = counts
+    row = Row(
+        task=task,
+        context_tokens=tokens,
+        num_records=records,
+        contexts=contexts,
+        questions=asked,
+        exact_match=round(full / asked, 4),
+        exact_match_low=round(lower_bound(full, asked), 4),
+        streaming_exact_match=round(streaming / asked, 4),
+        prefill_s=round(prefill_s / contexts, 2),
+        ask_s=round(ask_s / contexts, 2),
+    )
+    print(
+        f"{task:18} {tokens:7} tokens {records:4} records  "
+        f"full {row.exact_match:.3f} (>= {row.exact_match_low:.3f}, n = {row.questions})  "
+        f"streaming {row.streaming_exact_match:.3f}  prefill {row.prefill_s:.1f} s",
+        flush=True,
+    )
+    return row
+
+
 def measure(
     model: LlamaForCausalLM, task: str, tokens: int, records: int, contexts: int, wanted: int
 ) -> Row:
@@ -89,18 +151,8 @@ def measure(
         prefill_s += prefilled - started
         streaming += count_right(reader, sample.questions, streaming=True)
         asked += len(sample.questions)
-    return Row(
-        task=task,
-        context_tokens=tokens,
-        num_records=records,
-        contexts=contexts,
-        questions=asked,
-        exact_match=round(full / asked, 4),
-        exact_match_low=round(lower_bound(full, asked), 4),
-        streaming_exact_match=round(streaming / asked, 4),
-        prefill_s=round(prefill_s / contexts, 2),
-        ask_s=round(ask_s / contexts, 2),
-    )
+    counts = (contexts, asked, full, streaming)
+    return make_row(task, tokens, records, counts, prefill_s, ask_s)
 
 
 def main() -> None:
@@ -112,6 +164,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=2, help="haystacks per row")
     parser.add_argument("--passkey-contexts", type=int, default=12)
     parser.add_argument("--questions", type=int, default=64, help="questions per haystack")
+    parser.add_argument(
+        "--shared", action="store_true", help="passkey and key_value from one haystack"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     arguments = parser.parse_args()
@@ -119,21 +174,16 @@ def main() -> None:
     model = LlamaForCausalLM.from_pretrained(
         arguments.model, dtype=getattr(torch, arguments.dtype)
     ).eval()
-    rows = []
+    rows: list[Row] = []
     for tokens in arguments.tokens:
         for records in arguments.records:
+            if arguments.shared:
+                rows += measure_shared(model, tokens, records, arguments.questions)
+                continue
             for task in arguments.tasks:
                 passkey = task == "passkey"
                 contexts = arguments.passkey_contexts if passkey else arguments.contexts
-                row = measure(model, task, tokens, records, contexts, arguments.questions)
-                rows.append(row)
-                print(
-                    f"{task:18} {tokens:7} tokens {records:4} records  "
-                    f"full {row.exact_match:.3f} (>= {row.exact_match_low:.3f}, "
-                    f"n = {row.questions})  streaming {row.streaming_exact_match:.3f}  "
-                    f"prefill {row.prefill_s:.1f} s",
-                    flush=True,
-                )
+                rows.append(measure(model, task, tokens, records, contexts, arguments.questions))
     environment = {
         "date": date.today().isoformat(),
         "cpu": platform.processor() or platform.machine(),

@@ -68,17 +68,23 @@ def test_training_report_is_filled() -> None:
     assert report["wall_s"] < 3600
 
 
-def test_key_value_questions_are_answered(
-    model: LlamaForCausalLM, key_value_sample: Sample
-) -> None:
-    reader = DenseReader(model, key_value_sample.context)
-    accuracy = reader.accuracy(key_value_sample.questions)
-    assert accuracy >= 0.99, f"{accuracy:.3f} of {len(key_value_sample.questions)} questions"
+@pytest.mark.parametrize(("tokens", "seed"), [(1024, 11), (1500, 12), (2048, 13)])
+def test_key_value_questions_are_answered(model: LlamaForCausalLM, tokens: int, seed: int) -> None:
+    sample = make_sample("key_value", tokens, num_records=24, num_questions=24, seed=seed)
+    accuracy = DenseReader(model, sample.context).accuracy(sample.questions)
+    assert accuracy >= 0.99, f"{accuracy:.3f} of {len(sample.questions)} questions"
+
+
+@pytest.mark.parametrize("task", ["key_value", "multi_value", "multi_query", "variable_tracking"])
+def test_most_questions_about_many_records_are_answered(model: LlamaForCausalLM, task: str) -> None:
+    sample = make_sample(task, 2048, num_records=64, num_questions=16, seed=14)
+    accuracy = DenseReader(model, sample.context).accuracy(sample.questions)
+    assert accuracy >= 0.75, f"{accuracy:.3f} of {len(sample.questions)} questions"
 
 
 def test_pass_code_is_found(model: LlamaForCausalLM) -> None:
     right = []
-    for seed in range(20):
+    for seed in range(10):
         sample = make_sample("passkey", 1024 + 7 * seed, num_records=24, seed=seed)
         right.append(DenseReader(model, sample.context).accuracy(sample.questions))
     assert np.mean(right) >= 0.99, right
