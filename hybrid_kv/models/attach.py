@@ -6,7 +6,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.config import HybridConfig
@@ -14,7 +14,7 @@ from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import check_context, for_text, inspect_model, text_config
+from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import bytes_per_token
 
@@ -36,20 +36,18 @@ class Attachment:
         self.model, self.config = model, config
         self.info = inspect_model(model)
         self._text_config = text_config(model)
-        self._previous = self._text_config._attn_implementation
         self._open = True
+        self._serving: nn.Module | None = None  # the outermost module that runs with our cache
+        self._previous: str | None = None  # the model's own attention meanwhile
         hf_attention.register()
-        self._set_attention(hf_attention.NAME)
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-        ]
+        self._hooks: list[Any] = []
+        for part in text_parts(model, self._text_config):
+            self._hooks += [
+                part.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                part.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            ]
         _attached.add(model)
-
-    def _set_attention(self, name: str) -> None:
-        # Towers of a multimodal model other than the text decoder keep their own.
-        self.model.set_attn_implementation(for_text(self.model.config, self._text_config, name))
 
     def cache(self, config: HybridConfig | None = None) -> HybridCache:
         """A new, empty cache: one per conversation, passed as `past_key_values`.
@@ -71,43 +69,62 @@ class Attachment:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Turns our attention on for a forward with a cache of ours; others stay what they are."""
+        if self._serving is module:  # an interrupt, which runs no hooks, ended the last forward
+            self._end_forward(failed=True)
         cache = kwargs.get("past_key_values")
-        self._prefill.cache = None
-        if not isinstance(cache, HybridCache):
+        if self._serving is not None or not isinstance(cache, HybridCache):
             return
+        embeds = kwargs.get("inputs_embeds")
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        self._check(cache, embeds if tokens is None else tokens, kwargs)
+        self._serving, self._previous = module, self._text_config._attn_implementation
+        self._text_config._attn_implementation = hf_attention.NAME
+        cache.begin_forward()
+        self._prefill.cache = cache
+        # Somebody else may hold on to these tensors; then chunks must not be written over them.
+        self._prefill.in_place = embeds is None and not self._records_hidden(kwargs)
+
+    def _check(self, cache: HybridCache, source: Tensor | None, kwargs: dict[str, Any]) -> None:
         if cache.kv.info is not self.info:
             raise ConfigError(
                 "this cache was made for another model; take it from this attachment's cache()"
             )
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        embeds = kwargs.get("inputs_embeds")
-        source = tokens if tokens is not None else embeds
+        if kwargs.get("output_attentions"):
+            raise ConfigError(
+                "output_attentions must be off: a tiered KV cache computes no attention weights"
+            )
         if source is None:
             return
         rows, new = source.shape[:2]
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
             check_host_memory(rows * new * self.kv_bytes_per_token, new)
-        self._prefill.cache = cache
-        # Somebody else may hold on to these tensors; then chunks must not be written over them.
-        self._prefill.in_place = embeds is None and not self._records_hidden(kwargs)
 
     def _records_hidden(self, kwargs: dict[str, Any]) -> bool:
         names = ("output_hidden_states", "output_attentions", "output_router_logits")
         return any(kwargs.get(n, getattr(self._text_config, n, False)) for n in names)
 
-    def _after_forward(self, *_: Any) -> None:
-        self._prefill.cache = None
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._serving is module:
+            self._end_forward(failed=output is None)
+
+    def _end_forward(self, *, failed: bool) -> None:
+        self._text_config._attn_implementation = self._previous
+        cache, self._prefill.cache, self._serving = self._prefill.cache, None, None
+        if cache is not None:
+            cache.end_forward(failed=failed)
 
     def close(self) -> None:
         """Detaches: the model's attention, forwards and hooks are what they were before."""
         if not self._open:
             return
         self._open = False
+        if self._serving is not None:
+            self._end_forward(failed=True)
         for hook in self._hooks:
             hook.remove()
         self._prefill.close()
-        self._set_attention(self._previous)
         _attached.discard(self.model)
 
     def __enter__(self) -> Attachment:

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls in place of its own.
+"""The attention function that transformers calls in place of its own, for forwards with our cache.
 
 Registered by name in transformers' two public registries; nothing of transformers is patched. The
 mask function must be registered too: without one transformers passes no mask and padding is lost.
@@ -15,7 +15,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
-from hybrid_kv.models.hf_cache import HybridLayer
+from hybrid_kv.models.hf_cache import HybridLayer, layer_of
 from hybrid_kv.ops import get_ops
 from hybrid_kv.types import PartialAttention
 
@@ -25,7 +25,22 @@ NAME = "hybrid_kv"
 def register() -> None:
     """Makes `attn_implementation="hybrid_kv"` known to transformers; harmless when repeated."""
     AttentionInterface.register(NAME, hybrid_attention)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def padding_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """None, or which tokens are real [B, tokens seen]; everything else follows from the order.
+
+    Raises:
+        ConfigError: the forward needs another mask: image tokens that see each other, an encoder's.
+    """
+    if not allow_is_causal_skip:  # transformers' sign for an overlay on the causal mask
+        raise ConfigError(
+            "the mask must be causal with padding at most, got one of another form, such as image "
+            "tokens that see each other; for text alone leave token_type_ids away"
+        )
+    mask: Tensor | None = flash_attention_mask(*args, **kwargs)
+    return mask
 
 
 def hybrid_attention(
@@ -54,12 +69,20 @@ def hybrid_attention(
     """
     _refuse(attention_mask, unsupported)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer: HybridLayer | None = getattr(key, "hybrid_kv_layer", None)
-    if layer is not None:
+    layer = layer_of(key)
+    causal = getattr(module, "is_causal", True)
+    if isinstance(layer, HybridLayer):
+        if layer_of(value) is not layer or not causal:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to other values than it caches, or not causally, "
+                "which hybrid_kv cannot serve; use this model without it"
+            )
         part = layer.attend(query, attention_mask, scale=scale, softcap=softcap)
     else:
+        if layer is not None:
+            layer.is_pending = False
+            sliding_window = layer.sliding_window
         window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
-        causal = getattr(module, "is_causal", True)
         part = _attend_plain(query, key, value, attention_mask, scale, softcap, window, causal)
     out = part.out if s_aux is None else apply_sink(part, s_aux)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None

@@ -10,12 +10,43 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import ModelInfo, PartialAttention, Work
+
+
+def tag(tensor: Tensor, layer: HybridLayer | SlidingLayer) -> Tensor:
+    """Hangs a handle to its cache layer on a tensor that goes to the attention function."""
+    tensor.hybrid_kv_layer = layer  # type: ignore[attr-defined]
+    return tensor
+
+
+def layer_of(tensor: Tensor) -> HybridLayer | SlidingLayer | None:
+    """The cache layer that a key or value came from; None where the model made another tensor."""
+    return getattr(tensor, "hybrid_kv_layer", None)
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """A sliding-window layer of transformers' own that knows whether its keys were attended.
+
+    Not every model tells its attention function the window, so the layer does.
+    """
+
+    is_pending = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        k, v = super().update(key_states, value_states, *args, **kwargs)
+        self.is_pending = True
+        return tag(k.view_as(k), self), v
 
 
 class HybridLayer(CacheLayerMixin):
@@ -36,21 +67,27 @@ class HybridLayer(CacheLayerMixin):
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._cache.check_shapes(self._layer_idx, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes new k, v [B, Hkv, T, D]; returns the same values, the key with a handle to us."""
+        """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us."""
         self._cache.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._pending = (key_states.detach(), value_states.detach())
         self._seen += key_states.shape[-2]
-        tagged = key_states.view_as(key_states)
-        tagged.hybrid_kv_layer = self  # type: ignore[attr-defined]
-        return tagged, value_states
+        return tag(key_states.view_as(key_states), self), tag(
+            value_states.view_as(value_states), self
+        )
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether new tokens came that no attention has asked for yet."""
+        return self._pending is not None
 
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
@@ -97,7 +134,7 @@ class HybridLayer(CacheLayerMixin):
         self._cache.kv.fork(self._layer_idx, indices.tolist())
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Takes a whole prompt's entries [B, Hkv, N, D], computed elsewhere, and seals the layer."""
+        """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
         if self._seen:
             raise ConfigError(f"a layer is filled while it is empty, got {self._seen} tokens in it")
         self.lazy_initialization(k, v)
@@ -126,6 +163,7 @@ class HybridCache(Cache):
     ) -> None:
         self.kv = KVCache(info, config)
         self._is_open = is_open
+        self._in_forward = False
         self._mask: Tensor | None = None
         self._mask_is_plain = True
         self._model_config = model_config
@@ -134,7 +172,7 @@ class HybridCache(Cache):
     def _new_layers(self) -> list[Any]:
         tiered = {shape.layer_idx for shape in self.kv.info.layers}
         return [
-            HybridLayer(self, idx) if idx in tiered else layer
+            HybridLayer(self, idx) if idx in tiered else _with_handle(layer)
             for idx, layer in enumerate(DynamicCache(config=self._model_config).layers)
         ]
 
@@ -144,12 +182,47 @@ class HybridCache(Cache):
         return self.kv.work
 
     def require_open(self) -> None:
-        """Raises ConfigError once the model was detached: it would attend new keys only."""
+        """Raises ConfigError where our attention is off: the model would attend new keys only."""
         if not self._is_open():
             raise ConfigError(
                 "this cache belongs to a model that was detached; use it inside its `with "
                 "hybrid_kv.attach(...)` block"
             )
+        if not self._in_forward:
+            raise ConfigError(
+                "this cache was given to a model that is not attached, or to a part of one; call "
+                "the attached model itself"
+            )
+
+    def begin_forward(self) -> None:
+        """The attached model is about to run with this cache, and our attention is on."""
+        self._in_forward = True
+
+    def end_forward(self, *, failed: bool) -> None:
+        """The model has run.
+
+        Raises:
+            UnsupportedModelError: a layer stored keys and then attended without asking us.
+        """
+        self._in_forward = False
+        for idx, layer in enumerate(self.layers):
+            if getattr(layer, "is_pending", False) and not failed:
+                raise UnsupportedModelError(
+                    f"layer {idx} of this model attends to other keys than it caches, which "
+                    "hybrid_kv cannot serve; use this model without it"
+                )
+
+    def check_shapes(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Raises UnsupportedModelError where keys or values are not as the model's config says."""
+        shape = next(shape for shape in self.kv.info.layers if shape.layer_idx == layer_idx)
+        expected = (shape.num_kv_heads, shape.head_dim)
+        for name, tensor in (("keys", k), ("values", v)):
+            if (tensor.shape[1], tensor.shape[3]) != expected:
+                raise UnsupportedModelError(
+                    f"{name} of layer {layer_idx} must have {expected[0]} heads of {expected[1]} "
+                    f"channels by the model's configuration, got {tensor.shape[1]} of "
+                    f"{tensor.shape[3]}; use this model without hybrid_kv"
+                )
 
     def new_valid(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
         """Which of the newest tokens are real, [B, T] bool; None if all are."""
@@ -188,7 +261,7 @@ class HybridCache(Cache):
 
     def reset(self) -> None:
         """Forgets the conversation."""
-        # Layers of transformers' own would keep their length and have zeros attended.
+        # New layers rather than emptied ones: what emptying leaves behind differs by kind.
         self.layers = self._new_layers()
         self.kv.reset()
         self._mask = None
@@ -196,6 +269,12 @@ class HybridCache(Cache):
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every token seen has exactly one owner in every layer."""
         self.kv.check_integrity()
+
+
+def _with_handle(layer: Any) -> Any:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return SlidingLayer(sliding_window=layer.sliding_window)
+    return layer
 
 
 def tiered_layers(model_config: PreTrainedConfig) -> list[int]:

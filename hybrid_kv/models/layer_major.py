@@ -125,8 +125,6 @@ def _slice(value: Any, total: int, start: int, stop: int, name: str = "") -> Any
         return value
     if name == "attention_mask":  # [B, tokens seen]: later chunks do not exist yet
         return value[:, : value.shape[1] - (total - stop)]
-    if value.shape[1] == total:
-        return value[:, start:stop]
-    if value.shape[-1] == total:  # M-RoPE positions [3, B, T]
-        return value[..., start:stop]
-    return value
+    # Mostly axis 1; M-RoPE positions are [3, B, T], factors on queries [1, 1, T, 1].
+    axis = next((axis for axis in range(1, value.ndim) if value.shape[axis] == total), None)
+    return value if axis is None else value.narrow(axis, start, stop - start)

@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.models.hf_cache import tiered_layers
@@ -17,18 +18,13 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def for_text(config: PreTrainedConfig, text: PreTrainedConfig, name: str) -> Any:
-    """Asks `set_attn_implementation` for `name` in the text decoder alone.
-
-    `text` is `config` itself or lies somewhere below it; then the request is a nested dict.
-    """
-    if config is text:
-        return name
-    for key in config.sub_configs:
-        below = getattr(config, key, None)
-        if below is not None and (request := for_text(below, text, name)):
-            return {key: request}
-    return None
+def text_parts(model: PreTrainedModel, text: PreTrainedConfig) -> list[PreTrainedModel]:
+    """The model and what in it leads to the text decoder; not the towers for images or sound."""
+    return [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and (part is model or text_config(part) is text)
+    ]
 
 
 def inspect_model(model: PreTrainedModel) -> ModelInfo:
@@ -61,6 +57,11 @@ def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if "past_key_values" not in signature(model.forward).parameters:
         raise UnsupportedModelError(
             f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"
+        )
+    if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
+        raise UnsupportedModelError(
+            f"{name} has layers that attend in chunks, which hybrid_kv does not serve; use a model "
+            "with full or sliding-window attention"
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
