@@ -14,11 +14,14 @@ def allocate(
     """A tensor that may be written inside and outside of inference mode alike.
 
     What is allocated in inference mode can never be written outside of it, and a cache lives longer
-    than the mode it was first filled in.
+    than the mode it was first filled in. On the host, memory asked for empty or as zeros is not
+    committed before it is written.
     """
     with torch.inference_mode(False):
         if fill is None:
             return torch.empty(list(size), dtype=dtype, device=device)
+        if fill == 0:
+            return torch.zeros(list(size), dtype=dtype, device=device)
         return torch.full(list(size), fill, dtype=dtype, device=device)
 
 
