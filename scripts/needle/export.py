@@ -59,7 +59,8 @@ def to_transformers(weights: Weights, size: ModelSize) -> LlamaForCausalLM:
             state[f"model.layers.{index}.{name}.weight"] = weights[short][index]
     state["lm_head.weight"] = weights["embed"]
     model.load_state_dict({name: t.detach().cpu() for name, t in state.items()})
-    return model.to(torch.bfloat16).eval()
+    model.bfloat16().eval()
+    return model
 
 
 def save_model(model: LlamaForCausalLM, folder: Path, report: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ class Trainer:
         for step in range(first_step, first_step + stage.steps):
             batch = make_batch(rng, stage).to(self._device)
             loss = _loss(self._weights, batch, self._size, self._layer)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimiser.step(step)
             losses.append(float(loss.detach()))
             if step % phase.settings.clip_every == 0:
