@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_ALIGNMENT = 64
+"""Bytes; a cache line, which vector loads must not straddle."""
 
 
 def allocate(
@@ -20,9 +25,17 @@ def allocate(
     with torch.inference_mode(False):
         if fill is None:
             return torch.empty(list(size), dtype=dtype, device=device)
-        if fill == 0:
-            return torch.zeros(list(size), dtype=dtype, device=device)
+        if fill == 0 and device.type == "cpu":
+            return _uncommitted_zeros(size, dtype)
         return torch.full(list(size), fill, dtype=dtype, device=device)
+
+
+def _uncommitted_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros from the system's zero pages; `torch.zeros` would write, and so commit, every byte."""
+    num_bytes = math.prod(size) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(list(size))
 
 
 def enlarge(tensor: Tensor, axis: int, size: int, fill: float | None = None) -> Tensor:
