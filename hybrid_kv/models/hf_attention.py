@@ -112,7 +112,7 @@ def _attend_plain(
     window: int | None,
     causal: bool,
 ) -> PartialAttention:
-    """Sliding-window layers (their cache is transformers' own), calls without cache, encoders."""
+    """Attention over all of `k`: sliding-window layers, whose cache is transformers' own."""
     if mask is None:
         return _attend_whole(q, k, v, scale, softcap, window, causal)
     # The newest columns of the mask belong to the keys at hand.
@@ -121,17 +121,35 @@ def _attend_plain(
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     for row in range(q.shape[0]):
         keys, queries = valid[row], valid[row, -q.shape[2] :]
-        part = _attend_whole(
-            q[row : row + 1, :, queries],
-            k[row : row + 1, :, keys],
-            v[row : row + 1, :, keys],
-            scale,
-            softcap,
-            window,
-            causal,
-        )
+        one = slice(row, row + 1)
+        if window is not None and bool((keys.diff() & ~keys[1:]).any()):
+            part = _attend_slots(q[one], k[one], v[one], keys, scale, softcap, window)
+            part = PartialAttention(part.out[:, :, queries], part.lse[:, :, queries])
+        else:
+            real = (q[one, :, queries], k[one, :, keys], v[one, :, keys])
+            part = _attend_whole(*real, scale, softcap, window, causal)
         out[row][:, queries], lse[row][:, queries] = part.out[0].to(q.dtype), part.lse[0]
     return PartialAttention(out, lse)
+
+
+def _attend_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int,
+) -> PartialAttention:
+    """One row with padding behind real tokens: transformers' window counts that padding."""
+    slots = torch.arange(k.shape[2], device=q.device)
+    ends = slots[-q.shape[2] :, None]
+    seen = keys & (slots <= ends) & (slots > ends - window)
+    bias = torch.zeros(seen.shape, device=q.device).masked_fill(~seen, -torch.inf)
+    grouped = group_queries(q, k.shape[1])
+    bias = bias.repeat(q.shape[1] // k.shape[1], 1)
+    part = attend(get_ops("auto"), grouped, k, v, scale=scale, softcap=softcap, bias=bias)
+    return PartialAttention(part.out.reshape(q.shape), part.lse.reshape(q.shape[:3]))
 
 
 def _attend_whole(
