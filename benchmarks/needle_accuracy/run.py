@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--model", default="needle")
     parser.add_argument("--contexts", default="4k,16k,32k")
     parser.add_argument("--records", default="64,128")
-    parser.add_argument("--questions", type=int, default=48)
+    parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
