@@ -55,7 +55,9 @@ install_key() {
 import hashlib, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 project = tomllib.loads((root / "pyproject.toml").read_text())
-texts = [(root / name).read_text() for name in ("setup.cfg", "scripts/_env.sh")]
+native = sorted(str(path.relative_to(root)) for path in (root / "native").rglob("*.[hc]*"))
+names = ("setup.cfg", "setup.py", "scripts/_env.sh", *native)
+texts = [(root / name).read_text() for name in names]
 parts = [sys.version, *sys.argv[1:], *texts, repr((project["build-system"], project["project"]))]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY

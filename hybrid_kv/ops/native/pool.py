@@ -1,0 +1,50 @@
+"""The engine's worker threads, and how many there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_int32, c_void_p
+from functools import cache
+from weakref import finalize
+
+from hybrid_kv.errors import BackendUnavailable
+from hybrid_kv.ops.native.library import check, engine
+
+
+class Pool:
+    """Spinning worker threads; the calling thread works too, so one thread starts none.
+
+    Args:
+        threads: including the caller.
+        affinity: CPU numbers that the workers are pinned to in turn; empty leaves them free.
+
+    Raises:
+        ConfigError: threads or affinity out of range.
+        BackendUnavailable: there is no engine.
+    """
+
+    def __init__(self, threads: int, affinity: Sequence[int] = ()) -> None:
+        library = engine()
+        if library is None:
+            raise BackendUnavailable(
+                "a pool needs the native engine; run `hybrid-kv doctor` to see why it is absent"
+            )
+        cpus = (c_int32 * len(affinity))(*affinity) if affinity else None
+        handle = c_void_p()
+        check(library, library.hkv_pool_create(threads, cpus, len(affinity), byref(handle)))
+        self.handle = handle
+        self.threads = threads
+        self._close = finalize(self, library.hkv_pool_destroy, handle)
+
+    def close(self) -> None:
+        """Stops the threads; the pool cannot be used after it."""
+        self._close()
+        self.handle = c_void_p()
+
+
+@cache
+def default_pool() -> Pool:
+    """One pool per process, with `HYBRID_KV_THREADS` threads or one per CPU it may use."""
+    wanted = os.environ.get("HYBRID_KV_THREADS", "")
+    return Pool(int(wanted) if wanted else len(os.sched_getaffinity(0)))

@@ -1,0 +1,55 @@
+/* The engine's C door: plain C, no Python, no torch, no global state beside the last error.
+ *
+ * One library is built per instruction set (see `hkv_isa`); all of them have these symbols, and the
+ * caller loads the one that its CPU can run. Every function that can fail returns HKV_OK or a
+ * status below and leaves a sentence in `hkv_last_error` of the calling thread. Sizes are elements
+ * unless a name says bytes; arrays are row-major and belong to the caller.
+ */
+#ifndef HYBRID_KV_H
+#define HYBRID_KV_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HKV_API __attribute__((visibility("default")))
+
+/* Raised with every change of a signature or of a struct below; the caller refuses another one. */
+#define HKV_ABI_VERSION 1
+
+enum hkv_status {
+  HKV_OK = 0,
+  HKV_INVALID = 1,   /* an argument is out of range */
+  HKV_NO_MEMORY = 2, /* an allocation failed; nothing was changed */
+  HKV_FAILED = 3     /* anything else */
+};
+
+enum hkv_dtype { HKV_F32 = 0, HKV_F16 = 1, HKV_BF16 = 2 };
+
+HKV_API int hkv_abi_version(void);
+
+/* "baseline", "avx2" or "avx512": what this library was compiled for. */
+HKV_API const char *hkv_isa(void);
+
+/* The best of these names that this CPU and its operating system can run. Any library answers. */
+HKV_API const char *hkv_best_isa(void);
+
+/* What went wrong last on this thread; valid until its next call. */
+HKV_API const char *hkv_last_error(void);
+
+/* Worker threads that spin for a while before they sleep. The caller of a parallel function works
+ * too, so that `threads` = 1 starts no thread. One parallel call runs at a time; others wait.
+ * affinity: CPU numbers to pin the workers to in turn, or NULL; num_affinity of them.
+ */
+typedef struct hkv_pool hkv_pool;
+HKV_API int hkv_pool_create(int32_t threads, const int32_t *affinity, int32_t num_affinity,
+                            hkv_pool **pool);
+HKV_API void hkv_pool_destroy(hkv_pool *pool);
+HKV_API int32_t hkv_pool_threads(const hkv_pool *pool);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,59 @@
+// Worker threads for loops over independent items (KV heads, blocks of queries).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace hkv {
+
+/// Runs a loop's items on all workers and the calling thread.
+///
+/// Workers spin between loops, because decoding enters the pool once per layer and waking a
+/// sleeping thread costs as much as a search; after a while without work they sleep.
+class Pool {
+ public:
+  /// `item` and the number of the worker that runs it, 0 .. threads() - 1.
+  using Body = std::function<void(int64_t item, int worker)>;
+
+  Pool(int threads, const int32_t *affinity, int num_affinity);
+  ~Pool();
+  Pool(const Pool &) = delete;
+  Pool &operator=(const Pool &) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  /// Calls body(item, worker) for every item below `count`; rethrows the first exception after all
+  /// workers have stopped. A nested call from inside a body runs on the calling worker alone.
+  void run(int64_t count, const Body &body);
+
+ private:
+  void work(int worker);
+  void take_items(int worker) noexcept;
+  void take_items_here() noexcept;
+  void shut_down();
+
+  const int process_;  // where the workers live
+  std::vector<std::thread> workers_;
+  std::mutex caller_;  // one loop at a time
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int> busy_{0};
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> stop_{false};
+  int64_t count_ = 0;
+  const Body *body_ = nullptr;
+  std::mutex failure_mutex_;
+  std::exception_ptr failure_;
+};
+
+/// Runs the loop on `pool`, or here where it is null.
+void parallel_for(Pool *pool, int64_t count, const Pool::Body &body);
+
+}  // namespace hkv
