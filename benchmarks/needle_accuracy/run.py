@@ -3,8 +3,10 @@
     python benchmarks/needle_accuracy/run.py --contexts 4k,16k,32k --records 64,128
 
 Every method reads the same budget, 2% of the context, except `full` (everything) and `quest` (whose
-first two layers are dense, as in its paper; `quest_all_sparse` shows it without). One prefill
-serves all methods. The last line on stdout is one JSON document.
+first two layers are dense, as in its paper; `quest_all_sparse` shows it without). `top100` attends
+the exact best 100 cold entries, and its `recall` rows an index that misses each of them with a
+fixed chance: what a bad index costs. One prefill serves all methods. The last line on stdout is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -17,15 +19,40 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from pydantic import Field
 
 import hybrid_kv as hkv
-from hybrid_kv.config import parse_count
+from hybrid_kv.config import Params, parse_count
 from hybrid_kv.eval import accuracy
 from hybrid_kv.eval.needle import filler, make_sample
+from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.plugins import INDEXES
+from hybrid_kv.types import SearchResult
 
 PAGE = 16
 BUDGET = 0.02
 TEXT_TOKENS = 256
+
+
+@INDEXES.register("lossy")
+class LossyIndex(FlatIndex):
+    """Exact search that misses every key, in every search anew, with a chance of 1 - recall."""
+
+    class Params(Params):
+        """recall: the expected share of the best keys that is returned."""
+
+        recall: float = Field(default=0.5, gt=0, le=1)
+
+    exact = False
+
+    def _find(self, queries: torch.Tensor, count: int) -> SearchResult:
+        wider = min(len(self), int(2 * count / self.params.recall))
+        found = super()._find(queries, wider)
+        missed = torch.rand(found.ids.shape) >= self.params.recall
+        scores = found.scores.masked_fill(missed, -torch.inf)
+        scores, order = scores.topk(count)
+        ids = found.ids.gather(-1, order).masked_fill(scores == -torch.inf, -1)
+        return SearchResult(ids, scores, found.scored)
 
 
 def methods(context_tokens: int) -> dict[str, hkv.HybridConfig]:
@@ -48,6 +75,10 @@ def methods(context_tokens: int) -> dict[str, hkv.HybridConfig]:
     }
     for name in ("flat", "ivf", "hnsw", "hybrid"):
         table[name] = {"method": name, **near, "cold": {"top_k": top_k}}
+    for name, recall in (("top100", 1.0), ("top100_recall_0.9", 0.9), ("top100_recall_0.5", 0.5)):
+        index = {"kind": "lossy", "recall": recall}
+        cold = {"top_k": 100, "index": index}
+        table[name] = {"method": "retrieval_attention", **near, "cold": cold}
     return {name: hkv.HybridConfig(**common, **settings) for name, settings in table.items()}
 
 
@@ -110,6 +141,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
+    torch.manual_seed(options.seed)
     rows: list[dict[str, Any]] = []
     with hkv.load(options.model, dtype=options.dtype) as llm:
         for text in options.contexts.split(","):

@@ -15,7 +15,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import TASKS, Question, Sample, filler, is_correct, make_sample
 from hybrid_kv.eval.needle.filler import successors
 from hybrid_kv.eval.needle.tokenizer import build_tokenizer, save_tokenizer
-from hybrid_kv.eval.needle.vocabulary import BOS, TOKENS, VOCAB_SIZE
+from hybrid_kv.eval.needle.vocabulary import BOS, STOP, TOKENS, VOCAB_SIZE
 
 ALL_TASKS = sorted(TASKS)
 HEX = "[0-9a-f]{2}"
@@ -134,6 +134,20 @@ def test_answer_follows_from_the_context(
     for question in sample.questions:
         text = tokenizer.decode(question.ids)
         assert tokenizer.decode(question.answer) in expected_answers(task, text, context)
+
+
+@pytest.mark.parametrize("task", ALL_TASKS)
+def test_evidence_is_all_that_an_answer_needs(
+    task: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sample = draw(task, seed=9)
+    ids = sample.context.tolist()
+    for question, places in zip(sample.questions, sample.evidence, strict=True):
+        records = [ids[at : ids.index(STOP, at) + 1] for at in places]
+        assert list(places) == sorted(places)
+        text = tokenizer.decode(question.ids)
+        alone = tokenizer.decode([BOS, *(token for record in records for token in record)])
+        assert tokenizer.decode(question.answer) in expected_answers(task, text, alone)
 
 
 @pytest.mark.parametrize("task", ALL_TASKS)

@@ -35,12 +35,14 @@ class Sample:
     """One haystack, [context_tokens] int64 ids beginning with bos, and questions about it.
 
     Append the ids of one question to the context and let the model continue; every question
-    refers to the same context, so a context is prefilled once and asked many times.
+    refers to the same context, so a context is prefilled once and asked many times. `evidence[i]`
+    are the places in the context, ascending, where the records that question i rests on begin.
     """
 
     task: str
     context: NDArray[np.int64]
     questions: tuple[Question, ...]
+    evidence: tuple[tuple[int, ...], ...]
 
 
 def _task(build: BuildFacts, min_records: int, max_records: int) -> Task:
@@ -111,23 +113,30 @@ def make_sample(
             f"num_questions must be 1..{len(drawn.questions)} for {num_records} records of task "
             f"'{task}', got {num_questions}; ask fewer questions or raise num_records"
         )
-    context = scatter(rng, drawn.records, draw_filler(context_tokens - needed, rng))
-    chosen = rng.choice(len(drawn.questions), num_questions, replace=False)
-    return Sample(task, context, tuple(drawn.questions[index] for index in chosen.tolist()))
+    context, starts = scatter(rng, drawn.records, draw_filler(context_tokens - needed, rng))
+    chosen = rng.choice(len(drawn.questions), num_questions, replace=False).tolist()
+    return Sample(
+        task,
+        context,
+        tuple(drawn.questions[index] for index in chosen),
+        tuple(tuple(sorted(starts[i] for i in drawn.sources[index])) for index in chosen),
+    )
 
 
 def scatter(
     rng: np.random.Generator, records: Sequence[tuple[int, ...]], text: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """bos, then `text` with the records inserted in their order at random places."""
+) -> tuple[NDArray[np.int64], list[int]]:
+    """bos, then `text` with the records inserted in their order at random places; their places."""
     sentence_ends = np.flatnonzero(text == vocab.STOP) + 1
     if len(sentence_ends) >= 2 * len(records):
         gaps = np.sort(rng.choice(sentence_ends, len(records), replace=False))
     else:
         gaps = np.sort(rng.integers(len(text) + 1, size=len(records)))
     flat = np.array([token for record in records for token in record], dtype=np.int64)
-    at = np.repeat(gaps, [len(record) for record in records])
-    return np.insert(np.concatenate([[vocab.BOS], text]), at + 1, flat)
+    sizes = np.array([len(record) for record in records])
+    starts = gaps + 1 + np.cumsum(sizes) - sizes
+    context = np.insert(np.concatenate([[vocab.BOS], text]), np.repeat(gaps + 1, sizes), flat)
+    return context, starts.tolist()
 
 
 def is_correct(question: Question, generated_ids: Sequence[int]) -> bool:
