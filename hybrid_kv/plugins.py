@@ -32,6 +32,11 @@ class Index(ABC):
     def __init__(self, params: Any) -> None:
         self.params = params
 
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        """Evidence that `build` wants for an index with these parameters."""
+        return Needs()
+
     @abstractmethod
     def build(self, keys: Tensor, queries: Tensor | None) -> None:
         """Replaces the content by `keys`.
@@ -39,7 +44,7 @@ class Index(ABC):
         Args:
             keys: [Hkv, N, D], N >= 0, on the host; kept by reference, never copied needlessly.
             queries: [Hkv, M, D] queries of the prefill, pooled over the group, for indexes that
-                learn where queries fall; None where the method declared no need for them.
+                learn where queries fall; None where `needs` asks for none or the KV came without.
         """
 
     @abstractmethod
@@ -97,10 +102,14 @@ class Method(ABC):
     """
 
     Params: ClassVar[type[BaseModel]]
-    needs: ClassVar[Needs] = Needs()
 
     def __init__(self, params: Any) -> None:
         self.params = params
+
+    @property
+    def needs(self) -> Needs:
+        """Evidence to collect during prefill; paid for only when asked for."""
+        return Needs()
 
     def open(self, info: ModelInfo) -> None:  # noqa: B027 (neutral on purpose)
         """Called once before the first token: head masks, calibration, state per layer."""

@@ -101,6 +101,12 @@ class Evidence:
     sampled_queries: Tensor | None = None
     last_queries: Tensor | None = None
 
+    @property
+    def queries(self) -> Tensor | None:
+        """All queries [Hq, M, D] that were kept, in the order of the prompt but for overlaps."""
+        kept = [q for q in (self.sampled_queries, self.last_queries) if q is not None]
+        return torch.cat(kept, 1) if kept else None
+
 
 @dataclass(frozen=True, slots=True)
 class EntrySet:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, IndexConfig, Params, Tokens
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, EntrySet, Evidence, Tier
+from hybrid_kv.types import Demotion, EntrySet, Evidence, Needs, Tier
 
 
 class ColdParams(Params):
@@ -36,6 +36,11 @@ class RetrievalAttention(Method):
     """
 
     Params = RetrievalParams
+
+    @property
+    def needs(self) -> Needs:
+        index = self.params.cold.index
+        return index.plugin().factory.needs(index.params)  # type: ignore[no-any-return]
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

@@ -161,7 +161,7 @@ class KVCache:
         evidence = tuple(collector.evidence() for collector in collectors)
         placement = self.method.seal(layer_idx, evidence)
         layer.seal(placement)
-        moved = self._demote(layer_idx, [e.sampled_queries for e in evidence])
+        moved = self._demote(layer_idx, [e.queries for e in evidence])
         if moved:
             layer.compact()
         if placement.digests:
@@ -171,7 +171,7 @@ class KVCache:
         """Moves what has left the window; true if anything moved.
 
         Args:
-            queries: per row the sampled queries [Hq, M, D] for a new index; empty after the prompt.
+            queries: per row the observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
         layer = self._layers[layer_idx]
         moved = False

@@ -1,0 +1,237 @@
+"""Caches as transformers sees them.
+
+Each test asks for the result of eager attention or for a refusal that says why. A result that is
+silently wrong is the one forbidden outcome.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+)
+
+import hybrid_kv as hkv
+from tests.contracts.architectures import (
+    PAD,
+    build,
+)
+from tests.contracts.edges.calls import (
+    CLOSE,
+    LOSSY,
+    NEW,
+    PROMPT,
+    TIERED,
+    config,
+    expected,
+    greedy,
+    padded,
+    prompt,
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "glm4"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_cropped_tokens_leave_no_trace(name: str, count: int) -> None:
+    model, ids = build(name), prompt(length=48)
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        cache.activate_past_recording()
+        plain = DynamicCache(config=model.config)
+        plain.activate_past_recording()
+        # Rounds of a guess, all of it wrong, and the right tokens instead.
+        for at in range(24, 48, count):
+            seen = 0 if at == 24 else at
+            right = ids[:, seen : at + count]
+            wrong = prompt(length=count, seed=at)
+            for one in (cache, plain):
+                model(torch.cat([right[:, : 24 - seen], wrong], dim=1), past_key_values=one)
+                one.crop(-count)
+                one.crop(0)
+            cache.check_integrity()
+            assert cache.get_seq_length() == plain.get_seq_length() == max(at, 24)
+            rest = right[:, 24 - seen :] if seen == 0 else right
+            found = model(rest, past_key_values=cache).logits
+            torch.testing.assert_close(found, model(rest, past_key_values=plain).logits, **CLOSE)
+            cache.crop(0)
+            plain.crop(0)
+            cache.check_integrity()
+
+
+def test_crop_to_nothing_makes_the_cache_new(model: PreTrainedModel) -> None:
+    tokens = expected(model, prompt())
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        model(prompt(seed=1), past_key_values=cache)
+        cache.crop(-PROMPT)
+        assert cache.get_seq_length() == 0
+        cache.check_integrity()
+        assert torch.equal(greedy(model, prompt(), cache), tokens)
+
+
+def test_reset_makes_the_cache_new(model: PreTrainedModel) -> None:
+    tokens = expected(model, prompt())
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        greedy(model, prompt(seed=1), cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(greedy(model, prompt(), cache), tokens)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [TIERED, LOSSY], ids=["tiered", "lossy"])
+def test_the_length_is_tokens_seen_not_tokens_kept(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
+    with hkv.attach(model, hkv.HybridConfig(**settings)) as runtime:
+        cache = runtime.cache()
+        assert cache.get_seq_length() == 0
+        out = greedy(model, prompt(), cache)
+        # The last token was chosen, not yet read.
+        assert cache.get_seq_length() == out.shape[1] - 1 == PROMPT + NEW - 1
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_conversations_do_not_disturb_each_other(name: str) -> None:
+    model = build(name)
+    seeds = range(3)
+    questions = [[prompt(length=9, seed=10 * seed + turn) for turn in range(3)] for seed in seeds]
+
+    def play(histories: list[Tensor], caches: list[Cache]) -> list[Tensor]:
+        for turn in range(3):
+            for seed in seeds:
+                ids = torch.cat([histories[seed], questions[seed][turn]], dim=1)
+                histories[seed] = greedy(model, ids, caches[seed])
+        return histories
+
+    starts = [prompt(length=20 + 6 * seed, seed=seed) for seed in seeds]
+    want = play(list(starts), [DynamicCache(config=model.config) for _ in seeds])
+    with hkv.attach(model, config()) as runtime:
+        caches = [runtime.cache() for _ in seeds]
+        found = play(list(starts), caches)
+        for cache in caches:
+            cache.check_integrity()
+    for tokens, exact in zip(found, want, strict=True):
+        assert torch.equal(tokens, exact)
+
+
+def test_a_prompt_of_inference_mode_continues_without_it(model: PreTrainedModel) -> None:
+    tokens = expected(model, prompt())
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        with torch.inference_mode():
+            model(prompt()[:, :-1], past_key_values=cache)
+        assert torch.equal(greedy(model, prompt(), cache), tokens)
+        cache.check_integrity()
+
+
+def test_a_prompt_without_inference_mode_continues_in_it(model: PreTrainedModel) -> None:
+    tokens = expected(model, prompt())
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        model(prompt()[:, :-1], past_key_values=cache)
+        with torch.inference_mode():
+            assert torch.equal(greedy(model, prompt(), cache), tokens)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 16, 17])
+def test_short_prompts_equal_eager_attention(model: PreTrainedModel, length: int) -> None:
+    ids = prompt(length=length)
+    tokens = expected(model, ids, max_new_tokens=24)
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        assert torch.equal(greedy(model, ids, cache, max_new_tokens=24), tokens)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_draft_model_changes_nothing(name: str) -> None:
+    model, draft = build(name), build("qwen2")
+    tokens = expected(model, prompt(), assistant_model=draft)
+    assert torch.equal(tokens, expected(model, prompt()))
+    with hkv.attach(model, config()) as runtime:
+        for assistant in (draft, model):  # drafting for itself, every guess is right
+            cache = runtime.cache()
+            assert torch.equal(greedy(model, prompt(), cache, assistant_model=assistant), tokens)
+            cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", ["hybrid", "retrieval_attention", "full"])
+def test_rows_of_a_cache_can_be_repeated_and_selected(name: str, method: str) -> None:
+    model = build(name)
+    settings = config() if method == "hybrid" else config().replace(method=method)
+
+    def play(cache: Cache) -> Tensor:
+        found = [model(prompt(rows=2), past_key_values=cache).logits[:, -1]]
+        cache.batch_repeat_interleave(3)
+        for turn in range(4):
+            found.append(model(prompt(6, 3, seed=turn), past_key_values=cache).logits)
+        cache.batch_select_indices(torch.tensor([5, 0, 3]))
+        for turn in range(4):
+            found.append(model(prompt(3, 3, seed=turn), past_key_values=cache).logits)
+        return torch.cat([part.flatten() for part in found])
+
+    want = play(DynamicCache(config=model.config))
+    with hkv.attach(model, settings) as runtime:
+        cache = runtime.cache()
+        torch.testing.assert_close(play(cache), want, **CLOSE)
+        cache.check_integrity()
+
+
+def test_beams_of_a_later_turn_equal_eager_attention(model: PreTrainedModel) -> None:
+    # Beam search repeats the prompt before it is computed, so a second turn starts from beams.
+    ids = prompt()
+    more = prompt(length=6, seed=1)
+
+    def play(cache: Cache) -> Tensor:
+        out = greedy(model, ids, cache, num_beams=3, num_return_sequences=3)
+        return greedy(model, torch.cat([out, more.repeat(3, 1)], dim=1), cache)
+
+    want = play(DynamicCache(config=model.config))
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        assert torch.equal(play(cache), want)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 9])
+def test_padded_rows_with_beams_chunks_and_a_padded_later_turn(
+    name: str, beams: int, chunk: int | None
+) -> None:
+    model = build(name)
+    ids, mask = padded()
+    more = torch.ones(3 * beams, 6, dtype=mask.dtype)
+    more[0, :4] = 0  # the first row says less than the others: padding in the middle
+    way = {"num_beams": beams, "num_return_sequences": beams, "prefill_chunk_size": chunk}
+
+    def play(cache: Cache) -> Tensor:
+        out = greedy(model, ids, cache, attention_mask=mask, **way)
+        answer = torch.ones(3 * beams, out.shape[1] - PROMPT, dtype=mask.dtype)
+        seen = torch.cat([mask.repeat_interleave(beams, 0), answer, more], dim=1)
+        said = prompt(3 * beams, 6, seed=1).masked_fill(more == 0, PAD)
+        new = slice(-7, None)  # the last token of the answer was not read yet
+        logits = model(
+            torch.cat([out, said], dim=1)[:, new],
+            attention_mask=seen,
+            position_ids=(seen.cumsum(1) - 1).clamp_min(0)[:, new],
+            past_key_values=cache,
+        ).logits
+        return logits[seen[:, new].bool()]
+
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        found = play(cache)
+        cache.check_integrity()
+    torch.testing.assert_close(found, play(DynamicCache(config=model.config)), **CLOSE)
