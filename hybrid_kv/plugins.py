@@ -38,13 +38,13 @@ class Index(ABC):
         return Needs()
 
     @abstractmethod
-    def build(self, keys: Tensor, queries: Tensor | None) -> None:
+    def build(self, keys: Tensor, samples: Tensor | None) -> None:
         """Replaces the content by `keys`.
 
         Args:
             keys: [Hkv, N, D], N >= 0, on the host; kept by reference, never copied needlessly.
-            queries: [Hkv, M, D] queries of the prefill, pooled over the group, for indexes that
-                learn where queries fall; None where `needs` asks for none or the KV came without.
+            samples: [Hkv, G, M, D] queries of the prefill at M positions, for indexes that learn
+                where queries fall; None where `needs` asks for none or the KV came without.
         """
 
     @abstractmethod

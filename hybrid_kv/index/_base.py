@@ -28,26 +28,26 @@ class KeyIndex(Index):
     def _keys(self) -> Tensor:
         """[Hkv, N, D], the caller's array."""
         if self._known is None:
-            raise IntegrityError("the index was used before build; call build(keys, queries) first")
+            raise IntegrityError("the index was used before build; call build(keys, samples) first")
         return self._known
 
     def __len__(self) -> int:
         return 0 if self._known is None else self._known.shape[1]
 
     @torch.no_grad()
-    def build(self, keys: Tensor, queries: Tensor | None) -> None:
+    def build(self, keys: Tensor, samples: Tensor | None) -> None:
         """See `Index.build`.
 
         Raises:
-            ShapeError: keys or queries do not fit.
+            ShapeError: keys or samples do not fit.
             NonFiniteError: a key is NaN or infinite; the index is as before.
         """
         _checks.check_keys(keys)
-        if queries is not None:
-            _checks.check_queries(queries, keys)
+        if samples is not None:
+            _checks.check_samples(samples, keys)
         _checks.check_finite(keys)
         self._known = keys
-        self._rebuild(queries)
+        self._rebuild(samples)
 
     @torch.no_grad()
     def add(self, keys: Tensor) -> None:
@@ -76,7 +76,7 @@ class KeyIndex(Index):
         return self._find(queries.float(), size[2])
 
     @abstractmethod
-    def _rebuild(self, queries: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None) -> None:
         """Indexes `self._keys` from nothing; N may be 0 here."""
 
     @abstractmethod

@@ -35,6 +35,16 @@ def check_queries(queries: Tensor, keys: Tensor) -> None:
         )
 
 
+def check_samples(samples: Tensor, keys: Tensor) -> None:
+    """Raises ShapeError unless samples [Hkv, G, M, D] fit keys [Hkv, N, D]."""
+    heads, _, dim = keys.shape
+    if samples.dim() != 4 or (samples.shape[0], samples.shape[3]) != (heads, dim):
+        raise ShapeError(
+            f"samples must be [{heads}, G, M, {dim}] as the keys have {heads} KV heads of "
+            f"head_dim {dim}, got shape {list(samples.shape)}"
+        )
+
+
 def check_top_k(top_k: int) -> None:
     """Raises ConfigError unless top_k is at least 1."""
     if top_k < 1:

@@ -47,7 +47,7 @@ class FaissIndex(KeyIndex):
     def memory_bytes(self) -> int:
         return sum(self._head_bytes(head) for head in self._heads) + 4 * self._means.numel()
 
-    def _rebuild(self, queries: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None) -> None:
         heads, rows, dim = self._keys.shape
         self._heads, self._built_rows = [], rows
         self._means = torch.zeros(heads, dim)

@@ -27,7 +27,7 @@ class FlatIndex(KeyIndex):
 
     exact: ClassVar[bool] = True
 
-    def _rebuild(self, queries: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None) -> None:
         pass
 
     def _append(self, known: int) -> None:

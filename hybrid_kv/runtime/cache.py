@@ -167,11 +167,11 @@ class KVCache:
         if placement.digests:
             layer.resident.pool.enable_digests()
 
-    def _demote(self, layer_idx: int, queries: Sequence[Tensor | None] = ()) -> bool:
+    def _demote(self, layer_idx: int, samples: Sequence[Tensor | None] = ()) -> bool:
         """Moves what has left the window; true if anything moved.
 
         Args:
-            queries: per row the observed queries [Hq, M, D] for a new index; empty after the prompt.
+            samples: per row the observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
         layer = self._layers[layer_idx]
         moved = False
@@ -180,22 +180,22 @@ class KVCache:
             if overflow is None:
                 continue
             if layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD:
-                self._offload(layer, row, overflow, queries[row] if queries else None)
+                self._offload(layer, row, overflow, samples[row] if samples else None)
             layer.forget_overflow(row)
             moved = True
         return moved
 
     def _offload(
-        self, layer: LayerKV, row: int, overflow: Overflow, queries: Tensor | None
+        self, layer: LayerKV, row: int, overflow: Overflow, samples: Tensor | None
     ) -> None:
         with self.phases.measure("transfer"):
             k, v = self.executor.to_host(overflow.k), self.executor.to_host(overflow.v)
-            if queries is not None:  # a group's queries fall on the same keys: pool them
-                heads, dim = layer.shape.num_kv_heads, layer.shape.head_dim
-                queries = self.executor.to_host(queries.reshape(heads, -1, dim))
+            if samples is not None:
+                samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
+                samples = self.executor.to_host(samples)
         make_index = layer.placement.index if layer.placement is not None else None
         background = self.executor.background
-        layer.cold.append(row, k, v, overflow.positions, make_index, queries, background)
+        layer.cold.append(row, k, v, overflow.positions, make_index, samples, background)
 
     def crop(self, layer_idx: int, count: int) -> None:
         """Forgets the newest `count` tokens of every row of a layer."""

@@ -91,7 +91,7 @@ class ColdStore:
         v: Tensor,
         positions: Tensor,
         make_index: MakeIndex | None,
-        queries: Tensor | None = None,
+        samples: Tensor | None = None,
         submit: Submit | None = None,
     ) -> None:
         """Adds entries behind those of the row.
@@ -100,7 +100,7 @@ class ColdStore:
             k, v: [Hkv, n, D] on the host.
             positions: [n].
             make_index: the index of a new extent; None attends all of it.
-            queries: [Hkv, M, D] for an index that learns from queries.
+            samples: [Hkv, G, M, D] queries for an index that learns from them.
             submit: runs the build of a new extent's index; None runs it here.
 
         Raises:
@@ -123,7 +123,7 @@ class ColdStore:
             extent.index.add(extent.keys)
         elif make_index is not None:
             extent.index = make_index()
-            build = _builder(extent.index, extent.keys, queries)
+            build = _builder(extent.index, extent.keys, samples)
             if submit is None:
                 build()
             else:
@@ -234,9 +234,9 @@ class ColdStore:
         return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
 
 
-def _builder(index: Index, keys: Tensor, queries: Tensor | None) -> Callable[[], None]:
+def _builder(index: Index, keys: Tensor, samples: Tensor | None) -> Callable[[], None]:
     def build() -> None:
-        index.build(keys, queries)
+        index.build(keys, samples)
 
     return build
 

@@ -23,7 +23,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_finds_the_best_keys(kind: str, rows: int, top_k: int, num_queries: int) -> None:
     keys, queries = clustered(rows, heads=3, queries=num_queries)
     index = make(kind)
-    index.build(keys, queries)
+    index.build(keys, queries[:, None])
     result = index.search(queries, top_k)
     check_result(result, queries, keys, top_k)
     assert recall(result, queries, keys, top_k) >= floor(index)
@@ -42,7 +42,7 @@ def test_every_dtype_is_searched_with_true_scores(kind: str, dtype: torch.dtype)
     keys, queries = clustered(333)
     keys, queries = keys.to(dtype), queries.to(dtype)
     index = make(kind)
-    index.build(keys, queries)
+    index.build(keys, queries[:, None])
     result = index.search(queries, 21)
     check_result(result, queries, keys, 21)
     assert recall(result, queries, keys, 21) >= floor(index)
@@ -51,7 +51,7 @@ def test_every_dtype_is_searched_with_true_scores(kind: str, dtype: torch.dtype)
 def test_exact_kinds_score_every_key(kind: str) -> None:
     keys, queries = clustered(333)
     index = make(kind)
-    index.build(keys, queries)
+    index.build(keys, queries[:, None])
     scored = index.search(queries, 7).scored
     assert not index.exact or scored == queries.shape[0] * queries.shape[1] * 333
 
@@ -76,7 +76,7 @@ def test_no_queries_give_no_rows(kind: str) -> None:
 def test_adding_rows_is_building_on_the_whole(kind: str, known: int) -> None:
     keys, queries = clustered(700)
     index = make(kind)
-    index.build(keys[:, :known], queries if known else None)
+    index.build(keys[:, :known], queries[:, None] if known else None)
     for stop in (known, (known + 700) // 2, 700):
         index.add(keys[:, :stop])
     result = index.search(queries, 16)
@@ -90,7 +90,7 @@ def test_storage_may_move_on_add(kind: str) -> None:
     old = torch.empty(2, 256, DIM)  # rows in a larger array, as the cold tier keeps them
     old[:, :100] = keys[:, :100]
     index = make(kind)
-    index.build(old[:, :100], queries)
+    index.build(old[:, :100], queries[:, None])
     old.fill_(1e3)
     index.add(keys)
     result = index.search(queries, 16)
@@ -102,7 +102,7 @@ def test_build_replaces_the_content(kind: str) -> None:
     index = make(kind)
     index.build(clustered(700)[0], None)
     keys, queries = clustered(37)
-    index.build(keys, queries)
+    index.build(keys, queries[:, None])
     check_result(index.search(queries, 50), queries, keys, 50)
     assert len(index) == 37
 
@@ -112,7 +112,7 @@ def test_equal_keys_are_found_once_each(kind: str, distinct: int) -> None:
     few, queries = clustered(distinct)
     keys = few.repeat(1, 120 // distinct, 1)
     index = make(kind)
-    index.build(keys, queries)
+    index.build(keys, queries[:, None])
     result = index.search(queries, 16)
     check_result(result, queries, keys, 16)
     assert recall(result, queries, keys, 16) >= floor(index)
