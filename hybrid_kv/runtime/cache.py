@@ -171,7 +171,7 @@ class KVCache:
         """Moves what has left the window; true if anything moved.
 
         Args:
-            samples: per row the observed queries [Hq, M, D] for a new index; empty after the prompt.
+            samples: per row observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
         layer = self._layers[layer_idx]
         moved = False
