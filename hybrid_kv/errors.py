@@ -47,6 +47,12 @@ class ModelNotFoundError(HybridKVError, OSError):
     exit_code = 2
 
 
+class FileFormatError(HybridKVError, ValueError):
+    """A file is damaged, foreign, or of another version."""
+
+    exit_code = 2
+
+
 class BackendUnavailable(HybridKVError, RuntimeError):
     """A back end was asked for by name and cannot serve here."""
 

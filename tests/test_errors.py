@@ -34,6 +34,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "BackendUnavailable": 2,
         "CapacityError": 2,
         "ConfigError": 2,
+        "FileFormatError": 2,
         "HybridKVError": 1,
         "IntegrityError": 1,
         "ModelNotFoundError": 2,
