@@ -151,10 +151,6 @@ void parallel_for(Pool *pool, int64_t count, const Pool::Body &body) {
 
 }  // namespace hkv
 
-struct hkv_pool : hkv::Pool {
-  using Pool::Pool;
-};
-
 extern "C" {
 
 int hkv_pool_create(int32_t threads, const int32_t *affinity, int32_t num_affinity,

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "hybrid_kv.h"
+
 namespace hkv {
 
 /// Runs a loop's items on all workers and the calling thread.
@@ -57,3 +59,8 @@ class Pool {
 void parallel_for(Pool *pool, int64_t count, const Pool::Body &body);
 
 }  // namespace hkv
+
+/// The C door's name for a pool; every entry point converts it by itself.
+struct hkv_pool : hkv::Pool {
+  using Pool::Pool;
+};
