@@ -1,4 +1,4 @@
-"""The container that indexes are saved in: named arrays with checksums. Spec: docs/index-file.md."""
+"""The container of saved indexes: named arrays with checksums, specified in docs/index-file.md."""
 
 from __future__ import annotations
 

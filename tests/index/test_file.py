@@ -62,8 +62,7 @@ def test_every_flipped_bit_is_noticed_or_lies_in_the_filling(path: Path, tmp_pat
         other.write_bytes(bad)
         try:
             _, arrays = read_arrays(other, "graph")
-        except FileFormatError as error:
-            assert "bad.hkv" in str(error)
+        except FileFormatError:
             continue
         harmless += 1
         for name, array in ARRAYS.items():
