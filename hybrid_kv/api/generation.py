@@ -22,7 +22,8 @@ class Generation:
     """What one call of `generate` produced, and what it cost.
 
     token_ids: the new tokens, without the prompt. token_times_s: when each came, seconds after the
-    call. ttft_s: time to the first, NaN if none came; tpot_ms: mean time of each further one.
+    call. ttft_s: time to the first, NaN if none came; prefill_s: the same without index builds;
+    index_build_s: of this call, whenever they ran. tpot_ms: mean time of each further token.
     phases_s: where the time after the first token went (with beams: all of it). work: of this call.
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
     the cold tier held then.
@@ -32,6 +33,8 @@ class Generation:
     token_ids: list[int]
     prompt_tokens: int
     ttft_s: float
+    prefill_s: float
+    index_build_s: float
     tpot_ms: float
     token_times_s: list[float] = field(repr=False)
     phases_s: dict[str, float] = field(repr=False)

@@ -22,6 +22,7 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.runtime.stats import INDEX_BUILD, PHASES
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Work, bytes_per_token
 
@@ -74,6 +75,7 @@ class Turn:
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
         self._work_before = replace(self.cache.work)
+        self._built_before = self.cache.kv.phases.seconds[INDEX_BUILD]
         self._begin_phases()
 
     def _begin_phases(self) -> None:
@@ -129,17 +131,18 @@ class Turn:
         for stop in self._stop:
             text = text.split(stop)[0]
         layers = self.cache.kv.layers.values()
+        phases = self.cache.kv.phases.seconds
+        built_in_prefill = self._phases_before[INDEX_BUILD] - self._built_before
         return Generation(
             text=text,
             token_ids=token_ids,
             prompt_tokens=self._ids.shape[1],
             ttft_s=times[0] if times else nan,
+            prefill_s=times[0] - built_in_prefill if times else nan,
+            index_build_s=phases[INDEX_BUILD] - self._built_before,
             tpot_ms=1e3 * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
             token_times_s=times,
-            phases_s={
-                name: seconds - self._phases_before[name]
-                for name, seconds in self.cache.kv.phases.seconds.items()
-            },
+            phases_s={name: phases[name] - self._phases_before[name] for name in PHASES},
             work=_difference(self.cache.work, self._work_before),
             device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
             host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),

@@ -64,6 +64,8 @@ def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
         text=got.text,
         token_ids=tuple(got.token_ids),
         ttft_s=got.ttft_s if got.token_ids else None,
+        prefill_s=got.prefill_s if got.token_ids else None,
+        index_build_s=got.index_build_s,
         tpot_ms=got.tpot_ms if len(got.token_times_s) > 1 else None,
         itl_ms=_gaps(got.token_times_s),
         phases_ms=_phases(got),

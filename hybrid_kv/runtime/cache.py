@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.decode import Step, decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.runtime.stats import INDEX_BUILD, Phases
 from hybrid_kv.store import LayerKV, Overflow
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, Work
@@ -194,8 +195,14 @@ class KVCache:
                 samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
                 samples = self.executor.to_host(samples)
         make_index = layer.placement.index if layer.placement is not None else None
-        background = self.executor.background
-        layer.cold.append(row, k, v, overflow.positions, make_index, samples, background)
+        layer.cold.append(row, k, v, overflow.positions, make_index, samples, self._submit_build)
+
+    def _submit_build(self, build: Callable[[], None]) -> Future[None]:
+        def measured() -> None:
+            with self.phases.measure(INDEX_BUILD):
+                build()
+
+        return self.executor.background(measured)
 
     def crop(self, layer_idx: int, count: int) -> None:
         """Forgets the newest `count` tokens of every row of a layer."""

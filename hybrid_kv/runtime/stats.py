@@ -9,11 +9,15 @@ from time import perf_counter
 PHASES = ("search", "cold_attention", "resident_attention", "select", "merge", "transfer")
 
 
+INDEX_BUILD = "index_build"
+"""Not a phase of a decode step: measured beside them."""
+
+
 class Phases:
     """Seconds per phase since the last reset; host clock, no device synchronisation."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.reset()
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -24,4 +28,4 @@ class Phases:
             self.seconds[phase] += perf_counter() - begin
 
     def reset(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys((*PHASES, INDEX_BUILD), 0.0)

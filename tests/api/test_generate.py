@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.api.generation import until_done
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.runtime.stats import PHASES
 from tests.models.folder import CONTEXT, EOS, WORDS, model, save_model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"
@@ -86,6 +90,26 @@ def test_the_cold_tier_is_accounted_for(plain: PreTrainedModel) -> None:
     raw = 2 * 2 * 2 * 24 * 4  # layers, K and V, heads, head_dim, bytes
     assert answer.host_kv_bytes == cold * (raw + 2 * 4)
     assert 0 < answer.work.retrieved < answer.work.attended == answer.work.visible
+
+
+def test_index_builds_are_measured_apart(
+    plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = FlatIndex.build
+
+    def slowly(self: FlatIndex, keys: Tensor, samples: Tensor | None) -> None:
+        time.sleep(0.01)
+        build(self, keys, samples)
+
+    monkeypatch.setattr(FlatIndex, "build", slowly)
+    for chunk, before_first_token in ((8, True), ("auto", False)):
+        config = hkv.HybridConfig(**TIERED, prefill_chunk_tokens=chunk)
+        with hkv.load(plain, tokenizer=tokenizer(), config=config) as llm:
+            answer = llm.generate(TEXT, max_new_tokens=3)
+        assert answer.index_build_s >= 0.02, "two layers"
+        assert set(answer.phases_s) == set(PHASES)
+        apart = answer.ttft_s - answer.prefill_s
+        assert apart == pytest.approx(answer.index_build_s if before_first_token else 0)
 
 
 def test_sampling_follows_its_seed_and_leaves_the_global_one_alone(llm: hkv.LLM) -> None:
