@@ -9,8 +9,10 @@ import psutil
 import torch
 
 from hybrid_kv.cli.display import human_bytes
+from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.dispatch import BACKENDS, choose_backend
+from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.environment import PACKAGES, installed_version
 from hybrid_kv.report.schema import Check, DoctorReport
@@ -37,6 +39,7 @@ def examine() -> DoctorReport:
             Check(name="python", state="ok", detail=probe_environment().versions["python"] or ""),
             *(check_package(name) for name in PACKAGES),
             *check_backends(),
+            check_engine(),
             check_needle(),
         ),
     )
@@ -84,6 +87,17 @@ def check_backends() -> Iterator[Check]:
         else:
             detail = _BACKEND_DETAILS.get(name, "registered")
         yield Check(name=f"backend {name}", state="ok", detail=detail)
+
+
+def check_engine() -> Check:
+    """Which library of the native engine searches the cold tier, or why none does."""
+    try:
+        state = engine_state()
+    except (ConfigError, BackendUnavailable) as error:
+        return Check(name="native engine", state="missing", detail=str(error))
+    return Check(
+        name="native engine", state="absent" if state.isa is None else "ok", detail=state.detail
+    )
 
 
 def check_needle() -> Check:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import hybrid_kv
@@ -74,6 +76,26 @@ def test_doctor_reports_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["backend reference"].state == "ok"
     assert report.ram_free_bytes > 0
     assert report.devices
+
+
+@pytest.mark.parametrize(
+    ("isa", "state", "detail"),
+    [
+        ("baseline", "ok", "baseline, of baseline"),
+        ("none", "absent", "switched off by HYBRID_KV_ISA=none"),
+        ("mmx", "missing", "HYBRID_KV_ISA must be one of none, baseline, avx2, avx512, got 'mmx'"),
+    ],
+)
+def test_doctor_says_which_engine_serves(
+    monkeypatch: pytest.MonkeyPatch, isa: str, state: str, detail: str
+) -> None:
+    monkeypatch.setenv("HYBRID_KV_ISA", isa)
+    result = call("doctor", "--json", "-")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    engine = checks["native engine"]
+    assert engine["state"] == state
+    assert engine["detail"].startswith(detail)
+    assert result.exit_code == (1 if state == "missing" else 0)
 
 
 def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
