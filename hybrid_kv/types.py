@@ -88,6 +88,13 @@ class Needs:
     sampled_queries: int = 0
     last_queries: int = 0
 
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            max(self.sampled_queries, other.sampled_queries),
+            max(self.last_queries, other.last_queries),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:

@@ -19,6 +19,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, is_correct
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.types import Evidence, Needs
 
 _TEXT_STEP = 16
 """Tokens of plain text read at once; each still selects its own entries."""
@@ -26,10 +27,14 @@ _TEXT_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt with its KV: one (k, v) of [1, Hkv, N, D] per layer."""
+    """A prompt with its KV and what was seen of its queries.
+
+    layers: one (k, v) of [1, Hkv, N, D] each; evidence: of each layer.
+    """
 
     ids: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
+    evidence: tuple[tuple[Evidence, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +51,37 @@ class Accuracy:
     attended_ratio: float
 
 
-def prefill(runtime: Attachment, context: NDArray[np.int64]) -> Prefilled:
+def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Needs()) -> Prefilled:
     """Computes a prompt with full attention, layer by layer.
 
     Args:
         context: [tokens] ids.
+        needs: evidence to keep for indexes that learn from queries.
     """
     ids = torch.from_numpy(np.asarray(context)).reshape(1, -1).to(runtime.model.device)
     cache = runtime.cache(HybridConfig(method="full"))
     cache.kv.reserve(ids.shape[1])
+    cache.kv.watch(needs)
     with torch.inference_mode():
         runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    views = (layer.resident.view() for _, layer in sorted(cache.kv.layers.items()))
-    return Prefilled(ids, tuple((view.k, view.v) for view in views))
+    views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.layers.items())}
+    return Prefilled(
+        ids,
+        tuple((view.k, view.v) for view in views.values()),
+        tuple(cache.kv.evidence(idx) for idx in views),
+    )
 
 
 def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> HybridCache:
     """A cache under `config` that holds the prompt."""
     cache = runtime.cache(config)
     with torch.inference_mode():
-        for layer, (k, v) in zip(cache.layers, prompt.layers, strict=True):
+        for layer, (k, v), evidence in zip(
+            cache.layers, prompt.layers, prompt.evidence, strict=True
+        ):
             if not isinstance(layer, HybridLayer):
                 raise TypeError("the needle tasks need a model of full-attention layers only")
-            layer.fill(k, v)
+            layer.fill(k, v, evidence)
     return cache
 
 

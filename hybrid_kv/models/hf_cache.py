@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.types import ModelInfo, PartialAttention, Work
+from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
 
 def tag(tensor: Tensor, layer: HybridLayer | SlidingLayer) -> Tensor:
@@ -133,12 +133,12 @@ class HybridLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._cache.kv.fork(self._layer_idx, indices.tolist())
 
-    def fill(self, k: Tensor, v: Tensor) -> None:
+    def fill(self, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()) -> None:
         """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
         if self._seen:
             raise ConfigError(f"a layer is filled while it is empty, got {self._seen} tokens in it")
         self.lazy_initialization(k, v)
-        self._cache.kv.load(self._layer_idx, k, v)
+        self._cache.kv.load(self._layer_idx, k, v, evidence)
         self._seen = k.shape[2]
 
     def reset(self) -> None:

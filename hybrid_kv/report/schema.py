@@ -80,7 +80,8 @@ class Run(_Group):
     """One generation: its settings, its text and what it cost.
 
     config: the flat configuration. context_tokens: of the prompt. prefill_s: ttft_s without the
-    index builds in it. tpot_ms: mean time per token after the first. interrupted: the user ended it early.
+    index builds in it. tpot_ms: mean time per token after the first. interrupted: the user ended it
+    early.
     """
 
     config: dict[str, Any]

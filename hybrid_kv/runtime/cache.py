@@ -18,7 +18,15 @@ from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.stats import INDEX_BUILD, Phases
 from hybrid_kv.store import LayerKV, Overflow
 from hybrid_kv.transfer import Executor, SyncExecutor
-from hybrid_kv.types import Demotion, LayerShape, ModelInfo, PartialAttention, Work
+from hybrid_kv.types import (
+    Demotion,
+    Evidence,
+    LayerShape,
+    ModelInfo,
+    Needs,
+    PartialAttention,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class KVCache:
         self.method: Method = config.build()
         self.method.open(info)
         self.phases, self.work = Phases(), Work()
+        self._watched = Needs()
         self.reserved_tokens = 0
         self.more_prompt = False  # set while a prompt comes in pieces, however short the last one
         self._shapes = {shape.layer_idx: shape for shape in info.layers}
@@ -128,7 +137,7 @@ class KVCache:
         capacity = max(self.reserved_tokens, k.shape[2])
         layer = LayerKV(shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity)
         self._layers[shape.layer_idx] = layer
-        needs = self.method.needs
+        needs = self.method.needs | self._watched
         if needs.sampled_queries or needs.last_queries:
             rows = range(k.shape[0])
             self._evidence[shape.layer_idx] = [EvidenceCollector(needs) for _ in rows]
@@ -138,10 +147,24 @@ class KVCache:
         for row, collector in enumerate(self._evidence.get(layer_idx, ())):
             collector.observe(q[row] if valid is None else q[row][:, valid[row]])
 
-    def load(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Takes k, v [B, Hkv, N, D] at positions 0..N-1 as a layer's complete prompt."""
+    def watch(self, needs: Needs) -> None:
+        """Collects, from the first token on, more evidence than the method needs."""
+        self._watched = needs
+
+    def evidence(self, layer_idx: int) -> tuple[Evidence, ...]:
+        """What an unsealed layer has collected, one per batch row; empty if nobody asked."""
+        return tuple(collector.evidence() for collector in self._evidence.get(layer_idx, ()))
+
+    def load(
+        self, layer_idx: int, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()
+    ) -> None:
+        """Takes k, v [B, Hkv, N, D] at positions 0..N-1 as a layer's complete prompt.
+
+        Args:
+            evidence: what another cache collected while it computed them.
+        """
         self._append(layer_idx, k, v, None)
-        self.seal(layer_idx)
+        self._seal(layer_idx, evidence)
 
     def is_sealed(self, layer_idx: int) -> bool:
         layer = self._layers.get(layer_idx)
@@ -157,9 +180,11 @@ class KVCache:
 
         Called by whoever knows that the prompt is complete; else the first short input does it.
         """
+        self._seal(layer_idx, self.evidence(layer_idx))
+
+    def _seal(self, layer_idx: int, evidence: tuple[Evidence, ...]) -> None:
         layer = self._layers[layer_idx]
-        collectors = self._evidence.pop(layer_idx, [])
-        evidence = tuple(collector.evidence() for collector in collectors)
+        self._evidence.pop(layer_idx, None)
         placement = self.method.seal(layer_idx, evidence)
         layer.seal(placement)
         moved = self._demote(layer_idx, [e.queries for e in evidence])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
+from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.runtime import KVCache, check_host_memory
 from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
@@ -269,6 +270,32 @@ def test_a_method_gets_each_rows_own_queries(monkeypatch: pytest.MonkeyPatch) ->
     for row in range(2):
         assert torch.equal(evidence[row].last_queries, q[row][:, -3:])
     assert torch.equal(evidence[1].sampled_queries, q[1][:, 21::4])
+
+
+def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
+    needs = Needs(sampled_queries=4, last_queries=3)
+    watching = cache("full")
+    watching.watch(needs)
+    q, (k, v) = tokens(40)
+    watching.attend(0, q, (k, v), None, scale=0.3)
+    (evidence,) = watching.evidence(0)
+    assert evidence.queries is not None
+    assert evidence.queries.shape[1] == evidence.sampled_queries.shape[1] + 3
+
+    class Learning(FlatIndex):
+        samples: ClassVar[list[Tensor | None]] = []
+
+        def _rebuild(self, samples: Tensor | None) -> None:
+            self.samples.append(samples)
+
+    kv = cache("retrieval_attention", **SMALL)
+    placement = kv.method.seal(0, ())
+    kv.method.seal = lambda *_: replace(placement, index=lambda: Learning(None))  # type: ignore[method-assign]
+    kv.load(0, k, v, (evidence,))
+    (samples,) = Learning.samples
+    assert samples is not None
+    assert torch.equal(samples.flatten(0, 1), evidence.queries)
+    assert cache("full").evidence(0) == ()
 
 
 # Checkpoints
