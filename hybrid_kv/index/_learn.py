@@ -1,0 +1,108 @@
+"""How one KV head's graph comes about: lists from sampled queries, projection, self-check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._trial import (
+    HeadReport,
+    HeldOut,
+    choose,
+    effective_dim,
+    hold_out,
+    run_trials,
+)
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+
+Nearest = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(keys [N, D], queries [Q, D], count) -> ids [Q, count] int32 and scores, exact, best first."""
+
+Project = Callable[[Tensor, Tensor, Tensor, BuildParams], KeyGraph]
+"""(lists [Q, K] int32, keys [N, D], queries [Q, D], params) -> the graph."""
+
+Search = Callable[[KeyGraph, Tensor, Tensor, int, int], tuple[Tensor, Tensor, int]]
+"""(graph, keys [N, D], queries [G, D], count, beam) -> ids, scores [G, count] and rows scored."""
+
+_METRIC_QUERIES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When a graph is good enough, and what is tried.
+
+    top_k: the answers that are checked. recall, mass: shares of the exact answer, one of which has
+    to be reached. max_scanned: share of the keys that a search of a group may score.
+    """
+
+    top_k: int
+    recall: float
+    mass: float
+    max_scanned: float
+    positions: int
+    beams: Sequence[int]
+
+
+def learn(
+    keys: Tensor,
+    samples: Tensor,
+    params: BuildParams,
+    list_length: int,
+    goal: Goal,
+    engine: tuple[Nearest, Project, Search],
+) -> tuple[KeyGraph | None, HeadReport]:
+    """The graph of one KV head, or None where it does not reach the goal.
+
+    Args:
+        keys: [N, D].
+        samples: [G, M, D] prefill queries of the group's heads at M positions.
+    """
+    nearest, project, search = engine
+    build, check = hold_out(samples, goal.positions)
+    if check.shape[1] == 0:
+        return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
+    queries = build.flatten(0, 1)
+    lists, _ = nearest(keys, queries, min(list_length, keys.shape[0]))
+    graph = project(lists, keys, queries, params)
+    held = _exact_answers(keys, check, goal.top_k, nearest)
+
+    def try_beam(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
+        found = [search(graph, keys, group, held.ids.shape[-1], beam) for group in asked]
+        ids, scores = torch.stack([f[0] for f in found]), torch.stack([f[1] for f in found])
+        return ids, scores, sum(f[2] for f in found) / (len(found) * keys.shape[0])
+
+    trials = run_trials(held, try_beam, goal.beams, goal.recall)
+    trial, reason = choose(trials, goal.recall, goal.mass, goal.max_scanned)
+    sample = queries[:: max(1, len(queries) // _METRIC_QUERIES)].float()
+    report = HeadReport(
+        serves="flat" if trial is None else "graph",
+        reason=reason,
+        beam=0 if trial is None else trial.beam,
+        trials=tuple(trials),
+        top_mass=held.top_mass,
+        effective_dim=effective_dim(keys, sample.T @ sample / len(sample)),
+    )
+    return (None if trial is None else graph), report
+
+
+def _exact_answers(keys: Tensor, check: Tensor, top_k: int, nearest: Nearest) -> HeldOut:
+    """What the held-out queries [G, P, D] should find."""
+    by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
+    flat = by_position.flatten(0, 1)
+    ids, scores = nearest(keys, flat, min(top_k, keys.shape[0]))
+    scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
+    block = max(1, 2**25 // max(1, len(flat)))
+    total = torch.full((len(flat),), -torch.inf)
+    for part in keys.split(block):
+        total = torch.logaddexp(total, torch.logsumexp(flat @ part.float().T * scale, -1))
+    shape = by_position.shape[:2]
+    return HeldOut(
+        by_position,
+        ids.long().unflatten(0, shape),
+        scores.unflatten(0, shape),
+        total.unflatten(0, shape),
+        scale,
+    )

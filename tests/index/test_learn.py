@@ -1,0 +1,138 @@
+"""The self-check sees what a graph misses, and sends the head elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._learn import Goal, learn
+from hybrid_kv.index._trial import HeadReport, Trial, choose, effective_dim, hold_out
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+
+DIM = 24
+GOAL = Goal(top_k=10, recall=0.95, mass=1.0, max_scanned=0.5, positions=16, beams=(20, 40, 80, 160))
+
+
+def nearest(keys: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    scores, ids = (queries.float() @ keys.float().T).topk(count)
+    return ids.int(), scores
+
+
+def project(lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
+    """A 'graph' that knows the retrieved keys and nothing else."""
+    known = torch.full((len(keys),), -1, dtype=torch.int32)
+    known[lists.unique().long()] = 0
+    return KeyGraph(torch.empty(0, 0), known, torch.empty(0))
+
+
+def search(
+    graph: KeyGraph, keys: Tensor, queries: Tensor, count: int, beam: int
+) -> tuple[Tensor, Tensor, int]:
+    """Exact over a share of the known keys that grows with the beam."""
+    seen = (graph.list_of >= 0) & (torch.arange(len(keys)) * 7919 % 200 < beam)
+    scores = (queries.float() @ keys.float().T).masked_fill(~seen, -torch.inf)
+    found = scores.topk(count)
+    return found.indices, found.values, int(seen.sum())
+
+
+def data(num_keys: int = 1000, positions: int = 400) -> tuple[Tensor, Tensor]:
+    return torch.randn(num_keys, DIM), 2 * torch.randn(3, positions, DIM)
+
+
+def run(keys: Tensor, samples: Tensor, goal: Goal = GOAL) -> tuple[KeyGraph | None, HeadReport]:
+    return learn(keys, samples, BuildParams(), 50, goal, (nearest, project, search))
+
+
+def test_the_smallest_beam_that_reaches_the_goal_is_taken() -> None:
+    keys, samples = data()
+    graph, report = run(keys, samples, Goal(10, 0.70, 1.0, 1.0, 16, (20, 40, 80, 160, 200)))
+    assert graph is not None
+    assert report.serves == "graph"
+    assert report.beam == 160
+    assert [trial.beam for trial in report.trials] == [20, 40, 80, 160]
+    recalls = [trial.recall for trial in report.trials]
+    assert recalls == sorted(recalls)
+    assert recalls[-1] == pytest.approx(0.8, abs=0.08)
+
+
+def test_recall_and_mass_are_those_of_a_direct_computation() -> None:
+    keys, samples = data()
+    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (100,)))
+    _, check = hold_out(samples, 16)
+    known = project(
+        nearest(keys, hold_out(samples, 16)[0].flatten(0, 1), 50)[0], keys, keys, BuildParams()
+    )
+    recalls, masses = [], []
+    for position in range(16):
+        queries = check[:, position]
+        logits = queries @ keys.T / DIM**0.5
+        found, _, scored = search(known, keys, queries, 10, 100)
+        for head in range(3):
+            exact = set(logits[head].topk(10).indices.tolist())
+            recalls.append(len(exact & set(found[head].tolist())) / 10)
+            weights = logits[head].exp()
+            masses.append(float(weights[found[head]].sum() / weights.topk(10).values.sum()))
+    (trial,) = report.trials
+    assert trial.recall == pytest.approx(sum(recalls) / len(recalls))
+    assert trial.mass == pytest.approx(sum(masses) / len(masses), rel=1e-4)
+    assert trial.scanned == scored / len(keys)
+
+
+def test_a_head_whose_keys_were_not_retrieved_is_served_flat() -> None:
+    keys, samples = data(positions=40)
+    samples[:, :, 0] += 30  # what is asked in the build ...
+    held = hold_out(samples, 5)[1]
+    samples[torch.isin(samples[..., 1], held[..., 1])] *= -1  # ... is not what is asked later
+    graph, report = run(keys, samples)
+    assert graph is None
+    assert report.serves == "flat"
+    assert "misses the target 0.95" in report.reason
+
+
+def test_a_search_that_scores_too_much_does_not_pass() -> None:
+    keys, samples = data()
+    goal = Goal(10, 0.95, 1.0, 0.02, 16, (200,))
+    _, report = run(keys, samples, goal)
+    assert report.serves == "flat"
+    assert report.trials[-1].recall >= 0.95
+    assert "within 2%" in report.reason
+
+
+def test_mass_lets_a_head_pass_whose_last_keys_weigh_nothing() -> None:
+    trials = [Trial(50, 0.6, 0.9999, 0.02), Trial(100, 0.96, 1.0, 0.1)]
+    assert choose(trials, 0.95, 0.999, 0.5)[0] == trials[0]
+    assert choose(trials, 0.95, 2.0, 0.5)[0] == trials[1]
+    assert choose([], 0.95, 0.999, 0.5) == (None, "no held-out queries")
+
+
+def test_too_few_samples_are_said() -> None:
+    keys, samples = data(positions=7)
+    graph, report = run(keys, samples)
+    assert graph is None
+    assert report.reason == "7 sampled positions are too few"
+
+
+def test_held_out_positions_are_spread_and_disjoint() -> None:
+    samples = torch.arange(2 * 803).reshape(2, 803, 1).float()
+    build, check = hold_out(samples, 64)
+    assert check.shape[1] == 64
+    assert build.shape[1] == 803 - 64
+    positions = check[0, :, 0]
+    assert positions.diff().min() >= 12
+    assert positions[0] < 13
+    assert positions[-1] > 789
+    assert not torch.isin(build, check).any()
+    assert hold_out(samples[:, :100], 64)[1].shape[1] == 12
+
+
+def test_effective_dim_counts_directions() -> None:
+    keys = torch.randn(4000, 16)
+    for wanted in (1, 4, 16):
+        metric = torch.diag((torch.arange(16) < wanted).float())
+        assert effective_dim(keys, metric) == pytest.approx(wanted, rel=0.02)
+
+
+def test_reports_survive_json() -> None:
+    report = HeadReport("graph", "why", 100, (Trial(100, 0.9, 0.99, 0.03),), 0.8, 12.5)
+    assert HeadReport.from_dict(report.to_dict()) == report
