@@ -72,7 +72,8 @@ inline Sums add_products(Sums sums, Codes row, QueryCodes query) {
   return _mm512_dpbusd_epi32(sums, row.bytes, query.bytes);
 }
 inline __m256i halved(Sums sums) {
-  return _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_maskz_extracti64x4_epi64(0xf, sums, 1));
+  return _mm256_add_epi32(_mm512_maskz_extracti64x4_epi64(0xf, sums, 0),
+                          _mm512_maskz_extracti64x4_epi64(0xf, sums, 1));
 }
 inline void store_four(const Sums sums[4], int32_t *out) {
   _mm_storeu_si128(

@@ -1,0 +1,198 @@
+"""The engine's flat scan: every key of a layer against the queries of its KV heads."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.pool import Pool
+from hybrid_kv.ops.native.rows import (
+    KeysStruct,
+    QuantisedKeys,
+    QuantisedStruct,
+    describe,
+    find_engine,
+    pool_handle,
+)
+from hybrid_kv.types import SearchResult
+
+_ID_TYPES = {torch.int32: 0, torch.int64: 1}
+
+
+class FlatHeadStruct(Structure):
+    """`hkv_flat_head`: what is scanned of one head."""
+
+    _fields_ = (("keys", KeysStruct), ("quantised", POINTER(QuantisedStruct)))
+
+
+@cache
+def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
+    sizes = (c_int64, c_int64, c_int64, c_int32)  # queries, top_k, rerank, id_type
+    heads = (c_void_p, c_int32, POINTER(FlatHeadStruct), c_void_p)
+    library.declare(
+        engine, "hkv_flat_search", *heads, *sizes, c_void_p, c_void_p, POINTER(c_int64)
+    )
+    library.declare(
+        engine,
+        "hkv_knn",
+        *(c_void_p, POINTER(FlatHeadStruct), POINTER(KeysStruct)),
+        *(c_int64, c_int64, c_int32, c_void_p, c_void_p),
+    )
+    engine.hkv_stream.argtypes, engine.hkv_stream.restype = [c_void_p, c_int64], ctypes.c_uint64
+    return engine
+
+
+class FlatScan:
+    """What a scan reads, described once, so that a search builds nothing.
+
+    Args:
+        keys: [H, N, D] float32, float16 or bfloat16, rows contiguous; kept by reference.
+        quantised: of the same keys; its blocks are scored and `keys` only re-ranks. Describe again
+            after it was built anew or has grown.
+
+    Raises:
+        ShapeError, ConfigError: keys cannot be read or are not those quantised.
+        BackendUnavailable: there is no engine.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        quantised: QuantisedKeys | None = None,
+        *,
+        engine: ctypes.CDLL | None = None,
+    ) -> None:
+        self._engine = _declared(find_engine(engine))
+        self.keys, self.quantised = keys, quantised
+        described = describe("keys", keys)
+        if quantised is not None and (quantised.heads, quantised.count, quantised.dim) != (
+            tuple(keys.shape)
+        ):
+            raise ShapeError(
+                f"quantised keys must be those of keys {list(keys.shape)}, got "
+                f"{[quantised.heads, quantised.count, quantised.dim]}"
+            )
+        self._quantised_structs = None if quantised is None else quantised.structs  # kept alive
+        self._structs = (FlatHeadStruct * len(keys))(
+            *(
+                FlatHeadStruct(described[head], _pointer(quantised, head))
+                for head in range(len(keys))
+            )
+        )
+
+    def search(
+        self,
+        queries: Tensor,
+        top_k: int,
+        *,
+        rerank: int = 0,
+        pool: Pool | None = None,
+        id_dtype: torch.dtype = torch.int64,
+    ) -> SearchResult:
+        """The best keys of each query by dot product; of equal scores the lower id comes first.
+
+        Args:
+            queries: [H, M, D] float32.
+            rerank: with quantised keys, how many candidates are scored again exactly, at least
+                top_k; 0 returns the scores of the codes.
+            pool: threads that share the heads; None for the calling one.
+            id_dtype: int64 or int32.
+
+        Returns:
+            ids and scores [H, M, top_k], padded with -1 and -inf where there are fewer keys.
+
+        Raises:
+            ShapeError, ConfigError: an argument does not fit.
+        """
+        heads, _, dim = self.keys.shape
+        if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
+            raise ShapeError(
+                f"queries must be [{heads}, M, {dim}] as the keys, got shape {list(queries.shape)}"
+            )
+        if queries.dtype != torch.float32 or queries.device.type != "cpu":
+            raise ConfigError(
+                f"queries must be float32 on the host, got {queries.dtype} on {queries.device}"
+            )
+        if top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+        queries = queries.contiguous()
+        size = (heads, queries.shape[1], top_k)
+        ids, scores = torch.empty(size, dtype=id_dtype), torch.empty(size)
+        scored = c_int64()
+        status = self._engine.hkv_flat_search(
+            pool_handle(pool),
+            heads,
+            self._structs,
+            queries.data_ptr(),
+            queries.shape[1],
+            top_k,
+            rerank,
+            _id_type(id_dtype),
+            *(ids.data_ptr(), scores.data_ptr(), byref(scored)),
+        )
+        library.check(self._engine, status)
+        return SearchResult(ids, scores, scored.value)
+
+    def nearest(
+        self,
+        head: int,
+        queries: Tensor,
+        top_k: int,
+        *,
+        rerank: int = 0,
+        pool: Pool | None = None,
+    ) -> Tensor:
+        """The best keys of very many queries of one head, for building an index.
+
+        Args:
+            queries: [M, D] float32, float16 or bfloat16, rows contiguous.
+            rerank: as in `search`; 2 * top_k finds what an exact search does, up to ties.
+            pool: threads that share the queries.
+
+        Returns:
+            [M, top_k] int32, best first, padded with -1.
+
+        Raises:
+            ShapeError, ConfigError: an argument does not fit.
+        """
+        if queries.dim() != 2 or queries.shape[1] != self.keys.shape[2]:
+            raise ShapeError(
+                f"queries must be [M, {self.keys.shape[2]}], got shape {list(queries.shape)}"
+            )
+        if top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+        described = describe("queries", queries[None])
+        ids = torch.empty((len(queries), top_k), dtype=torch.int32)
+        status = self._engine.hkv_knn(
+            pool_handle(pool),
+            byref(self._structs[head]),
+            described,
+            *(top_k, rerank, _ID_TYPES[torch.int32], ids.data_ptr(), None),
+        )
+        library.check(self._engine, status)
+        return ids
+
+
+def _pointer(quantised: QuantisedKeys | None, head: int) -> object:
+    if quantised is None:
+        return None
+    address = addressof(quantised.structs[head])
+    return ctypes.cast(address, POINTER(QuantisedStruct))
+
+
+def _id_type(dtype: torch.dtype) -> int:
+    if dtype not in _ID_TYPES:
+        raise ConfigError(f"id_dtype must be int32 or int64, got {dtype}")
+    return _ID_TYPES[dtype]
+
+
+def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:
+    """Reads a contiguous array as fast as one core can; what a scan is measured against."""
+    engine = _declared(find_engine(engine))
+    return int(engine.hkv_stream(array.data_ptr(), array.numel() * array.itemsize))

@@ -1,0 +1,252 @@
+"""Keys for the engine: descriptors of the caller's rows, and quantised copies of them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import BackendUnavailable, ConfigError, ShapeError
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.native.pool import Pool
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+LEVELS = 256
+BLOCK_KEYS = 16
+_MIN_CAPACITY = 256
+
+
+class KeysStruct(Structure):
+    """`hkv_keys`: the rows of one head."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("count", c_int64),
+        ("stride", c_int64),
+        ("dim", c_int32),
+        ("dtype", c_int32),
+    )
+
+
+class QuantisedStruct(Structure):
+    """`hkv_quantised`: the quantised keys of one head."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("mean", "channel", "levels")),
+        *((name, c_void_p) for name in ("rows", "scale_codes", "blocks")),
+        ("count", c_int64),
+        ("capacity", c_int64),
+        ("dim", c_int32),
+    )
+
+
+@cache
+def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
+    pairs = (c_void_p, c_int32, POINTER(KeysStruct), POINTER(QuantisedStruct))
+    library.declare(engine, "hkv_quantise", *pairs)
+    library.declare(engine, "hkv_quantise_append", *pairs)
+    library.declare(
+        engine,
+        "hkv_quantise_query",
+        *(POINTER(QuantisedStruct), c_void_p, c_void_p),
+        *(POINTER(c_float), POINTER(c_int32), POINTER(c_float)),
+    )
+    for name in ("hkv_row_bytes", "hkv_block_bytes"):
+        getattr(engine, name).argtypes, getattr(engine, name).restype = [c_int32], c_int64
+    return engine
+
+
+def find_engine(given: ctypes.CDLL | None) -> ctypes.CDLL:
+    """`given`, or the engine in use.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    engine = given or library.engine()
+    if engine is None:
+        raise BackendUnavailable(
+            "quantised rows and native scans need the engine; use hybrid_kv.ops.portable instead"
+        )
+    return engine
+
+
+def pool_handle(pool: Pool | None) -> c_void_p | None:
+    """The handle of a pool; None is the calling thread alone."""
+    return None if pool is None else pool.handle
+
+
+def is_readable(rows: Tensor) -> bool:
+    """Whether the engine can read [..., N, D] where it lies: whole rows that do not overlap."""
+    count, dim = rows.shape[-2:]
+    return (dim == 1 or rows.stride(-1) == 1) and (count < 2 or rows.stride(-2) >= dim)
+
+
+def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
+    """Descriptors of rows [H, N, D]; they refer to the tensor, which must outlive them.
+
+    Raises:
+        ShapeError: not [H, N, D] on the host with contiguous rows.
+        ConfigError: not float32, float16 or bfloat16.
+    """
+    if rows.dim() != 3 or rows.device.type != "cpu" or not is_readable(rows):
+        raise ShapeError(
+            f"{name} must be [H, N, D] on the host with contiguous rows, got shape "
+            f"{list(rows.shape)} with strides {list(rows.stride())} on {rows.device}"
+        )
+    if rows.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} must be float32, float16 or bfloat16, got {rows.dtype}; convert them first"
+        )
+    heads, count, dim = rows.shape
+    stride = rows.stride(1) if count > 1 else dim
+    step = rows.stride(0) * rows.itemsize
+    return (KeysStruct * heads)(
+        *(
+            KeysStruct(rows.data_ptr() + head * step, count, stride, dim, DTYPES[rows.dtype])
+            for head in range(heads)
+        )
+    )
+
+
+class QuantisedQuery(NamedTuple):
+    """codes: [row_bytes] int8, padded with 0; score = (product - 128 sum) * level * scale + offset."""
+
+    codes: Tensor
+    scale: float
+    sum: int
+    offset: float
+
+
+class QuantisedKeys:
+    """Keys of all KV heads in 8 bits, see `native/include/hybrid_kv_rows.h`.
+
+    mean, channel: [H, D] float32, taken when built and kept when rows are added.
+    levels: [H, 256] float32.
+    rows: [H, capacity, row_bytes] uint8 with scale_codes [H, capacity] uint8, where asked for.
+    blocks: [H, capacity / 16, block_bytes] uint8, where asked for.
+    structs: the engine's descriptors, valid until the next `build` or `append`.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        *,
+        with_rows: bool = False,
+        with_blocks: bool = True,
+        engine: ctypes.CDLL | None = None,
+    ) -> None:
+        self._engine = _declared(find_engine(engine))
+        self.heads, self.dim = heads, dim
+        self.row_bytes = int(self._engine.hkv_row_bytes(dim))
+        self.block_bytes = int(self._engine.hkv_block_bytes(dim))
+        self.mean, self.channel = (host_array([heads, dim], torch.float32) for _ in range(2))
+        self.levels = host_array([heads, LEVELS], torch.float32)
+        self._with_rows, self._with_blocks = with_rows, with_blocks
+        self.count = self.capacity = 0
+        self._reserve(0)
+
+    def build(self, keys: Tensor, pool: Pool | None = None) -> None:
+        """Quantises keys [H, N, D] with statistics of their own, in place of those held.
+
+        Raises:
+            ShapeError, ConfigError: they cannot be read.
+        """
+        described = self._check(keys)
+        self.count = 0
+        self._reserve(keys.shape[1])
+        self._run(self._engine.hkv_quantise, described, keys, pool)
+
+    def append(self, keys: Tensor, pool: Pool | None = None) -> None:
+        """Quantises the rows of keys [H, N, D] beyond those held, clamping what does not fit.
+
+        Raises:
+            ShapeError, ConfigError: they cannot be read, or are fewer than those held.
+        """
+        described = self._check(keys)
+        if keys.shape[1] < self.count:
+            raise ShapeError(
+                f"keys must hold the {self.count} known rows first, got {keys.shape[1]} rows"
+            )
+        self._reserve(keys.shape[1])
+        self._run(self._engine.hkv_quantise_append, described, keys, pool)
+
+    def quantise_query(self, head: int, query: Tensor) -> QuantisedQuery:
+        """One query [D] float32 for the keys of a head, as searches quantise it."""
+        if list(query.shape) != [self.dim] or query.dtype != torch.float32:
+            raise ShapeError(
+                f"query must be [{self.dim}] float32, got {list(query.shape)} {query.dtype}"
+            )
+        query = query.contiguous()
+        codes = torch.empty(self.row_bytes, dtype=torch.int8)
+        scale, total, offset = c_float(), c_int32(), c_float()
+        status = self._engine.hkv_quantise_query(
+            byref(self.structs[head]),
+            query.data_ptr(),
+            codes.data_ptr(),
+            *(byref(scale), byref(total), byref(offset)),
+        )
+        library.check(self._engine, status)
+        return QuantisedQuery(codes, scale.value, total.value, offset.value)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in use, without reserved room."""
+        blocks = -(-self.count // BLOCK_KEYS) * self.block_bytes if self._with_blocks else 0
+        rows = self.count * (self.row_bytes + 1) if self._with_rows else 0
+        return self.heads * (4 * (2 * self.dim + LEVELS) + blocks + rows)
+
+    def _check(self, keys: Tensor) -> ctypes.Array[KeysStruct]:
+        described = describe("keys", keys)
+        if (keys.shape[0], keys.shape[2]) != (self.heads, self.dim):
+            raise ShapeError(
+                f"keys must be [{self.heads}, N, {self.dim}], got shape {list(keys.shape)}"
+            )
+        return described
+
+    def _run(
+        self, function: Any, described: ctypes.Array[KeysStruct], keys: Tensor, pool: Pool | None
+    ) -> None:
+        status = function(pool_handle(pool), self.heads, described, self.structs)
+        library.check(self._engine, status)
+        self.count = keys.shape[1]
+
+    def _reserve(self, count: int) -> None:
+        """Room for `count` keys and amortised growth; keeps those held."""
+        if self.capacity == 0 or count > self.capacity:
+            old = self._arrays() if self.count else ()
+            wanted = max(count + count // 4, 2 * self.capacity if self.count else 0, _MIN_CAPACITY)
+            self.capacity = -(-wanted // BLOCK_KEYS) * BLOCK_KEYS
+            self._allocate()
+            for new, known in zip(self._arrays(), old, strict=bool(old)):
+                new[:, : known.shape[1]] = known
+        self.structs = (QuantisedStruct * self.heads)(*map(self._struct, range(self.heads)))
+
+    def _allocate(self) -> None:
+        def array(wanted: bool, *size: int) -> Tensor:
+            return host_array([self.heads, *size] if wanted else [0], torch.uint8)
+
+        self.rows = array(self._with_rows, self.capacity, self.row_bytes)
+        self.scale_codes = array(self._with_rows, self.capacity)
+        self.blocks = array(self._with_blocks, self.capacity // BLOCK_KEYS, self.block_bytes)
+
+    def _arrays(self) -> tuple[Tensor, ...]:
+        rows = (self.rows, self.scale_codes) if self._with_rows else ()
+        return (*rows, self.blocks) if self._with_blocks else rows
+
+    def _struct(self, head: int) -> QuantisedStruct:
+        def pointer(array: Tensor) -> int | None:
+            return array[head].data_ptr() if array.numel() else None
+
+        return QuantisedStruct(
+            *(pointer(array) for array in (self.mean, self.channel, self.levels)),
+            *(pointer(array) for array in (self.rows, self.scale_codes, self.blocks)),
+            self.count,
+            self.capacity,
+            self.dim,
+        )

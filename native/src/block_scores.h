@@ -1,0 +1,240 @@
+// Scores of interleaved 8-bit keys against up to 16 queries at a time.
+//
+// No horizontal sums: an accumulator holds the same query's products with 16 keys. A vector of keys
+// is loaded once for all queries of a slice.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "quantise.h"
+#include "slices.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace hkv {
+
+namespace detail {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kQueryWords = 1;  // of 32 bits, for 4 channels of a query
+
+template <int Queries, int Blocks>
+inline void score_blocks(const uint8_t *blocks, int quad_count, const int32_t *queries,
+                         const int32_t *bias, float *out, int64_t row, int64_t ahead) {
+  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
+  __m512i sums[Blocks][Queries];
+  for (int query = 0; query < Queries; ++query)
+    for (int block = 0; block < Blocks; ++block) sums[block][query] = _mm512_set1_epi32(bias[query]);
+  for (int quad = 0; quad < quad_count; ++quad, queries += Queries) {
+    __m512i keys[Blocks];
+    for (int block = 0; block < Blocks; ++block) {
+      const uint8_t *at = blocks + block * bytes + int64_t{quad} * kLineBytes;
+      _mm_prefetch(reinterpret_cast<const char *>(at + ahead), _MM_HINT_T0);
+      keys[block] = _mm512_load_si512(reinterpret_cast<const void *>(at));
+    }
+    for (int query = 0; query < Queries; ++query) {
+      const __m512i factor = _mm512_set1_epi32(queries[query]);
+      for (int block = 0; block < Blocks; ++block)
+        sums[block][query] = _mm512_dpbusd_epi32(sums[block][query], keys[block], factor);
+    }
+  }
+  for (int block = 0; block < Blocks; ++block) {
+    const __m512 level = _mm512_load_ps(blocks + (block + 1) * bytes - kLineBytes);
+    for (int query = 0; query < Queries; ++query)
+      _mm512_storeu_ps(
+          out + query * row + block * HKV_BLOCK_KEYS,
+          _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums[block][query]), level));
+  }
+}
+
+/// Independent accumulators hide the latency of the products: 16 of them, if there are queries.
+template <int Queries>
+inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
+                        const int32_t *queries, const int32_t *bias, float *out, int64_t row,
+                        int64_t ahead) {
+  constexpr int kBlocks = Queries >= 8 ? 16 / Queries : Queries >= 4 ? 4 : 8;
+  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
+  int64_t block = 0;
+  for (; block + kBlocks <= count; block += kBlocks)
+    score_blocks<Queries, kBlocks>(blocks + block * bytes, quad_count, queries, bias,
+                                   out + block * HKV_BLOCK_KEYS, row, ahead);
+  for (; block < count; ++block)
+    score_blocks<Queries, 1>(blocks + block * bytes, quad_count, queries, bias,
+                             out + block * HKV_BLOCK_KEYS, row, ahead);
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kQueryWords = 2;  // even and odd channels, widened to 16 bits
+
+/// One half of a block; more than 4 queries would not fit into the registers.
+template <int Queries>
+inline void score_half(const uint8_t *half, int quad_count, const int32_t *queries,
+                       int64_t query_step, const int32_t *bias, __m256 level, float *out,
+                       int64_t row, int64_t ahead) {
+  Sums sums[Queries];
+  for (int query = 0; query < Queries; ++query) sums[query] = _mm256_set1_epi32(bias[query]);
+  for (int quad = 0; quad < quad_count; ++quad, half += kLineBytes, queries += query_step) {
+    _mm_prefetch(reinterpret_cast<const char *>(half + ahead), _MM_HINT_T0);
+    const Codes keys = load_codes(half);
+    for (int query = 0; query < Queries; ++query) {
+      const QueryCodes factor = {_mm256_set1_epi32(queries[2 * query]),
+                                 _mm256_set1_epi32(queries[2 * query + 1])};
+      sums[query] = add_products(sums[query], keys, factor);
+    }
+  }
+  for (int query = 0; query < Queries; ++query)
+    _mm256_storeu_ps(out + query * row, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[query]), level));
+}
+
+template <int Queries>
+inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
+                        const int32_t *queries, const int32_t *bias, float *out, int64_t row,
+                        int64_t ahead) {
+  constexpr int kAtOnce = Queries < 4 ? Queries : 4;
+  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
+  for (int64_t block = 0; block < count; ++block)
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t *keys = blocks + block * bytes + 32 * half;
+      const __m256 level =
+          _mm256_load_ps(reinterpret_cast<const float *>(keys + bytes - kLineBytes));
+      for (int query = 0; query < Queries; query += kAtOnce)
+        score_half<kAtOnce>(keys, quad_count, queries + 2 * query, 2 * Queries, bias + query, level,
+                            out + query * row + block * HKV_BLOCK_KEYS + 8 * half, row,
+                            half == 0 && query == 0 ? ahead : 0);
+    }
+}
+
+#else
+
+constexpr int kQueryWords = 2;
+
+/// Plain 16-bit products of even and odd channels, which compilers turn into vector code.
+template <int Queries>
+inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
+                        const int32_t *queries, const int32_t *bias, float *out, int64_t row,
+                        int64_t ahead) {
+  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
+  for (int64_t block = 0; block < count; ++block) {
+    const uint8_t *keys = blocks + block * bytes;
+    float level[HKV_BLOCK_KEYS];
+    std::memcpy(level, keys + bytes - kLineBytes, sizeof level);
+    for (int query = 0; query < Queries; ++query) {
+      int32_t sums[HKV_BLOCK_KEYS];
+      for (int32_t &sum : sums) sum = bias[query];
+      for (int quad = 0; quad < quad_count; ++quad) {
+        const uint8_t *at = keys + int64_t{quad} * kLineBytes;
+        __builtin_prefetch(at + (query == 0 ? ahead : 0));
+        int16_t factor[4];  // even, even, odd, odd
+        std::memcpy(factor, queries + 2 * (int64_t{quad} * Queries + query), sizeof factor);
+        for (int key = 0; key < HKV_BLOCK_KEYS; ++key)
+          sums[key] += at[4 * key] * factor[0] + at[4 * key + 2] * factor[1] +
+                       at[4 * key + 1] * factor[2] + at[4 * key + 3] * factor[3];
+      }
+      float *scores = out + query * row + block * HKV_BLOCK_KEYS;
+      for (int key = 0; key < HKV_BLOCK_KEYS; ++key)
+        scores[key] = static_cast<float>(sums[key]) * level[key];
+    }
+  }
+}
+
+#endif
+
+}  // namespace detail
+
+/// Scores of the keys of one head against any number of queries, in slices of 16.
+///
+/// A score lacks the query's scale and offset, which do not change the order.
+class BlockScores {
+ public:
+  /// queries: [count, dim].
+  void prepare(const hkv_quantised &keys, const float *queries, int64_t count) {
+    keys_ = &keys;
+    count_ = count;
+    const int64_t words = int64_t{quads(keys.dim)} * kSlice * detail::kQueryWords;
+    const int64_t slices = (count + kSlice - 1) / kSlice;
+    // Only ever grown: a search allocates nothing once it has seen its largest call.
+    if (static_cast<int64_t>(words_.size()) < slices * words) words_.resize(slices * words);
+    if (static_cast<int64_t>(bias_.size()) < slices * kSlice) bias_.resize(slices * kSlice);
+    if (static_cast<int64_t>(scales_.size()) < count) scales_.resize(count);
+    codes_.resize(quads(keys.dim) * kQuadChannels);
+    std::fill_n(words_.begin(), slices * words, 0);
+    std::fill_n(bias_.begin(), slices * kSlice, 0);
+    for (int64_t query = 0; query < count; ++query) {
+      scales_[query] = quantise_query(keys, queries + query * keys.dim, codes_.data(),
+                                      static_cast<int64_t>(codes_.size()));
+      bias_[query] = -kZeroCode * scales_[query].sum;
+      put_codes(query, words_.data() + query / kSlice * words);
+    }
+  }
+
+  int64_t num_keys() const { return keys_->count; }
+
+  /// Queries of a slice that are worked on, padding included.
+  int padded(int64_t slice) const {
+    const int64_t left = count_ - slice * kSlice;
+    return left > 8 ? 16 : left > 4 ? 8 : left > 2 ? 4 : left > 1 ? 2 : 1;
+  }
+
+  /// out[query][key] with `row` floats a query; first is a multiple of 16, and count is filled up
+  /// to one with NaN.
+  void score(int64_t slice, int64_t first, int64_t count, float *out, int64_t row) const {
+    const int64_t bytes = block_bytes(keys_->dim);
+    const int64_t words = int64_t{quads(keys_->dim)} * kSlice * detail::kQueryWords;
+    const uint8_t *blocks = keys_->blocks + first / HKV_BLOCK_KEYS * bytes;
+    const int64_t num_blocks = (count + HKV_BLOCK_KEYS - 1) / HKV_BLOCK_KEYS;
+    const int32_t *queries = words_.data() + slice * words, *bias = bias_.data() + slice * kSlice;
+    const int64_t ahead = slice == 0 ? kPrefetchBytes : 0;  // later slices find the keys cached
+    const int quad_count = quads(keys_->dim);
+    switch (padded(slice)) {
+      case 1:
+        return detail::score_chunk<1>(blocks, num_blocks, quad_count, queries, bias, out, row,
+                                      ahead);
+      case 2:
+        return detail::score_chunk<2>(blocks, num_blocks, quad_count, queries, bias, out, row,
+                                      ahead);
+      case 4:
+        return detail::score_chunk<4>(blocks, num_blocks, quad_count, queries, bias, out, row,
+                                      ahead);
+      case 8:
+        return detail::score_chunk<8>(blocks, num_blocks, quad_count, queries, bias, out, row,
+                                      ahead);
+      default:
+        return detail::score_chunk<16>(blocks, num_blocks, quad_count, queries, bias, out, row,
+                                       ahead);
+    }
+  }
+
+  float finished(int64_t query, float score) const {
+    return score * scales_[query].scale + scales_[query].offset;
+  }
+
+ private:
+  void put_codes(int64_t query, int32_t *words) const {
+    const int64_t lane = query % kSlice, width = padded(query / kSlice);
+    for (int quad = 0; quad < quads(keys_->dim); ++quad) {
+      const int8_t *codes = codes_.data() + kQuadChannels * quad;
+      int32_t *to = words + (quad * width + lane) * detail::kQueryWords;
+      if (detail::kQueryWords == 1) {
+        std::memcpy(to, codes, 4);
+      } else {
+        const int16_t wide[4] = {codes[0], codes[2], codes[1], codes[3]};
+        std::memcpy(to, wide, 8);
+      }
+    }
+  }
+
+  const hkv_quantised *keys_ = nullptr;
+  int64_t count_ = 0;
+  std::vector<int32_t> words_, bias_;  // [slice][quad][padded][kQueryWords], [slice][16]
+  std::vector<QueryScale> scales_;
+  std::vector<int8_t> codes_;
+};
+
+}  // namespace hkv
