@@ -1,0 +1,90 @@
+/* An attention-aware graph over the keys of one KV head, and its joint search.
+ *
+ * The graph is three plain arrays:
+ *   list_of     [linked] int32: a key's row in `neighbours`, or -1. Most keys that no query ever
+ *               retrieved have no list, which saves memory.
+ *   neighbours  [num_lists, degree] int32: key numbers, each list padded at its end with -1
+ *   entries     [num_entries] int32: keys where a search starts, or -1
+ * Keys from `linked` on are not part of the graph yet; a search scores all of them.
+ */
+#ifndef HYBRID_KV_GRAPH_H
+#define HYBRID_KV_GRAPH_H
+
+#include "hybrid_kv.h"
+#include "hybrid_kv_rows.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HKV_POINT_DIMS 32
+#define HKV_POINT_LIMIT 4095
+#define HKV_MAX_DEGREE 256
+
+/* What a graph is built from. Lists may hold -1 anywhere.
+ * extra names further neighbours of each key, for example its nearest keys; NULL for none.
+ */
+typedef struct hkv_projection {
+  const int32_t *lists; /* [num_queries, list_length] keys that a query retrieved, best first */
+  const int32_t *extra; /* [num_keys, extra_length] or NULL */
+  int64_t num_keys;
+  int64_t num_queries;
+  int32_t list_length;
+  int32_t extra_length;
+  int32_t degree;      /* longest list of neighbours, 1..256 */
+  int32_t cap;         /* queries that a key's candidates are taken from, 2..255 */
+  int32_t candidates;  /* the heaviest of these are considered as neighbours, at least 1 */
+  int32_t num_entries; /* at least 1 */
+  float alpha;         /* how much nearer an accepted neighbour must be to stand for another one */
+  uint64_t seed;
+} hkv_projection;
+
+/* Which keys get a list: those of `lists` and `extra`. Fills list_of [num_keys]. */
+HKV_API int hkv_graph_cover(const hkv_projection *projection, int32_t *list_of,
+                            int64_t *num_lists);
+
+/* Fills neighbours [num_lists, degree] and entries [num_entries].
+ * points: [num_lists, 32], |value| <= 4095: where the queries see the key of each list; keys that
+ * queries cannot tell apart lie close together.
+ */
+HKV_API int hkv_graph_project(hkv_pool *pool, const hkv_projection *projection,
+                              const int32_t *list_of, int64_t num_lists, const int16_t *points,
+                              int32_t *neighbours, int32_t *entries);
+
+/* One KV head that can be searched; everything belongs to the caller. */
+typedef struct hkv_graph_head {
+  hkv_keys keys;           /* originals, for exact scores */
+  hkv_quantised quantised; /* rows and scale codes of the same keys */
+  const int32_t *neighbours;
+  const int32_t *list_of;
+  const int32_t *entries;
+  int64_t linked;
+  int64_t num_lists;
+  int32_t degree;
+  int32_t num_entries;
+} hkv_graph_head;
+
+typedef struct hkv_graph_query {
+  int32_t queries;   /* of each head; up to 16 of them are searched together */
+  int32_t top_k;     /* results per query */
+  int32_t beam;      /* only the best `beam` keys of a query are expanded, at most pool_size */
+  int32_t pool_size; /* keys kept per query and ranked exactly, at least top_k */
+  int32_t width;     /* keys expanded per query and step */
+  int32_t num_warm;  /* further keys per query where the search starts */
+  float beta;        /* results score at most this much below the best; infinity for no limit */
+} hkv_graph_query;
+
+/* Searches queries [heads, queries, dim] of all heads.
+ * warm: [heads, queries, num_warm] int64, -1 for none; NULL if num_warm is 0
+ * ids, scores: [heads, queries, top_k], exact scores, best first, then -1 and -infinity
+ * rows, dots: [heads], keys read and dot products computed while traversing
+ */
+HKV_API int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
+                             const hkv_graph_query *query, const float *queries,
+                             const int64_t *warm, int64_t *ids, float *scores, int64_t *rows,
+                             int64_t *dots);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
