@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybrid_kv.attention.merge import empty_partial, merge_partials
@@ -77,7 +76,7 @@ def attend_retrieved(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    valid: Tensor,
+    ids: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
@@ -85,16 +84,13 @@ def attend_retrieved(
     """Every query over entries of its own.
 
     Args:
-        q: [H, M, D].
-        k, v: [H, M, K, D], gathered.
-        valid: [H, M, K] bool, False for padding.
+        q: [Hkv, M, D].
+        k, v: [Hkv, N, D].
+        ids: [Hkv, M, K] rows of k and v, -1 for none.
 
     Returns:
-        out [H, M, D], lse [H, M].
+        out [Hkv, M, D], lse [Hkv, M].
     """
-    if 0 in valid.shape:
+    if 0 in ids.shape:
         return empty_partial(q)
-    bias = torch.zeros(valid.shape, dtype=torch.float32, device=q.device)
-    bias = bias.masked_fill(~valid, -torch.inf)[:, :, None]
-    out, lse = ops.attend(q[:, :, None], k, v, scale=scale, bias=bias, softcap=softcap)
-    return PartialAttention(out[:, :, 0], lse[:, :, 0])
+    return ops.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)

@@ -26,6 +26,7 @@ _NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu
 _BACKEND_DETAILS = {
     "reference": "plain torch on any device; defines what every other back end computes",
     "torch_cpu": "torch's fused attention, for tensors on the CPU",
+    "native": "the compiled engine, for entries that an index retrieved",
 }
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import unknown_name
-from hybrid_kv.ops import reference, torch_cpu
+from hybrid_kv.errors import BackendUnavailable, unknown_name
+from hybrid_kv.ops import native, reference, torch_cpu
 from hybrid_kv.types import PartialAttention
 
-BACKENDS = ("auto", "reference", "torch_cpu")
+BACKENDS = ("auto", "reference", "torch_cpu", "native")
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,6 +68,29 @@ class Ops:
             return torch_cpu.attend_causal(q, k, v, scale=scale)
         return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
 
+    def attend_retrieved(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ids: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """Queries q [H, M, D] over rows ids [H, M, K] of k, v [H, N, D]; a negative id is none.
+
+        The engine reads keys and values where they lie; the others gather them first.
+        """
+        if self.backend in ("auto", "native") and native.serves(k, v):
+            return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)
+        heads, rows = torch.arange(len(ids))[:, None, None], ids.clamp_min(0)
+        bias = torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[:, :, None]
+        part = self.attend(
+            q[:, :, None], k[heads, rows], v[heads, rows], scale=scale, bias=bias, softcap=softcap
+        )
+        return PartialAttention(part.out[:, :, 0], part.lse[:, :, 0])
+
     def _chosen(self, q: Tensor, k: Tensor, plain: bool) -> str:
         pairs = q.shape[2] * k.shape[2]
         return choose_backend(
@@ -80,7 +103,12 @@ def get_ops(backend: str) -> Ops:
 
     Raises:
         ConfigError: no such back end; the message lists the known ones.
+        BackendUnavailable: the native engine was asked for by name and is not there.
     """
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
+    if backend == "native" and (state := native.engine_state()).isa is None:
+        raise BackendUnavailable(
+            f"backend 'native' cannot serve here: {state.detail}; use backend='auto'"
+        )
     return Ops(backend)

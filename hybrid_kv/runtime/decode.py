@@ -189,10 +189,15 @@ def _attend_cold_row(step: Step, row: int, q: Tensor, top_k: Budget) -> PartialA
     parts = []
     with step.phases.measure("cold_attention"):
         for extent, result in found:
-            k, v = extent.gather(result.ids)
             parts.append(
                 attend_retrieved(
-                    step.ops, q, k, v, result.ids >= 0, scale=step.scale, softcap=step.softcap
+                    step.ops,
+                    q,
+                    extent.keys,
+                    extent.values,
+                    result.ids,
+                    scale=step.scale,
+                    softcap=step.softcap,
                 )
             )
             step.work.scored += result.scored

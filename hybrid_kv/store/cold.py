@@ -55,15 +55,14 @@ class ColdExtent:
         """[Hkv, length, D], a view."""
         return self.k[:, : self.length]
 
+    @property
+    def values(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self.v[:, : self.length]
+
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, D] of the oldest entries, views."""
         return self.k[:, :length], self.v[:, :length]
-
-    def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, M, K, D] of rows ids [Hkv, M, K]; -1 reads row 0, for the caller to mask."""
-        heads = torch.arange(ids.shape[0])[:, None, None]
-        rows = ids.clamp_min(0)
-        return self.k[heads, rows], self.v[heads, rows]
 
 
 @dataclass(slots=True)

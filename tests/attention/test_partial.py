@@ -6,6 +6,7 @@ import torch
 from hybrid_kv.attention import attend, attend_causal, attend_retrieved, group_queries
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
+from hybrid_kv.ops.dispatch import BACKENDS
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES
 
@@ -58,14 +59,24 @@ def test_fewer_entries_than_new_tokens_are_refused() -> None:
         attend_causal(OPS, q, k, k, scale=1.0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_retrieved_entries_that_are_padding_have_no_weight(softcap: float | None) -> None:
-    q, k, v = torch.randn(3, 5, 72), torch.randn(3, 5, 7, 72), torch.randn(3, 5, 7, 72)
-    valid = torch.rand(3, 5, 7) > 0.4
-    valid[1, 2] = False
-    part = attend_retrieved(OPS, q, k, v, valid, scale=0.2, softcap=softcap)
+def test_retrieved_entries_that_are_padding_have_no_weight(
+    backend: str, softcap: float | None
+) -> None:
+    q, k, v = torch.randn(3, 5, 72), torch.randn(3, 37, 72), torch.randn(3, 37, 72)
+    ids = torch.rand(3, 5, 37).argsort(-1)[..., :7]
+    ids[torch.rand(3, 5, 7) < 0.4] = -1
+    ids[1, 2] = -1
+    part = attend_retrieved(get_ops(backend), q, k, v, ids, scale=0.2, softcap=softcap)
+    visible = torch.zeros(3, 5, 38, dtype=torch.bool).scatter_(-1, ids % 38, value=True)[..., :37]
     out, lse = softmax_attention(
-        q[:, :, None], k, v, scale=0.2, visible=valid[:, :, None], softcap=softcap
+        q[:, :, None],
+        k[:, None].expand(3, 5, 37, 72),
+        v[:, None].expand(3, 5, 37, 72),
+        scale=0.2,
+        visible=visible[:, :, None],
+        softcap=softcap,
     )
     torch.testing.assert_close(part.out.double(), out[:, :, 0], **FLOAT32)
     torch.testing.assert_close(part.lse.double(), lse[:, :, 0], **FLOAT32)
@@ -74,8 +85,8 @@ def test_retrieved_entries_that_are_padding_have_no_weight(softcap: float | None
 
 @pytest.mark.parametrize("size", [(0, 5, 7), (3, 0, 7), (3, 5, 0)])
 def test_retrieving_nothing_gives_an_empty_part(size: tuple[int, int, int]) -> None:
-    k = torch.randn(*size, 8)
-    valid = torch.ones(size, dtype=torch.bool)
-    part = attend_retrieved(OPS, torch.randn(*size[:2], 8), k, k, valid, scale=1.0)
+    k = torch.randn(size[0], 9, 8)
+    ids = torch.zeros(size, dtype=torch.int64)
+    part = attend_retrieved(OPS, torch.randn(*size[:2], 8), k, k, ids, scale=1.0)
     assert part.out.shape == (*size[:2], 8)
     assert (part.lse == -torch.inf).all()

@@ -120,6 +120,10 @@ class Spy:
                 spied.attended.append(k.shape[2])
                 return ops.attend_causal(q, k, v, **options)
 
+            def attend_retrieved(self, q: Tensor, *args: Any, **options: Any) -> Any:
+                spied.attended.append(args[2].shape[2])
+                return ops.attend_retrieved(q, *args, **options)
+
         kv.ops = Counting()  # type: ignore[assignment]
         for owner, name in (
             (ResidentStore, "row_view"),

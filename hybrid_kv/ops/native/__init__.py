@@ -1,1 +1,36 @@
-"""The native engine (C++ in `native/`), entered through ctypes, which releases the GIL."""
+"""The native engine (C++ in `native/`), entered through ctypes, which releases the GIL.
+
+Here is what the dispatch needs: whether the engine serves some tensors, and its ops on tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops.native.library import engine, engine_state
+from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.rows import DTYPES, is_readable
+from hybrid_kv.types import PartialAttention
+
+__all__ = ["attend_retrieved", "engine_state", "serves"]
+
+
+def serves(k: Tensor, v: Tensor) -> bool:
+    """Whether the engine is there and reads keys and values [H, N, D] where they lie."""
+    return (
+        k.device.type == "cpu"
+        and k.dtype == v.dtype
+        and k.dtype in DTYPES
+        and is_readable(k)
+        and is_readable(v)
+        and engine() is not None
+    )
+
+
+def attend_retrieved(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, scale: float, softcap: float | None = None
+) -> PartialAttention:
+    """See `Ops.attend_retrieved`; out and lse are float32."""
+    attention = RetrievedAttention(k, v)
+    return attention.attend(q.float(), ids, scale=scale, softcap=softcap, pool=default_pool())
