@@ -8,6 +8,7 @@ queries retrieve.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ POINT_DIMS = 32
 POINT_LIMIT = 4095
 _METRIC_QUERIES = 16384
 _ROWS_AT_ONCE = 16384
+_MEDIAN_ROWS = 4096
 _OUTLIER = 16.0
 
 
@@ -62,6 +64,44 @@ class KeyGraph:
     def nbytes(self) -> int:
         """Bytes that the graph takes."""
         return sum(t.nbytes for t in (self.neighbours, self.list_of, self.entries))
+
+
+class Searched(NamedTuple):
+    """What a search found, and what it cost.
+
+    ids: [Hkv, M, K] int64, best first, -1 where fewer were found.
+    scores: [Hkv, M, K] float32 exact dot products, -inf where ids is -1.
+    rows_visited: distinct quantised keys that were read, all heads together; a head with more than
+        16 queries reads them once per 16.
+    dots: dot products, those with quantised keys and the exact ones.
+    """
+
+    ids: Tensor
+    scores: Tensor
+    rows_visited: int
+    dots: int
+
+
+def check_params(params: BuildParams) -> None:
+    """Checks the ranges.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+    ranges = {
+        "max_degree": (1, 256),
+        "cap": (2, 254),
+        "candidates": (1, 2**24 - 1),
+        "num_entries": (1, 2**20),
+        "metric_dims": (1, POINT_DIMS),
+        "seed": (0, 2**63 - 1),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(params, name)
+        if not low <= value <= high:
+            raise ConfigError(f"{name} must be {low}..{high}, got {value}")
+    if not params.alpha > 0:
+        raise ConfigError(f"alpha must be above 0, got {params.alpha}")
 
 
 def check_lists(lists: Tensor, keys: Tensor, extra: Tensor | None = None) -> None:
@@ -118,11 +158,8 @@ def query_points(keys: Tensor, rows: Tensor, queries: Tensor, metric_dims: int) 
         queries: [..., D]; their second moment is the metric. Without any, plain distance.
 
     Raises:
-        ConfigError: metric_dims is not in 1..32.
         ShapeError: queries and keys differ in D.
     """
-    if not 1 <= metric_dims <= POINT_DIMS:
-        raise ConfigError(f"metric_dims must be 1..{POINT_DIMS}, got {metric_dims}")
     if queries.shape[-1] != keys.shape[-1]:
         raise ShapeError(
             f"queries must have the keys' {keys.shape[-1]} channels, got {queries.shape[-1]}"
@@ -132,13 +169,17 @@ def query_points(keys: Tensor, rows: Tensor, queries: Tensor, metric_dims: int) 
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = slice(first, first + _ROWS_AT_ONCE)
         points[some, : directions.shape[1]] = keys[rows[some]].double() @ directions
-    points -= points.mean(0, keepdim=True)
-    largest = points.abs().max().item() if len(rows) else 0.0
-    if largest == 0.0:
-        return torch.zeros(points.shape, dtype=torch.int16)
-    # A few extreme keys must not take the resolution away from all others.
-    usual = points.pow(2).mean(0).max().sqrt().item()
-    points *= POINT_LIMIT / min(largest, _OUTLIER * usual)
+    return _rounded(points) if len(rows) else points.to(torch.int16)
+
+
+def _rounded(points: Tensor) -> Tensor:
+    """Points in integers; a few extreme keys must not take the resolution away from all others."""
+    sample = points[:: -(-len(points) // _MEDIAN_ROWS)]
+    points -= sample.median(0).values
+    usual = sample.abs().amax(1).median().item()  # the sample is a view
+    largest = points.abs().max().item()
+    limit = min(largest, _OUTLIER * usual) if usual > 0.0 else max(largest, 1.0)
+    points *= POINT_LIMIT / limit
     return points.round_().clamp_(-POINT_LIMIT, POINT_LIMIT).to(torch.int16)
 
 
@@ -150,4 +191,5 @@ def _leading_directions(queries: Tensor, count: int) -> Tensor:
     moment = sample.T @ sample / len(sample) if len(sample) else torch.eye(dim).double()
     values, vectors = torch.linalg.eigh(moment)
     leading = slice(max(0, dim - count), dim)
-    return vectors[:, leading] * values[leading].clamp_min(0.0).sqrt()
+    directions: Tensor = vectors[:, leading] * values[leading].clamp_min(0.0).sqrt()
+    return directions

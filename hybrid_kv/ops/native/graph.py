@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
+    Searched,
     check_graph,
     check_lists,
+    check_params,
     query_points,
 )
 from hybrid_kv.ops.native import library
@@ -115,6 +116,7 @@ def project(
     """
     params = params or BuildParams()
     check_lists(lists, keys, extra)
+    check_params(params)
     engine = _declared(find_engine(engine))
     lists = lists.contiguous()
     extra = None if extra is None else extra.contiguous()
@@ -151,22 +153,6 @@ def project(
     )
     library.check(engine, status)
     return KeyGraph(neighbours, list_of, entries[entries >= 0])
-
-
-class Searched(NamedTuple):
-    """What a search found, and what it cost.
-
-    ids: [Hkv, M, K] int64, best first, -1 where fewer were found.
-    scores: [Hkv, M, K] float32 exact dot products, -inf where ids is -1.
-    rows_visited: distinct quantised keys that were read, all heads together; a head with more than
-        16 queries reads them once per 16.
-    dots: dot products, those with quantised keys and the exact ones.
-    """
-
-    ids: Tensor
-    scores: Tensor
-    rows_visited: int
-    dots: int
 
 
 class GraphSearcher:

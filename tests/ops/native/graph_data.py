@@ -1,0 +1,89 @@
+"""Small heads for the tests of the graph, and the engines that can run here."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.graph import BuildParams, GraphSearcher, KeyGraph, project
+from hybrid_kv.ops.native.rows import QuantisedKeys
+
+
+def runnable() -> list[str]:
+    """Instruction sets that were built and that this CPU has."""
+    built = [isa for isa in library.ISAS if library.path_of(isa).is_file()]
+    if not built:
+        return []
+    best = library.load(built[0]).hkv_best_isa().decode()
+    return [isa for isa in built if library.ISAS.index(isa) <= library.ISAS.index(best)]
+
+
+@dataclass
+class Head:
+    """keys [N, D], sampled queries [Q, D] and their lists [Q, K]."""
+
+    keys: Tensor
+    queries: Tensor
+    lists: Tensor
+
+    def quantised(self, engine: ctypes.CDLL) -> QuantisedKeys:
+        quantised = QuantisedKeys(
+            1, self.keys.shape[1], with_rows=True, with_blocks=False, engine=engine
+        )
+        quantised.build(self.keys[None])
+        return quantised
+
+    def searcher(self, engine: ctypes.CDLL, graph: KeyGraph | None = None) -> GraphSearcher:
+        return GraphSearcher(
+            self.keys[None],
+            self.quantised(engine),
+            [self.graph(engine) if graph is None else graph],
+            engine=engine,
+        )
+
+    def graph(self, engine: ctypes.CDLL, **params: int) -> KeyGraph:
+        return project(self.lists, self.keys, self.queries, BuildParams(**params), engine=engine)
+
+
+def make_head(
+    num_keys: int,
+    dim: int,
+    *,
+    num_queries: int = 200,
+    length: int = 20,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Head:
+    """Keys with a spectrum and queries near some of them, as attention has."""
+    random = torch.Generator().manual_seed(seed)
+    spectrum = torch.linspace(2.0, 0.2, dim)
+    keys = (torch.randn(num_keys, dim, generator=random) * spectrum + 1.0).to(dtype)
+    queries = torch.randn(num_queries, dim, generator=random) * spectrum
+    if num_keys:
+        targets = torch.randint(num_keys, (num_queries,), generator=random)
+        queries = 0.7 * queries + 0.7 * (keys[targets].float() - 1.0)
+    return Head(keys, queries, exact_lists(keys, queries, length))
+
+
+def exact_lists(keys: Tensor, queries: Tensor, length: int) -> Tensor:
+    """The best keys of each query [Q, min(length, N)] int32, ties by lower number."""
+    scores = queries @ keys.float().T
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :length].to(torch.int32).contiguous()
+
+
+def reachable(graph: KeyGraph) -> Tensor:
+    """Keys that a search that never stops would see, in ascending order."""
+    found = set(graph.entries.tolist())
+    todo = list(found)
+    while todo:
+        row = int(graph.list_of[todo.pop()])
+        for key in graph.neighbours[row].tolist() if row >= 0 else []:
+            if key >= 0 and key not in found:
+                found.add(key)
+                todo.append(key)
+    return torch.tensor(sorted(found), dtype=torch.int64)

@@ -1,0 +1,329 @@
+"""The joint search: every engine finds what the portable twin finds, and what is there to find."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.key_graph import KeyGraph, Searched
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.pool import Pool
+from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.portable import graph as portable
+from tests.ops.native.graph_data import Head, make_head, reachable, runnable
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="the native engine is not built")
+each_engine = pytest.mark.parametrize("isa", runnable())
+
+
+def make_queries(head: Head, count: int, seed: int = 1) -> Tensor:
+    """[1, count, D], not those of the build."""
+    dim = head.keys.shape[1]
+    return make_head(max(1, len(head.keys)), dim, num_queries=count, seed=seed).queries[None]
+
+
+def assert_same(one: Searched, other: Searched) -> None:
+    """Equal up to the last digits of exact scores, and so up to the order of ties."""
+    assert (one.rows_visited, one.dots) == (other.rows_visited, other.dots)
+    torch.testing.assert_close(one.scores, other.scores, rtol=1e-5, atol=1e-5)
+    differ = one.ids != other.ids
+    if differ.any():
+        near = (one.scores[..., 1:] - one.scores[..., :-1]).abs() < 1e-4
+        tied = torch.zeros_like(differ)
+        tied[..., 1:] |= near
+        tied[..., :-1] |= near
+        assert bool((tied | ~differ).all())
+
+
+def exact(head: Head, queries: Tensor, among: Tensor, count: int) -> Tensor:
+    """The best of some keys [1, M, count], -1 where there are fewer."""
+    scores = queries[0] @ head.keys[among].float().T
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    found = torch.full((len(queries[0]), count), -1)
+    found[:, : order.shape[1]] = among[order]
+    return found[None]
+
+
+@each_engine
+@pytest.mark.parametrize("dim", [8, 64, 72, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("max_degree", [16, 32, 64])
+def test_the_twin_finds_the_same(isa: str, dim: int, group: int, max_degree: int) -> None:
+    head = make_head(1000, dim)
+    engine = library.load(isa)
+    graph = head.graph(engine, max_degree=max_degree)
+    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    queries = make_queries(head, group)
+    for beam, size, width in ((10, 15, 1), (20, 20, 4), (40, 100, 16)):
+        arguments = {"beam": beam, "pool_size": size, "width": width}
+        found = head.searcher(engine, graph).search(queries, 10, **arguments)
+        assert_same(found, twin.search(queries, 10, **arguments))
+
+
+@each_engine
+@pytest.mark.parametrize("num_keys", [0, 1, 15, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sizes(isa: str, num_keys: int, dtype: torch.dtype) -> None:
+    head = make_head(num_keys, 64, dtype=dtype)
+    engine = library.load(isa)
+    graph = head.graph(engine)
+    queries = make_queries(head, 17)
+    found = head.searcher(engine, graph).search(queries, 20)
+    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    assert_same(found, twin.search(queries, 20))
+    assert bool((found.ids[..., min(num_keys, 20) :] == -1).all())
+    assert bool((found.scores[found.ids < 0] == -torch.inf).all())
+
+
+@each_engine
+@pytest.mark.parametrize("group", [1, 4, 16, 21])
+def test_a_search_without_limits_is_exact(isa: str, group: int) -> None:
+    head = make_head(1000, 64, num_queries=400)
+    engine = library.load(isa)
+    graph = head.graph(engine, max_degree=16)
+    queries = make_queries(head, group)
+    found = head.searcher(engine, graph).search(queries, 50, beam=1000, pool_size=1000)
+    among = reachable(graph)
+    assert len(among) > 900
+    assert torch.equal(found.ids, exact(head, queries, among, 50))
+    scores = torch.einsum("hmd,hmkd->hmk", queries, head.keys[found.ids])
+    torch.testing.assert_close(found.scores, scores)
+
+
+@each_engine
+def test_a_short_search_is_nearly_exact(isa: str) -> None:
+    head = make_head(5000, 64, num_queries=3000, length=50)
+    queries = make_queries(head, 64)
+    found = head.searcher(library.load(isa)).search(queries, 20, beam=40)
+    wanted = exact(head, queries, torch.arange(5000), 20)
+    hits = (found.ids[0, :, :, None] == wanted[0, :, None]).any(2)
+    assert hits.float().mean() > 0.9
+    assert found.rows_visited < 4 * 5000
+
+
+@each_engine
+def test_equal_keys_come_in_their_order(isa: str) -> None:
+    head = make_head(40, 16)
+    head.keys[:] = head.keys[0]
+    head.lists = torch.arange(40, dtype=torch.int32)[None].repeat(4, 1)
+    found = head.searcher(library.load(isa)).search(make_queries(head, 3), 8, beam=64)
+    assert found.ids.tolist() == [[list(range(8))] * 3]
+
+
+@each_engine
+def test_many_heads(isa: str) -> None:
+    engine = library.load(isa)
+    heads = [make_head(600, 32, seed=seed) for seed in range(3)]
+    keys = torch.stack([head.keys for head in heads])
+    quantised = QuantisedKeys(3, 32, with_rows=True, with_blocks=False, engine=engine)
+    quantised.build(keys)
+    graphs = [head.graph(engine) for head in heads]
+    queries = torch.cat([make_queries(head, 20) for head in heads])
+    together = GraphSearcher(keys, quantised, graphs, engine=engine).search(queries, 9)
+    parts = [
+        head.searcher(engine, graph).search(queries[i : i + 1], 9)
+        for i, (head, graph) in enumerate(zip(heads, graphs, strict=True))
+    ]
+    assert torch.equal(together.ids, torch.cat([part.ids for part in parts]))
+    assert together.rows_visited == sum(part.rows_visited for part in parts)
+    assert together.dots == sum(part.dots for part in parts)
+
+
+def test_threads_do_not_show() -> None:
+    head = make_head(600, 32)
+    keys = head.keys[None].repeat(4, 1, 1)
+    quantised = QuantisedKeys(4, 32, with_rows=True, with_blocks=False)
+    quantised.build(keys)
+    engine = library.engine()
+    assert engine is not None
+    graphs = [head.graph(engine)] * 4
+    queries = make_queries(head, 40).repeat(4, 1, 1)
+    pool = Pool(3)
+    alone = GraphSearcher(keys, quantised, graphs).search(queries, 9)
+    shared = GraphSearcher(keys, quantised, graphs, pool=pool).search(queries, 9)
+    pool.close()
+    assert torch.equal(alone.ids, shared.ids)
+    assert alone[2:] == shared[2:]
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_strided_keys(isa: str, dtype: torch.dtype) -> None:
+    head = make_head(500, 72, dtype=dtype)
+    engine = library.load(isa)
+    wide = torch.zeros(500, 100, dtype=dtype)
+    wide[:, :72] = head.keys
+    strided = Head(wide[:, :72], head.queries, head.lists)
+    queries = make_queries(head, 4)
+    one = head.searcher(engine).search(queries, 10)
+    assert torch.equal(one.ids, strided.searcher(engine).search(queries, 10).ids)
+
+
+@each_engine
+def test_keys_beyond_the_graph_are_all_scored(isa: str) -> None:
+    head = make_head(3000, 64, num_queries=400)
+    engine = library.load(isa)
+    first = Head(head.keys[:1700], head.queries, head.lists)
+    first.lists = torch.where(first.lists < 1700, first.lists, -1)
+    graph = first.graph(engine)
+    queries = make_queries(head, 4)
+    searcher = head.searcher(engine, graph)
+    found = searcher.search(queries, 10, beam=1, pool_size=3000)
+    tail = exact(head, queries, torch.arange(1700, 3000), 10)
+    found_tail = [[i for i in row if i >= 1700] for row in exactly_sorted(found)]
+    best_found = found.scores[0, :, 0]
+    best_tail = (queries[0] @ head.keys.T)[:, 1700:].amax(1)
+    assert bool((best_found >= best_tail - 1e-4).all())
+    for row, wanted in zip(found_tail, tail[0].tolist(), strict=True):
+        assert row == wanted[: len(row)]
+    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    assert_same(searcher.search(queries, 10), twin.search(queries, 10))
+
+
+def exactly_sorted(found: Searched) -> list[list[int]]:
+    assert bool((found.scores.diff(dim=-1) <= 0).all())
+    rows: list[list[int]] = found.ids[0].tolist()
+    return rows
+
+
+@each_engine
+def test_unlinked_keys_alone(isa: str) -> None:
+    head = make_head(2500, 64)
+    none = torch.empty(0, dtype=torch.int32)
+    graph = KeyGraph(torch.empty(0, 64, dtype=torch.int32), none, none)
+    queries = make_queries(head, 5)
+    found = head.searcher(library.load(isa), graph).search(queries, 10, pool_size=200)
+    assert torch.equal(found.ids, exact(head, queries, torch.arange(2500), 10))
+    assert found.rows_visited == 2500
+
+
+@each_engine
+def test_beta_leaves_out_what_is_far_below_the_best(isa: str) -> None:
+    head = make_head(1000, 32)
+    searcher = head.searcher(library.load(isa))
+    queries = make_queries(head, 4)
+    whole = searcher.search(queries, 100, beam=100, pool_size=100)
+    found = searcher.search(queries, 100, beam=100, pool_size=100, beta=3.0)
+    near = whole.scores >= whole.scores[..., :1] - 3.0
+    assert 4 < int(near.sum()) < near.numel()
+    assert torch.equal(found.ids, torch.where(near, whole.ids, -1))
+    assert torch.equal(found.scores, whole.scores.masked_fill(~near, -torch.inf))
+    alone = searcher.search(queries, 100, beam=100, pool_size=100, beta=0.0)
+    assert bool((alone.ids[..., 1:] == -1).all())
+
+
+@each_engine
+def test_warm_starts_reach_what_the_entries_do_not(isa: str) -> None:
+    head = make_head(400, 16, num_queries=100)
+    engine = library.load(isa)
+    ring = (torch.arange(400) + 1) % 400
+    ring[199], ring[399] = 0, 200  # two rings
+    graph = KeyGraph(
+        ring[:, None].to(torch.int32),
+        torch.arange(400, dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+    )
+    searcher = head.searcher(engine, graph)
+    queries = make_queries(head, 3)
+    limits = {"beam": 400, "pool_size": 400}
+    cold = searcher.search(queries, 10, **limits)
+    assert torch.equal(cold.ids, exact(head, queries, torch.arange(200), 10))
+    warm = torch.full((1, 3, 2), -1)
+    warm[0, 1, 1] = 300
+    both = searcher.search(queries, 10, **limits, warm=warm)
+    assert torch.equal(both.ids, exact(head, queries, torch.arange(400), 10))
+    assert both.rows_visited == 400
+    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    assert_same(both, twin.search(queries, 10, **limits, warm=warm))
+
+
+@each_engine
+def test_the_whole_beam(isa: str) -> None:
+    head = make_head(1000, 32)
+    found = head.searcher(library.load(isa)).search(
+        make_queries(head, 2), 300, beam=50, pool_size=300
+    )
+    assert bool((found.ids >= 0).all())
+    assert all(len(set(row)) == 300 for row in found.ids[0].tolist())
+
+
+@each_engine
+def test_a_key_that_a_list_names_twice_is_found_once(isa: str) -> None:
+    head = make_head(64, 16)
+    graph = KeyGraph(
+        torch.arange(64, dtype=torch.int32).repeat(64, 2).contiguous(),
+        torch.arange(64, dtype=torch.int32),
+        torch.tensor([5, 5], dtype=torch.int32),
+    )
+    found = head.searcher(library.load(isa), graph).search(make_queries(head, 2), 64)
+    assert found.rows_visited == 64
+    assert found.ids[0].sort().values.tolist() == [list(range(64))] * 2
+
+
+@each_engine
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e-38])
+def test_queries_without_an_order_do_no_harm(isa: str, value: float) -> None:
+    head = make_head(300, 16)
+    queries = torch.full((1, 4, 16), value)
+    found = head.searcher(library.load(isa)).search(queries, 10)
+    assert int(found.ids.max()) < 300
+
+
+@each_engine
+def test_searching_twice_gives_the_same(isa: str) -> None:
+    head = make_head(1000, 32)
+    searcher = head.searcher(library.load(isa))
+    queries = make_queries(head, 8)
+    first = searcher.search(queries, 10)
+    searcher.search(make_queries(head, 30, seed=5), 100)
+    again = searcher.search(queries, 10)
+    assert torch.equal(first.ids, again.ids)
+    assert first[2:] == again[2:]
+
+
+WRONG = {
+    "top_k": ({"top_k": 0}, "top_k must be at least 1"),
+    "pool": ({"top_k": 20, "pool_size": 19, "beam": 5}, "pool_size must be top_k"),
+    "beam": ({"beam": 0}, "beam must be 1"),
+    "wide beam": ({"beam": 51, "pool_size": 50}, "beam must be 1..pool_size"),
+    "width": ({"width": 0}, "width must be 1"),
+    "beta": ({"beta": -1.0}, "beta must be at least 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_numbers(arguments: dict[str, float], message: str) -> None:
+    head = make_head(100, 8)
+    searcher = head.searcher(library.load(runnable()[0]))
+    with pytest.raises(ConfigError, match=message):
+        searcher.search(make_queries(head, 2), **{"top_k": 5, **arguments})  # type: ignore[arg-type]
+
+
+def test_wrong_shapes() -> None:
+    head = make_head(100, 8)
+    engine = library.load(runnable()[0])
+    graph, quantised = head.graph(engine), head.quantised(engine)
+    searcher = head.searcher(engine, graph)
+    with pytest.raises(ShapeError, match=r"queries must be \[1, M, 8\]"):
+        searcher.search(torch.zeros(1, 2, 9), 5)
+    with pytest.raises(ShapeError, match=r"warm must be \[1, 2, W\] int64"):
+        searcher.search(torch.zeros(1, 2, 8), 5, warm=torch.zeros(1, 3, 4, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="graphs must be one per head"):
+        GraphSearcher(head.keys[None], quantised, [], engine=engine)
+    with pytest.raises(ShapeError, match="links 100 keys, but there are only 90"):
+        GraphSearcher(head.keys[None, :90], quantised, [graph], engine=engine)
+    with pytest.raises(ShapeError, match="quantised must hold all 150 keys"):
+        GraphSearcher(torch.zeros(1, 150, 8), quantised, [graph], engine=engine)
+
+
+@pytest.mark.parametrize("name", ["neighbours", "list_of", "entries"])
+def test_a_damaged_graph_is_refused(name: str) -> None:
+    head = make_head(100, 8)
+    engine = library.load(runnable()[0])
+    graph = head.graph(engine)
+    getattr(graph, name).view(-1)[0] = 100
+    with pytest.raises(ConfigError, match=f"{name} of a graph must be -1"):
+        head.searcher(engine, graph)
