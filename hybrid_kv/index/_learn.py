@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +19,51 @@ from hybrid_kv.index._trial import (
 )
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 
-Nearest = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(keys [N, D], queries [Q, D], count) -> ids [Q, count] int32 and scores, exact, best first."""
 
-Project = Callable[[Tensor, Tensor, Tensor, BuildParams], KeyGraph]
-"""(lists [Q, K] int32, keys [N, D], queries [Q, D], params) -> the graph."""
+class Found(Protocol):
+    """What a search gives."""
 
-Search = Callable[[KeyGraph, Tensor, Tensor, int, int], tuple[Tensor, Tensor, int]]
-"""(graph, keys [N, D], queries [G, D], count, beam) -> ids, scores [G, count] and rows scored."""
+    @property
+    def ids(self) -> Tensor:
+        """[1, G, K] int64, -1 for none."""
+        ...
+
+    @property
+    def scores(self) -> Tensor:
+        """[1, G, K] float32, -inf for none."""
+        ...
+
+    @property
+    def rows_visited(self) -> int:
+        """Distinct keys that were read."""
+        ...
+
+
+class Searcher(Protocol):
+    """Searches the graph of one head."""
+
+    def search(self, queries: Tensor, top_k: int, *, beam: int) -> Found:
+        """The best keys of queries [1, G, D]."""
+        ...
+
+
+class Engine(Protocol):
+    """The arithmetic of learning one head; keys [N, D], queries [Q, D]."""
+
+    def nearest(self, keys: Tensor, queries: Tensor, count: int) -> Tensor:
+        """The exact best keys of each query, [Q, count] int32, best first."""
+        ...
+
+    def project(
+        self, lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams
+    ) -> KeyGraph:
+        """The graph of what queries retrieved: lists [Q, K] int32."""
+        ...
+
+    def searcher(self, keys: Tensor, graph: KeyGraph) -> Searcher:
+        """Searches that graph."""
+        ...
+
 
 _METRIC_QUERIES = 16384
 
@@ -52,7 +90,7 @@ def learn(
     params: BuildParams,
     list_length: int,
     goal: Goal,
-    engine: tuple[Nearest, Project, Search],
+    engine: Engine,
 ) -> tuple[KeyGraph | None, HeadReport]:
     """The graph of one KV head, or None where it does not reach the goal.
 
@@ -60,19 +98,24 @@ def learn(
         keys: [N, D].
         samples: [G, M, D] prefill queries of the group's heads at M positions.
     """
-    nearest, project, search = engine
     build, check = hold_out(samples, goal.positions)
     if check.shape[1] == 0:
         return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
     queries = build.flatten(0, 1)
-    lists, _ = nearest(keys, queries, min(list_length, keys.shape[0]))
-    graph = project(lists, keys, queries, params)
-    held = _exact_answers(keys, check, goal.top_k, nearest)
+    lists = engine.nearest(keys, queries, min(list_length, keys.shape[0]))
+    graph = engine.project(lists, keys, queries, params)
+    held = _exact_answers(keys, check, goal.top_k, engine)
+    searcher = engine.searcher(keys, graph)
 
     def try_beam(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
-        found = [search(graph, keys, group, held.ids.shape[-1], beam) for group in asked]
-        ids, scores = torch.stack([f[0] for f in found]), torch.stack([f[1] for f in found])
-        return ids, scores, sum(f[2] for f in found) / (len(found) * keys.shape[0])
+        top_k = held.ids.shape[-1]
+        found = [searcher.search(group[None], top_k, beam=beam) for group in asked]
+        rows = sum(result.rows_visited for result in found)
+        return (
+            torch.cat([result.ids for result in found]),
+            torch.cat([result.scores for result in found]),
+            rows / (len(found) * keys.shape[0]),
+        )
 
     trials = run_trials(held, try_beam, goal.beams, goal.recall)
     trial, reason = choose(trials, goal.recall, goal.mass, goal.max_scanned)
@@ -88,11 +131,12 @@ def learn(
     return (None if trial is None else graph), report
 
 
-def _exact_answers(keys: Tensor, check: Tensor, top_k: int, nearest: Nearest) -> HeldOut:
+def _exact_answers(keys: Tensor, check: Tensor, top_k: int, engine: Engine) -> HeldOut:
     """What the held-out queries [G, P, D] should find."""
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
     flat = by_position.flatten(0, 1)
-    ids, scores = nearest(keys, flat, min(top_k, keys.shape[0]))
+    ids = engine.nearest(keys, flat, min(top_k, keys.shape[0])).long()
+    scores = torch.einsum("qkd,qd->qk", keys[ids].float(), flat)
     scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
     block = max(1, 2**25 // max(1, len(flat)))
     total = torch.full((len(flat),), -torch.inf)
@@ -101,7 +145,7 @@ def _exact_answers(keys: Tensor, check: Tensor, top_k: int, nearest: Nearest) ->
     shape = by_position.shape[:2]
     return HeldOut(
         by_position,
-        ids.long().unflatten(0, shape),
+        ids.unflatten(0, shape),
         scores.unflatten(0, shape),
         total.unflatten(0, shape),
         scale,

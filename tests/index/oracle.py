@@ -20,6 +20,7 @@ OPENED: dict[str, dict[str, Any]] = {
     "pages": {"page_size": 1},
     "ivf": {"nprobe": 4096},
     "hnsw": {"ef_search": 600},
+    "graph": {"min_keys": 1, "check_positions": 4},
 }
 RECALL_FLOOR = 0.95
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +17,8 @@ DIM = 24
 GOAL = Goal(top_k=10, recall=0.95, mass=1.0, max_scanned=0.5, positions=16, beams=(20, 40, 80, 160))
 
 
-def nearest(keys: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    scores, ids = (queries.float() @ keys.float().T).topk(count)
-    return ids.int(), scores
+def nearest(keys: Tensor, queries: Tensor, count: int) -> Tensor:
+    return (queries.float() @ keys.float().T).topk(count).indices.int()
 
 
 def project(lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
@@ -36,12 +38,25 @@ def search(
     return found.indices, found.values, int(seen.sum())
 
 
+class Exact:
+    """An engine made of the functions above."""
+
+    nearest, project = staticmethod(nearest), staticmethod(project)
+
+    def searcher(self, keys: Tensor, graph: KeyGraph) -> Any:
+        def find(queries: Tensor, top_k: int, *, beam: int) -> Any:
+            ids, scores, rows = search(graph, keys, queries[0], top_k, beam)
+            return SimpleNamespace(ids=ids[None], scores=scores[None], rows_visited=rows)
+
+        return SimpleNamespace(search=find)
+
+
 def data(num_keys: int = 1000, positions: int = 400) -> tuple[Tensor, Tensor]:
     return torch.randn(num_keys, DIM), 2 * torch.randn(3, positions, DIM)
 
 
 def run(keys: Tensor, samples: Tensor, goal: Goal = GOAL) -> tuple[KeyGraph | None, HeadReport]:
-    return learn(keys, samples, BuildParams(), 50, goal, (nearest, project, search))
+    return learn(keys, samples, BuildParams(), 50, goal, Exact())
 
 
 def test_the_smallest_beam_that_reaches_the_goal_is_taken() -> None:
@@ -61,7 +76,7 @@ def test_recall_and_mass_are_those_of_a_direct_computation() -> None:
     _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (100,)))
     _, check = hold_out(samples, 16)
     known = project(
-        nearest(keys, hold_out(samples, 16)[0].flatten(0, 1), 50)[0], keys, keys, BuildParams()
+        nearest(keys, hold_out(samples, 16)[0].flatten(0, 1), 50), keys, keys, BuildParams()
     )
     recalls, masses = [], []
     for position in range(16):

@@ -1,0 +1,239 @@
+"""`graph`: an attention-aware graph of the keys, projected from prefill queries.
+
+Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; RoarGraph (Chen et al.
+2024), whose idea of learning from queries it takes and whose projection it replaces.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hybrid_kv import config
+from hybrid_kv.errors import FileFormatError
+from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._file import read_arrays, write_arrays
+from hybrid_kv.index._learn import Goal, learn
+from hybrid_kv.index._scan import rank, scan
+from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native.graph import GraphSearcher, project
+from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
+from hybrid_kv.plugins import INDEXES
+from hybrid_kv.types import Needs, SearchResult
+
+_BEAMS = (64, 100, 160, 250, 400)
+_ARRAYS = ("neighbours", "list_of", "entries")
+
+
+@INDEXES.register("graph", paper="arXiv:2409.10516, section 3.2; RoarGraph (Chen et al. 2024)")
+class GraphIndex(KeyIndex):
+    """Walks a graph that prefill queries built; heads that it does not suit are scanned.
+
+    One graph per KV head, from the queries of all its query heads, which also search it together.
+    Every head proves itself on queries that took no part in its build (`reports`): where it misses
+    the goal, or has few keys, all keys are scored in 8 bits and the best ranked exactly. Keys that
+    are added later are scored one and all.
+    """
+
+    class Params(config.Params):
+        """max_degree, list_length, candidates, cap, alpha: of the build (see BuildParams);
+        sampled_queries, recent_queries: prefill queries per query head that it learns from, spread
+        evenly (up to twice as many) and from the prompt's end; min_keys: fewer are scanned; beam:
+        keys expanded per query, "auto" for what the self-check found; target_recall, target_mass:
+        the goal of the self-check, one of which has to be reached on check_positions held-out
+        positions for the best check_top_k keys, scoring at most max_scanned of them.
+        """
+
+        max_degree: int = Field(default=64, ge=2, le=256)
+        list_length: config.Count = 100
+        candidates: config.Count = 512
+        cap: int = Field(default=32, ge=2, le=255)
+        alpha: float = Field(default=1.2, gt=0)
+        sampled_queries: config.Tokens = 4096
+        recent_queries: config.Tokens = 4096
+        min_keys: config.Count = 16384
+        beam: config.Count | Literal["auto"] = "auto"
+        target_recall: float = Field(default=0.95, gt=0, le=1)
+        target_mass: float = Field(default=0.999, gt=0)
+        check_positions: config.Count = 64
+        check_top_k: config.Count = 100
+        max_scanned: float = Field(default=0.25, gt=0, le=1)
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.reports: tuple[HeadReport, ...] = ()
+        self._graphs: tuple[KeyGraph, ...] = ()
+        self._quantised: QuantisedKeys | None = None
+        self._searcher: GraphSearcher | None = None
+        self._beam = 1
+
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        return Needs(params.sampled_queries, params.recent_queries)
+
+    @property
+    def memory_bytes(self) -> int:
+        quantised = 0 if self._quantised is None else self._quantised.memory_bytes
+        return quantised + sum(graph.nbytes for graph in self._graphs)
+
+    def _rebuild(self, samples: Tensor | None) -> None:
+        self._searcher = self._quantised = None
+        learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
+        self.reports = tuple(report for _, report in learned)
+        self._serve(tuple(graph or _no_graph() for graph, _ in learned))
+
+    def _learn_head(self, head: int, samples: Tensor | None) -> tuple[KeyGraph | None, HeadReport]:
+        keys, p = self._keys[head], self.params
+        if len(keys) < p.min_keys:
+            return None, HeadReport("flat", f"{len(keys)} keys, a graph takes {p.min_keys}")
+        if samples is None or samples.shape[2] == 0:
+            return None, HeadReport("flat", "there are no prefill queries to learn from")
+        if (reason := _why_not(self._keys)) is not None:
+            return None, HeadReport("flat", reason)
+        params = BuildParams(
+            max_degree=p.max_degree, cap=p.cap, candidates=p.candidates, alpha=p.alpha
+        )
+        goal = Goal(
+            top_k=p.check_top_k,
+            recall=p.target_recall,
+            mass=p.target_mass,
+            max_scanned=p.max_scanned,
+            positions=p.check_positions,
+            beams=_BEAMS if p.beam == "auto" else (p.beam,),
+        )
+        return learn(keys, samples[head], params, p.list_length, goal, _HeadEngine())
+
+    def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
+        """Searches run on these graphs from now on; an empty one has its head scanned."""
+        self._graphs = graphs
+        self._beam = max((report.beam for report in self.reports), default=0) or 1
+        if len(self) and _why_not(self._keys) is None:
+            self._quantised = _quantise(self._keys)
+            self._searcher = GraphSearcher(self._keys, self._quantised, graphs, pool=default_pool())
+
+    def _append(self, known: int) -> None:
+        if self._searcher is None or self._quantised is None:
+            self._serve(self._graphs or tuple(_no_graph() for _ in self._keys))
+            return
+        self._quantised.append(self._keys, default_pool())
+        self._searcher.update(self._keys, self._quantised)
+
+    def _find(self, queries: Tensor, count: int) -> SearchResult:
+        if self._searcher is None:
+            scores, ids = rank(*scan(queries, self._keys, count), count)
+            return SearchResult(ids, scores, queries[..., 0].numel() * len(self))
+        # The check was for its own number of keys; to find more, more have to be expanded.
+        beam = -(-self._beam * max(count, self.params.check_top_k) // self.params.check_top_k)
+        found = self._searcher.search(queries, count, beam=beam)
+        return SearchResult(found.ids, found.scores, found.dots)
+
+    def save(self, path: str | Path) -> None:
+        """Writes graphs and reports; keys stay with their owner (docs/index-file.md).
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        arrays = {
+            f"{head}.{name}": getattr(graph, name).numpy()
+            for head, graph in enumerate(self._graphs)
+            for name in _ARRAYS
+        }
+        meta = {
+            "params": self.params.model_dump(mode="json"),
+            "reports": [report.to_dict() for report in self.reports],
+            "keys": _fingerprint(self._keys, self._linked),
+            "linked": self._linked,
+        }
+        write_arrays(Path(path), "graph", meta, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path, keys: Tensor) -> GraphIndex:
+        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
+
+        Raises:
+            FileFormatError: the file is damaged, foreign or was made for other keys.
+            OSError: it cannot be read.
+        """
+        path = Path(path)
+        meta, arrays = read_arrays(path, "graph")
+        try:
+            index = cls(cls.Params.model_validate(meta["params"]))
+            index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
+            linked, fingerprint = int(meta["linked"]), meta["keys"]
+            graphs = tuple(
+                KeyGraph(*(torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS))
+                for head in range(len(index.reports))
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(
+                f"{path} is damaged: it lacks {error}; build the index again"
+            ) from None
+        if keys.shape[1] < linked or fingerprint != _fingerprint(keys, linked):
+            raise FileFormatError(
+                f"{path} was made for other keys ({fingerprint['shape']}), got "
+                f"{list(keys.shape)}; load it with the context it was saved with"
+            )
+        index._known = keys
+        index._serve(graphs)
+        return index
+
+    @property
+    def _linked(self) -> int:
+        """Rows that the graphs know; later ones are scanned."""
+        return max((len(graph) for graph in self._graphs), default=0)
+
+
+class _HeadEngine:
+    """What learning one head takes, from the native engine."""
+
+    def nearest(self, keys: Tensor, queries: Tensor, count: int) -> Tensor:
+        blocks = QuantisedKeys(1, keys.shape[1])
+        blocks.build(keys[None], default_pool())
+        scanner = FlatScan(keys[None], blocks)
+        return scanner.nearest(0, queries, count, rerank=2 * count, pool=default_pool())
+
+    def project(
+        self, lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams
+    ) -> KeyGraph:
+        return project(lists, keys, queries, params, default_pool())
+
+    def searcher(self, keys: Tensor, graph: KeyGraph) -> GraphSearcher:
+        return GraphSearcher(keys[None], _quantise(keys[None]), [graph])
+
+
+def _quantise(keys: Tensor) -> QuantisedKeys:
+    quantised = QuantisedKeys(keys.shape[0], keys.shape[2], with_rows=True, with_blocks=False)
+    quantised.build(keys, default_pool())
+    return quantised
+
+
+def _why_not(keys: Tensor) -> str | None:
+    """Why the engine does not serve these keys; None if it does."""
+    if (state := engine_state()).isa is None:
+        return f"no native engine: {state.detail}"
+    if keys.dtype not in DTYPES or not is_readable(keys):
+        return f"the engine does not read {keys.dtype} rows of strides {list(keys.stride())}"
+    return None
+
+
+def _no_graph() -> KeyGraph:
+    """A graph of no keys: all of them are scored."""
+    empty = torch.empty(0, dtype=torch.int32)
+    return KeyGraph(torch.empty(0, 2, dtype=torch.int32), empty, empty)
+
+
+def _fingerprint(keys: Tensor, linked: int) -> dict[str, Any]:
+    """Names the keys that an index was made for, from 1024 spread rows."""
+    rows = keys[:, : linked : max(1, linked // 1024)].contiguous().view(torch.uint8)
+    shape = [keys.shape[0], linked, keys.shape[2]]
+    crc = zlib.crc32(rows.numpy().tobytes())
+    return {"shape": shape, "dtype": str(keys.dtype).removeprefix("torch."), "crc32": crc}
