@@ -29,23 +29,30 @@ inline void score_blocks(const uint8_t *blocks, int quad_count, const int32_t *q
                          const int32_t *bias, float *out, int64_t row, int64_t ahead) {
   const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
   __m512i sums[Blocks][Queries];
+#pragma GCC unroll 16
   for (int query = 0; query < Queries; ++query)
+#pragma GCC unroll 16
     for (int block = 0; block < Blocks; ++block) sums[block][query] = _mm512_set1_epi32(bias[query]);
   for (int quad = 0; quad < quad_count; ++quad, queries += Queries) {
     __m512i keys[Blocks];
+#pragma GCC unroll 16
     for (int block = 0; block < Blocks; ++block) {
       const uint8_t *at = blocks + block * bytes + int64_t{quad} * kLineBytes;
       _mm_prefetch(reinterpret_cast<const char *>(at + ahead), _MM_HINT_T0);
       keys[block] = _mm512_load_si512(reinterpret_cast<const void *>(at));
     }
+#pragma GCC unroll 16
     for (int query = 0; query < Queries; ++query) {
       const __m512i factor = _mm512_set1_epi32(queries[query]);
+#pragma GCC unroll 16
       for (int block = 0; block < Blocks; ++block)
-        sums[block][query] = _mm512_dpbusd_epi32(sums[block][query], keys[block], factor);
+        multiply_add(sums[block][query], keys[block], factor);
     }
   }
+#pragma GCC unroll 16
   for (int block = 0; block < Blocks; ++block) {
     const __m512 level = _mm512_load_ps(blocks + (block + 1) * bytes - kLineBytes);
+#pragma GCC unroll 16
     for (int query = 0; query < Queries; ++query)
       _mm512_storeu_ps(
           out + query * row + block * HKV_BLOCK_KEYS,
@@ -53,12 +60,13 @@ inline void score_blocks(const uint8_t *blocks, int quad_count, const int32_t *q
   }
 }
 
-/// Independent accumulators hide the latency of the products: 16 of them, if there are queries.
+/// Independent accumulators hide the latency of the products; more blocks at once than that needs
+/// would only spread the reads.
 template <int Queries>
 inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
                         const int32_t *queries, const int32_t *bias, float *out, int64_t row,
                         int64_t ahead) {
-  constexpr int kBlocks = Queries >= 8 ? 16 / Queries : Queries >= 4 ? 4 : 8;
+  constexpr int kBlocks = Queries == 1 ? 4 : Queries <= 8 ? 2 : 1;
   const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
   int64_t block = 0;
   for (; block + kBlocks <= count; block += kBlocks)
