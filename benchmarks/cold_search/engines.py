@@ -28,6 +28,10 @@ Prompt = Callable[[torch.Tensor], torch.Tensor]
 """Queries [G, M, D] of the prompt at the M rows asked for."""
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 BYTES = {"f32": 4, "float32": 4, "f16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1}
+SEARCHED = {"ivf": {"nprobe"}, "hnsw": {"ef_search"}}
+"""Parameters that a kind of ours reads when it searches; all others need another build."""
+CODE_BYTES = {"graph": 1}
+"""Bytes of a channel in the rows that a kind searches, where it keeps codes beside the keys."""
 K = 100
 
 
@@ -72,6 +76,10 @@ class Engine(ABC):
         """Dot products since `reset_count`; None where the library tells none."""
         return None
 
+    def notes(self) -> list[dict[str, Any]]:
+        """What the engine tells about its build, such as why a graph was not used."""
+        return []
+
     def copy(self) -> Engine:
         """The same in memory of its own."""
         raise NotImplementedError
@@ -99,8 +107,7 @@ class Own(Engine):
     Args:
         keys: dtype of the key array, which belongs to the caller of an index.
         grouped: one search for the group instead of one per query head.
-        params: the kind's parameters. `use` replaces them after the build, for those that a kind
-            reads when it searches.
+        params: the kind's parameters; `use` replaces those in `SEARCHED` after the build.
     """
 
     def __init__(
@@ -174,7 +181,11 @@ class Own(Engine):
     @property
     def row_bytes(self) -> int:
         sizes = [BYTES[v] for v in self._index.params.model_dump().values() if v in list(BYTES)]
-        return self._keys.shape[2] * min([self._dtype.itemsize, *sizes])
+        code = CODE_BYTES.get(self._kind, self._dtype.itemsize)
+        return self._keys.shape[2] * min([code, *sizes])
+
+    def notes(self) -> list[dict[str, Any]]:
+        return [report.to_dict() for report in getattr(self._index, "reports", ())]
 
 
 class Faiss(Engine):
@@ -387,11 +398,16 @@ class Row:
     settings: Sequence[Setting] = field(default=({},))
 
 
-def own(kind: str, settings: Sequence[Setting] = ({},), **options: Any) -> Row:
-    """A row of ours; options as in `Own`."""
+def own(kind: str, settings: Sequence[Setting] = ({},), **options: Any) -> list[Row]:
+    """Rows of ours; options as in `Own`.
+
+    One row tries all settings where the kind reads them when it searches, else each has its own.
+    """
+    if any(set(setting) - SEARCHED.get(kind, set()) for setting in settings):
+        return [row for setting in settings for row in own(kind, **options, **setting)]
     said = [kind, *(f"{key}={value}" for key, value in options.items() if key != "grouped")]
     said.append("group" if options.get("grouped", True) else "single")
-    return Row(" ".join(said), partial(Own, kind, **options), settings)
+    return [Row(" ".join(said), partial(Own, kind, **options), settings)]
 
 
 def choices(kind: str) -> list[dict[str, str]]:
@@ -420,19 +436,18 @@ def default_rows() -> list[Row]:
         Row("faiss-hnsw32 centred single", partial(FaissHnsw, centre=True), beams),
         Row("hnswlib single", Hnswlib, beams),
         Row("usearch single", Usearch, beams),
-        own("flat", grouped=False),
-        *(own("flat", **choice) for choice in choices("flat")),
-        *(own("flat", keys="bf16", **choice) for choice in choices("flat")),
-        own("ivf", probes, nlist=1024, grouped=False),
-        own("graph", grouped=False),
-        own("graph"),
+        *own("flat", grouped=False),
+        *(row for choice in choices("flat") for row in own("flat", **choice)),
+        *(row for choice in choices("flat") for row in own("flat", keys="bf16", **choice)),
+        *own("ivf", probes, nlist=1024, grouped=False),
+        *own("graph", keys="bf16", grouped=False),
+        *own("graph", keys="bf16"),
     ]
 
 
-def parse_row(text: str) -> Row:
-    """A row from `KIND:key=value,key=a|b`.
+def parse_rows(text: str) -> list[Row]:
+    """Rows from `KIND:key=value,key=a|b`; every combination of the values is tried.
 
-    Several values are settings tried on one build, so they must be read when the kind searches;
     `keys` (f32, f16, bf16) and `grouped` (yes, no) belong to the row and not to the kind.
     """
     kind, _, rest = text.partition(":")

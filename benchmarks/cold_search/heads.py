@@ -38,6 +38,20 @@ class Head:
     source: str
 
 
+def load(name: str, num_keys: int, seed: int, positions: int) -> Head:
+    """A head by its name: a profile of made-up heads, or `minilm:L4H8`.
+
+    Raises:
+        LookupError: what it needs is not installed, or there is no such data.
+    """
+    kind, _, part = name.partition(":")
+    if kind == "minilm":
+        return minilm(part, num_keys, seed, positions)
+    if kind not in PROFILES:
+        raise LookupError(f"no data is called '{name}'; there are: {', '.join(PROFILES)}, minilm")
+    return synthetic(kind, num_keys, seed, positions)
+
+
 def synthetic(profile: str, num_keys: int, seed: int, positions: int) -> Head:
     made = SyntheticHead(PROFILES[profile], num_keys, weight_seed=seed, text_seed=seed)
     heads = range(made.num_q_heads)
@@ -101,7 +115,8 @@ def minilm_folder() -> Path:
         raise LookupError(f"{MINILM} is not installed") from None
     for file in files:
         folder = Path(str(file.locate())).parent
-        if file.name == "config.json" and any(folder.glob("*token*")):
+        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model.bin")]
+        if file.name == "config.json" and weights and any(folder.glob("*token*")):
             return folder
     raise LookupError(f"{MINILM} has no folder with a model that transformers can read")
 

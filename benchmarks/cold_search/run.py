@@ -31,8 +31,8 @@ for _name in ("OMP_NUM_THREADS", "HYBRID_KV_THREADS"):
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from engines import AbsentError, Engine, K, Row, default_rows, parse_row  # noqa: E402
-from heads import MINILM_HEADS, Head, minilm, synthetic  # noqa: E402
+from engines import AbsentError, Engine, K, Row, default_rows, parse_rows  # noqa: E402
+from heads import MINILM_HEADS, Head, load  # noqa: E402
 from machine import Memory, environment  # noqa: E402
 
 from hybrid_kv.config import parse_count  # noqa: E402
@@ -164,9 +164,10 @@ def measure(
             "hot_us": hot_us(engine, groups, options.repeats, clock),
             "build_s": build_s,
             "bytes_per_key": engine.held_bytes / size,
+            "notes": engine.notes(),
         }
         if options.cold:
-            limit = options.memory - engine.held_bytes
+            limit = options.memory - engine.held_bytes - head.keys.nbytes
             result.update(cold_us(engine, groups, memory, limit, options))
             gc.collect()
         yield result
@@ -194,6 +195,8 @@ def run_head(
             for result in measure(row, head, truth, memory, options):
                 results.append({**where, **result})
                 say(line(result))
+                for note in result["notes"]:
+                    say(f"  {note}")
         except (AbsentError, HybridKVError) as error:
             state = "absent" if isinstance(error, AbsentError) else "failed"
             results.append({**where, "row": row.name, state: str(error)})
@@ -233,18 +236,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def heads_of(options: argparse.Namespace) -> Iterator[Head]:
+def wanted_heads(options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+    """Names, sizes and seeds."""
     for data in options.data.split(","):
         names = [f"minilm:{name}" for name in MINILM_HEADS] if data == "minilm" else [data]
         for name in names:
             for size in options.n.split(","):
-                for seed in map(int, options.seeds.split(",")):
-                    kind, _, part = name.partition(":")
-                    count = int(parse_count(size))
-                    if kind == "minilm":
-                        yield minilm(part, count, seed, options.queries)
-                    else:
-                        yield synthetic(kind, count, seed, options.queries)
+                for seed in options.seeds.split(","):
+                    yield name, int(parse_count(size)), int(seed)
 
 
 def chosen_rows(wanted: Sequence[str]) -> list[Row]:
@@ -254,7 +253,7 @@ def chosen_rows(wanted: Sequence[str]) -> list[Row]:
     rows = []
     for text in wanted:
         if ":" in text:
-            rows.append(parse_row(text))
+            rows += parse_rows(text)
             continue
         found = [row for row in default_rows() if fnmatch.fnmatch(row.name, text)]
         if not found:
@@ -344,16 +343,18 @@ def main() -> None:
     stream = [memory.stream_gbps()]
     heads: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    try:
-        for head in heads_of(options):
-            about, found = run_head(head, rows, memory, options)
-            heads.append(about)
-            results += found
-    except LookupError as error:
-        heads.append({"data": options.data, "absent": str(error)})
-        say(f"absent: {error}")
+    for name, size, seed in wanted_heads(options):
+        try:
+            head = load(name, size, seed, options.queries)
+        except LookupError as error:
+            heads.append({"data": name, "n": size, "seed": seed, "absent": str(error)})
+            say(f"{name}, N {size}, seed {seed}: absent: {error}")
+            continue
+        about, found = run_head(head, rows, memory, options)
+        heads.append(about)
+        results += found
     stream.append(memory.stream_gbps())
-    if options.plot and results:
+    if options.plot and any("recall" in row for row in results):
         plot(results, options.plot)
     settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()}
     surroundings = {**environment(options.threads), "stream_gbps": stream}
