@@ -213,8 +213,8 @@ def describe(about: dict[str, Any]) -> str:
     )
 
 
-HEADER = (
-    f"{'row':<42} recall   p5  m/orac  mass  scanned   KB/q    hot us   cold us  build s  B/key"
+HEADER = f"{'row':<42} recall   p5  m/orac  mass" + "".join(
+    f"{name:>9}" for name in ("scanned", "KB/q", "hot us", "cold us", "cold MB", "build s", "B/key")
 )
 
 
@@ -228,7 +228,7 @@ def line(result: dict[str, Any]) -> str:
         f"{name:<42} {result['recall']:.3f} {result['recall_p5']:.2f}  "
         f"{result['mass_over_oracle']:.3f}  {result['mass']:.3f}{cell('scanned_ratio', '.2%')}"
         f"{cell('key_bytes_read', '.0f', 1 / 1024)}{cell('hot_us', '.1f')}{cell('cold_us', '.1f')}"
-        f"{cell('build_s', '.2f')}{cell('bytes_per_key', '.0f')}"
+        f"{cell('cold_bytes', '.0f', 2**-20)}{cell('build_s', '.2f')}{cell('bytes_per_key', '.0f')}"
     )
 
 
