@@ -24,10 +24,13 @@ class Index(ABC):
 
     One index serves all KV heads of the layer, so that a step enters it once. Searches may run
     concurrently with each other, not with `build` or `add`.
+
+    exact: whether this instance always finds the best keys and scores every key; parameters may
+        decide.
     """
 
     Params: ClassVar[type[BaseModel]]
-    exact: ClassVar[bool] = False
+    exact: bool = False
 
     def __init__(self, params: Any) -> None:
         self.params = params

@@ -7,12 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hybrid_kv.config import IndexConfig
-from hybrid_kv.plugins import INDEXES, Index
-from tests.index.oracle import DIM, check_result, clustered, floor, make, recall
+from tests.index.oracle import (
+    DIM,
+    KINDS,
+    check_result,
+    clustered,
+    floor,
+    make,
+    make_default,
+    recall,
+)
 
 
-@pytest.fixture(params=list(INDEXES))
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -33,7 +40,7 @@ def test_finds_the_best_keys(kind: str, rows: int, top_k: int, num_queries: int)
 
 def test_default_settings_keep_the_contract(kind: str) -> None:
     keys, queries = clustered(333)
-    index: Index = IndexConfig(kind=kind).build()
+    index = make_default(kind)
     index.build(keys, None)
     check_result(index.search(queries, 21), queries, keys, 21)
 

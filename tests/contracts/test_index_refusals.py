@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
-from hybrid_kv.plugins import INDEXES
-from tests.index.oracle import check_result, clustered, make
+from tests.index.oracle import KINDS, check_result, clustered, make
 
 
-@pytest.fixture(params=list(INDEXES))
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
-from hybrid_kv.plugins import Index
+from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import SearchResult
 
 DIM = 72  # divisible by 8 but not by 16 or 64: the tails of vector loops are exercised
@@ -22,11 +22,23 @@ OPENED: dict[str, dict[str, Any]] = {
     "hnsw": {"ef_search": 600},
     "graph": {"min_keys": 1, "check_positions": 4},
 }
+# Kinds whose parameters make an index of another nature are tested as kinds of their own.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flat-int8": ("flat", {"precision": "int8"}),
+    "flat-stored": ("flat", {"precision": "stored"}),
+}
+KINDS = [*INDEXES, *VARIANTS]
 RECALL_FLOOR = 0.95
 
 
 def make(kind: str) -> Index:
-    index: Index = IndexConfig(kind=kind, **OPENED.get(kind, {})).build()
+    return make_default(kind, **OPENED.get(kind, {}))
+
+
+def make_default(kind: str, **params: Any) -> Index:
+    """An index as it comes, but for what makes a variant."""
+    kind, own = VARIANTS.get(kind, (kind, {}))
+    index: Index = IndexConfig(kind=kind, **own, **params).build()
     return index
 
 

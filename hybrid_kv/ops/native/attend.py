@@ -44,9 +44,7 @@ class RetrievedAttention:
         BackendUnavailable: there is no engine.
     """
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, *, engine: ctypes.CDLL | None = None
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, *, engine: ctypes.CDLL | None = None) -> None:
         self._engine = _declared(find_engine(engine))
         described = zip(describe("keys", keys), describe("values", values), strict=False)
         if keys.shape[:2] != values.shape[:2] or keys.dtype != values.dtype:

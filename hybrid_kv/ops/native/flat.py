@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -35,9 +35,7 @@ class FlatHeadStruct(Structure):
 def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
     sizes = (c_int64, c_int64, c_int64, c_int32)  # queries, top_k, rerank, id_type
     heads = (c_void_p, c_int32, POINTER(FlatHeadStruct), c_void_p)
-    library.declare(
-        engine, "hkv_flat_search", *heads, *sizes, c_void_p, c_void_p, POINTER(c_int64)
-    )
+    library.declare(engine, "hkv_flat_search", *heads, *sizes, c_void_p, c_void_p, POINTER(c_int64))
     library.declare(
         engine,
         "hkv_knn",

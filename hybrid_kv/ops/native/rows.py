@@ -114,7 +114,10 @@ def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
 
 
 class QuantisedQuery(NamedTuple):
-    """codes: [row_bytes] int8, padded with 0; score = (product - 128 sum) * level * scale + offset."""
+    """codes: [row_bytes] int8, padded with 0.
+
+    The score of a row is (product - 128 sum) * level * scale + offset.
+    """
 
     codes: Tensor
     scale: float

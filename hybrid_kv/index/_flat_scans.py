@@ -1,0 +1,125 @@
+"""How `flat` scans where torch does not: the engine's kernels and their portable twin."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._scan import rank
+from hybrid_kv.ops.native import flat as native_flat
+from hybrid_kv.ops.native import rows as native_rows
+from hybrid_kv.ops.native.library import engine
+from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.types import SearchResult
+
+_SPARE_CANDIDATES = 32
+_REFRESH = 4
+"""Statistics are taken anew when rows have grown so many times over."""
+
+
+class FlatScan(Protocol):
+    """Scores every key; see `KeyIndex` for when the methods are called."""
+
+    @property
+    def memory_bytes(self) -> int: ...
+    def rebuild(self, keys: Tensor) -> None: ...
+    def append(self, keys: Tensor) -> None: ...
+    def find(self, queries: Tensor, count: int) -> SearchResult: ...
+
+
+def make_scan(precision: str, rerank: float) -> FlatScan | None:
+    """The scan of a precision other than "exact"; None where only torch can serve it."""
+    native = engine() is not None
+    if precision == "stored":
+        return _StoredScan() if native else None
+    return _Int8Scan(rerank) if native else _PortableInt8Scan(rerank)
+
+
+def num_candidates(rerank: float, count: int, rows: int) -> int:
+    """How many keys are scored again; a few results need more than a share of them to be safe."""
+    return min(rows, max(math.ceil(rerank * count), count + _SPARE_CANDIDATES))
+
+
+def _readable(keys: Tensor) -> Tensor:
+    return keys if native_rows.is_readable(keys) else keys.contiguous()
+
+
+class _StoredScan:
+    """The engine over the keys where they lie."""
+
+    memory_bytes = 0
+
+    def rebuild(self, keys: Tensor) -> None:
+        self._scan = native_flat.FlatScan(_readable(keys))
+
+    append = rebuild
+
+    def find(self, queries: Tensor, count: int) -> SearchResult:
+        return self._scan.search(queries, count, pool=default_pool())
+
+
+class _Int8Scan:
+    """The engine over quantised keys; the best are scored again where they lie."""
+
+    def __init__(self, rerank: float) -> None:
+        self._rerank = rerank
+
+    def rebuild(self, keys: Tensor) -> None:
+        keys = _readable(keys)
+        self._quantised = native_rows.QuantisedKeys(keys.shape[0], keys.shape[2])
+        self._quantised.build(keys, default_pool())
+        self._scan = native_flat.FlatScan(keys, self._quantised)
+        self._built = keys.shape[1]
+
+    def append(self, keys: Tensor) -> None:
+        if keys.shape[1] > _REFRESH * self._built:
+            return self.rebuild(keys)
+        keys = _readable(keys)
+        self._quantised.append(keys, default_pool())
+        self._scan = native_flat.FlatScan(keys, self._quantised)
+
+    def find(self, queries: Tensor, count: int) -> SearchResult:
+        candidates = num_candidates(self._rerank, count, self._scan.keys.shape[1])
+        return self._scan.search(queries, count, rerank=candidates, pool=default_pool())
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._quantised.memory_bytes
+
+
+class _PortableInt8Scan:
+    """The same in numba and torch."""
+
+    def __init__(self, rerank: float) -> None:
+        self._rerank = rerank
+
+    def rebuild(self, keys: Tensor) -> None:
+        from hybrid_kv.ops.portable.rows import QuantisedKeys
+
+        self._keys = keys
+        self._quantised = QuantisedKeys(keys.shape[0], keys.shape[2])
+        self._quantised.build(keys)
+        self._built = keys.shape[1]
+
+    def append(self, keys: Tensor) -> None:
+        if keys.shape[1] > _REFRESH * self._built:
+            return self.rebuild(keys)
+        self._keys = keys
+        self._quantised.append(keys)
+
+    def find(self, queries: Tensor, count: int) -> SearchResult:
+        heads, num_queries, _ = queries.shape
+        rows = self._keys.shape[1]
+        candidates = num_candidates(self._rerank, count, rows)
+        ids, _ = self._quantised.search(queries, candidates)
+        of_head = torch.arange(heads)[:, None, None]
+        found = self._keys[of_head, ids].float()
+        scores, ids = rank((found @ queries[..., None]).squeeze(-1), ids, count)
+        return SearchResult(ids, scores, heads * num_queries * (rows + candidates))
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._quantised.memory_bytes
