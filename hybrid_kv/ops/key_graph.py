@@ -144,6 +144,30 @@ def check_graph(graph: KeyGraph) -> None:
             raise ConfigError(f"{name} of a graph must be -1..{limit - 1}; the graph is damaged")
 
 
+def check_extends(graph: KeyGraph, keys: Tensor, params: BuildParams) -> None:
+    """Checks that a graph can be extended to keys [N, D].
+
+    Raises:
+        ShapeError: it is over more keys.
+        ConfigError: params are for another degree.
+    """
+    check_graph(graph)
+    if len(graph) > len(keys):
+        raise ShapeError(f"a graph links {len(graph)} keys, but there are only {len(keys)}")
+    if graph.neighbours.shape[1] != params.max_degree:
+        raise ConfigError(
+            f"max_degree must be the graph's {graph.neighbours.shape[1]}, got {params.max_degree}"
+        )
+
+
+def keys_of_lists(list_of: Tensor) -> Tensor:
+    """[num_lists] int64, the key of each list."""
+    keys = (list_of >= 0).nonzero()[:, 0]
+    ordered = torch.empty_like(keys)
+    ordered[list_of[keys].long()] = keys
+    return ordered
+
+
 def query_points(keys: Tensor, rows: Tensor, queries: Tensor, metric_dims: int) -> Tensor:
     """Keys as the queries see them: [len(rows), 32] int16, magnitudes up to 4095.
 

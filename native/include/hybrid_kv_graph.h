@@ -39,17 +39,20 @@ typedef struct hkv_projection {
   uint64_t seed;
 } hkv_projection;
 
-/* Which keys get a list: those of `lists` and `extra`. Fills list_of [num_keys]. */
+/* Gives a list to every key that `lists` or `extra` name and that has none: updates list_of
+ * [num_keys] and num_lists, which are all -1 and 0 where there is no graph yet.
+ */
 HKV_API int hkv_graph_cover(const hkv_projection *projection, int32_t *list_of,
                             int64_t *num_lists);
 
-/* Fills neighbours [num_lists, degree] and entries [num_entries].
+/* Fills neighbours [num_lists, degree] from list `first_list` on, and links them from the lists
+ * before, which hold a graph already. Fills entries [num_entries] if first_list is 0.
  * points: [num_lists, 32], |value| <= 4095: where the queries see the key of each list; keys that
  * queries cannot tell apart lie close together.
  */
 HKV_API int hkv_graph_project(hkv_pool *pool, const hkv_projection *projection,
-                              const int32_t *list_of, int64_t num_lists, const int16_t *points,
-                              int32_t *neighbours, int32_t *entries);
+                              const int32_t *list_of, int64_t num_lists, int64_t first_list,
+                              const int16_t *points, int32_t *neighbours, int32_t *entries);
 
 /* One KV head that can be searched; everything belongs to the caller. */
 typedef struct hkv_graph_head {

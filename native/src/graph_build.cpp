@@ -116,10 +116,11 @@ class NodeBuilder {
     return prune(node, neighbours);
   }
 
-  /// Merges the node's choice with the nodes that chose it; returns how many `neighbours` hold.
+  /// Merges the node's own neighbours with the nodes that chose it; returns how many there are.
+  /// reverse: positions in lists of `degree` of the nodes from `first_node` on.
   int link(int32_t node, const int32_t *own, int num_own, const Ragged<uint32_t> &reverse,
-           int32_t *neighbours) {
-    gather_reverse(node, own, num_own, reverse);
+           int32_t first_node, int32_t *neighbours) {
+    gather_reverse(node, own, num_own, reverse, first_node);
     if (num_own + static_cast<int>(pool_.size()) <= degree_) {
       std::copy_n(own, num_own, neighbours);
       for (size_t i = 0; i < pool_.size(); ++i) neighbours[num_own + i] = pool_[i].node;
@@ -240,7 +241,7 @@ class NodeBuilder {
 
   /// pool_ becomes the nodes that chose this one and that it did not choose, evenly thinned.
   void gather_reverse(int32_t node, const int32_t *own, int num_own,
-                      const Ragged<uint32_t> &reverse) {
+                      const Ragged<uint32_t> &reverse, int32_t first_node) {
     for (int i = 0; i < num_own; ++i) seen_[own[i]] = node;
     seen_[node] = node;
     pool_.clear();
@@ -248,7 +249,8 @@ class NodeBuilder {
     const int64_t count = reverse.size(node);
     const int64_t wanted = std::min<int64_t>(count, int64_t{kReversePerDegree} * degree_);
     for (int64_t i = 0; i < wanted; ++i) {
-      const auto other = static_cast<int32_t>(edges[count * i / wanted] / degree_);
+      const int32_t other =
+          first_node + static_cast<int32_t>(edges[count * i / wanted] / degree_);
       if (seen_[other] != node) pool_.push_back({other, 0});
     }
   }
@@ -318,18 +320,26 @@ Inputs prepare(Pool *pool, const hkv_projection &projection, const int32_t *list
   return in;
 }
 
-/// Calls body(builder, node) for all nodes; a worker keeps its builder.
+/// Calls body(builder, node) for all nodes from `first` on; a worker keeps its builder.
 template <typename Body>
-void for_nodes(Pool *pool, const Inputs &in, const Body &body) {
+void for_nodes(Pool *pool, const Inputs &in, int32_t first, const Body &body) {
   std::vector<std::unique_ptr<NodeBuilder>> builders(pool == nullptr ? 1 : pool->threads());
-  const int64_t items = (in.num_nodes + kItemNodes - 1) / kItemNodes;
+  const int64_t items = (in.num_nodes - first + kItemNodes - 1) / kItemNodes;
   parallel_for(pool, items, [&](int64_t item, int worker) {
     std::unique_ptr<NodeBuilder> &builder = builders[worker];
     if (!builder) builder = std::make_unique<NodeBuilder>(in);
-    const int64_t last = std::min<int64_t>(in.num_nodes, (item + 1) * kItemNodes);
-    for (int64_t node = item * kItemNodes; node < last; ++node)
+    const int64_t last = std::min<int64_t>(in.num_nodes, first + (item + 1) * kItemNodes);
+    for (int64_t node = first + item * kItemNodes; node < last; ++node)
       body(*builder, static_cast<int32_t>(node));
   });
+}
+
+/// A list of keys, padded with -1, as nodes.
+std::vector<int32_t> nodes_of(const int32_t *keys, int count, const int32_t *list_of) {
+  std::vector<int32_t> nodes;
+  nodes.reserve(count);
+  for (int i = 0; i < count && keys[i] >= 0; ++i) nodes.push_back(list_of[keys[i]]);
+  return nodes;
 }
 
 void choose_entries(const Inputs &in, const std::vector<int32_t> &key_of, int32_t *entries) {
@@ -342,6 +352,11 @@ void choose_entries(const Inputs &in, const std::vector<int32_t> &key_of, int32_
   });
   std::fill_n(entries, wanted, -1);
   for (int i = 0; i < found; ++i) entries[i] = key_of[nodes[i]];
+}
+
+void check_ids(const int32_t *ids, int64_t count, int64_t num_keys) {
+  for (int64_t i = 0; i < count; ++i)
+    require(ids[i] >= -1 && ids[i] < num_keys, "a list names a key that does not exist");
 }
 
 }  // namespace
@@ -368,51 +383,61 @@ void check_projection(const hkv_projection &projection) {
   require(projection.alpha > 0.0f, "alpha must be above 0");
 }
 
-int64_t cover(const hkv_projection &projection, int32_t *list_of) {
+int64_t cover(const hkv_projection &projection, int32_t *list_of, int64_t num_lists) {
+  constexpr int32_t kWanted = -2;
   check_projection(projection);
   const int64_t num_keys = projection.num_keys;
-  std::fill_n(list_of, num_keys, -1);
+  for (int64_t key = 0; key < num_keys; ++key)
+    require(list_of[key] >= -1 && list_of[key] < num_lists, "list_of names no list");
   const auto mark = [&](const int32_t *ids, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      require(ids[i] >= -1 && ids[i] < num_keys, "a list names a key that does not exist");
-      if (ids[i] >= 0) list_of[ids[i]] = 0;
-    }
+    for (int64_t i = 0; i < count; ++i)
+      if (ids[i] >= 0 && list_of[ids[i]] < 0) list_of[ids[i]] = kWanted;
   };
-  mark(projection.lists, projection.num_queries * projection.list_length);
   const int64_t extra = projection.extra_length;
+  check_ids(projection.lists, projection.num_queries * projection.list_length, num_keys);
+  check_ids(projection.extra, num_keys * extra, num_keys);
+  mark(projection.lists, projection.num_queries * projection.list_length);
   for (int64_t key = 0; extra > 0 && key < num_keys; ++key) {
     const int32_t *ids = projection.extra + key * extra;
     mark(ids, extra);
-    if (std::any_of(ids, ids + extra, [](int32_t id) { return id >= 0; })) list_of[key] = 0;
+    const auto key32 = static_cast<int32_t>(key);
+    if (std::any_of(ids, ids + extra, [](int32_t id) { return id >= 0; })) mark(&key32, 1);
   }
-  int32_t num_lists = 0;
   for (int64_t key = 0; key < num_keys; ++key)
-    if (list_of[key] == 0) list_of[key] = num_lists++;
+    if (list_of[key] == kWanted) list_of[key] = static_cast<int32_t>(num_lists++);
   return num_lists;
 }
 
 void project(Pool *pool, const hkv_projection &projection, const int32_t *list_of,
-             int64_t num_lists, const int16_t *points, int32_t *neighbours, int32_t *entries) {
+             int64_t num_lists, int64_t first_list, const int16_t *points, int32_t *neighbours,
+             int32_t *entries) {
   check_projection(projection);
   const auto num_nodes = static_cast<int32_t>(num_lists);
+  const auto first_node = static_cast<int32_t>(first_list);
   const int degree = projection.degree;
   std::vector<int32_t> key_of(num_nodes);
   for (int64_t key = 0; key < projection.num_keys; ++key)
     if (list_of[key] >= 0) key_of.at(list_of[key]) = static_cast<int32_t>(key);
   const Inputs in = prepare(pool, projection, list_of, num_nodes, points);
-  std::vector<int32_t> own(num_lists * degree, -1), num_own(num_lists);
-  for_nodes(pool, in, [&](NodeBuilder &builder, int32_t node) {
-    num_own[node] = builder.forward(node, &own[int64_t{node} * degree]);
+  std::vector<int32_t> own((num_lists - first_list) * degree, -1), num_own(num_lists - first_list);
+  for_nodes(pool, in, first_node, [&](NodeBuilder &builder, int32_t node) {
+    const int64_t place = node - first_node;
+    num_own[place] = builder.forward(node, &own[place * degree]);
   });
   const Ragged<uint32_t> reverse = invert(pool, own, num_nodes);
-  for_nodes(pool, in, [&](NodeBuilder &builder, int32_t node) {
-    const int64_t first = int64_t{node} * degree;
-    int32_t *list = neighbours + first;
-    const int found = builder.link(node, &own[first], num_own[node], reverse, list);
+  for_nodes(pool, in, 0, [&](NodeBuilder &builder, int32_t node) {
+    if (node < first_node && reverse.size(node) == 0) return;
+    int32_t *list = neighbours + int64_t{node} * degree;
+    const int64_t place = node - first_node;
+    const std::vector<int32_t> known =
+        node < first_node ? nodes_of(list, degree, list_of) : std::vector<int32_t>();
+    const int32_t *mine = node < first_node ? known.data() : &own[place * degree];
+    const int count = node < first_node ? static_cast<int>(known.size()) : num_own[place];
+    const int found = builder.link(node, mine, count, reverse, first_node, list);
     for (int i = 0; i < found; ++i) list[i] = key_of[list[i]];
     std::fill(list + found, list + degree, -1);
   });
-  choose_entries(in, key_of, entries);
+  if (first_list == 0) choose_entries(in, key_of, entries);
 }
 
 }  // namespace hkv
@@ -423,17 +448,19 @@ int hkv_graph_cover(const hkv_projection *projection, int32_t *list_of, int64_t 
   return hkv::guarded([&] {
     hkv::require(projection && num_lists && (list_of || projection->num_keys == 0),
                  "arguments must not be NULL");
-    *num_lists = hkv::cover(*projection, list_of);
+    *num_lists = hkv::cover(*projection, list_of, *num_lists);
   });
 }
 
 int hkv_graph_project(hkv_pool *pool, const hkv_projection *projection, const int32_t *list_of,
-                      int64_t num_lists, const int16_t *points, int32_t *neighbours,
-                      int32_t *entries) {
+                      int64_t num_lists, int64_t first_list, const int16_t *points,
+                      int32_t *neighbours, int32_t *entries) {
   return hkv::guarded([&] {
-    hkv::require(projection && entries && num_lists >= 0, "arguments must not be NULL");
+    hkv::require(projection && entries, "arguments must not be NULL");
+    hkv::require(first_list >= 0 && first_list <= num_lists && num_lists < INT32_MAX,
+                 "first_list must be 0..num_lists");
     hkv::require(num_lists == 0 || (list_of && points && neighbours), "arguments must not be NULL");
-    hkv::project(pool, *projection, list_of, num_lists, points, neighbours, entries);
+    hkv::project(pool, *projection, list_of, num_lists, first_list, points, neighbours, entries);
   });
 }
 

@@ -16,9 +16,11 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
+    check_extends,
     check_graph,
     check_lists,
     check_params,
+    keys_of_lists,
     query_points,
 )
 from hybrid_kv.ops.native import library
@@ -33,7 +35,7 @@ from hybrid_kv.ops.native.rows import (
     pool_handle,
 )
 
-__all__ = ["BuildParams", "GraphSearcher", "KeyGraph", "Searched", "project"]
+__all__ = ["BuildParams", "GraphSearcher", "KeyGraph", "Searched", "extend", "project"]
 
 
 class _Projection(Structure):
@@ -78,7 +80,7 @@ def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
     library.declare(
         engine,
         "hkv_graph_project",
-        *(c_void_p, projection, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+        *(c_void_p, projection, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
     )
     library.declare(
         engine,
@@ -115,8 +117,43 @@ def project(
         BackendUnavailable: there is no engine.
     """
     params = params or BuildParams()
+    graph = KeyGraph(
+        torch.empty(0, params.max_degree, dtype=torch.int32),
+        *(torch.empty(0, dtype=torch.int32) for _ in range(2)),
+    )
+    return extend(graph, lists, keys, queries, params, pool, extra=extra, engine=engine)
+
+
+def extend(
+    graph: KeyGraph,
+    lists: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    params: BuildParams | None = None,
+    pool: Pool | None = None,
+    *,
+    extra: Tensor | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> KeyGraph:
+    """Links further keys into a graph, which stays as it is; the result is over all of `keys`.
+
+    A key that `lists` or `extra` name and that has no list yet gets one, by the rule of `project`
+    applied to these lists; the old keys that it links to compete for the last quarter of their
+    lists with it. A new key that nothing names cannot be found afterwards.
+
+    Args:
+        graph: over the first len(graph) of the keys.
+        lists: [Q, K] int32, what queries since then (or sampled ones, searched again) retrieve.
+        keys, queries, params, pool, extra, engine: as for `project`; params.num_entries is not
+            used, and max_degree must be the graph's.
+
+    Raises:
+        ShapeError, ConfigError, BackendUnavailable: as `project`.
+    """
+    params = params or BuildParams(max_degree=graph.neighbours.shape[1])
     check_lists(lists, keys, extra)
     check_params(params)
+    check_extends(graph, keys, params)
     engine = _declared(find_engine(engine))
     lists = lists.contiguous()
     extra = None if extra is None else extra.contiguous()
@@ -134,25 +171,30 @@ def project(
         alpha=params.alpha,
         seed=params.seed,
     )
+    known = len(graph.neighbours)
     list_of = host_array([len(keys)], torch.int32)
-    num_lists = c_int64()
+    list_of[: len(graph)] = graph.list_of
+    list_of[len(graph) :] = -1
+    num_lists = c_int64(known)
     library.check(
         engine, engine.hkv_graph_cover(byref(projection), list_of.data_ptr(), byref(num_lists))
     )
-    points = query_points(keys, (list_of >= 0).nonzero()[:, 0], queries, params.metric_dims)
+    points = query_points(keys, keys_of_lists(list_of), queries, params.metric_dims)
     neighbours = host_array([num_lists.value, params.max_degree], torch.int32)
+    neighbours[:known] = graph.neighbours
     entries = torch.empty(params.num_entries, dtype=torch.int32)
     status = engine.hkv_graph_project(
         pool_handle(pool),
         byref(projection),
         list_of.data_ptr(),
         num_lists,
+        known,
         points.data_ptr(),
         neighbours.data_ptr(),
         entries.data_ptr(),
     )
     library.check(engine, status)
-    return KeyGraph(neighbours, list_of, entries[entries >= 0])
+    return KeyGraph(neighbours, list_of, graph.entries if known else entries[entries >= 0])
 
 
 class GraphSearcher:

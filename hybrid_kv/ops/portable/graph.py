@@ -22,9 +22,11 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
+    check_extends,
     check_graph,
     check_lists,
     check_params,
+    keys_of_lists,
     query_points,
 )
 
@@ -63,44 +65,77 @@ def project(
         ConfigError: a parameter is out of range, or a list names a key that does not exist.
     """
     params = params or BuildParams()
+    graph = KeyGraph(
+        torch.empty(0, params.max_degree, dtype=torch.int32),
+        *(torch.empty(0, dtype=torch.int32) for _ in range(2)),
+    )
+    return extend(graph, lists, keys, queries, params, extra=extra)
+
+
+def extend(
+    graph: KeyGraph,
+    lists: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    params: BuildParams | None = None,
+    *,
+    extra: Tensor | None = None,
+) -> KeyGraph:
+    """Links further keys into a graph; see `hybrid_kv.ops.native.graph.extend`.
+
+    Raises:
+        ShapeError, ConfigError: as `project`.
+    """
+    params = params or BuildParams(max_degree=graph.neighbours.shape[1])
     check_lists(lists, keys, extra)
     check_params(params)
-    named = lists if extra is None else torch.cat([lists.reshape(-1), extra.reshape(-1)])
-    if named.numel() and not (int(named.min()) >= -1 and int(named.max()) < len(keys)):
-        raise ConfigError("a list names a key that does not exist")
-    is_node = torch.zeros(len(keys) + 1, dtype=torch.bool)
-    is_node[named.reshape(-1).long()] = True
-    is_node = is_node[:-1]
-    if extra is not None:
-        is_node |= (extra >= 0).any(1)
-    key_of = is_node.nonzero()[:, 0]
-    list_of = torch.full((len(keys) + 1,), -1, dtype=torch.int32)
-    list_of[key_of] = torch.arange(len(key_of), dtype=torch.int32)
+    check_extends(graph, keys, params)
+    list_of = _cover(graph, lists, extra, len(keys))
+    key_of = keys_of_lists(list_of)
     points = query_points(keys, key_of, queries, params.metric_dims)
 
-    def nodes(ids: Tensor) -> _Ints:
-        found = list_of[ids.long()].long()
-        return np.ascontiguousarray(torch.where(found < 0, len(key_of), found).numpy())
+    def nodes(ids: Tensor, none: int) -> _Ints:
+        found = torch.cat([list_of, list_of.new_tensor([-1])])[ids.long()].long()
+        return np.ascontiguousarray(torch.where(found < 0, none, found).numpy())
 
     further = lists.new_empty(len(key_of), 0) if extra is None else extra[key_of]
     linked, popular = _project(
-        nodes(lists),
-        nodes(further),
+        nodes(lists, len(key_of)),
+        nodes(further, len(key_of)),
+        nodes(graph.neighbours, -1),
         points.numpy().astype(np.int64),
         _rank_weights(lists.shape[1]),
-        params.max_degree,
         params.cap,
         params.candidates,
         np.float32(params.alpha),
         np.uint64(params.seed),
     )
     key_or_none = torch.cat([key_of, key_of.new_tensor([-1])]).to(torch.int32)
-    order = np.lexsort((np.arange(len(popular)), -popular))[: params.num_entries]
-    return KeyGraph(
-        key_or_none[torch.from_numpy(linked)],
-        list_of[:-1].clone(),
-        key_of[torch.from_numpy(order)].to(torch.int32),
-    )
+    entries = graph.entries
+    if len(graph.neighbours) == 0:
+        order = np.lexsort((np.arange(len(popular)), -popular))[: params.num_entries]
+        entries = key_of[torch.from_numpy(order)].to(torch.int32)
+    return KeyGraph(key_or_none[torch.from_numpy(linked)], list_of, entries)
+
+
+def _cover(graph: KeyGraph, lists: Tensor, extra: Tensor | None, num_keys: int) -> Tensor:
+    """list_of [N] with lists for all keys that are named, new ones in the order of the keys."""
+    named = lists.reshape(-1)
+    if extra is not None:
+        named = torch.cat([named, extra.reshape(-1)])
+    if named.numel() and not (int(named.min()) >= -1 and int(named.max()) < num_keys):
+        raise ConfigError("a list names a key that does not exist")
+    is_named = torch.zeros(num_keys + 1, dtype=torch.bool)
+    is_named[named.long()] = True
+    is_named = is_named[:-1]
+    if extra is not None:
+        is_named |= (extra >= 0).any(1)
+    list_of = torch.full((num_keys,), -1, dtype=torch.int32)
+    list_of[: len(graph)] = graph.list_of
+    new = (is_named & (list_of < 0)).nonzero()[:, 0]
+    first = len(graph.neighbours)
+    list_of[new] = torch.arange(first, first + len(new), dtype=torch.int32)
+    return list_of
 
 
 def _rank_weights(length: int) -> _Ints:
@@ -113,24 +148,27 @@ def _compiled(function: Any) -> Any:
 
 
 @_compiled
-def _project(lists, extra, points, weights, degree, cap, candidates, alpha, seed):  # type: ignore[no-untyped-def]
-    """[nodes, degree] neighbours as nodes, -1 for none, and how many queries retrieved each."""
-    num_nodes = len(points)
+def _project(lists, extra, known, points, weights, cap, candidates, alpha, seed):  # type: ignore[no-untyped-def]
+    """[nodes, degree] neighbours as nodes, -1 for none, and how many queries retrieved each.
+
+    known: [old nodes, degree], the neighbours of the nodes that are linked already.
+    """
+    num_nodes, (first, degree) = len(points), known.shape
     starts, visits = _invert(lists, num_nodes)
-    own = np.full((num_nodes, degree), -1, np.int64)
-    num_own = np.zeros(num_nodes, np.int64)
+    own = np.full((num_nodes - first, degree), -1, np.int64)
     weight = np.zeros(num_nodes + 1, np.int64)
-    for node in range(num_nodes):
+    for node in range(first, num_nodes):
         some = _choose_visits(
             visits[starts[node] : starts[node + 1]], node, lists.shape[1], cap, seed
         )
         heaviest = _heaviest(node, some, lists, extra, weights, weight, candidates, cap)
-        num_own[node] = _prune(node, heaviest, 0, own[node], points, alpha)
+        _prune(node, heaviest, 0, own[node - first], points, alpha)
     starts_in, edges = _invert(own, num_nodes)
     linked = np.full((num_nodes, degree), -1, np.int64)
     for node in range(num_nodes):
-        chosen_by = edges[starts_in[node] : starts_in[node + 1]] // degree
-        _link(node, own[node, : num_own[node]], chosen_by, linked[node], points, alpha)
+        chosen_by = first + edges[starts_in[node] : starts_in[node + 1]] // degree
+        mine = own[node - first] if node >= first else known[node]
+        _link(node, mine[mine >= 0], chosen_by, linked[node], points, alpha)
     return linked, starts[1:] - starts[:-1]
 
 
