@@ -117,11 +117,11 @@ class Own(Engine):
         self.grouped = grouped
         self._setting: Setting = {}
         self._scored = 0
-        self.exact = kind in INDEXES and INDEXES[kind].factory.exact
         try:
             self._index = IndexConfig(kind=kind, **params).build()
         except HybridKVError as error:
             raise AbsentError(str(error)) from None
+        self.exact = self._index.exact
 
     def build(self, keys: torch.Tensor, prompt: Prompt) -> None:
         needs = type(self._index).needs(self._index.params)
@@ -440,8 +440,8 @@ def default_rows() -> list[Row]:
         *(row for choice in choices("flat") for row in own("flat", **choice)),
         *(row for choice in choices("flat") for row in own("flat", keys="bf16", **choice)),
         *own("ivf", probes, nlist=1024, grouped=False),
-        *own("graph", keys="bf16", grouped=False),
-        *own("graph", keys="bf16"),
+        *own("graph", keys="f16", grouped=False),
+        *own("graph", keys="f16"),
     ]
 
 
