@@ -32,10 +32,14 @@ class FlatScan(Protocol):
 
 def make_scan(precision: str, rerank: float) -> FlatScan | None:
     """The scan of a precision other than "exact"; None where only torch can serve it."""
-    native = engine() is not None
     if precision == "stored":
-        return _StoredScan() if native else None
-    return _Int8Scan(rerank) if native else _PortableInt8Scan(rerank)
+        return None if engine() is None else _StoredScan()
+    return int8_scan(rerank)
+
+
+def int8_scan(rerank: float) -> FlatScan:
+    """Reads keys at 8 bits and ranks the best by the stored ones."""
+    return _PortableInt8Scan(rerank) if engine() is None else _Int8Scan(rerank)
 
 
 def num_candidates(rerank: float, count: int, rows: int) -> int:

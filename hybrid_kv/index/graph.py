@@ -18,12 +18,12 @@ from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import read_arrays, write_arrays
+from hybrid_kv.index._flat_scans import FlatScan, int8_scan
 from hybrid_kv.index._learn import Goal, learn
-from hybrid_kv.index._scan import rank, scan
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher, project
 from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
@@ -31,6 +31,7 @@ from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs, SearchResult
 
 _BEAMS = (64, 100, 160, 250, 400)
+_RERANK = 1.5
 _ARRAYS = ("neighbours", "list_of", "entries")
 
 
@@ -74,6 +75,7 @@ class GraphIndex(KeyIndex):
         self._graphs: tuple[KeyGraph, ...] = ()
         self._quantised: QuantisedKeys | None = None
         self._searcher: GraphSearcher | None = None
+        self._scan: FlatScan | None = None
         self._beam = 1
 
     @classmethod
@@ -82,11 +84,10 @@ class GraphIndex(KeyIndex):
 
     @property
     def memory_bytes(self) -> int:
-        quantised = 0 if self._quantised is None else self._quantised.memory_bytes
-        return quantised + sum(graph.nbytes for graph in self._graphs)
+        graphs = sum(graph.nbytes for graph in self._graphs)
+        return graphs + sum(kept.memory_bytes for kept in (self._quantised, self._scan) if kept)
 
     def _rebuild(self, samples: Tensor | None) -> None:
-        self._searcher = self._quantised = None
         learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
         self._serve(tuple(graph or _no_graph() for graph, _ in learned))
@@ -114,23 +115,27 @@ class GraphIndex(KeyIndex):
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         """Searches run on these graphs from now on; an empty one has its head scanned."""
+        self._searcher = self._quantised = self._scan = None
         self._graphs = graphs
-        self._beam = max((report.beam for report in self.reports), default=0) or 1
-        if len(self) and _why_not(self._keys) is None:
+        self._beam = max((report.beam for report in self.reports), default=0)
+        if any(len(graph) for graph in graphs):
             self._quantised = _quantise(self._keys)
             self._searcher = GraphSearcher(self._keys, self._quantised, graphs, pool=default_pool())
+        else:
+            self._scan = int8_scan(_RERANK)
+            self._scan.rebuild(self._keys)
 
     def _append(self, known: int) -> None:
-        if self._searcher is None or self._quantised is None:
-            self._serve(self._graphs or tuple(_no_graph() for _ in self._keys))
-            return
-        self._quantised.append(self._keys, default_pool())
-        self._searcher.update(self._keys, self._quantised)
+        if self._scan is not None:
+            self._scan.append(self._keys)
+        elif self._quantised is not None and self._searcher is not None:
+            self._quantised.append(self._keys, default_pool())
+            self._searcher.update(self._keys, self._quantised)
 
     def _find(self, queries: Tensor, count: int) -> SearchResult:
-        if self._searcher is None:
-            scores, ids = rank(*scan(queries, self._keys, count), count)
-            return SearchResult(ids, scores, queries[..., 0].numel() * len(self))
+        if self._scan is not None:
+            return self._scan.find(queries, count)
+        assert self._searcher is not None
         # The check was for its own number of keys; to find more, more have to be expanded.
         beam = -(-self._beam * max(count, self.params.check_top_k) // self.params.check_top_k)
         found = self._searcher.search(queries, count, beam=beam)
@@ -198,7 +203,7 @@ class _HeadEngine:
     def nearest(self, keys: Tensor, queries: Tensor, count: int) -> Tensor:
         blocks = QuantisedKeys(1, keys.shape[1])
         blocks.build(keys[None], default_pool())
-        scanner = FlatScan(keys[None], blocks)
+        scanner = native_flat.FlatScan(keys[None], blocks)
         return scanner.nearest(0, queries, count, rerank=2 * count, pool=default_pool())
 
     def project(
