@@ -76,7 +76,7 @@ class FlatScan:
                 f"quantised keys must be those of keys {list(keys.shape)}, got "
                 f"{[quantised.heads, quantised.count, quantised.dim]}"
             )
-        self._quantised_structs = None if quantised is None else quantised.structs  # kept alive
+        self._kept = None if quantised is None else (quantised.structs, *quantised.arrays)
         self._structs = (FlatHeadStruct * len(keys))(
             *(
                 FlatHeadStruct(described[head], _pointer(quantised, head))

@@ -198,6 +198,12 @@ class QuantisedKeys:
         return QuantisedQuery(codes, scale.value, total.value, offset.value)
 
     @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        """What `structs` refer to; who keeps the one keeps the other."""
+        statistics = (self.mean, self.channel, self.levels)
+        return (*statistics, self.rows, self.scale_codes, self.blocks)
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes in use, without reserved room."""
         blocks = -(-self.count // BLOCK_KEYS) * self.block_bytes if self._with_blocks else 0

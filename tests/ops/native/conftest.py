@@ -1,0 +1,15 @@
+"""Every test here that asks for `engine` runs on each instruction set that the CPU has."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from hybrid_kv.ops.native import library
+from tests.ops.native.graph_data import runnable
+
+
+@pytest.fixture(params=runnable() or [pytest.param("", marks=pytest.mark.skip("no engine"))])
+def engine(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return library.load(request.param)
