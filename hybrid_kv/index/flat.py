@@ -24,12 +24,12 @@ class FlatIndex(KeyIndex):
     """
 
     class Params(config.Params):
-        """precision: how keys are read.
+        """precision: how keys are read; rerank: with int8, candidates per returned key that are
+        scored again with the stored keys.
 
         "exact" multiplies the stored keys with torch and "stored" with the native engine, several
-        times faster; neither has memory of its own. "int8" reads 8-bit copies, a quarter to a half
-        of the bytes, and scores the `rerank` best candidates per returned key again with the stored
-        keys; it finds all but a few in a thousand of the best.
+        times faster, without memory of its own. "int8" reads 8-bit copies, a quarter to a half of
+        the bytes, and finds all but a few in a thousand of the best.
         """
 
         precision: Literal["exact", "stored", "int8"] = "exact"

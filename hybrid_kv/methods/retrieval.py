@@ -16,7 +16,7 @@ class ColdParams(Params):
     """top_k: cold entries attended per query head and step; index: how they are found."""
 
     top_k: BudgetField = 100
-    index: IndexConfig = Field(default="flat", validate_default=True)
+    index: IndexConfig = Field(default="graph", validate_default=True)
 
 
 class RetrievalParams(Params):
@@ -31,8 +31,8 @@ class RetrievalParams(Params):
 class RetrievalAttention(Method):
     """Keeps sinks and window resident, offloads the rest and attends its top-k per query head.
 
-    The paper's attention-aware graph is not built yet; until it is, the exact flat index serves
-    behind the same interface.
+    The default index is the attention-aware graph; heads that it does not suit, and contexts that
+    are too short for it, are scanned in 8 bits.
     """
 
     Params = RetrievalParams
@@ -54,9 +54,18 @@ class RetrievalAttention(Method):
         return [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, self.params.cold.top_k)]
 
 
+class _FlatCold(ColdParams):
+    index: IndexConfig = Field(default="flat", validate_default=True)
+
+
 @METHODS.register("flat", paper="exact search; baseline of arXiv:2409.10516, section 4")
 class Flat(RetrievalAttention):
     """Retrieval by exact top-k over all cold keys, one scan per group of query heads."""
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind flat."""
+
+        cold: _FlatCold = _FlatCold()
 
 
 class _IvfCold(ColdParams):

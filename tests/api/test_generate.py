@@ -103,7 +103,8 @@ def test_index_builds_are_measured_apart(
 
     monkeypatch.setattr(FlatIndex, "build", slowly)
     for chunk, before_first_token in ((8, True), ("auto", False)):
-        config = hkv.HybridConfig(**TIERED, prefill_chunk_tokens=chunk)
+        cold = {"top_k": "all", "index": "flat"}
+        config = hkv.HybridConfig(**{**TIERED, "cold": cold}, prefill_chunk_tokens=chunk)
         with hkv.load(plain, tokenizer=tokenizer(), config=config) as llm:
             answer = llm.generate(TEXT, max_new_tokens=3)
         assert answer.index_build_s >= 0.02, "two layers"

@@ -41,7 +41,7 @@ def test_quest_is_dense_in_its_first_layers(layer_idx: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("retrieval_attention", "flat"), ("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw")],
+    [("retrieval_attention", "graph"), ("flat", "flat"), ("ivf", "ivf"), ("hnsw", "hnsw")],
 )
 def test_retrieval_offloads_all_but_sinks_and_window(name: str, kind: str) -> None:
     retrieval = method(name, sink_tokens=32, window_tokens=64, cold={"top_k": 9})

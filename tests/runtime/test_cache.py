@@ -294,7 +294,7 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
 
     kv = cache("retrieval_attention", **SMALL)
     placement = kv.method.seal(0, ())
-    kv.method.seal = lambda *_: replace(placement, index=lambda: Learning(None))  # type: ignore[method-assign]
+    kv.method.seal = lambda *_: replace(placement, index=lambda: Learning(FlatIndex.Params()))  # type: ignore[method-assign]
     kv.load(0, k, v, (evidence,))
     (samples,) = Learning.samples
     assert samples is not None

@@ -46,6 +46,7 @@ class Named:
 
 
 SIZES = {"sink_tokens": 4, "window_tokens": 8}
+FLAT = {"index": "flat"}  # exact, and its work is known
 NAMED = {
     "full": Named({"method": "full"}, keep=True),
     "streaming_llm": Named({"method": "streaming_llm", **SIZES}, 4, 8),
@@ -58,14 +59,20 @@ NAMED = {
     ),
     "quest_dense": Named({"method": "quest", "page_budget": 1, "dense_layers": 1}, keep=True),
     "retrieval_attention": Named(
-        {"method": "retrieval_attention", "cold": {"top_k": 5}, **SIZES}, 4, 8, top_k=5
+        {"method": "retrieval_attention", "cold": {"top_k": 5, **FLAT}, **SIZES}, 4, 8, top_k=5
     ),
     "retrieval_attention_without_sinks": Named(
         {"method": "flat", "cold": {"top_k": 1}, "sink_tokens": 0, "window_tokens": 0}, top_k=1
     ),
-    "hybrid": Named({"method": "hybrid", "cold": {"top_k": 3}, **SIZES}, 4, 8, top_k=3),
+    "hybrid": Named({"method": "hybrid", "cold": {"top_k": 3, **FLAT}, **SIZES}, 4, 8, top_k=3),
     "hybrid_with_spare_pages": Named(
-        {"method": "hybrid", "cold": {"top_k": 3}, "spare_tokens": 16, "page_budget": 2, **SIZES},
+        {
+            "method": "hybrid",
+            "cold": {"top_k": 3, **FLAT},
+            "spare_tokens": 16,
+            "page_budget": 2,
+            **SIZES,
+        },
         4,
         8,
         16,
