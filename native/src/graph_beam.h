@@ -51,6 +51,7 @@ class Beam {
     if (static_cast<int>(entries_.size()) < capacity) entries_.resize(capacity);
   }
 
+  int capacity() const { return capacity_; }
   int count() const { return count_; }
   Entry operator[](int i) const { return entries_[i]; }
 

@@ -167,24 +167,39 @@ class NodeBuilder {
     }
   }
 
-  void add_weight(int32_t node, uint16_t weight) {
-    touched_[num_touched_] = node;
-    num_touched_ += weight_[node] == 0;
-    weight_[node] = static_cast<uint16_t>(weight_[node] + weight);
+  /// Adds to the weights of `count` nodes and notes those that had none.
+  template <typename Weight>
+  void add_weights(const int32_t *nodes, int count, const Weight &weight_at) {
+    // Copies in registers: the compiler cannot know that the arrays are apart.
+    uint16_t *const weights = weight_.data();
+    int32_t *touched = touched_.data() + num_touched_;
+    for (int i = 0; i < count; ++i) {
+      uint16_t &weight = weights[nodes[i]];
+      *touched = nodes[i];
+      touched += weight == 0;
+      weight = static_cast<uint16_t>(weight + weight_at(i));
+    }
+    num_touched_ = static_cast<int>(touched - touched_.data());
   }
 
   void count_weights(int32_t node) {
     num_touched_ = 0;
-    for (const uint32_t visit : chosen_) {
-      const int rank = static_cast<int>(visit % length_);
-      const int32_t *list = in_.lists.data() + (visit - rank);
-      const uint16_t *weights = in_.weights.data();
-      for (int i = 0; i < rank; ++i) add_weight(list[i], weights[rank]);
-      for (int i = rank; i < length_; ++i) add_weight(list[i], weights[i]);
+    const uint16_t *weights = in_.weights.data();
+    for (size_t i = 0; i < chosen_.size(); ++i) {
+      if (i + 1 < chosen_.size()) prefetch_list(chosen_[i + 1]);
+      const int rank = static_cast<int>(chosen_[i] % length_);
+      const int32_t *list = in_.lists.data() + (chosen_[i] - rank);
+      add_weights(list, rank, [=](int) { return weights[rank]; });
+      add_weights(list + rank, length_ - rank, [=](int at) { return weights[rank + at]; });
     }
     const int extra = in_.projection.extra_length;
-    for (int i = 0; i < extra; ++i)
-      add_weight(in_.extra[int64_t{node} * extra + i], in_.weights.back());
+    add_weights(in_.extra.data() + int64_t{node} * extra, extra,
+                [=](int) { return weights[length_]; });
+  }
+
+  void prefetch_list(uint32_t visit) const {
+    const int32_t *list = in_.lists.data() + (visit - visit % length_);
+    for (int at = 0; at < length_; at += 16) __builtin_prefetch(list + at);
   }
 
   /// heaviest_ becomes the heaviest nodes in falling weight, of equal ones the first found.

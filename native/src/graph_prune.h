@@ -7,7 +7,7 @@
 
 #include "hybrid_kv_graph.h"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -90,28 +90,49 @@ class Accepted {
     const unsigned used = (1u << lanes) - 1;
     return (_mm512_cmp_ps_mask(scaled, _mm512_set1_ps(limit), _CMP_LT_OQ) & used) != 0;
   }
-#elif defined(__AVX2__)
+#elif defined(__SSE2__)
+#if defined(__AVX2__)
+  using Vector = __m256i;
+  static Vector load(const void *from) {
+    return _mm256_load_si256(static_cast<const __m256i *>(from));
+  }
+  static Vector all(int32_t value) { return _mm256_set1_epi32(value); }
+  static Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
+  static Vector multiply(Vector a, Vector b) { return _mm256_madd_epi16(a, b); }
+  static unsigned below(Vector values, float factor, float limit) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(values));
+    return _mm256_movemask_ps(_mm256_cmp_ps(scaled, _mm256_set1_ps(limit), _CMP_LT_OQ));
+  }
+  static Vector minus_twice(Vector a, Vector b) {
+    return _mm256_sub_epi32(a, _mm256_slli_epi32(b, 1));
+  }
+#else
+  using Vector = __m128i;
+  static Vector load(const void *from) {
+    return _mm_load_si128(static_cast<const __m128i *>(from));
+  }
+  static Vector all(int32_t value) { return _mm_set1_epi32(value); }
+  static Vector add(Vector a, Vector b) { return _mm_add_epi32(a, b); }
+  static Vector multiply(Vector a, Vector b) { return _mm_madd_epi16(a, b); }
+  static unsigned below(Vector values, float factor, float limit) {
+    const __m128 scaled = _mm_mul_ps(_mm_set1_ps(factor), _mm_cvtepi32_ps(values));
+    return _mm_movemask_ps(_mm_cmplt_ps(scaled, _mm_set1_ps(limit)));
+  }
+  static Vector minus_twice(Vector a, Vector b) { return _mm_sub_epi32(a, _mm_slli_epi32(b, 1)); }
+#endif
+
   static bool any_nearer(const Block &block, int lanes, Point point, int32_t norm, float alpha,
                          float limit) {
-    unsigned nearer = 0;
-    for (int half = 0; half < 2; ++half) {
-      __m256i dot = _mm256_setzero_si256();
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const __m256i values = _mm256_load_si256(
-            reinterpret_cast<const __m256i *>(block.pairs[pair] + kBlock * half));
-        dot = _mm256_add_epi32(
-            dot, _mm256_madd_epi16(values, _mm256_set1_epi32(pair_at(point, pair))));
-      }
-      const __m256i norms = _mm256_add_epi32(
-          _mm256_load_si256(reinterpret_cast<const __m256i *>(block.norms + 8 * half)),
-          _mm256_set1_epi32(norm));
-      const __m256i far = _mm256_sub_epi32(norms, _mm256_slli_epi32(dot, 1));
-      const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(alpha), _mm256_cvtepi32_ps(far));
-      const int mask =
-          _mm256_movemask_ps(_mm256_cmp_ps(scaled, _mm256_set1_ps(limit), _CMP_LT_OQ));
-      nearer |= static_cast<unsigned>(mask) << (8 * half);
+    constexpr int kWide = sizeof(Vector) / sizeof(int32_t);
+    for (int first = 0; first < lanes; first += kWide) {
+      Vector dot = all(0);
+      for (int pair = 0; pair < kPairs; ++pair)
+        dot = add(dot, multiply(load(block.pairs[pair] + 2 * first), all(pair_at(point, pair))));
+      const Vector far = minus_twice(add(load(block.norms + first), all(norm)), dot);
+      const unsigned used = (1u << std::min(kWide, lanes - first)) - 1;
+      if ((below(far, alpha, limit) & used) != 0) return true;
     }
-    return (nearer & ((1u << lanes) - 1)) != 0;
+    return false;
   }
 #else
   static bool any_nearer(const Block &block, int lanes, Point point, int32_t norm, float alpha,

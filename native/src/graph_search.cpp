@@ -183,6 +183,8 @@ class Traversal {
       }
     }
     if (found == 0) return;
+    keep_best(survivors_.data(), found, beam.capacity());
+    found = std::min(found, beam.capacity());
     sort_entries(survivors_.data(), found, scratch_.data());
     beam.merge(survivors_.data(), found);
   }
