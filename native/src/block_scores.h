@@ -24,57 +24,31 @@ namespace detail {
 
 constexpr int kQueryWords = 1;  // of 32 bits, for 4 channels of a query
 
-template <int Queries, int Blocks>
-inline void score_blocks(const uint8_t *blocks, int quad_count, const int32_t *queries,
-                         const int32_t *bias, float *out, int64_t row, int64_t ahead) {
-  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
-  __m512i sums[Blocks][Queries];
-#pragma GCC unroll 16
-  for (int query = 0; query < Queries; ++query)
-#pragma GCC unroll 16
-    for (int block = 0; block < Blocks; ++block) sums[block][query] = _mm512_set1_epi32(bias[query]);
-  for (int quad = 0; quad < quad_count; ++quad, queries += Queries) {
-    __m512i keys[Blocks];
-#pragma GCC unroll 16
-    for (int block = 0; block < Blocks; ++block) {
-      const uint8_t *at = blocks + block * bytes + int64_t{quad} * kLineBytes;
-      _mm_prefetch(reinterpret_cast<const char *>(at + ahead), _MM_HINT_T0);
-      keys[block] = _mm512_load_si512(reinterpret_cast<const void *>(at));
-    }
-#pragma GCC unroll 16
-    for (int query = 0; query < Queries; ++query) {
-      const __m512i factor = _mm512_set1_epi32(queries[query]);
-#pragma GCC unroll 16
-      for (int block = 0; block < Blocks; ++block)
-        multiply_add(sums[block][query], keys[block], factor);
-    }
-  }
-#pragma GCC unroll 16
-  for (int block = 0; block < Blocks; ++block) {
-    const __m512 level = _mm512_load_ps(blocks + (block + 1) * bytes - kLineBytes);
-#pragma GCC unroll 16
-    for (int query = 0; query < Queries; ++query)
-      _mm512_storeu_ps(
-          out + query * row + block * HKV_BLOCK_KEYS,
-          _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums[block][query]), level));
-  }
-}
-
-/// Independent accumulators hide the latency of the products; more blocks at once than that needs
-/// would only spread the reads.
+/// One block after the other: the reads of several at once would be slower than memory, which costs
+/// more than the latency of few accumulators.
 template <int Queries>
 inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
                         const int32_t *queries, const int32_t *bias, float *out, int64_t row,
                         int64_t ahead) {
-  constexpr int kBlocks = Queries == 1 ? 4 : Queries <= 8 ? 2 : 1;
-  const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
-  int64_t block = 0;
-  for (; block + kBlocks <= count; block += kBlocks)
-    score_blocks<Queries, kBlocks>(blocks + block * bytes, quad_count, queries, bias,
-                                   out + block * HKV_BLOCK_KEYS, row, ahead);
-  for (; block < count; ++block)
-    score_blocks<Queries, 1>(blocks + block * bytes, quad_count, queries, bias,
-                             out + block * HKV_BLOCK_KEYS, row, ahead);
+  for (int64_t block = 0; block < count; ++block, out += HKV_BLOCK_KEYS) {
+    __m512i sums[Queries];
+#pragma GCC unroll 16
+    for (int query = 0; query < Queries; ++query) sums[query] = _mm512_set1_epi32(bias[query]);
+    const int32_t *factors = queries;
+    for (int quad = 0; quad < quad_count; ++quad, factors += Queries, blocks += kLineBytes) {
+      _mm_prefetch(reinterpret_cast<const char *>(blocks + ahead), _MM_HINT_T0);
+      const __m512i keys = _mm512_load_si512(reinterpret_cast<const void *>(blocks));
+#pragma GCC unroll 16
+      for (int query = 0; query < Queries; ++query)
+        multiply_add(sums[query], keys, _mm512_set1_epi32(factors[query]));
+    }
+    const __m512 level = _mm512_load_ps(blocks);
+    blocks += kLineBytes;
+#pragma GCC unroll 16
+    for (int query = 0; query < Queries; ++query)
+      _mm512_storeu_ps(out + query * row,
+                       _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums[query]), level));
+  }
 }
 
 #elif defined(__AVX2__)
