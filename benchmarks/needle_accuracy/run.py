@@ -15,6 +15,8 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import reduce
+from operator import or_
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from pydantic import Field
 
 import hybrid_kv as hkv
-from hybrid_kv.config import Params, parse_count
+from hybrid_kv.config import parse_count
 from hybrid_kv.eval import accuracy
 from hybrid_kv.eval.needle import filler, make_sample
 from hybrid_kv.index.flat import FlatIndex
@@ -38,12 +40,10 @@ TEXT_TOKENS = 256
 class LossyIndex(FlatIndex):
     """Exact search that misses every key, in every search anew, with a chance of 1 - recall."""
 
-    class Params(Params):
+    class Params(FlatIndex.Params):
         """recall: the expected share of the best keys that is returned."""
 
         recall: float = Field(default=0.5, gt=0, le=1)
-
-    exact = False
 
     def _find(self, queries: torch.Tensor, count: int) -> SearchResult:
         wider = min(len(self), int(2 * count / self.params.recall))
@@ -75,6 +75,12 @@ def methods(context_tokens: int) -> dict[str, hkv.HybridConfig]:
     }
     for name in ("flat", "ivf", "hnsw", "hybrid"):
         table[name] = {"method": name, **near, "cold": {"top_k": top_k}}
+    graph = {"kind": "graph", "min_keys": 1, "check_top_k": min(100, top_k)}
+    table["graph"] = {
+        "method": "retrieval_attention",
+        **near,
+        "cold": {"top_k": top_k, "index": graph},
+    }
     for name, recall in (("top100", 1.0), ("top100_recall_0.9", 0.9), ("top100_recall_0.5", 0.5)):
         index = {"kind": "lossy", "recall": recall}
         cold = {"top_k": 100, "index": index}
@@ -94,11 +100,13 @@ def measure(
         "multi_query", context_tokens, num_records=records, num_questions=half, seed=seed + 1
     )
     begin = perf_counter()
-    prompts = [accuracy.prefill(runtime, s.context) for s in (sample, other)]
+    table = methods(context_tokens)
+    needs = reduce(or_, (config.build().needs for config in table.values()))
+    prompts = [accuracy.prefill(runtime, s.context, needs) for s in (sample, other)]
     prefill_s = perf_counter() - begin
     text = filler(TEXT_TOKENS, seed + 2)
     rows, full = [], None
-    for name, config in methods(context_tokens).items():
+    for name, config in table.items():
         begin = perf_counter()
         single = accuracy.ask_all(runtime, config, prompts[0], sample.questions)
         several = accuracy.ask_all(runtime, config, prompts[1], other.questions)

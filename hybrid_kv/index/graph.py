@@ -208,7 +208,7 @@ class _HeadEngine:
         blocks = QuantisedKeys(1, keys.shape[1])
         blocks.build(keys[None], default_pool())
         scanner = native_flat.FlatScan(keys[None], blocks)
-        return scanner.nearest(0, queries, count, rerank=2 * count, pool=default_pool())
+        return scanner.nearest(0, queries, count, rerank=count + count // 2, pool=default_pool())
 
     def project(
         self, lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams
