@@ -122,11 +122,18 @@ def test_many_heads(isa: str) -> None:
     quantised.build(keys)
     graphs = [head.graph(engine) for head in heads]
     queries = torch.cat([make_queries(head, 20) for head in heads])
-    together = GraphSearcher(keys, quantised, graphs, engine=engine).search(queries, 9)
+    warm = torch.arange(3 * 20 * 2).view(3, 20, 2) * 7 % 600
+    # A short beam, so that it shows where a search starts.
+    limits = {"beam": 2, "pool_size": 9}
+    together = GraphSearcher(keys, quantised, graphs, engine=engine).search(
+        queries, 9, **limits, warm=warm
+    )
     parts = [
-        head.searcher(engine, graph).search(queries[i : i + 1], 9)
+        head.searcher(engine, graph).search(queries[i : i + 1], 9, **limits, warm=warm[i : i + 1])
         for i, (head, graph) in enumerate(zip(heads, graphs, strict=True))
     ]
+    twin = portable.GraphSearcher(keys, quantised, graphs)
+    assert_same(together, twin.search(queries, 9, **limits, warm=warm))
     assert torch.equal(together.ids, torch.cat([part.ids for part in parts]))
     assert together.rows_visited == sum(part.rows_visited for part in parts)
     assert together.dots == sum(part.dots for part in parts)
@@ -241,6 +248,16 @@ def test_warm_starts_reach_what_the_entries_do_not(isa: str) -> None:
 
 
 @each_engine
+def test_starting_everywhere_reads_everything(isa: str) -> None:
+    head = make_head(3000, 16)
+    warm = torch.arange(3000).view(1, 2, 1500)
+    queries = make_queries(head, 2)
+    found = head.searcher(library.load(isa)).search(queries, 10, beam=200, warm=warm)
+    assert torch.equal(found.ids, exact(head, queries, torch.arange(3000), 10))
+    assert found.rows_visited == 3000
+
+
+@each_engine
 def test_the_whole_beam(isa: str) -> None:
     head = make_head(1000, 32)
     found = head.searcher(library.load(isa)).search(
@@ -254,7 +271,7 @@ def test_the_whole_beam(isa: str) -> None:
 def test_a_key_that_a_list_names_twice_is_found_once(isa: str) -> None:
     head = make_head(64, 16)
     graph = KeyGraph(
-        torch.arange(64, dtype=torch.int32).repeat(64, 2).contiguous(),
+        torch.arange(64, dtype=torch.int32).repeat_interleave(2).repeat(64, 1),
         torch.arange(64, dtype=torch.int32),
         torch.tensor([5, 5], dtype=torch.int32),
     )
