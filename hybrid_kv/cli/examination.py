@@ -10,6 +10,7 @@ import torch
 
 from hybrid_kv.cli.display import human_bytes
 from hybrid_kv.errors import BackendUnavailable, ConfigError
+from hybrid_kv.index.crossover import read_crossovers
 from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.dispatch import BACKENDS, choose_backend
 from hybrid_kv.ops.native.library import engine_state
@@ -41,6 +42,7 @@ def examine() -> DoctorReport:
             *(check_package(name) for name in PACKAGES),
             *check_backends(),
             check_engine(),
+            *check_crossovers(),
             check_needle(),
         ),
     )
@@ -99,6 +101,16 @@ def check_engine() -> Check:
     return Check(
         name="native engine", state="absent" if state.isa is None else "ok", detail=state.detail
     )
+
+
+def check_crossovers() -> Iterator[Check]:
+    """From how many keys on index kind 'auto' takes a graph, as measured here."""
+    for name, known in read_crossovers().items():
+        detail = (
+            f"graphs pay from {known.keys:,} keys on (at {known.measured_keys:,}: graph "
+            f"{known.graph_us:.0f} us, scan {known.scan_us:.0f} us)"
+        )
+        yield Check(name=f"crossover {name}", state="ok", detail=detail)
 
 
 def check_needle() -> Check:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,7 +33,6 @@ from hybrid_kv.types import Needs, SearchResult
 _BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
 _DRIFT = 0.02
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
-_RERANK = 1.5
 _ARRAYS = ("neighbours", "list_of", "entries")
 
 
@@ -73,6 +72,9 @@ class GraphIndex(KeyIndex):
         check_top_k: config.Count = 100
         max_scanned: float = Field(default=0.25, gt=0, le=1)
 
+    _rerank: ClassVar[float] = 1.5
+    """Candidates of a scan per key that is returned."""
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.reports: tuple[HeadReport, ...] = ()
@@ -95,6 +97,9 @@ class GraphIndex(KeyIndex):
         learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
         self._serve(tuple(graph or _no_graph() for graph, _ in learned))
+
+    def _no_graphs(self) -> tuple[KeyGraph, ...]:
+        return tuple(_no_graph() for _ in self._keys)
 
     def _learn_head(self, head: int, samples: Tensor | None) -> tuple[KeyGraph | None, HeadReport]:
         keys, p = self._keys[head], self.params
@@ -126,7 +131,7 @@ class GraphIndex(KeyIndex):
             self._quantised = _quantise(self._keys)
             self._searcher = GraphSearcher(self._keys, self._quantised, graphs, pool=default_pool())
         else:
-            self._scan = int8_scan(_RERANK)
+            self._scan = int8_scan(self._rerank)
             self._scan.rebuild(self._keys)
 
     def _append(self, known: int) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.config import BudgetField, Tokens
-from hybrid_kv.methods.retrieval import RetrievalAttention, RetrievalParams
+from hybrid_kv.config import BudgetField, IndexConfig, Tokens
+from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.types import Budget, EntrySet, Evidence, Tier
+
+
+class _AutoCold(ColdParams):
+    index: IndexConfig = Field(default="auto", validate_default=True)
 
 
 @METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")
@@ -20,6 +25,7 @@ class Hybrid(RetrievalAttention):
     class Params(RetrievalParams):
         """spare_tokens: resident beyond sinks and window; page_budget: pages of those per step."""
 
+        cold: _AutoCold = _AutoCold()
         spare_tokens: Tokens = 0
         page_budget: BudgetField = 32
 

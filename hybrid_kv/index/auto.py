@@ -1,0 +1,97 @@
+"""`auto`: a graph where it is faster than a scan on this machine, a scan elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from hybrid_kv import config
+from hybrid_kv.index._flat_scans import int8_scan
+from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index.crossover import Crossover, read_crossover, write_crossover
+from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.ops.key_graph import KeyGraph
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.plugins import INDEXES
+
+_ROUNDS = 15
+
+
+@INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
+class AutoIndex(GraphIndex):
+    """Builds a graph where one is likely to pay, and keeps it only if it is faster than a scan.
+
+    Every build times both on queries of the prompt, over all KV heads of the layer in turn. What
+    was measured is kept for the machine (`hybrid-kv doctor` shows it), so that later contexts that
+    are clearly too short for a graph do not build one.
+    """
+
+    class Params(GraphIndex.Params):
+        """min_keys: no graph is tried with fewer, whatever was measured; remember: keep and use
+        what this machine has measured.
+        """
+
+        min_keys: config.Count = 4096
+        remember: bool = Field(default=True)
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._samples: Tensor | None = None  # while it is built
+
+    def _rebuild(self, samples: Tensor | None) -> None:
+        self._samples = samples
+        known = self._known_crossover(samples)
+        if known is not None and len(self) < 0.8 * known.keys:
+            reason = f"{len(self)} keys; on this machine graphs pay from {known.keys:,} on"
+            self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
+            self._serve_flat()
+        else:
+            super()._rebuild(samples)
+        self._samples = None
+
+    def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
+        super()._serve(graphs)
+        if self._searcher is None or self._samples is None:
+            return
+        # One position after the other, as decoding asks: [Hkv, G, D] each.
+        queries = [q.float() for q in self._samples[:, :, -_ROUNDS:].unbind(2)]
+        top_k = min(self.params.check_top_k, len(self))
+        scan = int8_scan(self._rerank)
+        scan.rebuild(self._keys)
+        graph_s = _median_time(lambda q: self._find(q, top_k), queries)
+        scan_s = _median_time(lambda q: scan.find(q, top_k), queries)
+        if self.params.remember:
+            write_crossover(self._machine_key(self._samples), len(self), graph_s, scan_s)
+        if scan_s < graph_s:
+            reason = f"the scan is faster here: {1e6 * scan_s:.0f} against {1e6 * graph_s:.0f} us"
+            self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
+            self._serve_flat()
+
+    def _serve_flat(self) -> None:
+        super()._serve(self._no_graphs())
+
+    def _known_crossover(self, samples: Tensor | None) -> Crossover | None:
+        if samples is None or not self.params.remember:
+            return None
+        return read_crossover(self._machine_key(samples))
+
+    def _machine_key(self, samples: Tensor) -> str:
+        """What the crossover depends on, beside the machine."""
+        heads, group, _, dim = samples.shape
+        return f"{engine_state().isa} heads={heads} group={group} dim={dim} {self._keys.dtype}"
+
+
+def _median_time(search: Callable[[Tensor], Any], queries: list[Tensor]) -> float:
+    """Seconds of one search, after one that warms up."""
+    times = []
+    search(queries[0])
+    for query in queries:
+        begin = perf_counter()
+        search(query)
+        times.append(perf_counter() - begin)
+    return median(times)
