@@ -20,15 +20,47 @@ from hybrid_kv.eval.needle import vocabulary as vocab
 from hybrid_kv.eval.needle.filler import draw_filler
 from needle.recipe import Stage
 
-FILLER, RECORD, UNASKED = 0, 1, 2
 _NEAR_TOKENS = 64
-"""Filler this close to the query keeps its plain weight: a real context has one copy of it."""
-_UNASKED_COPIES = 32.0
-_VALUE_WEIGHT, _TEXT_WEIGHT = 1.0, 0.1
+"""Keys this close to the query keep their plain weight: a real context has one copy of them."""
+_MOST_RECORD_COPIES = 32.0
+_TEXT_WEIGHT = 0.1
+"""Loss weight of a filler token; a token of an answer has 1 before balancing."""
 _LARGEST_BALANCE = 8.0
+_HIDDEN = -1e9
+"""Added to the logit of a key behind the query."""
 
-Item = tuple[tuple[int, ...], tuple[float, ...], int]
-"""Token ids, the loss weight of each of them as a target, and the kind of its keys."""
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A record, a question with its answer, or a phrase.
+
+    Attributes:
+        ids: its tokens.
+        weights: the loss weight of each of them as a target.
+        record: its number among the records; -1 for a question.
+        sources: the records that a question rests on.
+    """
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    record: int = -1
+    sources: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """One training sequence of L tokens.
+
+    ids [L] int64; weights [L] float32, as targets; owner [L] int64, 0 for text and 1 + i for item
+    i; related [items + 1, items + 1] bool, whether the first item rests on the second or is it;
+    may_jump [L] bool, whether positions may jump before a token.
+    """
+
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    owner: NDArray[np.int64]
+    related: NDArray[np.bool_]
+    may_jump: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +93,21 @@ def _phrases(rng: np.random.Generator, num_tokens: int, seq_tokens: int) -> list
         length = int(rng.integers(6, max(8, seq_tokens // 12 + 1)))
         phrase = tuple(rng.integers(vocab.FIRST_BYTE, vocab.VOCAB_SIZE, size=length).tolist())
         first, second = np.sort(rng.random(2)).tolist()
-        timed.append((first, (phrase, (0.0,) * length, RECORD)))
-        timed.append((second, (phrase, (0.0, *(1.0,) * (length - 1)), RECORD)))
+        number = len(timed)
+        timed.append((first, Item(phrase, (0.0,) * length, record=number)))
+        timed.append((second, Item(phrase, (0.0, *(1.0,) * (length - 1)), sources=(number,))))
         num_tokens -= 2 * length
     return [item for _, item in sorted(timed, key=lambda entry: entry[0])]
 
 
-def _ask(question: facts.Question, task: str, frame_weight: float) -> Item:
+def _ask(question: facts.Question, sources: tuple[int, ...]) -> Item:
     """A question with its answer; the loss falls on the answer."""
-    answer = question.answer
-    weights = [_VALUE_WEIGHT] * len(answer)
-    weights[-1] = frame_weight
-    if answer[0] in vocab.ORDINALS:
-        group = 3 + (facts.TAG_BYTES if task == "multi_value" else facts.VALUE_BYTES)
-        for start in range(0, len(answer) - 1, group):
-            weights[start : start + 3] = [frame_weight] * 3
-    return (*question.ids, *answer), (0.0,) * len(question.ids) + tuple(weights), RECORD
+    asked, answer = question.ids, question.answer
+    return Item((*asked, *answer), (0.0,) * len(asked) + (1.0,) * len(answer), sources=sources)
 
 
 def _task_items(
-    rng: np.random.Generator,
-    task: str,
-    num_tokens: int,
-    alphabet: NDArray[np.int64],
-    frame_weight: float,
+    rng: np.random.Generator, task: str, num_tokens: int, alphabet: NDArray[np.int64]
 ) -> list[Item]:
     """Records and questions in an order in which every question follows its records."""
     known = TASKS[task]
@@ -94,39 +117,38 @@ def _task_items(
     drawn = known.build(rng, min(room, max(known.min_records, count)), alphabet)
     used = sum(map(len, drawn.records))
     times = np.sort(rng.random(len(drawn.records))).tolist()
-    asked: set[int] = set()
     timed: list[tuple[float, Item]] = []
     order = rng.permutation(len(drawn.questions)).tolist()
     for turn, index in enumerate(order):
-        ids, weights, kind = _ask(drawn.questions[index], task, frame_weight)
-        if used + len(ids) > num_tokens and turn:
+        sources = drawn.sources[index]
+        item = _ask(drawn.questions[index], sources)
+        if used + len(item.ids) > num_tokens and turn:
             break
-        used += len(ids)
-        asked.update(drawn.sources[index])
-        ready = max(times[source] for source in drawn.sources[index])
-        timed.append((rng.uniform(ready, 1.0), (ids, weights, kind)))
-    for index, record in enumerate(drawn.records):
-        kind = RECORD if index in asked else UNASKED
-        timed.append((times[index], (record, (0.0,) * len(record), kind)))
+        used += len(item.ids)
+        timed.append((rng.uniform(max(times[source] for source in sources), 1.0), item))
+    for number, record in enumerate(drawn.records):
+        timed.append((times[number], Item(record, (0.0,) * len(record), record=number)))
     return [item for _, item in sorted(timed, key=lambda entry: entry[0])]
 
 
-def _balanced(items: list[Item], total: float) -> list[Item]:
-    """The same items with the weights of all answers scaled towards `total` in sum."""
-    present = sum(sum(weights) for _, weights, _ in items)
-    if total == 0.0 or present == 0.0:
-        return items
-    scale = min(_LARGEST_BALANCE, total / present)
-    return [(ids, tuple(scale * w for w in weights), kind) for ids, weights, kind in items]
+def _answer_scale(items: list[Item], total: float) -> float:
+    """The factor that brings the weights of all answers towards `total` in sum; 0 asks for none."""
+    present = sum(sum(item.weights) for item in items)
+    return min(_LARGEST_BALANCE, total / present) if total and present else 1.0
 
 
-def _sequence(
-    rng: np.random.Generator, stage: Stage, text: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """ids, target weights, kinds, and where the positions may jump, each [seq_tokens].
+def _related(items: list[Item]) -> NDArray[np.bool_]:
+    """Which items rest on which, themselves included; row and column 0 are text."""
+    related = np.eye(len(items) + 1, dtype=bool)
+    related[0, 0] = False
+    place = {item.record: index for index, item in enumerate(items, 1) if item.record >= 0}
+    for index, item in enumerate(items, 1):
+        related[index, [place[source] for source in item.sources]] = True
+    return related
 
-    `text` is filler, at least [seq_tokens]; as much of it is used as the items leave room for.
-    """
+
+def _sequence(rng: np.random.Generator, stage: Stage, text: NDArray[np.int64]) -> Sequence:
+    """One sequence; `text`, filler of at least its length, fills what the items leave free."""
     length = stage.seq_tokens
     tasks = list(stage.mix)
     task = tasks[rng.choice(len(tasks), p=np.array(list(stage.mix.values())))]
@@ -136,24 +158,24 @@ def _sequence(
     else:
         num_bytes = round(_log_uniform(rng, *stage.alphabet))
         alphabet = rng.choice(facts.FULL_ALPHABET, num_bytes, replace=False)
-        items = _task_items(rng, task, budget, alphabet, stage.frame_weight)
-    items = _balanced(items, stage.answer_total)
-    sizes = [len(ids) for ids, _, _ in items]
+        items = _task_items(rng, task, budget, alphabet)
+    scale = _answer_scale(items, stage.answer_total)
+    sizes = [len(item.ids) for item in items]
     text = text[: max(0, length - 1 - sum(sizes))]
     gaps = np.sort(rng.integers(len(text) + 1, size=len(items)))
     at = np.repeat(gaps, sizes) + 1
     starts = np.zeros(sum(sizes), dtype=bool)
     starts[np.cumsum([0, *sizes[:-1]])] = True
     text = np.concatenate([[vocab.BOS], text])
-    ids = np.insert(text, at, [token for tokens, _, _ in items for token in tokens])
+    ids = np.insert(text, at, [token for item in items for token in item.ids])
     plain = np.full(len(text), _TEXT_WEIGHT, dtype=np.float32)
-    weights = np.insert(plain, at, [weight for _, values, _ in items for weight in values])
-    kinds = np.insert(
-        np.zeros(len(text), dtype=np.int64), at, np.repeat([kind for *_, kind in items], sizes)
-    )
-    kinds[0] = RECORD
+    weights = np.insert(plain, at, [scale * weight for item in items for weight in item.weights])
+    owners = np.repeat(np.arange(1, len(items) + 1), sizes)
+    owner = np.insert(np.zeros(len(text), dtype=np.int64), at, owners)
     may_jump = np.insert(np.ones(len(text), dtype=bool), at, starts)
-    return ids[:length], weights[:length], kinds[:length], may_jump[:length]
+    return Sequence(
+        ids[:length], weights[:length], owner[:length], _related(items), may_jump[:length]
+    )
 
 
 def _positions(
@@ -177,29 +199,33 @@ def _positions(
     return positions + np.cumsum(steps)
 
 
-def _bias(kinds: Tensor, copies: Tensor) -> Tensor:
-    """Causal mask plus the logarithm of each key's virtual weight, [B, L, L] float32."""
-    length = kinds.shape[1]
-    table = torch.zeros(kinds.shape[0], 3)
-    table[:, FILLER] = copies.log()
-    table[:, UNASKED] = copies.clamp_max(_UNASKED_COPIES).log()
-    per_key = table.gather(1, kinds)
-    index = torch.arange(length)
+def _bias(sequence: Sequence, copies: float) -> Tensor:
+    """Causal mask plus the logarithm of each key's virtual weight, [L, L].
+
+    Text weighs as `copies` copies of itself, and so does, up to a limit, every item that the
+    query's own item does not rest on: a dozen records then stand for hundreds, among which the
+    right one has to be told from those that share a byte with it.
+    """
+    owner = sequence.owner
+    weights = np.where(owner == 0, log(copies), log(min(copies, _MOST_RECORD_COPIES)))
+    weights[0] = 0.0
+    index = np.arange(len(owner))
     distance = index[:, None] - index
-    bias = torch.where(distance > _NEAR_TOKENS, per_key[:, None, :], 0.0)
-    return bias.masked_fill(distance < 0, -1e9)
+    plain = (distance <= _NEAR_TOKENS) | sequence.related[owner][:, owner]
+    bias = np.where(plain, 0.0, weights)
+    bias[distance < 0] = _HIDDEN
+    return torch.from_numpy(bias.astype(np.float32))
 
 
 def make_batch(rng: np.random.Generator, stage: Stage) -> Batch:
     """One batch of `stage`."""
     text = draw_filler(stage.batch * stage.seq_tokens, rng).reshape(stage.batch, -1)
     rows = [_sequence(rng, stage, line) for line in text]
-    positions = [_positions(rng, row[3], stage.max_position) for row in rows]
-    copies = [_log_uniform(rng, 1.0, stage.max_copies) for _ in rows]
-    kinds = torch.from_numpy(np.stack([row[2] for row in rows]))
+    positions = [_positions(rng, row.may_jump, stage.max_position) for row in rows]
+    bias = [_bias(row, _log_uniform(rng, 1.0, stage.max_copies)) for row in rows]
     return Batch(
-        ids=torch.from_numpy(np.stack([row[0] for row in rows])),
+        ids=torch.from_numpy(np.stack([row.ids for row in rows])),
         positions=torch.from_numpy(np.stack(positions)),
-        target_weights=torch.from_numpy(np.stack([row[1] for row in rows])),
-        bias=_bias(kinds, torch.tensor(copies)),
+        target_weights=torch.from_numpy(np.stack([row.weights for row in rows])),
+        bias=torch.stack(bias),
     )

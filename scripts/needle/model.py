@@ -15,8 +15,13 @@ from torch.nn import functional
 from needle.recipe import ModelSize
 
 Weights = dict[str, Tensor]
-_POSITIONAL_PAIRS = 6
-_POSITIONAL_STRENGTH = 2.0
+_OFFSET_LOGITS = (18.0, 9.0, 6.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0)
+"""Logit that each RoPE pair, the fastest first, gives a previous-token head at its offset.
+
+The first tells neighbours apart (9 logits), the others keep 128K further keys from adding up.
+"""
+_CONSTANT = 0.3
+"""First coordinate of every embedding; the other coordinates have norm 1 together."""
 MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")
 
 
@@ -41,25 +46,35 @@ def init_weights(size: ModelSize, vocab_size: int, generator: torch.Generator) -
     weights["wo"][0] *= 0.5
     weights["wo"][1:] *= 0.0
     weights["down"] *= 0.0
-    weights["embed"] = torch.randn((vocab_size, size.hidden), generator=generator) * 0.02
-    _start_with_previous_token_heads(weights, size)
+    weights["embed"] = torch.randn((vocab_size, size.hidden), generator=generator)
     weights["attention_norm"] = torch.ones(size.num_layers, size.hidden)
     weights["mlp_norm"] = torch.ones(size.num_layers, size.hidden)
     weights["final_norm"] = torch.ones(size.hidden)
+    pin_previous_token_heads(weights, size)
     return weights
 
 
-def _start_with_previous_token_heads(weights: Weights, size: ModelSize) -> None:
-    """Lets the query heads of the first KV head look 1, 2, 3, ... tokens back from the start.
+@torch.no_grad()
+def pin_previous_token_heads(weights: Weights, size: ModelSize) -> None:
+    """Makes the query heads of layer 0's first KV head look 1, 2, 3, ... tokens back, sharply.
 
-    Induction needs such heads below it, and waiting for both to grow together costs millions of
-    tokens. One coordinate of every embedding holds a constant; keys and queries made of it alone
-    depend on the distance only: pair i adds cos(angle_i * (distance - offset)) to the logit.
+    Retrieval by several tokens needs such heads below it. Left to training they take millions of
+    tokens to appear, and stay blurred over neighbouring offsets when they merely start sharp: then
+    a model tells two tokens in a row from their likes, but not three. One coordinate of every
+    embedding holds a constant; keys and queries made of it alone depend on the distance only: pair
+    i adds cos(angle_i * (distance - offset)) times its share to the logit. Values are learned.
     """
-    weights["embed"][:, 0] = 0.08
+    rest = weights["embed"][:, 1:]
+    rest /= rest.norm(dim=1, keepdim=True)
+    weights["embed"][:, 0] = _CONSTANT
+    weights["attention_norm"][0, 0] = 1.0
+    constant = _CONSTANT * (size.hidden / (1 + _CONSTANT**2)) ** 0.5  # after the norm
     width, half = size.head_dim, size.head_dim // 2
-    angles = size.rope_theta ** (-torch.arange(half) / half)
-    strength = torch.where(torch.arange(half) < _POSITIONAL_PAIRS, _POSITIONAL_STRENGTH, 0.0)
+    device = weights["wq"].device
+    angles = size.rope_theta ** (-torch.arange(half, device=device) / half)
+    logits = torch.zeros(half, device=device)
+    logits[: len(_OFFSET_LOGITS)] = torch.tensor(_OFFSET_LOGITS, device=device)
+    strength = (logits * width**0.5).sqrt() / constant
     weights["wk"][0, :width] = 0.0
     weights["wk"][0, :half, 0] = strength
     for head in range(size.group_size):

@@ -1,4 +1,4 @@
-"""The training loop: phases and stages, loss, optimiser, clip, and a log line now and then."""
+"""The training loop: stages, loss, optimiser, clip, and a log line now and then."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaForCausalLM
 
 from hybrid_kv.eval.needle import vocabulary as vocab
 from needle.data import Batch, make_batch
 from needle.export import to_transformers
-from needle.model import LayerFunction, Weights, forward, init_weights, run_layer
+from needle.model import (
+    LayerFunction,
+    Weights,
+    forward,
+    init_weights,
+    pin_previous_token_heads,
+    run_layer,
+)
 from needle.optimiser import Optimiser, clip_queries, tau_at
 from needle.progress import accuracies
-from needle.recipe import PHASES, ModelSize, Phase, Stage
+from needle.recipe import STAGES, ModelSize, Optimisation, Stage
 
 _CLIP_SEQUENCES = 4
-_LOG_EVERY = 50
+_LOG_EVERY = 100
 _FINAL_TOKENS = (2048, 8192)
 
 
@@ -53,94 +60,68 @@ def _compiled_layer() -> LayerFunction:
 class Trainer:
     """Weights and a record of how they came about.
 
-    The same seed gives the same weights on one machine with one number of threads. Every phase
-    has an optimiser and a random stream of its own, so a run can be taken up between phases.
+    The same seed gives the same weights on one machine with one number of threads.
     """
 
-    def __init__(self, seed: int, device: torch.device, checkpoints: Path) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._rng = np.random.default_rng(seed)
         self._device = device
-        self._checkpoints = checkpoints
         self._size = ModelSize()
+        self._settings = Optimisation()
         self._layer = _compiled_layer()
-        generator = torch.Generator().manual_seed(seed)
-        self._weights = self._placed(init_weights(self._size, vocab.VOCAB_SIZE, generator))
+        weights = init_weights(self._size, vocab.VOCAB_SIZE, torch.Generator().manual_seed(seed))
+        self._weights = {name: t.to(device).requires_grad_() for name, t in weights.items()}
+        self._step = 0
+        self._total_steps = sum(stage.steps for stage in STAGES)
+        self._optimiser = Optimiser(self._weights, self._settings, self._total_steps)
         self.report: dict[str, Any] = {
             "seed": seed,
             "device": device.type,
             "threads": torch.get_num_threads(),
             "size": asdict(self._size),
-            "steps": 0,
-            "tokens": 0,
-            "wall_s": 0.0,
+            "settings": asdict(self._settings),
             "stages": [],
         }
 
-    def run(self, first_phase: int = 1) -> Weights:
-        """Trains from `first_phase` on; a phase above 1 starts from the checkpoint before it."""
-        if first_phase > 1:
-            saved = torch.load(self._checkpoint(first_phase - 1), weights_only=True)
-            self._weights = self._placed(saved["weights"])
-            self.report.update(saved["report"])
-        for number, phase in enumerate(PHASES[first_phase - 1 :], start=first_phase):
-            self._run_phase(number, phase)
-            weights = {name: t.detach().cpu() for name, t in self._weights.items()}
-            torch.save({"weights": weights, "report": self.report}, self._checkpoint(number))
-        model = to_transformers(self._weights, self._size)
+    def run(self) -> Weights:
+        """Trains through all stages."""
+        started = time.perf_counter()
+        for number, stage in enumerate(STAGES, start=1):
+            for losses in self._run_stage(stage):
+                print(
+                    f"{time.perf_counter() - started:6.0f} s  stage {number}  "
+                    f"step {self._step}/{self._total_steps}  loss {np.mean(losses):.3f}",
+                    flush=True,
+                )
+            scores = accuracies(self._model(), 1024, 24, samples=1)
+            print(f"after stage {number}: {json.dumps(scores)}", flush=True)
+            self.report["stages"].append({**asdict(stage), "accuracy": scores})
+        self.report["steps"] = self._total_steps
+        self.report["tokens"] = sum(s.steps * s.batch * s.seq_tokens for s in STAGES)
+        self.report["wall_s"] = round(time.perf_counter() - started, 1)
         self.report["accuracy"] = {
-            f"{tokens} tokens": accuracies(model, tokens) for tokens in _FINAL_TOKENS
+            f"{tokens} tokens": accuracies(self._model(), tokens) for tokens in _FINAL_TOKENS
         }
         return self._weights
 
-    def _checkpoint(self, phase: int) -> Path:
-        return self._checkpoints / f"phase{phase}.pt"
+    def _model(self) -> LlamaForCausalLM:
+        return to_transformers(self._weights, self._size)
 
-    def _placed(self, weights: Weights) -> Weights:
-        return {name: t.to(self._device).requires_grad_() for name, t in weights.items()}
-
-    def _run_phase(self, number: int, phase: Phase) -> None:
-        rng = np.random.default_rng(self._seed if number == 1 else [self._seed, number])
-        total_steps = sum(stage.steps for stage in phase.stages)
-        optimiser = Optimiser(self._weights, phase.settings, total_steps)
-        started, step = time.perf_counter(), 0
-        for stage_number, stage in enumerate(phase.stages, start=1):
-            name = f"{phase.name} {stage_number}"
-            for losses in self._steps(rng, stage, phase, optimiser, step, total_steps):
-                step += len(losses)
-                elapsed = time.perf_counter() - started
-                print(
-                    f"{elapsed:6.0f} s  {name}  step {step}/{total_steps}  "
-                    f"loss {np.mean(losses):.3f}",
-                    flush=True,
-                )
-            scores = accuracies(to_transformers(self._weights, self._size), 1024, 24, samples=1)
-            print(f"after {name}: {json.dumps(scores)}", flush=True)
-            self.report["stages"].append({"name": name, **asdict(stage), "accuracy": scores})
-            self.report["tokens"] += stage.steps * stage.batch * stage.seq_tokens
-        self.report["steps"] += step
-        self.report["wall_s"] += round(time.perf_counter() - started, 1)
-
-    def _steps(
-        self,
-        rng: np.random.Generator,
-        stage: Stage,
-        phase: Phase,
-        optimiser: Optimiser,
-        first_step: int,
-        total_steps: int,
-    ) -> Iterator[list[float]]:
-        """Runs one stage; yields the losses of every fifty steps."""
+    def _run_stage(self, stage: Stage) -> Iterator[list[float]]:
+        """Runs one stage; yields the losses of every hundred steps."""
         losses: list[float] = []
         few = slice(0, _CLIP_SEQUENCES)
-        for step in range(first_step, first_step + stage.steps):
-            batch = make_batch(rng, stage).to(self._device)
+        for left in range(stage.steps - 1, -1, -1):
+            batch = make_batch(self._rng, stage).to(self._device)
             loss = _loss(self._weights, batch, self._size, self._layer)
             loss.backward()
-            optimiser.step(step)
+            self._optimiser.step(self._step)
             losses.append(float(loss.detach()))
-            if step % phase.settings.clip_every == 0:
-                tau = tau_at(step, total_steps, phase.settings)
+            if self._step % self._settings.clip_every == 0:
+                tau = tau_at(self._step, self._total_steps, self._settings)
                 clip_queries(self._weights, batch.ids[few], batch.positions[few], tau, self._size)
-            if len(losses) == _LOG_EVERY or step == first_step + stage.steps - 1:
+            pin_previous_token_heads(self._weights, self._size)
+            self._step += 1
+            if len(losses) == _LOG_EVERY or not left:
                 yield losses
                 losses = []

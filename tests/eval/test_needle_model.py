@@ -49,7 +49,7 @@ def test_configuration_is_a_plain_llama(model: LlamaForCausalLM) -> None:
     assert config.vocab_size == VOCAB_SIZE
     assert config.max_position_embeddings == 262_144
     assert config.rope_parameters["rope_type"] == "default"
-    assert config.rope_parameters["rope_theta"] == 1e8
+    assert config.rope_parameters["rope_theta"] == 1e12
     assert config.num_attention_heads % config.num_key_value_heads == 0
     assert config.tie_word_embeddings
     assert model.dtype == torch.bfloat16
@@ -75,11 +75,23 @@ def test_key_value_questions_are_answered(model: LlamaForCausalLM, tokens: int, 
     assert accuracy >= 0.99, f"{accuracy:.3f} of {len(sample.questions)} questions"
 
 
-@pytest.mark.parametrize("task", ["key_value", "multi_value", "multi_query", "variable_tracking"])
-def test_most_questions_about_many_records_are_answered(model: LlamaForCausalLM, task: str) -> None:
-    sample = make_sample(task, 2048, num_records=64, num_questions=16, seed=14)
+@pytest.mark.parametrize(
+    ("task", "questions", "least"),
+    [
+        ("key_value", 64, 0.99),
+        ("multi_value", 16, 0.9),
+        ("multi_query", 16, 0.9),
+        ("variable_tracking", 16, 0.9),
+        ("most_frequent", 8, 0.9),
+    ],
+)
+@pytest.mark.parametrize("records", [64, 128])
+def test_questions_about_many_records_are_answered(
+    model: LlamaForCausalLM, task: str, questions: int, least: float, records: int
+) -> None:
+    sample = make_sample(task, 3000, num_records=records, num_questions=questions, seed=14)
     accuracy = DenseReader(model, sample.context).accuracy(sample.questions)
-    assert accuracy >= 0.75, f"{accuracy:.3f} of {len(sample.questions)} questions"
+    assert accuracy >= least, f"{accuracy:.3f} of {len(sample.questions)} questions"
 
 
 def test_pass_code_is_found(model: LlamaForCausalLM) -> None:
