@@ -77,6 +77,10 @@ class Index(ABC):
         """Bytes held beside the key array itself."""
         return 0
 
+    def describe(self) -> list[dict[str, Any]]:
+        """What serves each KV head and why, JSON-ready; empty where there is nothing to say."""
+        return []
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -26,7 +26,7 @@ class Generation:
     index_build_s: of this call, whenever they ran. tpot_ms: mean time of each further token.
     phases_s: where the time after the first token went (with beams: all of it). work: of this call.
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
-    the cold tier held then.
+    the cold tier held then. index: what served each layer and KV head at the end, and why.
     """
 
     text: str
@@ -42,6 +42,7 @@ class Generation:
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0
+    index: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
 
 class TokenClock(BaseStreamer):

@@ -147,6 +147,11 @@ class Turn:
             device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
             host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),
             host_index_bytes=sum(layer.cold.index_bytes for layer in layers),
+            index=[
+                {"layer": layer_idx, **head}
+                for layer_idx, layer in sorted(self.cache.kv.layers.items())
+                for head in layer.cold.describe_indexes()
+            ],
         )
 
     def stream(self) -> TextStream:

@@ -93,6 +93,9 @@ class GraphIndex(KeyIndex):
         graphs = sum(graph.nbytes for graph in self._graphs)
         return graphs + sum(kept.memory_bytes for kept in (self._quantised, self._scan) if kept)
 
+    def describe(self) -> list[dict[str, Any]]:
+        return [report.to_dict() for report in self.reports]
+
     def _rebuild(self, samples: Tensor | None) -> None:
         learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
@@ -163,7 +166,7 @@ class GraphIndex(KeyIndex):
         }
         meta = {
             "params": self.params.model_dump(mode="json"),
-            "reports": [report.to_dict() for report in self.reports],
+            "reports": self.describe(),
             "keys": _fingerprint(self._keys, self._linked),
             "linked": self._linked,
         }

@@ -81,7 +81,7 @@ class Run(_Group):
 
     config: the flat configuration. context_tokens: of the prompt. prefill_s: ttft_s without the
     index builds in it. tpot_ms: mean time per token after the first. interrupted: the user ended it
-    early.
+    early. index: what served each layer and KV head of the cold tier at the end, and why.
     """
 
     config: dict[str, Any]
@@ -100,6 +100,7 @@ class Run(_Group):
     work: WorkReport = WorkReport()
     memory_bytes: MemoryBytes = MemoryBytes()
     bandwidth_gbps: BandwidthGbps = BandwidthGbps()
+    index: tuple[dict[str, Any], ...] = ()
     interrupted: bool = False
 
 

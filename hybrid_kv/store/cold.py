@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,6 +227,16 @@ class ColdStore:
     def overhead_bytes(self) -> int:
         """Bytes of positions beside K and V."""
         return sum(extent.length * 4 for extent in self._extents())
+
+    def describe_indexes(self) -> list[dict[str, Any]]:
+        """What serves each row, extent and KV head; see `Index.describe`."""
+        return [
+            {"row": row, "extent": number, "kv_head": head, **what}
+            for row, spans in enumerate(self.rows)
+            for number, span in enumerate(spans)
+            if span.extent.index is not None
+            for head, what in enumerate(span.extent.index.describe())
+        ]
 
     @property
     def index_bytes(self) -> int:

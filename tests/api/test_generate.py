@@ -92,6 +92,19 @@ def test_the_cold_tier_is_accounted_for(plain: PreTrainedModel) -> None:
     assert 0 < answer.work.retrieved < answer.work.attended == answer.work.visible
 
 
+def test_what_serves_each_head_is_told_with_its_reason(plain: PreTrainedModel) -> None:
+    cold = {"top_k": 3, "index": "graph"}
+    with hkv.load(
+        plain, tokenizer=tokenizer(), config=hkv.HybridConfig(**{**TIERED, "cold": cold})
+    ) as llm:
+        answer = llm.generate(TEXT, max_new_tokens=3)
+    assert [(head["layer"], head["kv_head"]) for head in answer.index] == [
+        (layer, head) for layer in range(2) for head in range(2)
+    ]
+    assert {head["serves"] for head in answer.index} == {"flat"}
+    assert "keys, a graph takes 16384" in answer.index[0]["reason"]
+
+
 def test_index_builds_are_measured_apart(
     plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from ctypes import byref, c_int32, c_void_p
 from functools import cache
 from weakref import finalize
 
-from hybrid_kv.errors import BackendUnavailable
+from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.ops.native.library import check, engine
 
 
@@ -47,4 +47,11 @@ class Pool:
 def default_pool() -> Pool:
     """One pool per process, with `HYBRID_KV_THREADS` threads or one per CPU it may use."""
     wanted = os.environ.get("HYBRID_KV_THREADS", "")
-    return Pool(int(wanted) if wanted else len(os.sched_getaffinity(0)))
+    if not wanted:
+        return Pool(len(os.sched_getaffinity(0)))
+    if not wanted.isdecimal():
+        raise ConfigError(
+            f"HYBRID_KV_THREADS must be a number of threads, got '{wanted}'; unset it for one per "
+            "CPU"
+        )
+    return Pool(int(wanted))

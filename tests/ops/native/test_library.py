@@ -1,0 +1,126 @@
+"""Which engine library serves, what it says when it cannot, and its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
+from hybrid_kv.ops import get_ops
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.pool import Pool, default_pool
+
+BUILT = [isa for isa in library.ISAS if library.path_of(isa).is_file()]
+needs_engine = pytest.mark.skipif(not BUILT, reason="the engine was not built")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choice() -> Iterator[None]:
+    library.engine.cache_clear()
+    yield
+    library.engine.cache_clear()
+    default_pool.cache_clear()
+
+
+@needs_engine
+def test_each_library_knows_what_it_is() -> None:
+    for isa in BUILT:
+        assert library.load(isa).hkv_isa().decode() == isa
+        assert library.load(isa).hkv_abi_version() == library.ABI_VERSION
+
+
+@needs_engine
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KV_ISA", "baseline")
+    engine = library.engine()
+    assert engine is not None
+    assert engine.hkv_isa() == b"baseline"
+    assert library.engine_state().isa == "baseline"
+
+
+def test_the_engine_can_be_switched_off_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HYBRID_KV_ISA", "none")
+    assert library.engine() is None
+    assert library.engine_state().isa is None
+    with pytest.raises(BackendUnavailable, match="backend 'native' cannot serve here: switched"):
+        get_ops("native")
+    with pytest.raises(BackendUnavailable, match="a pool needs the native engine"):
+        Pool(1)
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KV_ISA", "avx1024")
+    with pytest.raises(ConfigError, match="must be one of none, baseline, avx2, avx512, got 'avx1"):
+        library.engine()
+
+
+@needs_engine
+def test_an_instruction_set_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ISAS", (*library.ISAS, "avx4096"))
+    monkeypatch.setenv("HYBRID_KV_ISA", "avx4096")
+    with pytest.raises(ConfigError, match="HYBRID_KV_ISA=avx4096 cannot run here; "):
+        library.engine()
+
+
+def test_a_missing_engine_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "path_of", lambda isa: library.Path("/nowhere") / isa)
+    library._choose.cache_clear()
+    try:
+        with pytest.warns(library.EngineWarning, match="no compiler was found at install time"):
+            assert library.engine() is None
+        assert library.engine() is None
+    finally:
+        library._choose.cache_clear()
+
+
+@needs_engine
+def test_statuses_become_typed_errors() -> None:
+    engine = library.load(BUILT[0])
+    library.check(engine, 0)
+    for status, kind in ((1, ConfigError), (2, CapacityError), (3, RuntimeError)):
+        with pytest.raises(kind):
+            library.check(engine, status)
+
+
+@needs_engine
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_pool_has_the_threads_that_were_asked_for(threads: int) -> None:
+    workers = Pool(threads)
+    engine = library.engine()
+    assert engine is not None
+    assert engine.hkv_pool_threads(workers.handle) == threads
+    workers.close()
+    workers.close()
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("threads", "affinity", "message"),
+    [
+        (0, (), "threads must be 1..1024, got 0"),
+        (10_000, (), "threads must be 1..1024, got 10000"),
+        (2, (-1,), "affinity names CPU -1, which does not exist"),
+        (2, (1023,), "affinity names CPU 1023, which this process may not use"),
+    ],
+)
+def test_a_pool_that_cannot_be_made_says_why(
+    threads: int, affinity: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Pool(threads, affinity)
+
+
+@needs_engine
+def test_the_default_pool_takes_its_size_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default_pool.cache_clear()
+    monkeypatch.setenv("HYBRID_KV_THREADS", "3")
+    assert default_pool().threads == 3
+    default_pool.cache_clear()
+    monkeypatch.setenv("HYBRID_KV_THREADS", "many")
+    with pytest.raises(ConfigError, match="HYBRID_KV_THREADS must be a number of threads, got 'm"):
+        default_pool()
