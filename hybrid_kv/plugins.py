@@ -14,7 +14,15 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from hybrid_kv.registry import Plugin, Registry
-from hybrid_kv.types import Demotion, EntrySet, Evidence, ModelInfo, Needs, SearchResult
+from hybrid_kv.types import (
+    Demotion,
+    EntrySet,
+    Evidence,
+    LayerShape,
+    ModelInfo,
+    Needs,
+    SearchResult,
+)
 
 __all__ = ["INDEXES", "METHODS", "Index", "Method", "Placement", "Plugin", "Registry"]
 
@@ -39,6 +47,14 @@ class Index(ABC):
     def needs(cls, params: Any) -> Needs:
         """Evidence that `build` wants for an index with these parameters."""
         return Needs()
+
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        """The most that an index over `num_keys` holds for each key of one KV head.
+
+        For saying before a prompt is computed that it will not fit.
+        """
+        return 0
 
     @abstractmethod
     def build(self, keys: Tensor, samples: Tensor | None) -> None:
@@ -117,6 +133,10 @@ class Method(ABC):
     def needs(self) -> Needs:
         """Evidence to collect during prefill; paid for only when asked for."""
         return Needs()
+
+    def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
+        """The most that the indexes of a layer take for each of `num_tokens`, beside K and V."""
+        return 0
 
     def open(self, info: ModelInfo) -> None:  # noqa: B027 (neutral on purpose)
         """Called once before the first token: head masks, calibration, state per layer."""

@@ -117,8 +117,8 @@ class Context:
     """
 
     def __init__(self, llm: Model, ids: Tensor) -> None:
-        check_room(llm, ids.shape[1], held=0)
         self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
+        check_room(llm, self._cache, ids.shape[1])
         self._cache.kv.reserve(ids.shape[1])
         with torch.inference_mode():
             llm.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)

@@ -35,13 +35,14 @@ class Model(Protocol):
     runtime: Attachment
 
 
-def check_room(llm: Model, total_tokens: int, *, held: int) -> None:
-    """Raises unless the model and the host's memory have room for `total_tokens`, of which the
-    cache holds `held` already.
+def check_room(llm: Model, cache: HybridCache, total_tokens: int) -> None:
+    """Raises unless the model and the host's memory have room for what the cache lacks of
+    `total_tokens`.
     """
     check_context(llm.model.config.get_text_config(decoder=True), total_tokens)
-    new = max(0, total_tokens - held)
-    check_host_memory(new * llm.runtime.kv_bytes_per_token, total_tokens)
+    new = max(0, total_tokens - cache.get_seq_length())
+    per_token = llm.runtime.bytes_per_token(cache.kv.method, total_tokens)
+    check_host_memory(new * per_token, total_tokens)
 
 
 class Turn:
@@ -70,7 +71,7 @@ class Turn:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         if "" in self._stop:
             raise ConfigError("stop strings must not be empty; leave `stop` out to have none")
-        check_room(self._llm, self._ids.shape[1] + self._max_new, held=self.cache.get_seq_length())
+        check_room(self._llm, self.cache, self._ids.shape[1] + self._max_new)
 
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""

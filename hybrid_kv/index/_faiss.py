@@ -43,6 +43,10 @@ class FaissIndex(KeyIndex):
         self._means = torch.empty(0, 0)  # [Hkv, D] float32
         self._built_rows = 0
 
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        return 4 * head_dim + 16 + 8 * int(getattr(params, "max_degree", 0))
+
     @property
     def memory_bytes(self) -> int:
         return sum(self._head_bytes(head) for head in self._heads) + 4 * self._means.numel()

@@ -58,6 +58,10 @@ class FlatIndex(KeyIndex):
         heads, num_queries, _ = queries.shape
         return SearchResult(ids, scores, heads * num_queries * len(self))
 
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        return head_dim + 8 if params.precision == "int8" else 0
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of the 8-bit copies."""

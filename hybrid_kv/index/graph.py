@@ -33,6 +33,7 @@ from hybrid_kv.types import Needs, SearchResult
 _BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
 _DRIFT = 0.02
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
+_ROW_ALIGNMENT = 64
 _ARRAYS = ("neighbours", "list_of", "entries")
 
 
@@ -87,6 +88,11 @@ class GraphIndex(KeyIndex):
     @classmethod
     def needs(cls, params: Any) -> Needs:
         return Needs(params.sampled_queries, params.recent_queries)
+
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
+        return codes + (4 * (int(params.max_degree) + 1) if num_keys >= params.min_keys else 0)
 
     @property
     def memory_bytes(self) -> int:

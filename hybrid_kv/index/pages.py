@@ -34,6 +34,10 @@ class PagesIndex(KeyIndex):
         super().__init__(params)
         self._digests = torch.empty(0, 0, 0)  # [Hkv, capacity, 2 D]: maximum, minimum
 
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        return int(-(-4 * 2 * head_dim // params.page_size))  # of keys in 32 bit
+
     @property
     def memory_bytes(self) -> int:
         return self._digests.numel() * self._digests.itemsize

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, IndexConfig, Params, Tokens
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, EntrySet, Evidence, Needs, Tier
+from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tier
 
 
 class ColdParams(Params):
@@ -41,6 +41,11 @@ class RetrievalAttention(Method):
     def needs(self) -> Needs:
         index = self.params.cold.index
         return index.plugin().factory.needs(index.params)  # type: ignore[no-any-return]
+
+    def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
+        index = self.params.cold.index
+        per_key = index.plugin().factory.bytes_per_key(index.params, num_tokens, shape.head_dim)
+        return shape.num_kv_heads * int(per_key)
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

@@ -15,6 +15,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
+from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import bytes_per_token
 
@@ -60,11 +61,13 @@ class Attachment:
         config = config or self.config
         return HybridCache(self.info, config, self._text_config, lambda: self._open)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all tiered layers."""
+    def bytes_per_token(self, method: Method, num_tokens: int) -> int:
+        """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
         dtype = self.model.dtype
-        return sum(bytes_per_token(shape, dtype) for shape in self.info.layers)
+        return sum(
+            bytes_per_token(shape, dtype) + method.index_bytes_per_token(shape, num_tokens)
+            for shape in self.info.layers
+        )
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -99,7 +102,7 @@ class Attachment:
         rows, new = source.shape[:2]
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
-            check_host_memory(rows * new * self.kv_bytes_per_token, new)
+            check_host_memory(rows * new * self.bytes_per_token(cache.kv.method, new), new)
 
     def _records_hidden(self, kwargs: dict[str, Any]) -> bool:
         names = ("output_hidden_states", "output_attentions", "output_router_logits")

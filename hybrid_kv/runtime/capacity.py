@@ -16,5 +16,5 @@ def check_host_memory(needed_bytes: int, num_tokens: int) -> None:
     if needed_bytes > _MARGIN * free:
         raise CapacityError(
             f"context of {num_tokens} tokens needs {needed_bytes:,} bytes of host memory for its "
-            f"KV cache, {free:,} bytes are free; shorten the prompt or free memory"
+            f"KV cache and indexes, {free:,} bytes are free; shorten the prompt or free memory"
         )

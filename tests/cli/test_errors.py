@@ -106,7 +106,8 @@ def test_too_little_memory_is_said_before_prefill(monkeypatch: pytest.MonkeyPatc
     forward = []
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *_: forward.append(1))
     error = refused("generate", *TINY)
-    needed = 104 * 2 * 2 * 2 * 16 * 2  # tokens, K and V, layers, KV heads, head_dim, bfloat16
+    entry, codes = 2 * 16 * 2, 64 + 1  # K and V of head_dim 16 in bfloat16; padded codes
+    needed = 104 * 2 * 2 * (entry + codes)  # tokens, layers, KV heads
     assert f"{needed:,} bytes" in error
     assert "5,000 bytes are free" in error
     assert not forward

@@ -134,6 +134,15 @@ def test_memory_is_reported_and_grows_with_rows(kind: str) -> None:
     assert 0 <= before <= index.memory_bytes <= 8 * keys.numel() * keys.itemsize
 
 
+def test_memory_stays_below_what_was_announced(kind: str) -> None:
+    keys, queries = clustered(3000, queries=900)
+    index = make(kind)
+    index.build(keys, queries[:, None])
+    announced = 2 * 3000 * type(index).bytes_per_key(index.params, 3000, DIM)
+    fixed = 2 * 4 * DIM * 256 + 8192  # centroids, tables
+    assert index.memory_bytes <= announced + fixed
+
+
 def test_searches_from_two_threads_agree_with_one(kind: str) -> None:
     keys, _ = clustered(700)
     index = make(kind)
