@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch and transformers are imported, or they have read their own values already.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What `auto` measures in a test is nothing for the user's cache, nor the other way round.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

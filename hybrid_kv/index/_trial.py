@@ -114,8 +114,9 @@ def choose(
     best = max(trials, key=lambda trial: trial.recall, default=None)
     if best is None:
         return None, "no held-out queries"
+    missed = "is more work than" if best.recall >= target_recall else "misses the target"
     return None, (
-        f"recall {best.recall:.3f} at {best.scanned:.1%} scanned misses the target "
+        f"recall {best.recall:.3f} at {best.scanned:.1%} scanned {missed} "
         f"{target_recall:g} within {max_scanned:.0%}"
     )
 

@@ -55,6 +55,7 @@ class KVCache:
         self.method.open(info)
         self.phases, self.work = Phases(), Work()
         self._watched = Needs()
+        self._kept_evidence: dict[int, tuple[Evidence, ...]] = {}
         self.reserved_tokens = 0
         self.more_prompt = False  # set while a prompt comes in pieces, however short the last one
         self._shapes = {shape.layer_idx: shape for shape in info.layers}
@@ -148,11 +149,16 @@ class KVCache:
             collector.observe(q[row] if valid is None else q[row][:, valid[row]])
 
     def watch(self, needs: Needs) -> None:
-        """Collects, from the first token on, more evidence than the method needs."""
+        """Collects, from the first token on, more evidence than the method needs, and keeps it."""
         self._watched = needs
 
     def evidence(self, layer_idx: int) -> tuple[Evidence, ...]:
-        """What an unsealed layer has collected, one per batch row; empty if nobody asked."""
+        """What a layer has collected, one per batch row; empty if nobody asked for it.
+
+        After the layer was sealed only what `watch` asked for is still there.
+        """
+        if layer_idx in self._kept_evidence:
+            return self._kept_evidence[layer_idx]
         return tuple(collector.evidence() for collector in self._evidence.get(layer_idx, ()))
 
     def load(
@@ -180,7 +186,10 @@ class KVCache:
 
         Called by whoever knows that the prompt is complete; else the first short input does it.
         """
-        self._seal(layer_idx, self.evidence(layer_idx))
+        evidence = self.evidence(layer_idx)
+        if self._watched != Needs():
+            self._kept_evidence[layer_idx] = evidence
+        self._seal(layer_idx, evidence)
 
     def _seal(self, layer_idx: int, evidence: tuple[Evidence, ...]) -> None:
         layer = self._layers[layer_idx]
@@ -276,11 +285,13 @@ class KVCache:
         """Forgets one layer's entries."""
         self._layers.pop(layer_idx, None)
         self._evidence.pop(layer_idx, None)
+        self._kept_evidence.pop(layer_idx, None)
 
     def reset(self) -> None:
         """Forgets everything; the cache is as new."""
         self._layers.clear()
         self._evidence.clear()
+        self._kept_evidence.clear()
         self.method = self.config.build()
         self.method.open(self.info)
         self.phases.reset()

@@ -283,6 +283,9 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     q, (k, v) = tokens(40)
     watching.attend(0, q, (k, v), None, scale=0.3)
     (evidence,) = watching.evidence(0)
+    watching.seal(0)
+    (kept,) = watching.evidence(0)
+    assert torch.equal(kept.queries, evidence.queries)
     assert evidence.queries is not None
     assert evidence.queries.shape[1] == evidence.sampled_queries.shape[1] + 3
 
