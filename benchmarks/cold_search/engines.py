@@ -80,9 +80,9 @@ class Engine(ABC):
         """What the engine tells about its build, such as why a graph was not used."""
         return []
 
+    @abstractmethod
     def copy(self) -> Engine:
         """The same in memory of its own."""
-        raise NotImplementedError
 
     def rotation(self, copies: int) -> Rotation:
         """A function that visits `copies` copies in turn with one group of queries each."""

@@ -48,19 +48,17 @@ class Searcher(Protocol):
 
 
 class Engine(Protocol):
-    """The arithmetic of learning one head; keys [N, D], queries [Q, D]."""
+    """The arithmetic of learning one head, over its keys; queries [Q, D]."""
 
-    def nearest(self, keys: Tensor, queries: Tensor, count: int) -> Tensor:
+    def nearest(self, queries: Tensor, count: int) -> Tensor:
         """The exact best keys of each query, [Q, count] int32, best first."""
         ...
 
-    def project(
-        self, lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams
-    ) -> KeyGraph:
+    def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
         """The graph of what queries retrieved: lists [Q, K] int32."""
         ...
 
-    def searcher(self, keys: Tensor, graph: KeyGraph) -> Searcher:
+    def searcher(self, graph: KeyGraph) -> Searcher:
         """Searches that graph."""
         ...
 
@@ -97,15 +95,16 @@ def learn(
     Args:
         keys: [N, D].
         samples: [G, M, D] prefill queries of the group's heads at M positions.
+        engine: over the same keys.
     """
     build, check = hold_out(samples, goal.positions)
     if check.shape[1] == 0:
         return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
     queries = build.flatten(0, 1)
-    lists = engine.nearest(keys, queries, min(list_length, keys.shape[0]))
-    graph = engine.project(lists, keys, queries, params)
+    lists = engine.nearest(queries, min(list_length, keys.shape[0]))
+    graph = engine.project(lists, queries, params)
     held = _exact_answers(keys, check, goal.top_k, engine)
-    searcher = engine.searcher(keys, graph)
+    searcher = engine.searcher(graph)
 
     def try_beam(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
         top_k = held.ids.shape[-1]
@@ -135,7 +134,7 @@ def _exact_answers(keys: Tensor, check: Tensor, top_k: int, engine: Engine) -> H
     """What the held-out queries [G, P, D] should find."""
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
     flat = by_position.flatten(0, 1)
-    ids = engine.nearest(keys, flat, min(top_k, keys.shape[0])).long()
+    ids = engine.nearest(flat, min(top_k, keys.shape[0])).long()
     scores = torch.einsum("qkd,qd->qk", keys[ids].float(), flat)
     scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
     block = max(1, 2**25 // max(1, len(flat)))

@@ -39,6 +39,8 @@ class AutoIndex(GraphIndex):
         min_keys: config.Count = 4096
         remember: bool = Field(default=True)
 
+    _file_kind = "auto"
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._samples: Tensor | None = None  # while it is built

@@ -73,6 +73,7 @@ class GraphIndex(KeyIndex):
         check_top_k: config.Count = 100
         max_scanned: float = Field(default=0.25, gt=0, le=1)
 
+    _file_kind: ClassVar[str] = "graph"
     _rerank: ClassVar[float] = 1.5
     """Candidates of a scan per key that is returned."""
 
@@ -129,7 +130,7 @@ class GraphIndex(KeyIndex):
             positions=p.check_positions,
             beams=_BEAMS if p.beam == "auto" else (p.beam,),
         )
-        return learn(keys, samples[head], params, p.list_length, goal, _HeadEngine())
+        return learn(keys, samples[head], params, p.list_length, goal, _HeadEngine(keys))
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         """Searches run on these graphs from now on; an empty one has its head scanned."""
@@ -176,7 +177,7 @@ class GraphIndex(KeyIndex):
             "keys": _fingerprint(self._keys, self._linked),
             "linked": self._linked,
         }
-        write_arrays(Path(path), "graph", meta, arrays)
+        write_arrays(Path(path), self._file_kind, meta, arrays)
 
     @classmethod
     def load(cls, path: str | Path, keys: Tensor) -> GraphIndex:
@@ -187,7 +188,7 @@ class GraphIndex(KeyIndex):
             OSError: it cannot be read.
         """
         path = Path(path)
-        meta, arrays = read_arrays(path, "graph")
+        meta, arrays = read_arrays(path, cls._file_kind)
         try:
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
@@ -216,25 +217,26 @@ class GraphIndex(KeyIndex):
 
 
 class _HeadEngine:
-    """What learning one head takes, from the native engine."""
+    """What learning one head takes, from the native engine; keys [N, D] are quantised once."""
 
-    def nearest(self, keys: Tensor, queries: Tensor, count: int) -> Tensor:
-        blocks = QuantisedKeys(1, keys.shape[1])
-        blocks.build(keys[None], default_pool())
-        scanner = native_flat.FlatScan(keys[None], blocks)
-        return scanner.nearest(0, queries, count, rerank=count + count // 2, pool=default_pool())
+    def __init__(self, keys: Tensor) -> None:
+        self._quantised = _quantise(keys[None], with_blocks=True)
+        self._scan = native_flat.FlatScan(keys[None], self._quantised)
 
-    def project(
-        self, lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams
-    ) -> KeyGraph:
-        return project(lists, keys, queries, params, default_pool())
+    def nearest(self, queries: Tensor, count: int) -> Tensor:
+        rerank = count + count // 2
+        return self._scan.nearest(0, queries, count, rerank=rerank, pool=default_pool())
 
-    def searcher(self, keys: Tensor, graph: KeyGraph) -> GraphSearcher:
-        return GraphSearcher(keys[None], _quantise(keys[None]), [graph])
+    def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
+        return project(lists, self._scan.keys[0], queries, params, default_pool())
+
+    def searcher(self, graph: KeyGraph) -> GraphSearcher:
+        return GraphSearcher(self._scan.keys, self._quantised, [graph])
 
 
-def _quantise(keys: Tensor) -> QuantisedKeys:
-    quantised = QuantisedKeys(keys.shape[0], keys.shape[2], with_rows=True, with_blocks=False)
+def _quantise(keys: Tensor, *, with_blocks: bool = False) -> QuantisedKeys:
+    heads, _, dim = keys.shape
+    quantised = QuantisedKeys(heads, dim, with_rows=True, with_blocks=with_blocks)
     quantised.build(keys, default_pool())
     return quantised
 

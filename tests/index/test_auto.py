@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
+from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index import auto
 from hybrid_kv.index.crossover import crossover_path, read_crossovers
+from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native import engine_state
 from tests.index.oracle import check_result, recall
 from tests.index.test_graph import NUM_KEYS, SETTINGS, attention_like
@@ -110,6 +112,17 @@ def test_a_folder_that_cannot_be_written_costs_nothing(
     times += [100e-6, 150e-6]
     assert build().reports[0].serves == "graph"
     assert read_crossovers() == {}
+
+
+def test_a_saved_index_comes_back_as_what_it_was(times: list[float], tmp_path: Path) -> None:
+    times += [100e-6, 150e-6]
+    index = build()
+    keys, _, later = attention_like()
+    index.save(tmp_path / "layer.hkv")
+    loaded = auto.AutoIndex.load(tmp_path / "layer.hkv", keys)
+    assert torch.equal(loaded.search(later, 20).ids, index.search(later, 20).ids)
+    with pytest.raises(FileFormatError, match="holds an index of kind 'auto', expected 'graph'"):
+        GraphIndex.load(tmp_path / "layer.hkv", keys)
 
 
 def test_real_clocks_decide_for_the_faster_one() -> None:

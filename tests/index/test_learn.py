@@ -41,11 +41,18 @@ def search(
 class Exact:
     """An engine made of the functions above."""
 
-    nearest, project = staticmethod(nearest), staticmethod(project)
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
 
-    def searcher(self, keys: Tensor, graph: KeyGraph) -> Any:
+    def nearest(self, queries: Tensor, count: int) -> Tensor:
+        return nearest(self.keys, queries, count)
+
+    def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
+        return project(lists, self.keys, queries, params)
+
+    def searcher(self, graph: KeyGraph) -> Any:
         def find(queries: Tensor, top_k: int, *, beam: int) -> Any:
-            ids, scores, rows = search(graph, keys, queries[0], top_k, beam)
+            ids, scores, rows = search(graph, self.keys, queries[0], top_k, beam)
             return SimpleNamespace(ids=ids[None], scores=scores[None], rows_visited=rows)
 
         return SimpleNamespace(search=find)
@@ -56,7 +63,7 @@ def data(num_keys: int = 1000, positions: int = 400) -> tuple[Tensor, Tensor]:
 
 
 def run(keys: Tensor, samples: Tensor, goal: Goal = GOAL) -> tuple[KeyGraph | None, HeadReport]:
-    return learn(keys, samples, BuildParams(), 50, goal, Exact())
+    return learn(keys, samples, BuildParams(), 50, goal, Exact(keys))
 
 
 def test_the_smallest_beam_that_reaches_the_goal_is_taken() -> None:

@@ -155,22 +155,9 @@ def extend(
     check_params(params)
     check_extends(graph, keys, params)
     engine = _declared(find_engine(engine))
-    lists = lists.contiguous()
+    lists = lists.contiguous()  # kept alive here: the projection only points at them
     extra = None if extra is None else extra.contiguous()
-    projection = _Projection(
-        lists=lists.data_ptr(),
-        extra=None if extra is None else extra.data_ptr(),
-        num_keys=len(keys),
-        num_queries=lists.shape[0],
-        list_length=lists.shape[1],
-        extra_length=0 if extra is None else extra.shape[1],
-        degree=params.max_degree,
-        cap=params.cap,
-        candidates=params.candidates,
-        num_entries=params.num_entries,
-        alpha=params.alpha,
-        seed=params.seed,
-    )
+    projection = _describe_projection(lists, extra, len(keys), params)
     known = len(graph.neighbours)
     list_of = host_array([len(keys)], torch.int32)
     list_of[: len(graph)] = graph.list_of
@@ -195,6 +182,25 @@ def extend(
     )
     library.check(engine, status)
     return KeyGraph(neighbours, list_of, graph.entries if known else entries[entries >= 0])
+
+
+def _describe_projection(
+    lists: Tensor, extra: Tensor | None, num_keys: int, params: BuildParams
+) -> _Projection:
+    return _Projection(
+        lists=lists.data_ptr(),
+        extra=None if extra is None else extra.data_ptr(),
+        num_keys=num_keys,
+        num_queries=lists.shape[0],
+        list_length=lists.shape[1],
+        extra_length=0 if extra is None else extra.shape[1],
+        degree=params.max_degree,
+        cap=params.cap,
+        candidates=params.candidates,
+        num_entries=params.num_entries,
+        alpha=params.alpha,
+        seed=params.seed,
+    )
 
 
 class GraphSearcher:
