@@ -55,11 +55,13 @@ class SearchResult(NamedTuple):
     ids: [Hkv, M, K] int64 rows of the key array, best first, -1 where fewer than K were found.
     scores: [Hkv, M, K] float32 dot products (higher is nearer), -inf where ids is -1.
     scored: dot products computed, all heads and queries together.
+    rows_read: keys read, each once per head however many queries share it; None if not counted.
     """
 
     ids: Tensor
     scores: Tensor
     scored: int
+    rows_read: int | None = None
 
 
 class Tier(Enum):

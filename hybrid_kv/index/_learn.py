@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -101,8 +102,11 @@ def learn(
     if check.shape[1] == 0:
         return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
     queries = build.flatten(0, 1)
+    begin = perf_counter()
     lists = engine.nearest(queries, min(list_length, keys.shape[0]))
+    listed = perf_counter()
     graph = engine.project(lists, queries, params)
+    projected = perf_counter()
     held = _exact_answers(keys, check, goal.top_k, engine)
     searcher = engine.searcher(graph)
 
@@ -126,6 +130,8 @@ def learn(
         trials=tuple(trials),
         top_mass=held.top_mass,
         effective_dim=effective_dim(keys, sample.T @ sample / len(sample)),
+        lists_s=listed - begin,
+        project_s=projected - listed,
     )
     return (None if trial is None else graph), report
 

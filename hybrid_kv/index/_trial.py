@@ -8,7 +8,7 @@ softmax mass and work at several beams, and a head that does not pass is served 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ class HeadReport:
 
     serves: "graph" or "flat"; beam: of the graph, 0 for flat; trials: what was measured; top_mass:
     softmax mass of the exact top keys over all cold keys (low: no index helps, widen the budget);
-    effective_dim: of the keys as queries see them (high: hard for a graph).
+    effective_dim: of the keys as queries see them (high: hard for a graph); lists_s, project_s:
+    seconds for the exact answers of the sampled queries, and for the graph from them.
     """
 
     serves: str
@@ -44,6 +45,8 @@ class HeadReport:
     trials: tuple[Trial, ...] = ()
     top_mass: float = 0.0
     effective_dim: float = 0.0
+    lists_s: float = field(default=0.0, compare=False)
+    project_s: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

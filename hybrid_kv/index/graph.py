@@ -155,10 +155,12 @@ class GraphIndex(KeyIndex):
         if self._scan is not None:
             return self._scan.find(queries, count)
         assert self._searcher is not None
+        checked = self.params.check_top_k
+        beam = self._beam if self.params.beam == "auto" else self.params.beam
         # The check was for its own number of keys; to find more, more have to be expanded.
-        beam = -(-self._beam * max(count, self.params.check_top_k) // self.params.check_top_k)
+        beam = -(-beam * max(count, checked) // checked)
         found = self._searcher.search(queries, count, beam=beam)
-        return SearchResult(found.ids, found.scores, found.dots)
+        return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
 
     def save(self, path: str | Path) -> None:
         """Writes graphs and reports; keys stay with their owner (docs/index-file.md).

@@ -144,6 +144,37 @@ def test_keys_that_are_added_are_found() -> None:
 
 
 @needs_engine
+def test_a_beam_may_be_changed_after_the_build() -> None:
+    keys, samples, later = attention_like()
+    index = build(keys, samples, beam=30, target_recall=0.1)
+    work = []
+    for beam in (30, 90):
+        index.params = index.params.model_copy(update={"beam": beam})
+        work.append(index.search(later, 20).scored)
+    assert work[1] > 1.1 * work[0]
+
+
+@needs_engine
+def test_a_key_that_queries_share_is_read_once() -> None:
+    keys, samples, later = attention_like()
+    index = build(keys, samples)
+    together = index.search(later[:, :5], 20)
+    apart = [index.search(later[:, place : place + 1], 20) for place in range(5)]
+    rows = [found.rows_read or 0 for found in apart]
+    assert together.rows_read is not None
+    assert max(rows) < together.rows_read < 0.9 * sum(rows)
+    assert together.scored > 5 * together.rows_read  # and those that are ranked exactly
+
+
+@needs_engine
+def test_reports_say_how_long_lists_and_projection_took() -> None:
+    keys, samples, _ = attention_like()
+    for report in build(keys, samples).reports:
+        assert report.lists_s > 0
+        assert report.project_s > 0
+
+
+@needs_engine
 def test_more_results_than_were_checked_are_found_too() -> None:
     keys, samples, later = attention_like()
     index = build(keys, samples)
