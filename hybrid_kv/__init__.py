@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_kv.api import LLM, Context, Conversation, Generation, attach, load
+    from hybrid_kv.api import LLM, Context, Conversation, Generation, attach, load, plan
     from hybrid_kv.config import HybridConfig, IndexConfig
     from hybrid_kv.errors import HybridKVError
 
@@ -26,6 +26,7 @@ _HOME = {
     "Generation": "hybrid_kv.api",
     "attach": "hybrid_kv.api",
     "load": "hybrid_kv.api",
+    "plan": "hybrid_kv.api",
     "HybridConfig": "hybrid_kv.config",
     "IndexConfig": "hybrid_kv.config",
     "HybridKVError": "hybrid_kv.errors",
@@ -41,6 +42,7 @@ __all__ = [
     "IndexConfig",
     "attach",
     "load",
+    "plan",
 ]
 
 

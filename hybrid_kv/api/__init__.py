@@ -3,7 +3,8 @@
 from hybrid_kv.api.conversation import Context, Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.llm import LLM, load
+from hybrid_kv.api.planning import plan
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.models.attach import attach
 
-__all__ = ["LLM", "Context", "Conversation", "Generation", "TextStream", "attach", "load"]
+__all__ = ["LLM", "Context", "Conversation", "Generation", "TextStream", "attach", "load", "plan"]

@@ -18,6 +18,7 @@ from hybrid_kv.cli.failures import INTERRUPTED, describe, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
+from hybrid_kv.cli.plan import plan
 
 
 class Verbs(TyperGroup):
@@ -69,7 +70,7 @@ def _root(
     """Long contexts on one small GPU: a KV cache in two tiers, device and host memory."""
 
 
-for _verb in (generate, chat, demo, methods, doctor):
+for _verb in (generate, chat, demo, plan, methods, doctor):
     app.command()(grouped(_verb))
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -20,6 +22,7 @@ from hybrid_kv.models.shapes import random_config
 NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
 """The small trained model that ships with the package."""
 
+_RANDOM = "random:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,12 +82,36 @@ def load_model(
     """
     target, wanted = resolve_device(device), resolve_dtype(dtype)
     name = str(spec)
-    if name.startswith("random:"):
-        return _random(name.removeprefix("random:"), target, wanted, layers, seed), None
+    if name.startswith(_RANDOM):
+        return _random(name.removeprefix(_RANDOM), target, wanted, layers, seed), None
+    path = _path_of(name, layers)
+    return _pretrained(name, path, target, wanted, quantization_config)
+
+
+def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig:
+    """The configuration of what `load_model` would load; raises as it does."""
+    name = str(spec)
+    if name.startswith(_RANDOM):
+        return random_config(name.removeprefix(_RANDOM), layers)
+    path = _path_of(name, layers)
+    _check_folder(name, path)
+    try:
+        return AutoConfig.from_pretrained(path)  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(name, error) from error
+
+
+def _path_of(name: str, layers: int | None) -> str:
     if layers is not None:
         raise ConfigError(f"layers can be set for random:SHAPE models only, got MODEL '{name}'")
-    path = str(NEEDLE_PATH) if name == "needle" else name
-    return _pretrained(name, path, target, wanted, quantization_config)
+    return str(NEEDLE_PATH) if name == "needle" else name
+
+
+def _cannot_load(name: str, error: Exception) -> ModelNotFoundError:
+    reason = str(error).strip().split("\n")[0]
+    return ModelNotFoundError(
+        f"model '{name}' cannot be loaded: {reason}; check the folder or the hub id"
+    )
 
 
 def _random(
@@ -114,10 +141,7 @@ def _pretrained(
             device_map={"": device} if quantization_config is not None else None,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelNotFoundError(
-            f"model '{name}' cannot be loaded: {reason}; check the folder or the hub id"
-        ) from error
+        raise _cannot_load(name, error) from error
     if quantization_config is None:
         model = model.to(device)
     return model.eval(), tokenizer

@@ -174,8 +174,55 @@ class DoctorReport(_Head):
     checks: tuple[Check, ...]
 
 
+class MachineGbps(BandwidthGbps):
+    """What a plan rests on.
+
+    device: reading the memory that holds the weights; dram: reading host memory in order; gather:
+    the same in rows of 256 bytes at random places.
+    """
+
+    device: float
+    gather: float
+
+
+class PlannedOption(_Group):
+    """One way of running a context: bytes by purpose, predicted milliseconds by tier."""
+
+    mode: Literal["dense", "dense_8bit", "hybrid"]
+    fits: bool
+    why: str
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    ms_per_token: dict[str, float]
+    tpot_ms: float | None
+    settings: dict[str, int | str]
+    max_context_tokens: int
+
+
+class PlanReport(_Head):
+    """`plan`: predictions, none of them measured but the bandwidths.
+
+    rates_assumed: the device's bandwidths are a card's specification. recommended: the first option
+    that fits, null where none does.
+    """
+
+    command: Literal["plan"] = "plan"
+    config: dict[str, Any]
+    model: str
+    context_tokens: int
+    device_bytes: int | None
+    host_bytes: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    bandwidth_gbps: MachineGbps
+    rates_assumed: bool
+    options: tuple[PlannedOption, ...]
+    recommended: Literal["dense", "dense_8bit", "hybrid"] | None
+    advice: str
+
+
 Report = Annotated[
-    RunReport | ChatReport | DemoReport | MethodsReport | DoctorReport,
+    RunReport | ChatReport | DemoReport | MethodsReport | DoctorReport | PlanReport,
     Field(discriminator="command"),
 ]
 

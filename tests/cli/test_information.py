@@ -12,7 +12,7 @@ from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.plugins import INDEXES, METHODS
 from tests.cli.support import call, report_of
 
-VERBS = ("generate", "chat", "demo", "methods", "doctor")
+VERBS = ("generate", "chat", "demo", "plan", "methods", "doctor")
 
 
 def test_help_lists_the_verbs_and_only_those() -> None:

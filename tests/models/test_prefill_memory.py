@@ -6,9 +6,11 @@ import gc
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
+from hybrid_kv.runtime.planner import ModelFacts, prefill_peak_bytes
+from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128
 UNIT = TOKENS * HIDDEN * 2  # one hidden-state tensor in bfloat16
@@ -29,6 +31,38 @@ def test_a_plain_pass_holds_more_than_ten(model: PreTrainedModel) -> None:
     """Else the test above would measure nothing."""
     ids = torch.randint(0, 512, (1, TOKENS))
     assert plain_peak(model, ids) / UNIT > 10
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "q_heads", "kv_heads", "head_dim"),
+    [(256, 896, 8, 2, 32), (256, 2000, 8, 2, 32), (256, 300, 8, 2, 32), (256, 896, 16, 4, 64)],
+)
+@pytest.mark.parametrize(("tokens", "chunk"), [(2048, 256), (4096, 256), (2048, 700)])
+def test_the_planner_bounds_the_measured_peak_closely(
+    hidden: int,
+    intermediate: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    chunk: int,
+) -> None:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=2**20,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    layers = tuple(LayerShape(idx, q_heads, kv_heads, head_dim) for idx in range(2))
+    facts = ModelFacts("llama", 0, 0, layers, 0, hidden, intermediate)
+    measured = layer_major_peak(model, torch.randint(0, 512, (1, tokens)), chunk)
+    predicted = prefill_peak_bytes(facts, tokens, chunk)
+    assert measured <= predicted <= 1.15 * measured
 
 
 def test_live_bytes_are_counted_until_the_last_reference_goes() -> None:

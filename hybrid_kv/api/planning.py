@@ -1,0 +1,89 @@
+"""`hybrid_kv.plan(...)`: will it fit, how fast will it be, which way to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.models.facts import model_facts
+from hybrid_kv.models.load import resolve_device
+from hybrid_kv.runtime.planner import Machine, Plan, make_plan
+from hybrid_kv.runtime.rates import CARDS, Rates, measure_rates, rates_of_card
+
+
+def plan(
+    model: str | Path,
+    context_tokens: int,
+    *,
+    config: HybridConfig | None = None,
+    device: str | torch.device | None = None,
+    card: str | None = None,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    layers: int | None = None,
+    weight_bits: int = 16,
+    rates: Rates | None = None,
+) -> Plan:
+    """Compares dense KV in 16 and 8 bits with a tiered cache; loads no weights.
+
+    Args:
+        model: as for `load`; only its configuration is read.
+        context_tokens: prompt and answer together.
+        config: the tiered method; its default is `HybridConfig()`.
+        device: what the model would run on; the first GPU of this machine, else its CPU.
+        card: a name of `CARDS` to plan for a GPU that is not here, with its specified bandwidths.
+        device_bytes: GPU memory instead of what the device or the card has.
+        host_bytes: host memory instead of what is free now.
+        weight_bits: 16, 8 or 4, as weight-only quantisation would store the linear layers.
+        rates: bandwidths instead of those measured here, which takes about a second.
+
+    Raises:
+        ConfigError: a number is out of range, or there is no such card.
+        ModelNotFoundError, UnsupportedModelError: the model cannot be read or tiered.
+    """
+    if context_tokens < 1:
+        raise ConfigError(f"context_tokens must be at least 1, got {context_tokens}")
+    for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if card is not None and card not in CARDS:
+        raise unknown_name("card", card, CARDS)
+    facts = model_facts(model, dtype=dtype, layers=layers, weight_bits=weight_bits)
+    limit = facts.max_context_tokens
+    if limit is not None and context_tokens > limit:
+        raise ConfigError(
+            f"context must be at most {limit} tokens for this model, got {context_tokens}; plan "
+            "for fewer or for a model with a longer context"
+        )
+    host = psutil.virtual_memory().available if host_bytes is None else host_bytes
+    machine = _machine(resolve_device(device), card, device_bytes, host, rates)
+    return make_plan(facts, machine, context_tokens, config or HybridConfig())
+
+
+def _machine(
+    device: torch.device,
+    card: str | None,
+    device_bytes: int | None,
+    host_bytes: int,
+    rates: Rates | None,
+) -> Machine:
+    if card is not None:
+        known = CARDS[card]
+        here = rates or rates_of_card(known, measure_rates(torch.device("cpu")))
+        size = device_bytes or known.memory_bytes
+        return Machine(card, size, host_bytes, here, assumed=rates is None)
+    here = rates or measure_rates(device)
+    if device.type == "cuda":
+        size = device_bytes or torch.cuda.get_device_properties(device).total_memory
+        return Machine(torch.cuda.get_device_name(device), size, host_bytes, here)
+    if device_bytes is not None:
+        raise ConfigError(
+            f"device_bytes is the memory of a GPU, got {device_bytes} for a model on the CPU; name "
+            f"the GPU to plan for as card, one of {', '.join(CARDS)}"
+        )
+    return Machine("cpu", None, host_bytes, here)

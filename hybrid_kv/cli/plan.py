@@ -1,0 +1,191 @@
+"""`hybrid-kv plan`: where every byte goes and what a token costs, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid_kv.cli.options import LayersOption, ModelArgument, ModelOptions, OutputOptions, count
+
+if TYPE_CHECKING:
+    from hybrid_kv.report.schema import PlanReport
+    from hybrid_kv.runtime.planner import Plan
+
+_MACHINE = "Machine"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """What to plan for, where that is not this machine."""
+
+    card: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A GPU by its specification, such as rtx-4090.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    device_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="BYTES",
+            help="GPU memory, such as 24GiB. [dim]default: what it has[/]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="BYTES",
+            help="Host memory, such as 64GiB. [dim]default: what is free now[/]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    weight_bits: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="16, 8 or 4: linear layers as weight-only quantisation stores them.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = 16
+
+
+def plan(
+    model: ModelArgument,
+    *,
+    context: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Tokens, prompt and answer together.")
+    ] = 2**17,
+    machine: MachineOptions,
+    layers: LayersOption,
+    options: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Say whether a context fits, where its bytes go, and what a token will take."""
+    from hybrid_kv.api.planning import plan as make_plan
+    from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.running import silence_transformers
+    from hybrid_kv.cli.settings import build_config
+
+    check_target(output)
+    config = build_config(options)
+    silence_transformers(output)
+    made = make_plan(
+        model,
+        context,
+        config=config,
+        device=options.device,
+        card=machine.card,
+        device_bytes=machine.device_memory,
+        host_bytes=machine.host_memory,
+        dtype=options.dtype,
+        layers=layers.layers,
+        weight_bits=machine.weight_bits,
+    )
+    if not output.json_only:
+        _print(made)
+    if output.json is not None:
+        write_report(_report(made, config.flat()), output)
+
+
+def _report(made: Plan, config: dict[str, Any]) -> PlanReport:
+    from hybrid_kv.report import probe_environment
+    from hybrid_kv.report.schema import MachineGbps, PlannedOption, PlanReport
+
+    facts, machine, chosen = made.facts, made.machine, made.recommended
+    rates = machine.rates
+    return PlanReport(
+        environment=probe_environment(machine.device),
+        config=config,
+        model=facts.name,
+        context_tokens=made.context_tokens,
+        device_bytes=machine.device_bytes,
+        host_bytes=machine.host_bytes,
+        weight_bytes=facts.weight_bytes,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+        bandwidth_gbps=MachineGbps(
+            device=rates.device,
+            dram=rates.dram,
+            gather=rates.gather,
+            h2d=rates.h2d,
+            d2h=rates.d2h,
+        ),
+        rates_assumed=machine.assumed,
+        options=tuple(
+            PlannedOption(
+                mode=option.mode,
+                fits=option.fits,
+                why=option.why,
+                device_bytes=dict(option.device_bytes),
+                host_bytes=dict(option.host_bytes),
+                ms_per_token=dict(option.ms),
+                tpot_ms=option.tpot_ms,
+                settings=dict(option.settings),
+                max_context_tokens=option.max_context_tokens,
+            )
+            for option in made.options
+        ),
+        recommended=None if chosen is None else chosen.mode,
+        advice=made.advice,
+    )
+
+
+def _print(made: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybrid_kv.cli.display import human_bytes
+
+    console, machine, facts = Console(highlight=False), made.machine, made.facts
+    memory = f"{human_bytes(machine.host_bytes)} of host memory"
+    if machine.device_bytes is not None:
+        memory = f"{human_bytes(machine.device_bytes)} on the device, {memory}"
+    console.print(
+        f"[bold]{facts.name}[/], {made.context_tokens:,} tokens, {machine.device}: {memory}"
+    )
+    console.print(
+        f"weights {human_bytes(facts.weight_bytes)}, KV {human_bytes(facts.kv_bytes_per_token)} a "
+        f"token; bandwidths in GB/s: {_rates(made)}",
+        style="dim",
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    for title in ("device", "host", "ms per token", "longest"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for option in made.options:
+        table.add_row(
+            f"[bold]{option.mode}[/]\n" + ("[green]fits[/]" if option.fits else "[red]too big[/]"),
+            _parts(option.device_bytes, human_bytes) or "-",
+            _parts(option.host_bytes, human_bytes) or "-",
+            _parts(option.ms, lambda ms: f"{ms:.1f}") or "not modelled",
+            f"{option.max_context_tokens // 1024:,}k",
+        )
+    console.print(table)
+    console.print(f"[bold]{made.advice}[/]")
+    chosen = made.recommended
+    if chosen is not None and chosen.settings:
+        given = " ".join(f"--set {name}={value}" for name, value in chosen.settings.items())
+        console.print(f"with {given}")
+
+
+def _rates(made: Plan) -> str:
+    rates = made.machine.rates
+    known = {"device": rates.device, "DRAM": rates.dram, "random rows": rates.gather}
+    known |= {name: rate for name, rate in (("h2d", rates.h2d), ("d2h", rates.d2h)) if rate}
+    source = "from the card's specification" if made.machine.assumed else "measured now"
+    return ", ".join(f"{name} {rate:.0f}" for name, rate in known.items()) + f" ({source})"
+
+
+def _parts(values: Any, show: Any) -> str:
+    """'26.5 = 16.5 weights + 10.0 search', one part a line."""
+    kept = {name: value for name, value in values.items() if value}
+    if not kept:
+        return ""
+    lines = [f"{show(value)} {name}" for name, value in kept.items()]
+    return "\n".join([*lines, f"[bold]{show(sum(kept.values()))}[/]"])

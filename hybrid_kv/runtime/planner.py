@@ -1,0 +1,324 @@
+"""Where every byte of a context goes, what a token costs, and which way of running it to take.
+
+Arithmetic only: sizes come from the model's configuration, rates from a measurement or a card's
+specification. Nothing is loaded and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.runtime.rates import Rates
+from hybrid_kv.types import LayerShape
+
+Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
+
+_USABLE = 0.98
+"""Share of a device's memory that a process can fill."""
+_CONTEXT_BYTES = 600 * 2**20
+"""What a CUDA process takes before its first tensor (estimate)."""
+_ROUND_TRIP_MS = 0.08
+"""Query out and result in, for one layer: copies, an event, entering the engine (estimate)."""
+_GRAPH_ROWS, _GRAPH_KEYS, _GRAPH_GROWTH = 9000, 2**17, 0.6
+"""Rows that one joint search of a group reads at 128K keys, and how they grow (docs/lab.md)."""
+_LIST_SHARE = 0.5
+"""Bytes of neighbour lists that a search reads, per byte of rows."""
+_LONGEST = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning knows about a model.
+
+    weight_bytes: all weights; read_bytes: those that one token reads (no embedding table).
+    layers: the layers that can be tiered; window_bytes: the most KV that all others hold.
+    dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
+    None where it says nothing.
+    """
+
+    name: str
+    weight_bytes: int
+    read_bytes: int
+    layers: tuple[LayerShape, ...]
+    window_bytes: int
+    hidden_size: int
+    intermediate_size: int
+    dtype_bytes: int = 2
+    max_context_tokens: int | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all tiered layers."""
+        return sum(self.kv_bytes(layer) for layer in self.layers)
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """K and V of one token in the widest tiered layer."""
+        return max((self.kv_bytes(layer) for layer in self.layers), default=0)
+
+    def kv_bytes(self, layer: LayerShape) -> int:
+        """K and V of one token in one layer."""
+        return 2 * layer.num_kv_heads * layer.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to run on.
+
+    device: what to call it. device_bytes: its memory, None where the model runs on the CPU.
+    host_bytes: memory that the process may use. assumed: the rates are a card's specification.
+    """
+
+    device: str
+    device_bytes: int | None
+    host_bytes: int
+    rates: Rates
+    assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way of running the context.
+
+    device_bytes, host_bytes: by purpose, at the moment when most is needed.
+    ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
+    settings: what to hand to HybridConfig beside the given configuration.
+    """
+
+    mode: Mode
+    device_bytes: Mapping[str, int]
+    host_bytes: Mapping[str, int]
+    fits: bool
+    why: str
+    ms: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, int | str] = field(default_factory=dict)
+    max_context_tokens: int = 0
+
+    @property
+    def tpot_ms(self) -> float | None:
+        return sum(self.ms.values()) if self.ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options in the order in which they are preferred, and the one to take, if any fits."""
+
+    facts: ModelFacts
+    machine: Machine
+    context_tokens: int
+    options: tuple[Option, ...]
+
+    @property
+    def recommended(self) -> Option | None:
+        return next((option for option in self.options if option.fits), None)
+
+    @property
+    def advice(self) -> str:
+        """One sentence."""
+        option = self.recommended
+        if option is None:
+            reasons = "; ".join(f"{other.mode}: {other.why}" for other in self.options)
+            return f"does not fit, because {reasons}"
+        return {
+            "dense": "dense 16-bit KV fits: use method 'full', nothing is approximated",
+            "dense_8bit": (
+                "dense 8-bit KV fits: use that, in a runtime that stores KV in 8 bits; hybrid_kv "
+                "keeps 16 bits and would go to host memory"
+            ),
+            "hybrid": "hybrid: cold keys and values in host memory, found by an index",
+        }[option.mode]
+
+
+def prefill_peak_bytes(facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> int:
+    """The most that a layer-major prefill holds beside weights and KV.
+
+    One hidden-state tensor of full length; rotary tables, whose making takes more than their
+    keeping; and for one chunk either the MLP's three products or the attention block. The factors
+    were read off live storages of a Llama (benchmarks/prefill_memory) and bound them from above.
+    """
+    size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
+    head_dim = max((layer.head_dim for layer in facts.layers), default=0)
+    q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
+    kv_width = max((layer.num_kv_heads * layer.head_dim for layer in facts.layers), default=0)
+    mlp = size * (3 * facts.intermediate_size + 3.25 * facts.hidden_size)
+    attention = size * (2.5 * facts.hidden_size + 8 * q_width + 3 * kv_width)
+    making_rotary = 15 * num_tokens * head_dim
+    keeping_rotary = 2 * size * num_tokens * head_dim
+    chunk_bytes = keeping_rotary + chunk * max(mlp, attention)
+    ids = 4 * 8 * num_tokens
+    full_length = size * num_tokens * facts.hidden_size
+    return int(full_length + ids + max(keeping_rotary + making_rotary, chunk_bytes))
+
+
+def make_plan(
+    facts: ModelFacts, machine: Machine, context_tokens: int, config: HybridConfig
+) -> Plan:
+    """Compares dense KV in 16 and 8 bits with the configured tiered method.
+
+    Args:
+        context_tokens: prompt and answer together, at least 1.
+        config: of the tiered method.
+    """
+    planner = _Planner(facts, machine, config)
+    return Plan(facts, machine, context_tokens, planner.options(context_tokens))
+
+
+class _Planner:
+    """The three options for contexts of one model on one machine."""
+
+    def __init__(self, facts: ModelFacts, machine: Machine, config: HybridConfig) -> None:
+        self._facts, self._machine, self._config = facts, machine, config
+        self._method = config.build()
+
+    def options(self, tokens: int) -> tuple[Option, ...]:
+        return (
+            self._longest(tokens, self._dense(tokens, "dense", 1.0)),
+            self._longest(tokens, self._dense(tokens, "dense_8bit", 0.5)),
+            self._longest(tokens, self._hybrid(tokens)),
+        )
+
+    def _longest(self, tokens: int, option: Option) -> Option:
+        """The option with the longest context for which it fits, to the nearest 1024 tokens."""
+        low, high = 0, (self._facts.max_context_tokens or _LONGEST) // 1024
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._again(option.mode, 1024 * middle).fits:
+                low = middle
+            else:
+                high = middle - 1
+        longest = max(1024 * low, tokens) if option.fits else 1024 * low
+        return replace(option, max_context_tokens=longest)
+
+    def _again(self, mode: Mode, tokens: int) -> Option:
+        if mode == "hybrid":
+            return self._hybrid(tokens)
+        return self._dense(tokens, mode, 1.0 if mode == "dense" else 0.5)
+
+    def _prefill(self, tokens: int) -> int:
+        setting = self._config.prefill_chunk_tokens
+        chunk = min(4096, max(256, tokens // 8)) if setting == "auto" else setting
+        return prefill_peak_bytes(self._facts, tokens, chunk)
+
+    def _dense(self, tokens: int, mode: Mode, size: float) -> Option:
+        facts, rates = self._facts, self._machine.rates
+        kv = int(size * tokens * facts.kv_bytes_per_token)
+        where = {
+            "weights": facts.weight_bytes,
+            "kv": kv + facts.window_bytes,
+            "prefill": self._prefill(tokens),
+        }
+        read = {"weights": facts.read_bytes, "resident_attention": kv + facts.window_bytes}
+        ms = {name: _ms(count, rates.device) for name, count in read.items()}
+        return self._place(mode, where, {}, ms, {})
+
+    def _hybrid(self, tokens: int) -> Option:
+        facts, config = self._facts, self._config
+        per_token = facts.kv_bytes_per_token
+        pinned = min(
+            tokens, getattr(config, "sink_tokens", 0) + getattr(config, "window_tokens", 0)
+        )
+        # Two layers' KV while one leaves and the next is computed. Earlier layers hold their
+        # resident pages by then, so that prefill's memory comes on top of them.
+        prefill = self._prefill(tokens) + 2 * tokens * facts.largest_layer_bytes
+        resident = pinned * per_token + facts.window_bytes
+        spare, settings = self._spare_tokens(tokens - pinned, resident + prefill)
+        resident += spare * per_token + spare * per_token // self._config.page_size
+        cold = tokens - pinned - spare
+        index = sum(
+            cold * self._method.index_bytes_per_token(layer, cold) for layer in facts.layers
+        )
+        device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
+        host = {"kv": cold * per_token, "index": index}
+        ms = self._hybrid_ms(cold, pinned, spare)
+        return self._place("hybrid", device, host, ms, settings)
+
+    def _spare_tokens(self, rest: int, taken: int) -> tuple[int, dict[str, int | str]]:
+        """Further tokens that the device can hold beside weights and `taken` bytes."""
+        wanted, page = getattr(self._config, "spare_tokens", None), self._config.page_size
+        if wanted is None:
+            return 0, {}
+        if wanted or self._machine.device_bytes is None:
+            return min(wanted, rest), {}
+        free = self._device_free() - self._facts.weight_bytes - taken
+        pages = max(0, free) // (self._facts.kv_bytes_per_token * (page + 1))
+        spare = min(pages * page, rest // page * page)
+        return spare, {"spare_tokens": spare} if spare else {}
+
+    def _hybrid_ms(self, cold: int, pinned: int, spare: int) -> dict[str, float]:
+        facts, rates, config = self._facts, self._machine.rates, self._config
+        chosen = getattr(config, "page_budget", 0)
+        paged = spare if chosen == "all" else min(spare, chosen * self._config.page_size)
+        digests = spare // self._config.page_size  # two rows a page, as many bytes as a token
+        search = self._searched_bytes(cold)
+        if search is None:
+            return {}
+        budget = getattr(getattr(config, "cold", None), "top_k", 0)
+        top_k = cold if budget == "all" else min(cold, budget)
+        read = sum(
+            min(top_k * layer.group_size, cold) * facts.kv_bytes(layer) for layer in facts.layers
+        )
+        streamed, random = search
+        trips = len(facts.layers) if self._machine.device_bytes and cold else 0
+        return {
+            "weights": _ms(facts.read_bytes, rates.device),
+            "select": _ms(digests * facts.kv_bytes_per_token, rates.device),
+            "resident_attention": _ms(
+                (pinned + paged) * facts.kv_bytes_per_token + facts.window_bytes, rates.device
+            ),
+            "search": _ms(streamed, rates.dram) + _ms(random, rates.gather),
+            "cold_attention": _ms(read, rates.gather),
+            "transfer": trips * _ROUND_TRIP_MS,
+        }
+
+    def _searched_bytes(self, cold: int) -> tuple[float, float] | None:
+        """Bytes that the searches of one step read in order, and at random places."""
+        index = getattr(getattr(self._config, "cold", None), "index", None)
+        if index is None:
+            return 0.0, 0.0
+        heads = [layer for layer in self._facts.layers for _ in range(layer.num_kv_heads)]
+        in_8_bits = float(sum(cold * (layer.head_dim + 1) for layer in heads))
+        rows = min(cold, _GRAPH_ROWS * (cold / _GRAPH_KEYS) ** _GRAPH_GROWTH) if cold else 0
+        walked = float(sum(rows * (layer.head_dim + 1) * (1 + _LIST_SHARE) for layer in heads))
+        if index.kind == "flat":
+            return 2.0 * in_8_bits, 0.0
+        if index.kind not in ("auto", "graph"):
+            return None
+        rates = self._machine.rates
+        graph_pays = walked / rates.gather < in_8_bits / rates.dram
+        return (0.0, walked) if graph_pays else (in_8_bits, 0.0)
+
+    def _device_free(self) -> int:
+        total = self._machine.device_bytes
+        return 0 if total is None else int(_USABLE * total) - _CONTEXT_BYTES
+
+    def _place(
+        self,
+        mode: Mode,
+        device: Mapping[str, int],
+        host: Mapping[str, int],
+        ms: Mapping[str, float],
+        settings: Mapping[str, int | str],
+    ) -> Option:
+        """Compares needs with what there is; on the CPU everything is in host memory."""
+        if self._machine.device_bytes is None:
+            host = {name: device.get(name, 0) + host.get(name, 0) for name in {**device, **host}}
+            device = {}
+        lacking = []
+        for what, need, free in (
+            ("device", sum(device.values()), self._device_free()),
+            ("host", sum(host.values()), self._machine.host_bytes),
+        ):
+            if need > free:
+                lacking.append(
+                    f"{need / 2**30:.1f} GiB of {what} memory are needed, "
+                    f"{free / 2**30:.1f} are free"
+                )
+        why = " and ".join(lacking) or "fits"
+        return Option(mode, dict(device), dict(host), not lacking, why, dict(ms), dict(settings))
+
+
+def _ms(count: float, gbps: float) -> float:
+    return count / gbps / 1e6

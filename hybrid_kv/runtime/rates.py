@@ -1,0 +1,115 @@
+"""Bandwidths that decide how fast a step can be: measured here, or known of a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from hybrid_kv.ops import get_ops
+
+_HOST_BUFFER_BYTES = 2**28
+_DEVICE_BUFFER_BYTES = 2**30
+_GATHERED_ROWS = 2**13
+_ROW_BYTES = 256
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second in 1e9; h2d, d2h are None where the model runs on the CPU.
+
+    device: reading the memory that holds the weights. dram: reading host memory in order, all
+    threads. gather: reading host memory in rows of 256 bytes at random places.
+    """
+
+    device: float
+    dram: float
+    gather: float
+    h2d: float | None = None
+    d2h: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as its maker describes it: memory in bytes, bandwidths in 1e9 bytes per second."""
+
+    memory_bytes: int
+    device: float
+    pcie: float
+
+
+CARDS = {
+    "rtx-3090": Card(24 * 2**30, 936, 32),
+    "rtx-4090": Card(24 * 2**30, 1008, 32),
+    "rtx-5090": Card(32 * 2**30, 1792, 64),
+    "a100-80gb": Card(80 * 2**30, 2039, 32),
+    "h100-80gb": Card(80 * 2**30, 3350, 64),
+    "h200": Card(141 * 10**9, 4800, 64),
+}
+"""Public specifications; PCIe per direction."""
+
+_ATTAINED_DEVICE, _ATTAINED_PCIE = 0.9, 0.8
+"""Shares of a specification that well-made code reaches (assumptions, not measurements)."""
+
+
+def rates_of_card(card: Card, host: Rates) -> Rates:
+    """What a machine with that card and this host would reach."""
+    pcie = _ATTAINED_PCIE * card.pcie
+    return Rates(_ATTAINED_DEVICE * card.device, host.dram, host.gather, h2d=pcie, d2h=pcie)
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Measures this machine in about a second: medians of five rounds."""
+    dram, gather = _stream_gbps(), _gather_gbps()
+    if device.type != "cuda":
+        return Rates(dram, dram, gather)
+    host = torch.ones(_HOST_BUFFER_BYTES, dtype=torch.uint8).pin_memory()
+    near = torch.empty(_HOST_BUFFER_BYTES, dtype=torch.uint8, device=device)
+    wide = torch.ones(_DEVICE_BUFFER_BYTES // 4, device=device)
+    return Rates(
+        device=_median_gbps(wide.sum, wide.nbytes, device),
+        dram=dram,
+        gather=gather,
+        h2d=_median_gbps(lambda: near.copy_(host, non_blocking=True), host.nbytes, device),
+        d2h=_median_gbps(lambda: host.copy_(near, non_blocking=True), host.nbytes, device),
+    )
+
+
+def _stream_gbps() -> float:
+    buffer = torch.ones(_HOST_BUFFER_BYTES // 4)
+    return _median_gbps(buffer.sum, buffer.nbytes)
+
+
+def _gather_gbps() -> float:
+    """As cold attention reads: rows of K and V that lie anywhere, several heads at a time."""
+    heads, rows, dim = 8, _HOST_BUFFER_BYTES // (2 * 8 * _ROW_BYTES), _ROW_BYTES // 2
+    k, v = (torch.ones(heads, rows, dim, dtype=torch.bfloat16) for _ in range(2))
+    ids = torch.randint(
+        rows, (heads, 1, _GATHERED_ROWS), generator=torch.Generator().manual_seed(0)
+    )
+    q, ops = torch.ones(heads, 1, dim, dtype=torch.bfloat16), get_ops("auto")
+    size = 2 * heads * _GATHERED_ROWS * _ROW_BYTES
+    return _median_gbps(lambda: ops.attend_retrieved(q, k, v, ids, scale=1.0), size)
+
+
+def _median_gbps(
+    work: Callable[[], object], size: int, device: torch.device | None = None
+) -> float:
+    work()
+    seconds = []
+    for _ in range(_ROUNDS):
+        _wait(device)
+        begin = perf_counter()
+        work()
+        _wait(device)
+        seconds.append(perf_counter() - begin)
+    return size / median(seconds) / 1e9
+
+
+def _wait(device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,71 @@
+"""`hybrid-kv plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid_kv.api import planning
+from hybrid_kv.runtime.rates import Rates
+from tests.cli.support import call, refused, report_of
+
+PLAN = ("plan", "random:llama-3-8b", "--card", "rtx-4090", "--host-memory", "64GiB")
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_rates", lambda _: Rates(50, 50, 20))
+
+
+def planned(*words: str) -> Any:
+    return report_of(call(*words, "--json", "-"))
+
+
+def test_128k_on_a_24_gb_card_is_hybrid() -> None:
+    report = planned(*PLAN, "--context", "128k")
+    assert report.command == "plan"
+    assert report.context_tokens == 131072
+    assert report.recommended == "hybrid"
+    assert [option.mode for option in report.options] == ["dense", "dense_8bit", "hybrid"]
+    assert report.rates_assumed
+    assert report.bandwidth_gbps.dram == 50
+
+
+def test_people_see_bytes_times_and_the_advice() -> None:
+    output = call(*PLAN, "--context", "128k").output
+    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB index", "cold_attention", "spare_tokens="):
+        assert part in output
+    assert "hybrid: cold keys and values in host memory" in output
+
+
+def test_four_bit_weights_make_96k_fit_densely() -> None:
+    assert planned(*PLAN, "--context", "96k", "--weight-bits", "4").recommended == "dense"
+
+
+def test_settings_of_the_method_count() -> None:
+    wide = planned(*PLAN, "--context", "128k", "--set", "window_tokens=16k").options[2]
+    slim = planned(*PLAN, "--context", "128k", "--method", "retrieval_attention").options[2]
+    assert slim.settings == {}
+    assert wide.settings["spare_tokens"] < planned(*PLAN).options[2].settings["spare_tokens"]
+
+
+def test_this_machine_is_planned_for_by_default() -> None:
+    report = planned("plan", "needle", "--context", "4k", "--device", "cpu")
+    assert report.device_bytes is None
+    assert not report.rates_assumed
+    assert report.recommended == "dense"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--card", "rtx-4900"), "unknown card 'rtx-4900'; did you mean 'rtx-4090'?"),
+        (("--context", "0"), "a count must be a whole number of at least 1"),
+        (("--context", "4m"), "context must be at most 2097152 tokens for this model, got 4194304"),
+        (("--weight-bits", "5"), "weight_bits must be 16, 8 or 4, got 5"),
+        (("--device-memory", "24GiB", "--device", "cpu"), "device_bytes is the memory of a GPU"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("plan", "random:llama-3-8b", *words)

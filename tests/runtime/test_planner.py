@@ -1,0 +1,125 @@
+"""The planner's arithmetic, on sizes that can be checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.runtime.planner import Machine, ModelFacts, Option, make_plan
+from hybrid_kv.runtime.rates import CARDS, Rates, rates_of_card
+from hybrid_kv.types import LayerShape
+
+GIB = 2**30
+LLAMA_8B = ModelFacts(
+    name="llama-3-8b",
+    weight_bytes=16_060_522_496,
+    read_bytes=15_009_849_344,
+    layers=tuple(LayerShape(idx, 32, 8, 128) for idx in range(32)),
+    window_bytes=0,
+    hidden_size=4096,
+    intermediate_size=14336,
+)
+HOST = Rates(device=60, dram=60, gather=30)
+DESKTOP = Machine("rtx-4090", 24 * GIB, 64 * GIB, rates_of_card(CARDS["rtx-4090"], HOST))
+
+
+def option_of(tokens: int, mode: str, machine: Machine = DESKTOP, **config: object) -> Option:
+    plan = make_plan(LLAMA_8B, machine, tokens, HybridConfig(**config))
+    return next(option for option in plan.options if option.mode == mode)
+
+
+def test_kv_of_an_8b_model_is_128_kib_a_token() -> None:
+    assert LLAMA_8B.kv_bytes_per_token == 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mode"), [(16 << 10, "dense"), (64 << 10, "dense_8bit"), (128 << 10, "hybrid")]
+)
+def test_what_fits_exactly_is_preferred(tokens: int, mode: str) -> None:
+    plan = make_plan(LLAMA_8B, DESKTOP, tokens, HybridConfig())
+    assert plan.recommended is not None
+    assert plan.recommended.mode == mode
+    assert mode.partition("_")[0] in plan.advice
+
+
+def test_advice_says_why_nothing_fits() -> None:
+    plan = make_plan(LLAMA_8B, replace(DESKTOP, host_bytes=4 * GIB), 1 << 20, HybridConfig())
+    assert plan.recommended is None
+    assert plan.advice.startswith("does not fit, because dense: 1")
+    assert "of host memory are needed, 4.0 are free" in plan.advice
+
+
+def test_dense_reads_all_weights_and_all_kv_for_a_token() -> None:
+    ms = option_of(128 << 10, "dense").ms
+    assert ms["weights"] == pytest.approx(1e3 * 15_009_849_344 / (0.9 * 1008e9))
+    assert ms["resident_attention"] == pytest.approx(1e3 * 16 * GIB / (0.9 * 1008e9))
+
+
+def test_every_token_is_in_one_tier() -> None:
+    plain = option_of(128 << 10, "hybrid", method="retrieval_attention")
+    assert plain.device_bytes["kv"] + plain.host_bytes["kv"] == 16 * GIB
+
+
+def test_free_device_memory_becomes_spare_pages_with_digests() -> None:
+    option = option_of(128 << 10, "hybrid")
+    spare = option.settings["spare_tokens"]
+    assert isinstance(spare, int)
+    assert spare > 16_000
+    assert spare % 16 == 0
+    digests = spare * LLAMA_8B.kv_bytes_per_token // 16
+    assert option.device_bytes["kv"] + option.host_bytes["kv"] == 16 * GIB + digests
+    one_page_more = sum(option.device_bytes.values()) + 17 * LLAMA_8B.kv_bytes_per_token
+    assert one_page_more > 0.98 * 24 * GIB - 600 * 2**20
+    assert HybridConfig(**option.settings).spare_tokens == spare
+
+
+def test_spare_tokens_that_were_asked_for_are_kept() -> None:
+    option = option_of(128 << 10, "hybrid", spare_tokens=1024)
+    assert option.settings == {}
+    assert option.host_bytes["kv"] == ((128 << 10) - 1024 - 640) * LLAMA_8B.kv_bytes_per_token
+
+
+def test_a_short_context_has_nothing_to_search() -> None:
+    option = option_of(512, "hybrid")
+    assert option.host_bytes == {"kv": 0, "index": 0}
+    assert option.ms["search"] == option.ms["cold_attention"] == option.ms["transfer"] == 0
+
+
+def test_a_search_never_costs_more_than_the_scan() -> None:
+    slow_gather = replace(DESKTOP, rates=replace(DESKTOP.rates, gather=0.5))
+    scan = 1e3 * 32 * 8 * 129 * (32768 - 640) / 60e9
+    found = option_of(32 << 10, "hybrid", slow_gather, method="retrieval_attention")
+    assert found.ms["search"] == pytest.approx(scan)
+    flat = option_of(32 << 10, "hybrid", slow_gather, method="flat")
+    assert flat.ms["search"] == pytest.approx(2 * scan)
+
+
+def test_what_is_not_modelled_is_not_guessed() -> None:
+    option = option_of(128 << 10, "hybrid", method="ivf")
+    assert option.ms == {}
+    assert option.tpot_ms is None
+
+
+def test_on_the_cpu_all_bytes_are_in_host_memory() -> None:
+    machine = Machine("cpu", None, 64 * GIB, HOST)
+    option = option_of(128 << 10, "hybrid", machine)
+    assert option.device_bytes == {}
+    assert sum(option.host_bytes.values()) > 16 * GIB + LLAMA_8B.weight_bytes
+    assert option.settings == {}
+    assert option.ms["transfer"] == 0
+
+
+@pytest.mark.parametrize("mode", ["dense", "dense_8bit", "hybrid"])
+def test_the_longest_context_fits_and_the_next_does_not(mode: str) -> None:
+    longest = option_of(128 << 10, mode).max_context_tokens
+    assert option_of(longest, mode).fits
+    assert not option_of(longest + 1024, mode).fits
+
+
+def test_windows_of_other_layers_count() -> None:
+    windows = replace(LLAMA_8B, window_bytes=GIB)
+    plain = make_plan(LLAMA_8B, DESKTOP, 8192, HybridConfig()).options[0]
+    wider = make_plan(windows, DESKTOP, 8192, HybridConfig()).options[0]
+    assert wider.device_bytes["kv"] - plain.device_bytes["kv"] == GIB
