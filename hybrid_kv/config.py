@@ -153,6 +153,8 @@ class HybridConfig(PluginConfig):
         prompt, at least 256 and at most 4096.
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
+    compile_decode: compile what a decode step computes outside its attention (torch.compile); the
+        first step of a model takes seconds to minutes longer.
     backend: arithmetic back end; "auto" takes the fastest that can serve the tensors.
     """
 
@@ -163,6 +165,7 @@ class HybridConfig(PluginConfig):
     page_size: Count = 16
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
     dense_extend_tokens: Tokens = 32
+    compile_decode: bool = False
     backend: str = "auto"
 
     def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method

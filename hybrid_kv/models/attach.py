@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from functools import wraps
+from inspect import signature
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models import hf_attention
+from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
@@ -42,13 +45,32 @@ class Attachment:
         self._previous: str | None = None  # the model's own attention meanwhile
         hf_attention.register()
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
+        self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
+        self._own_forward = model.__dict__.get("forward")
         self._hooks: list[Any] = []
+        if self._steps is not None:
+            self._route(model, self._steps)
         for part in text_parts(model, self._text_config):
             self._hooks += [
                 part.register_forward_pre_hook(self._before_forward, with_kwargs=True),
                 part.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
             ]
         _attached.add(model)
+
+    def _route(self, model: PreTrainedModel, steps: CompiledSteps) -> None:
+        """Sends decode steps with a cache of ours to the compiled forward, the rest to the old."""
+        eager = model.forward
+        names = list(signature(eager).parameters)
+
+        @wraps(eager)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+            cache = self._prefill.cache
+            if cache is None or not steps.serves(inputs):
+                return eager(*args, **kwargs)
+            return steps.forward(cache, inputs)
+
+        model.forward = forward
 
     def cache(self, config: HybridConfig | None = None) -> HybridCache:
         """A new, empty cache: one per conversation, passed as `past_key_values`.
@@ -128,6 +150,11 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
         self._prefill.close()
+        if self._steps is not None:
+            self._steps.close()
+            self.model.__dict__.pop("forward")
+            if self._own_forward is not None:
+                self.model.forward = self._own_forward
         _attached.discard(self.model)
 
     def __enter__(self) -> Attachment:

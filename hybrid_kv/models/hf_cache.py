@@ -74,7 +74,12 @@ class HybridLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us."""
+        """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us.
+
+        While a graph is made the values only pass: the graph's own operator brings them back.
+        """
+        if torch.compiler.is_compiling():
+            return key_states, value_states
         self._cache.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
