@@ -25,9 +25,10 @@ namespace detail {
 constexpr int kQueryWords = 1;  // of 32 bits, for 4 channels of a query
 
 /// One block after the other: the reads of several at once would be slower than memory, which costs
-/// more than the latency of few accumulators.
+/// more than the latency of few accumulators. A function of its own: inside others GCC 12 leaves the
+/// accumulators in memory.
 template <int Queries>
-inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
+__attribute__((noinline)) void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
                         const int32_t *queries, const int32_t *bias, float *out, int64_t row,
                         int64_t ahead) {
   for (int64_t block = 0; block < count; ++block, out += HKV_BLOCK_KEYS) {
@@ -164,15 +165,23 @@ class BlockScores {
     return left > 8 ? 16 : left > 4 ? 8 : left > 2 ? 4 : left > 1 ? 2 : 1;
   }
 
+  /// How many keys ahead of the reads a scan should ask for.
+  int64_t keys_ahead() const {
+    return std::max<int64_t>(1, kPrefetchBytes / block_bytes(keys_->dim)) * HKV_BLOCK_KEYS;
+  }
+
   /// out[query][key] with `row` floats a query; first is a multiple of 16, and count is filled up
   /// to one with NaN.
-  void score(int64_t slice, int64_t first, int64_t count, float *out, int64_t row) const {
+  ///
+  /// ahead_keys: keys from each one to that which is asked for with it, a multiple of 16; 0 for none.
+  void score(int64_t slice, int64_t first, int64_t count, float *out, int64_t row,
+             int64_t ahead_keys) const {
     const int64_t bytes = block_bytes(keys_->dim);
     const int64_t words = int64_t{quads(keys_->dim)} * kSlice * detail::kQueryWords;
     const uint8_t *blocks = keys_->blocks + first / HKV_BLOCK_KEYS * bytes;
     const int64_t num_blocks = (count + HKV_BLOCK_KEYS - 1) / HKV_BLOCK_KEYS;
     const int32_t *queries = words_.data() + slice * words, *bias = bias_.data() + slice * kSlice;
-    const int64_t ahead = slice == 0 ? kPrefetchBytes : 0;  // later slices find the keys cached
+    const int64_t ahead = ahead_keys / HKV_BLOCK_KEYS * bytes;
     const int quad_count = quads(keys_->dim);
     switch (padded(slice)) {
       case 1:
@@ -193,8 +202,11 @@ class BlockScores {
     }
   }
 
-  float finished(int64_t query, float score) const {
-    return score * scales_[query].scale + scales_[query].offset;
+  /// Gives scores of a query the scale and the offset that they lack.
+  void finish(int64_t query, float *scores, int64_t count) const {
+    const QueryScale query_scale = scales_[query];
+    for (int64_t i = 0; i < count; ++i)
+      scores[i] = scores[i] * query_scale.scale + query_scale.offset;
   }
 
  private:

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "quantise.h"
 #include "row_scores.h"
 #include "scan.h"
+#include "sort.h"
 
 namespace hkv {
 namespace {
@@ -31,9 +31,10 @@ struct Scratch {
   RowScores<Half> halves;
   RowScores<Bfloat> bfloats;
   std::vector<float> queries;  // of a group, where they come in another dtype
-  std::vector<float> padded_query, exact;
-  std::vector<uint32_t> ids;
-  std::vector<Entry> merged;
+  std::vector<float> padded_query;
+  std::vector<float> merged_scores;
+  std::vector<uint32_t> merged_ids;
+  SortBestFirst sort;
 
   RowScores<float> &rows(const float *) { return floats; }
   RowScores<Half> &rows(const Half *) { return halves; }
@@ -45,14 +46,15 @@ Scratch &scratch() {
   return own;
 }
 
-/// What the parts of a head found, for the thread that asked; see Search::gather.
-struct Found {
-  std::vector<Entry> entries;  // [heads * queries, parts, keep]
+/// What the parts of the heads found, for the thread that asked.
+struct Parts {
+  std::vector<float> scores;  // [heads * queries, parts, keep]
+  std::vector<uint32_t> ids;
   std::vector<int64_t> counts;
 };
 
-Found &found_here() {
-  thread_local Found own;
+Parts &parts_here() {
+  thread_local Parts own;
   return own;
 }
 
@@ -91,10 +93,11 @@ struct Search {
   void finish_item(int64_t item);
   const float *queries_of(int64_t row, int64_t count, std::vector<float> &own) const;
   template <typename Scores>
-  void scan_with(Scores &scores, int32_t at, int64_t group, int64_t part, const float *rows);
-  void finish_query(int32_t at, int64_t row, const float *query, Entry *entries, int64_t count);
-  void score_again(const hkv_flat_head &from, const float *query, Entry *entries, int64_t count);
-  void write(int64_t row, const Entry *entries, int64_t count) const;
+  void scan_with(Scratch &own, Scores &scores, int32_t at, int64_t group, int64_t part,
+                 const float *rows);
+  void finish_query(Scratch &own, int32_t at, int64_t row, const float *query, Found found);
+  void score_again(Scratch &own, const hkv_flat_head &from, const float *query, Found found);
+  void write(int64_t row, Found found) const;
 
   int64_t keep(int32_t at) const {
     const bool again = head[at].quantised != nullptr && rerank > 0;
@@ -102,7 +105,7 @@ struct Search {
   }
 
   int64_t groups_ = 1, parts_ = 1, stored_ = 0;
-  Found *found_ = nullptr;
+  Parts *found_ = nullptr;  // where there are several parts
 };
 
 void Search::check() const {
@@ -152,10 +155,11 @@ void Search::run() {
   if (heads == 0 || num_queries == 0) return;
   groups_ = (num_queries + kGroup - 1) / kGroup;
   choose_parts();
-  found_ = &found_here();
   if (parts_ > 1) {
     for (int32_t at = 0; at < heads; ++at) stored_ = std::max(stored_, keep(at));
-    grow(found_->entries, heads * num_queries * parts_ * stored_);
+    found_ = &parts_here();
+    grow(found_->scores, heads * num_queries * parts_ * stored_);
+    grow(found_->ids, heads * num_queries * parts_ * stored_);
     grow(found_->counts, heads * num_queries * parts_);
   }
   // The bodies hold one pointer, which std::function keeps without an allocation.
@@ -183,40 +187,39 @@ void Search::scan_item(int64_t item) {
   const int64_t count = std::min(kGroup, num_queries - group * kGroup);
   const float *rows = queries_of(at * num_queries + group * kGroup, count, own.queries);
   if (num_keys(head[at]) == 0) {
-    for (int64_t i = 0; i < count; ++i) write(at * num_queries + group * kGroup + i, nullptr, 0);
+    for (int64_t i = 0; i < count; ++i) write(at * num_queries + group * kGroup + i, {});
   } else if (head[at].quantised != nullptr) {
     own.blocks.prepare(*head[at].quantised, rows, count);
-    scan_with(own.blocks, at, group, part, rows);
+    scan_with(own, own.blocks, at, group, part, rows);
   } else {
     with_dtype(head[at].keys.dtype, [&](auto *element) {
       auto &scores = own.rows(element);
       scores.prepare(head[at].keys, rows, count);
-      scan_with(scores, at, group, part, rows);
+      scan_with(own, scores, at, group, part, rows);
     });
   }
 }
 
 template <typename Scores>
-void Search::scan_with(Scores &with, int32_t at, int64_t group, int64_t part, const float *rows) {
-  Scratch &own = scratch();
+void Search::scan_with(Scratch &own, Scores &with, int32_t at, int64_t group, int64_t part,
+                       const float *rows) {
   const int64_t total = num_keys(head[at]), chunks = (total + kChunk - 1) / kChunk;
   const int64_t first = chunks * part / parts_ * kChunk;
   const int64_t last = std::min(total, chunks * (part + 1) / parts_ * kChunk);
   const int64_t first_query = at * num_queries + group * kGroup;
   const int64_t count = std::min(kGroup, num_queries - group * kGroup);
   own.scan.run(with, count, first, last, keep(at));
-  grow(own.merged, keep(at));
   for (int64_t query = 0; query < count; ++query) {
-    const int64_t slot = (first_query + query) * parts_ + part, found = own.scan.found(query);
-    Entry *to = parts_ > 1 ? found_->entries.data() + slot * stored_ : own.merged.data();
-    for (int64_t i = 0; i < found; ++i) {
-      const Entry entry = own.scan.entries(query)[i];
-      to[i] = pack(with.finished(query, score_of(entry)), id_of(entry));
+    const Found found{own.scan.scores(query), own.scan.ids(query), own.scan.found(query)};
+    with.finish(query, found.scores, found.count);
+    if (parts_ == 1) {
+      finish_query(own, at, first_query + query, rows + query * queries.dim, found);
+      continue;
     }
-    if (parts_ > 1)
-      found_->counts[slot] = found;
-    else
-      finish_query(at, first_query + query, rows + query * queries.dim, to, found);
+    const int64_t slot = (first_query + query) * parts_ + part;
+    std::copy_n(found.scores, found.count, found_->scores.data() + slot * stored_);
+    std::copy_n(found.ids, found.count, found_->ids.data() + slot * stored_);
+    found_->counts[slot] = found.count;
   }
 }
 
@@ -224,48 +227,46 @@ void Search::scan_with(Scores &with, int32_t at, int64_t group, int64_t part, co
 void Search::finish_item(int64_t row) {
   Scratch &own = scratch();
   const int32_t at = static_cast<int32_t>(row / num_queries);
-  grow(own.merged, parts_ * stored_);
-  int64_t count = 0;
-  for (int64_t part = 0; part < parts_; ++part) {
-    const int64_t slot = row * parts_ + part;
-    const Entry *from = found_->entries.data() + slot * stored_;
-    std::copy_n(from, found_->counts[slot], own.merged.data() + count);
-    count += found_->counts[slot];
+  grow(own.merged_scores, parts_ * stored_ + kScoreVector);
+  grow(own.merged_ids, parts_ * stored_ + kScoreVector);
+  Found found{own.merged_scores.data(), own.merged_ids.data(), 0};
+  for (int64_t part = 0; part < parts_; ++part) {  // ids ascend from part to part
+    const int64_t slot = row * parts_ + part, count = found_->counts[slot];
+    std::copy_n(found_->scores.data() + slot * stored_, count, found.scores + found.count);
+    std::copy_n(found_->ids.data() + slot * stored_, count, found.ids + found.count);
+    found.count += count;
   }
-  keep_best(own.merged.data(), count, keep(at));
-  finish_query(at, row, queries_of(row, 1, own.queries), own.merged.data(),
-               std::min(count, keep(at)));
+  if (found.count > keep(at)) {
+    const Cut cut = cut_at(found.scores, found.count, keep(at));
+    found.count = apply_cut(cut, found.scores, found.ids, found.count);
+  }
+  finish_query(own, at, row, queries_of(row, 1, own.queries), found);
 }
 
-void Search::finish_query(int32_t at, int64_t row, const float *query, Entry *entries,
-                          int64_t count) {
-  if (head[at].quantised != nullptr && rerank > 0) score_again(head[at], query, entries, count);
-  const int64_t best = std::min(count, top_k);
-  keep_best(entries, count, best);
-  std::sort(entries, entries + best, std::greater<Entry>());
-  write(row, entries, best);
+/// found: by ascending id, at most keep(at) of them.
+void Search::finish_query(Scratch &own, int32_t at, int64_t row, const float *query,
+                          Found found) {
+  if (head[at].quantised != nullptr && rerank > 0) score_again(own, head[at], query, found);
+  own.sort.run(found);
+  found.count = std::min(found.count, top_k);
+  write(row, found);
 }
 
-void Search::score_again(const hkv_flat_head &from, const float *query, Entry *entries,
-                         int64_t count) {
-  Scratch &own = scratch();
+void Search::score_again(Scratch &own, const hkv_flat_head &from, const float *query,
+                         Found found) {
   const RowVectors vectors(from.keys.dim);
   grow(own.padded_query, vectors.padded());
   vectors.pad(query, own.padded_query.data());
-  grow(own.ids, count);
-  grow(own.exact, count);
-  for (int64_t i = 0; i < count; ++i) own.ids[i] = id_of(entries[i]);
   with_dtype(from.keys.dtype, [&](auto *element) {
-    score_listed<ElementOf<decltype(element)>>(from.keys, own.padded_query.data(), own.ids.data(),
-                                               count, own.exact.data());
+    score_listed<ElementOf<decltype(element)>>(from.keys, own.padded_query.data(), found.ids,
+                                               found.count, found.scores);
   });
-  for (int64_t i = 0; i < count; ++i) entries[i] = pack(own.exact[i], own.ids[i]);
 }
 
-void Search::write(int64_t row, const Entry *entries, int64_t count) const {
+void Search::write(int64_t row, Found found) const {
   const auto fill = [&](auto *to) {
-    for (int64_t i = 0; i < count; ++i) to[i] = id_of(entries[i]);
-    std::fill(to + count, to + top_k, -1);
+    std::copy_n(found.ids, found.count, to);
+    std::fill(to + found.count, to + top_k, -1);
   };
   if (id_type == HKV_IDS_INT64)
     fill(static_cast<int64_t *>(ids) + row * top_k);
@@ -273,8 +274,8 @@ void Search::write(int64_t row, const Entry *entries, int64_t count) const {
     fill(static_cast<int32_t *>(ids) + row * top_k);
   if (scores == nullptr) return;
   float *to = scores + row * top_k;
-  for (int64_t i = 0; i < count; ++i) to[i] = score_of(entries[i]);
-  std::fill(to + count, to + top_k, -std::numeric_limits<float>::infinity());
+  std::copy_n(found.scores, found.count, to);
+  std::fill(to + found.count, to + top_k, -std::numeric_limits<float>::infinity());
 }
 
 }  // namespace

@@ -24,6 +24,9 @@ constexpr float kNoKeysLow = 0x1p-16;  // levels where there is nothing to learn
 constexpr float kNoKeysHigh = 0x1p4;
 constexpr int64_t kItemKeys = 4096;  // of one piece of parallel work; whole blocks
 
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+
 /// A row's normalised values, padded with 0 to whole vectors.
 class Normaliser {
  public:
@@ -66,6 +69,47 @@ inline int round_code(float value) {
   const float limit = kLargestCode;
   const float clamped = value > -limit ? (value < limit ? value : limit) : -limit;
   return static_cast<int>(std::lrintf(clamped));
+}
+
+/// Largest |a b| of `dim` products.
+float largest_product(const float *a, const float *b, int dim) {
+  Floats lanes{};
+  int d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    const Floats product = load_floats(a + d) * load_floats(b + d);
+    const Floats magnitude = product < 0.0f ? -product : product;
+    lanes = magnitude > lanes ? magnitude : lanes;
+  }
+  float largest = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, lanes[lane]);
+  for (; d < dim; ++d) largest = std::max(largest, std::fabs(a[d] * b[d]));
+  return largest;
+}
+
+/// codes [dim] = the products a b, times `inverse`, as `round_code` rounds them; returns their sum.
+int32_t round_products(const float *a, const float *b, int dim, float inverse, int8_t *codes) {
+  constexpr float kLimit = kLargestCode;
+  constexpr float kRound = 0x1.8p23f;  // adding it leaves no bits behind the point
+  Ints sums{};
+  int d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    Floats value = load_floats(a + d) * load_floats(b + d);
+    value *= inverse;
+    value = value > -kLimit ? value : Floats{} - kLimit;
+    value = value < kLimit ? value : Floats{} + kLimit;
+    const Floats rounded = (value + kRound) - kRound;
+    const Ints whole = __builtin_convertvector(rounded, Ints);
+    const Bytes narrow = __builtin_convertvector(whole, Bytes);
+    std::memcpy(codes + d, &narrow, sizeof narrow);
+    sums += whole;
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+  for (; d < dim; ++d) {
+    codes[d] = static_cast<int8_t>(round_code(a[d] * b[d] * inverse));
+    sum += codes[d];
+  }
+  return sum;
 }
 
 template <typename Element>
@@ -223,22 +267,13 @@ void check_quantised(const hkv_quantised &quantised) {
 
 QueryScale quantise_query(const hkv_quantised &keys, const float *query, int8_t *codes,
                           int64_t padded) {
-  float largest = 0.0f;
+  const float largest = largest_product(query, keys.channel, keys.dim);
   double offset = 0.0;
-  for (int d = 0; d < keys.dim; ++d) {
-    const float magnitude = std::fabs(query[d] * keys.channel[d]);
-    largest = magnitude > largest ? magnitude : largest;
+  for (int d = 0; d < keys.dim; ++d)
     offset += static_cast<double>(query[d]) * static_cast<double>(keys.mean[d]);
-  }
   const float scale = largest / kLargestCode;
   const float inverse = scale >= FLT_MIN ? 1.0f / scale : 0.0f;
-  int32_t sum = 0;
-  for (int d = 0; d < keys.dim; ++d) {
-    const float value = query[d] * keys.channel[d];
-    const int code = round_code(value * inverse);
-    codes[d] = static_cast<int8_t>(code);
-    sum += code;
-  }
+  const int32_t sum = round_products(query, keys.channel, keys.dim, inverse, codes);
   std::memset(codes + keys.dim, 0, padded - keys.dim);
   return {scale, sum, static_cast<float>(offset)};
 }

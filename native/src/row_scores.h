@@ -116,22 +116,28 @@ class RowScores {
     return static_cast<int>(left < 3 ? left : (left + 3) / 4 * 4);
   }
 
-  void score(int64_t slice, int64_t first, int64_t count, float *out, int64_t row) const {
+  int64_t keys_ahead() const {
+    const int64_t bytes = static_cast<int64_t>(keys_->dim * sizeof(Element));
+    return std::max<int64_t>(4, kPrefetchBytes / bytes);
+  }
+
+  void score(int64_t slice, int64_t first, int64_t count, float *out, int64_t row,
+             int64_t ahead_keys) const {
     const int num_queries = padded(slice);
     for (int64_t at = 0; at < count; at += kTile) {
       const int64_t tile = std::min<int64_t>(kTile, count - at);
       for (int query = 0; query < num_queries; query += 4) {
-        const bool prefetch = slice == 0 && query == 0;
+        const int64_t ahead = query == 0 ? ahead_keys * keys_->stride : 0;
         float *to = out + query * row + at;
         switch (std::min(4, num_queries - query)) {
           case 1:
-            score_tile<1>(slice * kSlice + query, first + at, tile, to, row, prefetch);
+            score_tile<1>(slice * kSlice + query, first + at, tile, to, row, ahead);
             break;
           case 2:
-            score_tile<2>(slice * kSlice + query, first + at, tile, to, row, prefetch);
+            score_tile<2>(slice * kSlice + query, first + at, tile, to, row, ahead);
             break;
           default:
-            score_tile<4>(slice * kSlice + query, first + at, tile, to, row, prefetch);
+            score_tile<4>(slice * kSlice + query, first + at, tile, to, row, ahead);
         }
       }
     }
@@ -141,24 +147,22 @@ class RowScores {
                 std::numeric_limits<float>::quiet_NaN());
   }
 
-  float finished(int64_t, float score) const { return score; }
+  void finish(int64_t, float *, int64_t) const {}
 
  private:
   static constexpr int kTile = 32;  // keys that stay in the first cache for all queries of a slice
 
   template <int Queries>
   void score_tile(int64_t query, int64_t first, int64_t count, float *out, int64_t row,
-                  bool prefetch) const {
+                  int64_t ahead) const {
     const RowVectors vectors(keys_->dim);
     const Element *base = static_cast<const Element *>(keys_->data) + first * keys_->stride;
     const float *queries = queries_.data() + query * vectors.padded();
-    const int64_t bytes = static_cast<int64_t>(keys_->dim * sizeof(Element));
-    const int64_t ahead = std::max<int64_t>(4, kPrefetchBytes / bytes) * keys_->stride;
     for (int64_t key = 0; key < count; key += 4) {
       const Element *rows[4];
       for (int i = 0; i < 4; ++i) {
         rows[i] = base + std::min(key + i, count - 1) * keys_->stride;
-        if (prefetch) prefetch_row(rows[i] + ahead, keys_->dim);
+        if (ahead != 0) prefetch_row(rows[i] + ahead, keys_->dim);
       }
       float four[4 * Queries];
       dot_four_rows<Element, Queries>(rows, vectors, queries, four, 4);

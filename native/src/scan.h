@@ -34,13 +34,16 @@ class Scan {
       }
   }
 
-  const Entry *entries(int64_t query) const { return selections_[query].entries(); }
+  /// What was found for a query, by ascending id.
+  float *scores(int64_t query) const { return selections_[query].scores(); }
+  uint32_t *ids(int64_t query) const { return selections_[query].ids(); }
   int64_t found(int64_t query) const { return selections_[query].count(); }
 
  private:
   static constexpr int64_t kSample = 1024;  // keys that a threshold is guessed from
   static constexpr int64_t kSampleFrom = 4 * kSample;
   static constexpr int64_t kMaxima = kSample / 4;
+  static constexpr int64_t kSamplesAhead = 4;  // vectors of the sample that are asked for early
   static constexpr float kEverything = -std::numeric_limits<float>::infinity();
 
   static int64_t end_of(int64_t slice, int64_t count) {
@@ -48,12 +51,17 @@ class Scan {
   }
 
   void reserve(int64_t count, int64_t keep) {
-    const int64_t storage = Selection::storage(keep);
-    if (static_cast<int64_t>(entries_.size()) < count * storage) entries_.resize(count * storage);
+    const int64_t size = count * Selection::storage(keep);
+    if (static_cast<int64_t>(scores_.size()) < size) scores_.resize(size);
+    if (static_cast<int64_t>(ids_.size()) < size) ids_.resize(size);
     if (static_cast<int64_t>(selections_.size()) < count) selections_.resize(count);
     if (chunk_.empty()) chunk_.resize(kSlice * kChunk);
-    for (int64_t query = 0; query < count; ++query)
-      selections_[query].reset(entries_.data() + query * storage, keep, kEverything);
+    for (int64_t query = 0; query < count; ++query) restart(query, keep);
+  }
+
+  void restart(int64_t query, int64_t keep) {
+    const int64_t at = query * Selection::storage(keep);
+    selections_[query].reset(scores_.data() + at, ids_.data() + at, keep, kEverything);
   }
 
   /// A selection that starts without a threshold keeps nearly everything at first. A sample spread
@@ -68,38 +76,43 @@ class Scan {
     const int64_t rank = static_cast<int64_t>(expected + 3.0 * std::sqrt(expected) + 2.0);
     if (rank > kMaxima / 2) return false;
     if (sample_.empty()) sample_.resize(kSlice * kSample);
+    const auto start = [&](int64_t i) { return first + vectors * i / wanted * kScoreVector; };
     for (int64_t slice = 0; slice * kSlice < count; ++slice) {
-      for (int64_t vector = 0; vector < wanted; ++vector)
-        scores.score(slice, first + vectors * vector / wanted * kScoreVector, kScoreVector,
-                     sample_.data() + vector * kScoreVector, kSample);
+      for (int64_t i = 0; i < wanted; ++i)
+        scores.score(slice, start(i), kScoreVector, sample_.data() + i * kScoreVector, kSample,
+                     start(i + kSamplesAhead) - start(i));
       for (int64_t query = slice * kSlice; query < end_of(slice, count); ++query) {
-        const float guess = low_rank(sample_.data() + query % kSlice * kSample, rank);
-        selections_[query].start_at(std::nextafter(guess, kEverything));
+        float *own = sample_.data() + query % kSlice * kSample;
+        const Cut guess = cut_at(own, take_maxima(own), rank);
+        selections_[query].start_at(guess.ties > 0 ? std::nextafter(guess.above, kEverything)
+                                                   : guess.above);
       }
     }
     return true;
   }
 
-  /// At most the `rank`-th best of a sample, which is overwritten: the maxima of four quarters are
-  /// ranked, a quarter of the work, and good ranks seldom meet in one of them.
-  static float low_rank(float *sample, int64_t rank) {
+  /// Reduces a sample to the maxima of its quarters, whose ranks are no higher than its own: good
+  /// keys seldom meet in one of them. Returns how many maxima there are.
+  static int64_t take_maxima(float *sample) {
     for (int64_t i = 0; i < kMaxima; ++i) {
       const float a = std::max(sample[i], sample[i + kMaxima]);
       const float b = std::max(sample[i + 2 * kMaxima], sample[i + 3 * kMaxima]);
       sample[i] = std::max(a, b);
     }
-    std::nth_element(sample, sample + rank - 1, sample + kMaxima, std::greater<float>());
-    return sample[rank - 1];
+    return kMaxima;
   }
 
   template <typename Scores>
   void scan(const Scores &scores, int64_t count, int64_t first, int64_t last, int64_t first_slice,
             int64_t last_slice) {
-    for (int64_t at = first; at < last; at += kChunk) {
-      const int64_t keys = std::min(kChunk, last - at);
+    // Where each key is used once, short chunks keep the reads from pausing.
+    const int64_t chunk = last_slice - first_slice > 1 ? kChunk : kShortChunk;
+    for (int64_t at = first; at < last; at += chunk) {
+      const int64_t keys = std::min(chunk, last - at);
       const int64_t rounded = (keys + kScoreVector - 1) / kScoreVector * kScoreVector;
       for (int64_t slice = first_slice; slice < last_slice; ++slice) {
-        scores.score(slice, at, keys, chunk_.data(), kChunk);
+        const bool first_read = slice == first_slice;  // later slices find the keys cached
+        scores.score(slice, at, keys, chunk_.data(), kChunk, first_read ? scores.keys_ahead() : 0);
         for (int64_t query = slice * kSlice; query < end_of(slice, count); ++query)
           selections_[query].add(chunk_.data() + query % kSlice * kChunk, rounded,
                                  static_cast<uint32_t>(at));
@@ -116,14 +129,15 @@ class Scan {
       const bool is_short = selection.count() < wanted;
       any |= is_short;
       if (is_short)
-        selection.reset(entries_.data() + query * Selection::storage(keep), keep, kEverything);
+        restart(query, keep);
       else
         selection.start_at(std::numeric_limits<float>::infinity());
     }
     return any;
   }
 
-  std::vector<Entry> entries_;
+  std::vector<float> scores_;  // of all selections
+  std::vector<uint32_t> ids_;
   std::vector<Selection> selections_;
   std::vector<float> chunk_, sample_;  // [kSlice, kChunk], [kSlice, kSample]
 };
