@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hybrid_kv.errors import FileFormatError
 
 MAGIC = b"HKVINDEX"
-VERSION = 1
+VERSION = 2
 _ALIGNMENT = 64
 _PREFIX = struct.Struct("<8sIIQ")
 """Magic, version, CRC-32 of the header, bytes of the header."""

@@ -21,10 +21,12 @@ from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan
 from hybrid_kv.index._learn import Goal, learn
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+from hybrid_kv.ops.graph_lists import list_bytes
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, no_graph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
-from hybrid_kv.ops.native.graph import GraphSearcher, project
+from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
 from hybrid_kv.plugins import INDEXES
@@ -34,7 +36,7 @@ _BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
 _DRIFT = 0.02
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
 _ROW_ALIGNMENT = 64
-_ARRAYS = ("neighbours", "list_of", "entries")
+_ARRAYS = ("keys_of", "lists", "entries")
 
 
 @INDEXES.register("graph", paper="arXiv:2409.10516, section 3.2; RoarGraph (Chen et al. 2024)")
@@ -81,7 +83,6 @@ class GraphIndex(KeyIndex):
         super().__init__(params)
         self.reports: tuple[HeadReport, ...] = ()
         self._graphs: tuple[KeyGraph, ...] = ()
-        self._quantised: QuantisedKeys | None = None
         self._searcher: GraphSearcher | None = None
         self._scan: FlatScan | None = None
         self._beam = 1
@@ -93,12 +94,13 @@ class GraphIndex(KeyIndex):
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
         codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
-        return codes + (4 * (int(params.max_degree) + 1) if num_keys >= params.min_keys else 0)
+        if num_keys < params.min_keys:
+            return codes
+        return codes + list_bytes(int(params.max_degree), num_keys) + 4  # if all keys are nodes
 
     @property
     def memory_bytes(self) -> int:
-        graphs = sum(graph.nbytes for graph in self._graphs)
-        return graphs + sum(kept.memory_bytes for kept in (self._quantised, self._scan) if kept)
+        return sum(kept.memory_bytes for kept in (self._searcher, self._scan) if kept)
 
     def describe(self) -> list[dict[str, Any]]:
         return [report.to_dict() for report in self.reports]
@@ -106,10 +108,10 @@ class GraphIndex(KeyIndex):
     def _rebuild(self, samples: Tensor | None) -> None:
         learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
-        self._serve(tuple(graph or _no_graph() for graph, _ in learned))
+        self._serve(tuple(graph or no_graph() for graph, _ in learned))
 
     def _no_graphs(self) -> tuple[KeyGraph, ...]:
-        return tuple(_no_graph() for _ in self._keys)
+        return tuple(no_graph() for _ in self._keys)
 
     def _learn_head(self, head: int, samples: Tensor | None) -> tuple[KeyGraph | None, HeadReport]:
         keys, p = self._keys[head], self.params
@@ -134,12 +136,12 @@ class GraphIndex(KeyIndex):
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         """Searches run on these graphs from now on; an empty one has its head scanned."""
-        self._searcher = self._quantised = self._scan = None
+        self._searcher = self._scan = None
         self._graphs = graphs
         self._beam = max((report.beam for report in self.reports), default=0)
         if any(len(graph) for graph in graphs):
-            self._quantised = _quantise(self._keys)
-            self._searcher = GraphSearcher(self._keys, self._quantised, graphs, pool=default_pool())
+            rows = [_rows(self._keys[head], graph) for head, graph in enumerate(graphs)]
+            self._searcher = GraphSearcher(self._keys, rows, graphs, pool=default_pool())
         else:
             self._scan = int8_scan(self._rerank)
             self._scan.rebuild(self._keys)
@@ -147,9 +149,8 @@ class GraphIndex(KeyIndex):
     def _append(self, known: int) -> None:
         if self._scan is not None:
             self._scan.append(self._keys)
-        elif self._quantised is not None and self._searcher is not None:
-            self._quantised.append(self._keys, default_pool())
-            self._searcher.update(self._keys, self._quantised)
+        elif self._searcher is not None:
+            self._searcher.append(self._keys)
 
     def _find(self, queries: Tensor, count: int) -> SearchResult:
         if self._scan is not None:
@@ -177,7 +178,8 @@ class GraphIndex(KeyIndex):
             "params": self.params.model_dump(mode="json"),
             "reports": self.describe(),
             "keys": _fingerprint(self._keys, self._linked),
-            "linked": self._linked,
+            "linked": [len(graph) for graph in self._graphs],
+            "degrees": [graph.degree for graph in self._graphs],
         }
         write_arrays(Path(path), self._file_kind, meta, arrays)
 
@@ -194,12 +196,17 @@ class GraphIndex(KeyIndex):
         try:
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
-            linked, fingerprint = int(meta["linked"]), meta["keys"]
+            fingerprint = meta["keys"]
             graphs = tuple(
-                KeyGraph(*(torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS))
+                KeyGraph(
+                    **{name: torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS},
+                    num_keys=int(meta["linked"][head]),
+                    degree=int(meta["degrees"][head]),
+                )
                 for head in range(len(index.reports))
             )
-        except (KeyError, TypeError, ValueError) as error:
+            linked = max((len(graph) for graph in graphs), default=0)
+        except (LookupError, TypeError, ValueError) as error:
             raise FileFormatError(
                 f"{path} is damaged: it lacks {error}; build the index again"
             ) from None
@@ -233,7 +240,15 @@ class _HeadEngine:
         return project(lists, self._scan.keys[0], queries, params, default_pool())
 
     def searcher(self, graph: KeyGraph) -> GraphSearcher:
-        return GraphSearcher(self._scan.keys, self._quantised, [graph])
+        keys = self._scan.keys
+        rows = self._quantised.take(0, graph.rows(keys.shape[1]))
+        return GraphSearcher(keys, [rows], [graph])
+
+
+def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
+    """What searches of one head read: its nodes and the keys that are not in the graph."""
+    quantised = _quantise(keys[None])
+    return quantised.take(0, graph.rows(len(keys))) if len(graph) else quantised
 
 
 def _quantise(keys: Tensor, *, with_blocks: bool = False) -> QuantisedKeys:
@@ -250,12 +265,6 @@ def _why_not(keys: Tensor) -> str | None:
     if keys.dtype not in DTYPES or not is_readable(keys):
         return f"the engine does not read {keys.dtype} rows of strides {list(keys.stride())}"
     return None
-
-
-def _no_graph() -> KeyGraph:
-    """A graph of no keys: all of them are scored."""
-    empty = torch.empty(0, dtype=torch.int32)
-    return KeyGraph(torch.empty(0, 2, dtype=torch.int32), empty, empty)
 
 
 def _fingerprint(keys: Tensor, linked: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ queries retrieve.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.graph_lists import list_bytes, unpack_lists
 
+MAX_DEGREE = 256
 POINT_DIMS = 32
 POINT_LIMIT = 4095
 _METRIC_QUERIES = 16384
@@ -46,24 +49,41 @@ class BuildParams:
 
 @dataclass(frozen=True, slots=True)
 class KeyGraph:
-    """A graph over the first `len(list_of)` keys of one head; all int32 on the CPU.
+    """A graph over the first `num_keys` keys of one head; its arrays lie on the CPU.
 
-    neighbours: [num_lists, max_degree] key numbers, each list padded with -1 at its end.
-    list_of: [N] a key's row in `neighbours`, or -1: it has none and cannot be found.
-    entries: [E] where a search starts.
+    Only keys that some query retrieved are nodes, numbered in the order of the keys; the others
+    cannot be found, and take no memory.
+
+    keys_of: [num_nodes] int32, the key of each node, ascending.
+    lists: [num_nodes, list_bytes] uint8, each node's neighbours; see `graph_lists`.
+    entries: [E] int32, nodes where a search starts.
+    degree: longest list of neighbours.
     """
 
-    neighbours: Tensor
-    list_of: Tensor
+    keys_of: Tensor
+    lists: Tensor
     entries: Tensor
+    num_keys: int
+    degree: int
 
     def __len__(self) -> int:
-        return self.list_of.shape[0]
+        return self.num_keys
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graph takes."""
-        return sum(t.nbytes for t in (self.neighbours, self.list_of, self.entries))
+        return sum(t.nbytes for t in (self.keys_of, self.lists, self.entries))
+
+    def rows(self, num_keys: int) -> Tensor:
+        """[n] int64, the keys that a search reads: the nodes, then all from len(self) on."""
+        return torch.cat([self.keys_of.long(), torch.arange(self.num_keys, num_keys)])
+
+
+def no_graph(degree: int = 64) -> KeyGraph:
+    """A graph of no keys: all of them are scored."""
+    none = torch.empty(0, dtype=torch.int32)
+    lists = torch.empty(0, list_bytes(degree, 0), dtype=torch.uint8)
+    return KeyGraph(none, lists, none, 0, degree)
 
 
 class Searched(NamedTuple):
@@ -89,7 +109,7 @@ def check_params(params: BuildParams) -> None:
         ConfigError: one of them is out of range.
     """
     ranges = {
-        "max_degree": (1, 256),
+        "max_degree": (1, MAX_DEGREE),
         "cap": (2, 254),
         "candidates": (1, 2**24 - 1),
         "num_entries": (1, 2**20),
@@ -122,42 +142,63 @@ def check_lists(lists: Tensor, keys: Tensor, extra: Tensor | None = None) -> Non
         raise ShapeError(f"extra must have {len(keys)} rows, one per key, got {len(extra)}")
 
 
-def check_graph(graph: KeyGraph) -> None:
+def check_graph(graph: KeyGraph, unpack: Callable[[Tensor, int], Tensor] = unpack_lists) -> None:
     """Checks that a graph can be searched, wherever it comes from.
+
+    Args:
+        unpack: `unpack_lists`, or the engine's, which is faster.
 
     Raises:
         ShapeError: an array has another shape or type.
-        ConfigError: it names a key or a list that does not exist.
+        ConfigError: it names a key or a node that does not exist.
     """
-    arrays = (("neighbours", graph.neighbours, 2), ("list_of", graph.list_of, 1))
-    for name, array, dims in (*arrays, ("entries", graph.entries, 1)):
-        if array.dim() != dims or array.dtype != torch.int32 or not array.is_contiguous():
+    if not 1 <= graph.degree <= MAX_DEGREE:
+        raise ConfigError(f"degree of a graph must be 1..{MAX_DEGREE}, got {graph.degree}")
+    nodes = len(graph.keys_of)
+    wanted = {
+        "keys_of": (graph.keys_of, torch.int32, [nodes]),
+        "lists": (graph.lists, torch.uint8, [nodes, list_bytes(graph.degree, nodes)]),
+        "entries": (graph.entries, torch.int32, [graph.entries.numel()]),
+    }
+    for name, (array, dtype, shape) in wanted.items():
+        if list(array.shape) != shape or array.dtype != dtype or not array.is_contiguous():
             raise ShapeError(
-                f"{name} of a graph must be contiguous int32 with {dims} dimensions, got "
-                f"{list(array.shape)} {array.dtype}"
+                f"{name} of a graph must be contiguous {shape} {dtype}, got {list(array.shape)} "
+                f"{array.dtype}"
             )
-    limits = (len(graph), len(graph.neighbours), len(graph))
-    for (name, array, _), limit in zip(
-        (*arrays, ("entries", graph.entries, 1)), limits, strict=True
-    ):
-        if array.numel() and not (int(array.min()) >= -1 and int(array.max()) < limit):
-            raise ConfigError(f"{name} of a graph must be -1..{limit - 1}; the graph is damaged")
+    neighbours = unpack(graph.lists, graph.degree)
+    limits = (("keys_of", graph.keys_of, 0, graph.num_keys), ("lists", neighbours, -1, nodes))
+    for name, array, low, limit in (*limits, ("entries", graph.entries, -1, nodes)):
+        if array.numel() and not (int(array.min()) >= low and int(array.max()) < limit):
+            raise ConfigError(f"{name} of a graph must be {low}..{limit - 1}; the graph is damaged")
+    if nodes > 1 and not bool((graph.keys_of.diff() > 0).all()):
+        raise ConfigError("keys_of of a graph must be ascending; the graph is damaged")
 
 
-def check_extends(graph: KeyGraph, keys: Tensor, params: BuildParams) -> None:
-    """Checks that a graph can be extended to keys [N, D].
+def check_extends(
+    graph: KeyGraph,
+    keys: Tensor,
+    params: BuildParams,
+    unpack: Callable[[Tensor, int], Tensor] = unpack_lists,
+) -> None:
+    """Checks that a graph can be extended to keys [N, D]; unpack as for `check_graph`.
 
     Raises:
         ShapeError: it is over more keys.
         ConfigError: params are for another degree.
     """
-    check_graph(graph)
+    check_graph(graph, unpack)
     if len(graph) > len(keys):
         raise ShapeError(f"a graph links {len(graph)} keys, but there are only {len(keys)}")
-    if graph.neighbours.shape[1] != params.max_degree:
-        raise ConfigError(
-            f"max_degree must be the graph's {graph.neighbours.shape[1]}, got {params.max_degree}"
-        )
+    if graph.degree != params.max_degree:
+        raise ConfigError(f"max_degree must be the graph's {graph.degree}, got {params.max_degree}")
+
+
+def lists_of_keys(graph: KeyGraph, num_keys: int) -> Tensor:
+    """[num_keys] int32, each key's node, or -1."""
+    found = torch.full((num_keys,), -1, dtype=torch.int32)
+    found[graph.keys_of.long()] = torch.arange(len(graph.keys_of), dtype=torch.int32)
+    return found
 
 
 def keys_of_lists(list_of: Tensor) -> Tensor:
@@ -166,6 +207,16 @@ def keys_of_lists(list_of: Tensor) -> Tensor:
     ordered = torch.empty_like(keys)
     ordered[list_of[keys].long()] = keys
     return ordered
+
+
+def in_key_order(key_of: Tensor, neighbours: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
+    """The same keys_of, neighbours and entries, with nodes numbered in the order of their keys."""
+    if bool((key_of.diff() > 0).all()):
+        return key_of.to(torch.int32), neighbours, entries
+    order = key_of.argsort()
+    place = torch.full((len(order) + 1,), -1, dtype=torch.int32)  # -1 finds the last one
+    place[order] = torch.arange(len(order), dtype=torch.int32)
+    return key_of[order].to(torch.int32), place[neighbours[order].long()], place[entries.long()]
 
 
 def query_points(keys: Tensor, rows: Tensor, queries: Tensor, metric_dims: int) -> Tensor:

@@ -1,10 +1,11 @@
 /* An attention-aware graph over the keys of one KV head, and its joint search.
  *
- * The graph is three plain arrays:
- *   list_of     [linked] int32: a key's row in `neighbours`, or -1. Most keys that no query ever
- *               retrieved have no list, which saves memory.
- *   neighbours  [num_lists, degree] int32: key numbers, each list padded at its end with -1
- *   entries     [num_entries] int32: keys where a search starts, or -1
+ * Only keys that some query retrieved are nodes of the graph, numbered in the order of the keys; most
+ * others can never be found, and cost nothing. A graph is three plain arrays:
+ *   keys_of   [num_nodes] int32: the key of each node, ascending
+ *   lists     [num_nodes, hkv_graph_list_bytes] uint8: each node's neighbours, packed as
+ *             hkv_graph_pack does
+ *   entries   [num_entries] int32: nodes where a search starts, or -1
  * Keys from `linked` on are not part of the graph yet; a search scores all of them.
  */
 #ifndef HYBRID_KV_GRAPH_H
@@ -46,7 +47,8 @@ HKV_API int hkv_graph_cover(const hkv_projection *projection, int32_t *list_of,
                             int64_t *num_lists);
 
 /* Fills neighbours [num_lists, degree] from list `first_list` on, and links them from the lists
- * before, which hold a graph already. Fills entries [num_entries] if first_list is 0.
+ * before, which hold a graph already. Fills entries [num_entries] if first_list is 0. Neighbours and
+ * entries are numbers of lists; each list is padded at its end with -1.
  * points: [num_lists, 32], |value| <= 4095: where the queries see the key of each list; keys that
  * queries cannot tell apart lie close together.
  */
@@ -54,15 +56,29 @@ HKV_API int hkv_graph_project(hkv_pool *pool, const hkv_projection *projection,
                               const int32_t *list_of, int64_t num_lists, int64_t first_list,
                               const int16_t *points, int32_t *neighbours, int32_t *entries);
 
+/* Bytes of one packed list: two for each of `degree` neighbours, rounded up to 16, and an eighth of a
+ * byte for each bit beyond 16 that node numbers need; rounded up to whole words, or to cache lines
+ * where that adds at most an eighth.
+ */
+HKV_API int64_t hkv_graph_list_bytes(int32_t degree, int64_t num_nodes);
+
+/* neighbours [num_nodes, degree] int32, padded with -1, to lists [num_nodes, hkv_graph_list_bytes]:
+ * the low 16 bits of all neighbours, then a bitmap for each higher bit. Unpacking leaves -1 for none
+ * wherever it stood. */
+HKV_API int hkv_graph_pack(hkv_pool *pool, int32_t degree, int64_t num_nodes,
+                           const int32_t *neighbours, uint8_t *lists);
+HKV_API int hkv_graph_unpack(hkv_pool *pool, int32_t degree, int64_t num_nodes,
+                             const uint8_t *lists, int32_t *neighbours);
+
 /* One KV head that can be searched; everything belongs to the caller. */
 typedef struct hkv_graph_head {
-  hkv_keys keys;           /* originals, for exact scores */
-  hkv_quantised quantised; /* rows and scale codes of the same keys */
-  const int32_t *neighbours;
-  const int32_t *list_of;
+  hkv_keys keys;      /* originals, for exact scores */
+  hkv_quantised rows; /* of the nodes, and behind them of keys[linked:] */
+  const uint8_t *lists;
+  const int32_t *keys_of;
   const int32_t *entries;
   int64_t linked;
-  int64_t num_lists;
+  int64_t num_nodes;
   int32_t degree;
   int32_t num_entries;
 } hkv_graph_head;
@@ -78,7 +94,8 @@ typedef struct hkv_graph_query {
 } hkv_graph_query;
 
 /* Searches queries [heads, queries, dim] of all heads.
- * warm: [heads, queries, num_warm] int64, -1 for none; NULL if num_warm is 0
+ * warm: [heads, queries, num_warm] int64, keys; -1 for none, and keys
+ *       without a node are passed over; NULL if num_warm is 0
  * ids, scores: [heads, queries, top_k], exact scores, best first, then -1 and -infinity
  * rows, dots: [heads], keys read and dot products computed while traversing
  */

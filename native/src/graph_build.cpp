@@ -349,15 +349,7 @@ void for_nodes(Pool *pool, const Inputs &in, int32_t first, const Body &body) {
   });
 }
 
-/// A list of keys, padded with -1, as nodes.
-std::vector<int32_t> nodes_of(const int32_t *keys, int count, const int32_t *list_of) {
-  std::vector<int32_t> nodes;
-  nodes.reserve(count);
-  for (int i = 0; i < count && keys[i] >= 0; ++i) nodes.push_back(list_of[keys[i]]);
-  return nodes;
-}
-
-void choose_entries(const Inputs &in, const std::vector<int32_t> &key_of, int32_t *entries) {
+void choose_entries(const Inputs &in, int32_t *entries) {
   std::vector<int32_t> nodes(in.num_nodes);
   std::iota(nodes.begin(), nodes.end(), 0);
   const int wanted = in.projection.num_entries;
@@ -366,7 +358,7 @@ void choose_entries(const Inputs &in, const std::vector<int32_t> &key_of, int32_
     return in.visits.size(a) != in.visits.size(b) ? in.visits.size(a) > in.visits.size(b) : a < b;
   });
   std::fill_n(entries, wanted, -1);
-  for (int i = 0; i < found; ++i) entries[i] = key_of[nodes[i]];
+  std::copy_n(nodes.begin(), found, entries);
 }
 
 void check_ids(const int32_t *ids, int64_t count, int64_t num_keys) {
@@ -430,9 +422,8 @@ void project(Pool *pool, const hkv_projection &projection, const int32_t *list_o
   const auto num_nodes = static_cast<int32_t>(num_lists);
   const auto first_node = static_cast<int32_t>(first_list);
   const int degree = projection.degree;
-  std::vector<int32_t> key_of(num_nodes);
   for (int64_t key = 0; key < projection.num_keys; ++key)
-    if (list_of[key] >= 0) key_of.at(list_of[key]) = static_cast<int32_t>(key);
+    require(list_of[key] < num_lists, "list_of names no list");
   const Inputs in = prepare(pool, projection, list_of, num_nodes, points);
   std::vector<int32_t> own((num_lists - first_list) * degree, -1), num_own(num_lists - first_list);
   for_nodes(pool, in, first_node, [&](NodeBuilder &builder, int32_t node) {
@@ -444,15 +435,14 @@ void project(Pool *pool, const hkv_projection &projection, const int32_t *list_o
     if (node < first_node && reverse.size(node) == 0) return;
     int32_t *list = neighbours + int64_t{node} * degree;
     const int64_t place = node - first_node;
-    const std::vector<int32_t> known =
-        node < first_node ? nodes_of(list, degree, list_of) : std::vector<int32_t>();
+    const std::vector<int32_t> known(list, node < first_node ? std::find(list, list + degree, -1)
+                                                             : list);
     const int32_t *mine = node < first_node ? known.data() : &own[place * degree];
     const int count = node < first_node ? static_cast<int>(known.size()) : num_own[place];
     const int found = builder.link(node, mine, count, reverse, first_node, list);
-    for (int i = 0; i < found; ++i) list[i] = key_of[list[i]];
     std::fill(list + found, list + degree, -1);
   });
-  if (first_list == 0) choose_entries(in, key_of, entries);
+  if (first_list == 0) choose_entries(in, entries);
 }
 
 }  // namespace hkv

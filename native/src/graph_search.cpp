@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "graph_beam.h"
+#include "graph_lists.h"
 #include "graph_marks.h"
 #include "quantise.h"
 #include "row_scores.h"
@@ -20,6 +21,9 @@ namespace {
 constexpr int kGroup = 16;       // queries that are searched together
 constexpr int kRegisters = 4;    // queries whose sums fit the registers
 constexpr int kTailRows = 1024;  // keys outside the graph that are scored at a time
+
+/// A node, or behind all nodes a key outside the graph: what a search numbers things by.
+using Row = int32_t;
 
 /// Working memory of one thread; grows to the largest search it has seen.
 class Traversal {
@@ -42,7 +46,7 @@ class Traversal {
 
  private:
   void prepare(const hkv_graph_query &params, const float *queries) {
-    const hkv_quantised &quantised = head_->quantised;
+    const hkv_quantised &quantised = head_->rows;
     bytes_ = row_bytes(quantised.dim);
     grow(codes_, kGroup * bytes_);
     for (int query = 0; query < count_; ++query) {
@@ -50,10 +54,11 @@ class Traversal {
                                       codes_.data() + query * bytes_, bytes_);
       beams_[query].reset(params.pool_size);
     }
-    visited_.reset(head_->linked);
-    expanded_.reset(head_->linked);
+    visited_.reset(head_->num_nodes);
+    expanded_.reset(head_->num_nodes);
+    layout_ = ListLayout(head_->degree, head_->num_nodes);
     const int64_t lists = int64_t{count_} * params.width;
-    reserve(std::max<int64_t>({lists * head_->degree, kTailRows,
+    reserve(std::max<int64_t>({lists * layout_.slots, kTailRows,
                                head_->num_entries + int64_t{count_} * params.num_warm}));
     grow(selected_, lists);
   }
@@ -74,23 +79,22 @@ class Traversal {
   }
 
   void score_tail(const hkv_graph_query &) {
-    const int64_t end = head_->keys.count;
-    for (int64_t first = head_->linked; first < end; first += kTailRows) {
+    const int64_t end = head_->num_nodes + head_->keys.count - head_->linked;
+    for (int64_t first = head_->num_nodes; first < end; first += kTailRows) {
       num_fresh_ = static_cast<int>(std::min<int64_t>(kTailRows, end - first));
-      for (int i = 0; i < num_fresh_; ++i) discover(fresh_[i] = static_cast<int32_t>(first + i));
+      for (int i = 0; i < num_fresh_; ++i) discover(fresh_[i] = static_cast<Row>(first + i));
       score();
     }
   }
 
   void start(const hkv_graph_query &params, const int64_t *warm) {
     num_fresh_ = 0;
-    const auto add = [&](int64_t key) {
-      if (key < 0 || key >= head_->linked || !visited_.add(static_cast<int32_t>(key))) return;
-      fresh_[num_fresh_++] = static_cast<int32_t>(key);
-      discover(static_cast<int32_t>(key));
+    const auto add = [&](Row node) {
+      if (node < 0 || !visited_.add(node)) return;
+      discover(fresh_[num_fresh_++] = node);
     };
     for (int i = 0; i < head_->num_entries; ++i) add(head_->entries[i]);
-    for (int64_t i = 0; i < int64_t{count_} * params.num_warm; ++i) add(warm[i]);
+    for (int64_t i = 0; i < int64_t{count_} * params.num_warm; ++i) add(node_of(warm[i]));
     score();
   }
 
@@ -100,36 +104,46 @@ class Traversal {
     for (int query = 0; query < count_; ++query)
       beams_[query].next(
           params.beam, params.width,
-          [&](int32_t key) { return key >= head_->linked || expanded_.has(key); },
-          [&](int32_t key) { return select(key); });
+          [&](Row row) { return row >= head_->num_nodes || expanded_.has(row); },
+          [&](Row row) { return select(row); });
     if (num_selected_ == 0) return false;
-    const int64_t list_bytes = head_->degree * int64_t{sizeof(int32_t)};
-    for (int i = 0; i < num_selected_; ++i)
-      for (int64_t at = 0; at < list_bytes; at += kLineBytes)
-        __builtin_prefetch(reinterpret_cast<const char *>(selected_[i]) + at);
     num_fresh_ = 0;
-    for (int i = 0; i < num_selected_; ++i) {
-      const int found = visited_.add_list(selected_[i], head_->degree, fresh_.data() + num_fresh_);
-      for (int j = 0; j < found; ++j) discover(fresh_[num_fresh_ + j]);
-      num_fresh_ += found;
-    }
+    for (int i = 0; i < num_selected_; ++i) visit(selected_[i]);
     score();
     return true;
   }
 
-  bool select(int32_t key) {
-    expanded_.add(key);
-    const int32_t list = head_->list_of[key];
-    if (list < 0) return false;
-    selected_[num_selected_++] = head_->neighbours + int64_t{list} * head_->degree;
+  bool select(Row node) {
+    expanded_.add(node);
+    const uint8_t *list = head_->lists + node * layout_.bytes;
+    for (int64_t at = 0; at < layout_.bytes; at += kLineBytes) __builtin_prefetch(list + at);
+    selected_[num_selected_++] = list;
     return true;
   }
 
-  /// Asks for what scoring the key will read.
-  void discover(int32_t key) const {
-    const uint8_t *row = head_->quantised.rows + key * bytes_;
-    for (int64_t at = 0; at < bytes_; at += kLineBytes) __builtin_prefetch(row + at);
-    __builtin_prefetch(head_->quantised.scale_codes + key);
+  /// Adds the nodes of a list that are new to those that are scored next.
+  void visit(const uint8_t *list) {
+    for (int first = 0; first < layout_.slots; first += kSlots) {
+      int32_t nodes[kSlots];
+      unpack_sixteen(list, layout_, first, nodes);
+      const int found = visited_.add_sixteen(nodes, fresh_.data() + num_fresh_);
+      for (int i = 0; i < found; ++i) discover(fresh_[num_fresh_ + i]);
+      num_fresh_ += found;
+    }
+  }
+
+  /// -1 if the key has none.
+  Row node_of(int64_t key) const {
+    const int32_t *last = head_->keys_of + head_->num_nodes;
+    const int32_t *found = std::lower_bound(head_->keys_of, last, key);
+    return found != last && *found == key ? static_cast<Row>(found - head_->keys_of) : -1;
+  }
+
+  /// Asks for what scoring the row will read.
+  void discover(Row row) const {
+    const uint8_t *codes = head_->rows.rows + row * bytes_;
+    for (int64_t at = 0; at < bytes_; at += kLineBytes) __builtin_prefetch(codes + at);
+    __builtin_prefetch(head_->rows.scale_codes + row);
   }
 
   /// Scores fresh_ for all queries and puts what is good enough into the beams.
@@ -137,11 +151,11 @@ class Traversal {
     if (num_fresh_ == 0) return;
     rows_ += num_fresh_;
     for (int i = 0; i < num_fresh_; ++i)
-      levels_[i] = head_->quantised.levels[head_->quantised.scale_codes[fresh_[i]]];
+      levels_[i] = head_->rows.levels[head_->rows.scale_codes[fresh_[i]]];
     for (int at = 0; at < num_fresh_; at += 4) {
       const uint8_t *rows[4];
       for (int i = 0; i < 4; ++i)
-        rows[i] = head_->quantised.rows + fresh_[std::min(at + i, num_fresh_ - 1)] * bytes_;
+        rows[i] = head_->rows.rows + fresh_[std::min(at + i, num_fresh_ - 1)] * bytes_;
       for (int query = 0; query < count_; query += kRegisters)
         multiply(rows, query, at);
     }
@@ -207,11 +221,12 @@ class Traversal {
   QueryScale scales_[kGroup];
   Beam beams_[kGroup];
   Marks visited_, expanded_;
-  std::vector<const int32_t *> selected_;  // lists to read in this step
+  ListLayout layout_{1, 0};
+  std::vector<const uint8_t *> selected_;  // lists to read in this step
   int num_selected_ = 0;
-  std::vector<int32_t> fresh_;  // keys to score in this step
+  std::vector<Row> fresh_;  // to score in this step
   int num_fresh_ = 0;
-  std::vector<float> levels_;  // of the fresh keys
+  std::vector<float> levels_;  // of the fresh rows
   std::vector<int32_t> dots_;  // [queries, stride_]
   int64_t stride_ = 0;
   std::vector<Entry> survivors_, scratch_;
@@ -223,7 +238,7 @@ class Ranking {
   /// Fills ids and scores [top_k]; returns how many keys were scored.
   int64_t run(const hkv_graph_head &head, const hkv_graph_query &params, const Beam &beam,
               const float *query, int64_t *ids, float *scores) {
-    score(head.keys, beam, query);
+    score(head, beam, query);
     sort_entries(entries_.data(), beam.count(), scratch_.data());
     const float floor =
         beam.count() > 0 ? score_of(entries_[0]) - params.beta : 0.0f;
@@ -236,7 +251,13 @@ class Ranking {
   }
 
  private:
-  void score(const hkv_keys &keys, const Beam &beam, const float *query) {
+  static uint32_t key_of(const hkv_graph_head &head, uint32_t row) {
+    return static_cast<uint32_t>(row < head.num_nodes ? head.keys_of[row]
+                                                      : head.linked + row - head.num_nodes);
+  }
+
+  void score(const hkv_graph_head &head, const Beam &beam, const float *query) {
+    const hkv_keys &keys = head.keys;
     const RowVectors vectors(keys.dim);
     const auto count = static_cast<size_t>(beam.count());
     if (query_.size() < static_cast<size_t>(vectors.padded())) query_.resize(vectors.padded());
@@ -247,7 +268,7 @@ class Ranking {
       scratch_.resize(count);
     }
     vectors.pad(query, query_.data());
-    for (size_t i = 0; i < count; ++i) ids_[i] = id_of(beam[static_cast<int>(i)]);
+    for (size_t i = 0; i < count; ++i) ids_[i] = key_of(head, id_of(beam[static_cast<int>(i)]));
     with_dtype(keys.dtype, [&](auto *element) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
       score_listed<Element>(keys, query_.data(), ids_.data(), beam.count(), scores_.data());
@@ -306,16 +327,17 @@ void check_query(const hkv_graph_query &query) {
 
 void check_head(const hkv_graph_head &head) {
   check_keys(head.keys);
-  check_quantised(head.quantised);
-  require(head.keys.dim == head.quantised.dim, "keys and quantised must agree in dim");
+  check_quantised(head.rows);
+  require(head.keys.dim == head.rows.dim, "keys and rows must agree in dim");
   require(head.keys.count < INT32_MAX, "there must be fewer than 2^31 - 1 keys");
-  require(head.keys.count <= head.quantised.count, "all keys must be quantised");
-  require(head.keys.count == 0 || head.quantised.rows, "keys must be quantised in rows");
   require(head.linked >= 0 && head.linked <= head.keys.count, "linked must be 0..keys");
-  require(head.num_lists >= 0 && head.num_entries >= 0, "the graph's sizes must be at least 0");
+  require(head.num_nodes >= 0 && head.num_nodes <= head.linked, "num_nodes must be 0..linked");
+  require(head.num_nodes + head.keys.count - head.linked <= head.rows.count,
+          "all nodes and all keys outside the graph must be quantised");
+  require(head.rows.count == 0 || head.rows.rows, "keys must be quantised in rows");
+  require(head.num_entries >= 0, "num_entries must be at least 0");
   require(head.degree >= 1 && head.degree <= HKV_MAX_DEGREE, "max_degree must be 1..256");
-  require(head.linked == 0 || head.list_of, "list_of must not be NULL");
-  require(head.num_lists == 0 || head.neighbours, "neighbours must not be NULL");
+  require(head.num_nodes == 0 || (head.lists && head.keys_of), "a graph must not be NULL");
   require(head.num_entries == 0 || head.entries, "entries must not be NULL");
 }
 

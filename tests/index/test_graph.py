@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.index._file import read_arrays
 from hybrid_kv.index._trial import hold_out
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.plugins import Index
@@ -192,12 +193,18 @@ def test_the_same_build_gives_the_same_index() -> None:
 
 
 @needs_engine
-def test_memory_counts_graph_and_codes() -> None:
+def test_memory_counts_graph_and_codes(tmp_path: Path) -> None:
     keys, samples, _ = attention_like()
     index = build(keys, samples)
-    codes = HEADS * NUM_KEYS * (128 + 1)  # rows are padded to 64 bytes
-    assert index.memory_bytes > codes
-    assert index.memory_bytes - codes <= HEADS * (NUM_KEYS * 4 * (32 + 1) + 4096)
+    index.save(tmp_path / "layer.hkv")
+    _, arrays = read_arrays(tmp_path / "layer.hkv", "graph")
+    nodes = [len(arrays[f"{head}.keys_of"]) for head in range(HEADS)]
+    assert 0.1 * NUM_KEYS < min(nodes) < 0.8 * NUM_KEYS
+    codes, lists = 128 + 1, 2 * 32 + 4  # rows are padded to 64 bytes
+    rest = index.memory_bytes - sum(nodes) * (codes + lists)
+    assert 0 < rest <= HEADS * 4096
+    index.add(torch.cat([keys, keys[:, :10]], 1))
+    assert index.memory_bytes - rest == sum(nodes) * (codes + lists) + HEADS * 10 * codes
 
 
 @needs_engine

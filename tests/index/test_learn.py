@@ -23,16 +23,15 @@ def nearest(keys: Tensor, queries: Tensor, count: int) -> Tensor:
 
 def project(lists: Tensor, keys: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
     """A 'graph' that knows the retrieved keys and nothing else."""
-    known = torch.full((len(keys),), -1, dtype=torch.int32)
-    known[lists.unique().long()] = 0
-    return KeyGraph(torch.empty(0, 0), known, torch.empty(0))
+    return KeyGraph(lists.unique(), torch.empty(0), torch.empty(0), len(keys), 1)
 
 
 def search(
     graph: KeyGraph, keys: Tensor, queries: Tensor, count: int, beam: int
 ) -> tuple[Tensor, Tensor, int]:
     """Exact over a share of the known keys that grows with the beam."""
-    seen = (graph.list_of >= 0) & (torch.arange(len(keys)) * 7919 % 200 < beam)
+    known = torch.isin(torch.arange(len(keys)), graph.keys_of)
+    seen = known & (torch.arange(len(keys)) * 7919 % 200 < beam)
     scores = (queries.float() @ keys.float().T).masked_fill(~seen, -torch.inf)
     found = scores.topk(count)
     return found.indices, found.values, int(seen.sum())

@@ -179,6 +179,18 @@ class QuantisedKeys:
         self._reserve(keys.shape[1])
         self._run(self._engine.hkv_quantise_append, described, keys, pool)
 
+    def take(self, head: int, keys: Tensor) -> QuantisedKeys:
+        """Rows of some keys [n] int64 of one head, with its statistics, in memory of their own."""
+        taken = QuantisedKeys(1, self.dim, with_rows=True, with_blocks=False, engine=self._engine)
+        for name in ("mean", "channel", "levels"):
+            getattr(taken, name)[0] = getattr(self, name)[head]
+        taken.capacity = taken.count = len(keys)
+        taken._allocate()
+        torch.index_select(self.rows[head], 0, keys, out=taken.rows[0])
+        torch.index_select(self.scale_codes[head], 0, keys, out=taken.scale_codes[0])
+        taken._describe()
+        return taken
+
     def quantise_query(self, head: int, query: Tensor) -> QuantisedQuery:
         """One query [D] float32 for the keys of a head, as searches quantise it."""
         if list(query.shape) != [self.dim] or query.dtype != torch.float32:
@@ -234,6 +246,9 @@ class QuantisedKeys:
             self._allocate()
             for new, known in zip(self._arrays(), old, strict=bool(old)):
                 new[:, : known.shape[1]] = known
+        self._describe()
+
+    def _describe(self) -> None:
         self.structs = (QuantisedStruct * self.heads)(*map(self._struct, range(self.heads)))
 
     def _allocate(self) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
 from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
@@ -26,7 +27,10 @@ from hybrid_kv.ops.key_graph import (
     check_graph,
     check_lists,
     check_params,
+    in_key_order,
     keys_of_lists,
+    lists_of_keys,
+    no_graph,
     query_points,
 )
 
@@ -38,12 +42,12 @@ _LARGEST_CODE = 127
 
 
 class QuantisedRows(Protocol):
-    """Keys in 8 bits, all heads: the engine's or portable ones."""
+    """Keys of one head in 8 bits: the engine's or portable ones."""
 
-    channel: Tensor  # [H, D] float32
-    levels: Tensor  # [H, 256] float32
-    rows: Tensor  # [H, capacity, row_bytes] uint8
-    scale_codes: Tensor  # [H, capacity] uint8
+    channel: Tensor  # [1, D] float32
+    levels: Tensor  # [1, 256] float32
+    rows: Tensor  # [1, capacity, row_bytes] uint8
+    scale_codes: Tensor  # [1, capacity] uint8
     count: int
 
 
@@ -65,11 +69,7 @@ def project(
         ConfigError: a parameter is out of range, or a list names a key that does not exist.
     """
     params = params or BuildParams()
-    graph = KeyGraph(
-        torch.empty(0, params.max_degree, dtype=torch.int32),
-        *(torch.empty(0, dtype=torch.int32) for _ in range(2)),
-    )
-    return extend(graph, lists, keys, queries, params, extra=extra)
+    return extend(no_graph(params.max_degree), lists, keys, queries, params, extra=extra)
 
 
 def extend(
@@ -86,7 +86,7 @@ def extend(
     Raises:
         ShapeError, ConfigError: as `project`.
     """
-    params = params or BuildParams(max_degree=graph.neighbours.shape[1])
+    params = params or BuildParams(max_degree=graph.degree)
     check_lists(lists, keys, extra)
     check_params(params)
     check_extends(graph, keys, params)
@@ -102,7 +102,7 @@ def extend(
     linked, popular = _project(
         nodes(lists, len(key_of)),
         nodes(further, len(key_of)),
-        nodes(graph.neighbours, -1),
+        unpack_lists(graph.lists, graph.degree).numpy().astype(np.int64),
         points.numpy().astype(np.int64),
         _rank_weights(lists.shape[1]),
         params.cap,
@@ -110,12 +110,13 @@ def extend(
         np.float32(params.alpha),
         np.uint64(params.seed),
     )
-    key_or_none = torch.cat([key_of, key_of.new_tensor([-1])]).to(torch.int32)
     entries = graph.entries
-    if len(graph.neighbours) == 0:
+    if len(graph.keys_of) == 0:
         order = np.lexsort((np.arange(len(popular)), -popular))[: params.num_entries]
-        entries = key_of[torch.from_numpy(order)].to(torch.int32)
-    return KeyGraph(key_or_none[torch.from_numpy(linked)], list_of, entries)
+        entries = torch.from_numpy(order).to(torch.int32)
+    neighbours = torch.from_numpy(linked).to(torch.int32)
+    keys_of, neighbours, entries = in_key_order(key_of, neighbours, entries)
+    return KeyGraph(keys_of, pack_lists(neighbours), entries, len(keys), params.max_degree)
 
 
 def _cover(graph: KeyGraph, lists: Tensor, extra: Tensor | None, num_keys: int) -> Tensor:
@@ -130,10 +131,9 @@ def _cover(graph: KeyGraph, lists: Tensor, extra: Tensor | None, num_keys: int) 
     is_named = is_named[:-1]
     if extra is not None:
         is_named |= (extra >= 0).any(1)
-    list_of = torch.full((num_keys,), -1, dtype=torch.int32)
-    list_of[: len(graph)] = graph.list_of
+    list_of = lists_of_keys(graph, num_keys)
     new = (is_named & (list_of < 0)).nonzero()[:, 0]
-    first = len(graph.neighbours)
+    first = len(graph.keys_of)
     list_of[new] = torch.arange(first, first + len(new), dtype=torch.int32)
     return list_of
 
@@ -324,22 +324,24 @@ class GraphSearcher:
 
     Args:
         keys: [Hkv, N, D], the originals.
-        quantised: the same keys in 8 bits.
+        rows: one per KV head, its keys graph.rows(N) in 8 bits.
         graphs: one per KV head.
 
     Raises:
         ShapeError, ConfigError: they do not fit together.
     """
 
-    def __init__(self, keys: Tensor, quantised: QuantisedRows, graphs: Sequence[KeyGraph]) -> None:
-        if quantised.count < keys.shape[1] or len(graphs) != len(keys):
+    def __init__(
+        self, keys: Tensor, rows: Sequence[QuantisedRows], graphs: Sequence[KeyGraph]
+    ) -> None:
+        if not len(keys) == len(graphs) == len(rows):
             raise ShapeError(
-                f"quantised must hold {keys.shape[1]} keys and graphs be {len(keys)}, got "
-                f"{quantised.count} and {len(graphs)}"
+                f"graphs and rows must be one per head, {len(keys)}, got {len(graphs)} and "
+                f"{len(rows)}"
             )
         for graph in graphs:
             check_graph(graph)
-        self._keys, self._quantised, self.graphs = keys, quantised, tuple(graphs)
+        self._keys, self._rows, self.graphs = keys, tuple(rows), tuple(graphs)
 
     def search(
         self,
@@ -381,20 +383,23 @@ class GraphSearcher:
     def _traverse(
         self, head: int, queries: Tensor, warm: Tensor, limits: tuple[int, int, int]
     ) -> tuple[list[Tensor], int]:
-        graph, quantised = self.graphs[head], self._quantised
-        codes, sums = _quantise_queries(queries, quantised.channel[head])
-        ids, counts, read = _traverse(
-            graph.neighbours.numpy(),
-            graph.list_of.numpy(),
-            np.concatenate([graph.entries.numpy(), warm.reshape(-1).long().numpy()]),
-            quantised.rows[head, : self._keys.shape[1]].numpy(),
-            quantised.scale_codes[head].numpy(),
-            quantised.levels[head].numpy(),
+        graph, quantised = self.graphs[head], self._rows[head]
+        key_of = graph.rows(self._keys.shape[1])
+        wanted = warm.reshape(-1).long()
+        warm_nodes = (graph.keys_of[None] == wanted[:, None]).nonzero()[:, 1]
+        codes, sums = _quantise_queries(queries, quantised.channel[0])
+        found, counts, read = _traverse(
+            unpack_lists(graph.lists, graph.degree).numpy(),
+            np.concatenate([graph.entries.long().numpy(), warm_nodes.numpy()]),
+            quantised.rows[0, : len(key_of)].numpy(),
+            quantised.scale_codes[0].numpy(),
+            quantised.levels[0].numpy(),
             codes,
             sums,
             *limits,
         )
-        return [torch.from_numpy(row[:n]) for row, n in zip(ids, counts, strict=True)], int(read)
+        pools = [key_of[torch.from_numpy(row[:n])] for row, n in zip(found, counts, strict=True)]
+        return pools, int(read)
 
     def _rank(
         self, head: int, query: Tensor, found: Tensor, top_k: int, beta: float | None
@@ -421,50 +426,47 @@ def _quantise_queries(queries: Tensor, channel: Tensor) -> tuple[NDArray[np.int8
 
 
 @_compiled
-def _traverse(  # type: ignore[no-untyped-def]  # noqa: PLR0912
-    neighbours, list_of, starts, rows, scale_codes, levels, codes, sums, beam, size, width
+def _traverse(  # type: ignore[no-untyped-def]
+    neighbours, starts, rows, scale_codes, levels, codes, sums, beam, size, width
 ):
-    """Pools of ids [M, size], best first, how many each holds, and how many rows were read."""
-    linked, num_queries = len(list_of), len(codes)
+    """Pools of rows [M, size], best first, how many each holds, and how many rows were read."""
+    num_nodes, num_queries = len(neighbours), len(codes)
     ids = np.full((num_queries, size), -1, np.int64)
     scores = np.full((num_queries, size), -np.inf, np.float32)
     counts = np.zeros(num_queries, np.int64)
     cursors = np.zeros(num_queries, np.int64)  # no entry before it can be expanded
-    is_visited = np.zeros(linked, np.bool_)
-    is_expanded = np.zeros(linked, np.bool_)
-    fresh = [np.int64(key) for key in range(linked, len(rows))]
-    for key in starts:
-        if 0 <= key < linked and not is_visited[key]:
-            is_visited[key] = True
-            fresh.append(np.int64(key))
+    is_visited = np.zeros(num_nodes, np.bool_)
+    is_expanded = np.zeros(num_nodes, np.bool_)
+    fresh = [np.int64(row) for row in range(num_nodes, len(rows))]
+    for node in starts:
+        if node >= 0 and not is_visited[node]:
+            is_visited[node] = True
+            fresh.append(np.int64(node))
     read = 0
     while True:
         read += len(fresh)
         for query in range(num_queries):
-            for key in fresh:
-                score = _score(rows[key], codes[query], sums[query], levels[scale_codes[key]])
-                _insert(key, score, ids[query], scores[query], counts, cursors, query)
+            for row in fresh:
+                score = _score(rows[row], codes[query], sums[query], levels[scale_codes[row]])
+                _insert(row, score, ids[query], scores[query], counts, cursors, query)
         chosen = [np.int64(0) for _ in range(0)]
         for query in range(num_queries):
             wanted = width
             while wanted > 0 and cursors[query] < min(beam, counts[query]):
-                key = ids[query, cursors[query]]
+                node = ids[query, cursors[query]]
                 cursors[query] += 1
-                if key < linked and not is_expanded[key]:
-                    is_expanded[key] = True
-                    if list_of[key] >= 0:
-                        chosen.append(np.int64(list_of[key]))
-                        wanted -= 1
+                if node < num_nodes and not is_expanded[node]:
+                    is_expanded[node] = True
+                    chosen.append(np.int64(node))
+                    wanted -= 1
         if len(chosen) == 0:
             return ids, counts, read
         fresh = [np.int64(0) for _ in range(0)]
-        for chosen_list in chosen:
-            for key in neighbours[chosen_list]:
-                if key < 0:
-                    break
-                if not is_visited[key]:
-                    is_visited[key] = True
-                    fresh.append(np.int64(key))
+        for expanded in chosen:
+            for node in neighbours[expanded]:
+                if node >= 0 and not is_visited[node]:
+                    is_visited[node] = True
+                    fresh.append(np.int64(node))
 
 
 @_compiled

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.graph import BuildParams, GraphSearcher, KeyGraph, project
+from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.portable import graph as portable
 
 
 def runnable() -> list[str]:
@@ -30,20 +34,20 @@ class Head:
     queries: Tensor
     lists: Tensor
 
-    def quantised(self, engine: ctypes.CDLL) -> QuantisedKeys:
+    def rows(self, engine: ctypes.CDLL, graph: KeyGraph) -> QuantisedKeys:
+        """What a search of the graph reads."""
         quantised = QuantisedKeys(
             1, self.keys.shape[1], with_rows=True, with_blocks=False, engine=engine
         )
         quantised.build(self.keys[None])
-        return quantised
+        return quantised.take(0, graph.rows(len(self.keys)))
 
     def searcher(self, engine: ctypes.CDLL, graph: KeyGraph | None = None) -> GraphSearcher:
-        return GraphSearcher(
-            self.keys[None],
-            self.quantised(engine),
-            [self.graph(engine) if graph is None else graph],
-            engine=engine,
-        )
+        graph = self.graph(engine) if graph is None else graph
+        return GraphSearcher(self.keys[None], [self.rows(engine, graph)], [graph], engine=engine)
+
+    def twin(self, engine: ctypes.CDLL, graph: KeyGraph) -> portable.GraphSearcher:
+        return portable.GraphSearcher(self.keys[None], [self.rows(engine, graph)], [graph])
 
     def graph(self, engine: ctypes.CDLL, **params: int) -> KeyGraph:
         return project(self.lists, self.keys, self.queries, BuildParams(**params), engine=engine)
@@ -76,14 +80,27 @@ def exact_lists(keys: Tensor, queries: Tensor, length: int) -> Tensor:
     return order[:, :length].to(torch.int32).contiguous()
 
 
+def make_graph(neighbours: Tensor, entries: list[int]) -> KeyGraph:
+    """A graph of which all keys are nodes: neighbours [N, degree] int32, -1 for none."""
+    count, degree = neighbours.shape
+    keys_of = torch.arange(count, dtype=torch.int32)
+    starts = torch.tensor(entries, dtype=torch.int32)
+    return KeyGraph(keys_of, pack_lists(neighbours), starts, count, degree)
+
+
+def neighbours_of(graph: KeyGraph) -> Tensor:
+    """[num_nodes, degree] int32, nodes or -1."""
+    return unpack_lists(graph.lists, graph.degree)
+
+
 def reachable(graph: KeyGraph) -> Tensor:
     """Keys that a search that never stops would see, in ascending order."""
+    neighbours = neighbours_of(graph)
     found = set(graph.entries.tolist())
     todo = list(found)
     while todo:
-        row = int(graph.list_of[todo.pop()])
-        for key in graph.neighbours[row].tolist() if row >= 0 else []:
-            if key >= 0 and key not in found:
-                found.add(key)
-                todo.append(key)
-    return torch.tensor(sorted(found), dtype=torch.int64)
+        for node in neighbours[todo.pop()].tolist():
+            if node >= 0 and node not in found:
+                found.add(node)
+                todo.append(node)
+    return graph.keys_of[sorted(found)].long()

@@ -7,32 +7,41 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.key_graph import query_points
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, query_points
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.graph import BuildParams, KeyGraph, extend, project
+from hybrid_kv.ops.native.graph_build import extend, project
 from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.portable import graph as portable
-from tests.ops.native.graph_data import Head, exact_lists, make_head, reachable, runnable
+from tests.ops.native.graph_data import (
+    Head,
+    exact_lists,
+    make_head,
+    neighbours_of,
+    reachable,
+    runnable,
+)
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="the native engine is not built")
 each_engine = pytest.mark.parametrize("isa", runnable())
 
 
 def assert_same(one: KeyGraph, other: KeyGraph) -> None:
-    for name in ("list_of", "entries", "neighbours"):
+    assert (one.num_keys, one.degree) == (other.num_keys, other.degree)
+    for name in ("keys_of", "entries", "lists"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 def assert_sound(graph: KeyGraph, head: Head, max_degree: int) -> None:
-    covered = head.lists[head.lists >= 0].unique()
-    assert torch.equal((graph.list_of >= 0).nonzero()[:, 0], covered.long())
-    assert graph.neighbours.shape == (len(covered), max_degree)
-    for key, row in zip(covered.tolist(), graph.neighbours.tolist(), strict=True):
+    """The keys that lists name are nodes, in their order; neighbours are others, each once."""
+    assert torch.equal(graph.keys_of, head.lists[head.lists >= 0].unique())
+    neighbours = neighbours_of(graph)
+    assert neighbours.shape == (len(graph.keys_of), max_degree)
+    for node, row in enumerate(neighbours.tolist()):
         used = [other for other in row if other >= 0]
         assert row == used + [-1] * (max_degree - len(used))
         assert len(set(used)) == len(used)
-        assert key not in used
-        assert set(used) <= set(covered.tolist())
+        assert node not in used
+        assert all(other < len(neighbours) for other in used)
 
 
 def both(head: Head, isa: str, extra: Tensor | None = None, **params: int) -> KeyGraph:
@@ -77,7 +86,7 @@ def test_few_of_many_queries_and_candidates(isa: str, cap: int, candidates: int)
 def test_a_seed_changes_which_queries_are_used(isa: str) -> None:
     head = make_head(300, 16, num_queries=500)
     one, other = (head.graph(library.load(isa), cap=4, seed=seed) for seed in (0, 1))
-    assert not torch.equal(one.neighbours, other.neighbours)
+    assert not torch.equal(one.lists, other.lists)
 
 
 @each_engine
@@ -108,7 +117,7 @@ def test_extra_neighbours_give_uncovered_keys_a_list(isa: str) -> None:
     head = make_head(400, 16, num_queries=3)
     extra = torch.stack([torch.arange(400) - 1, (torch.arange(400) + 1) % 400], 1).to(torch.int32)
     graph = both(head, isa, extra=extra)
-    assert bool((graph.list_of >= 0).all())
+    assert graph.keys_of.tolist() == list(range(400))
     assert len(reachable(graph)) == 400
 
 
@@ -116,9 +125,8 @@ def test_extra_neighbours_give_uncovered_keys_a_list(isa: str) -> None:
 def test_no_lists_at_all(isa: str) -> None:
     head = make_head(40, 16, num_queries=0)
     graph = both(head, isa)
-    assert graph.neighbours.shape == (0, 64)
-    assert len(graph.entries) == 0
-    assert graph.list_of.tolist() == [-1] * 40
+    assert len(graph) == 40
+    assert (len(graph.keys_of), len(graph.lists), len(graph.entries)) == (0, 0, 0)
 
 
 def grown(isa: str, steps: list[int], max_degree: int = 16) -> tuple[Head, KeyGraph]:
@@ -152,17 +160,16 @@ def test_extending_reaches_new_keys_and_leaves_the_old_graph(isa: str) -> None:
     engine = library.load(isa)
     old = Head(head.keys[:1500], head.queries, exact_lists(head.keys[:1500], head.queries, 20))
     graph = old.graph(engine, max_degree=16)
-    before = graph.neighbours.clone()
+    before = graph.lists.clone()
     larger = extend(graph, head.lists, head.keys, head.queries, engine=engine)
-    assert torch.equal(graph.neighbours, before)
+    assert torch.equal(graph.lists, before)
     assert len(graph) == 1500
     named = head.lists.unique()
     is_found = torch.isin(named.long(), reachable(larger))
     assert is_found.float().mean() > 0.99
     assert int((named >= 1500).sum()) > 100
-    used = larger.neighbours[larger.neighbours >= 0]
-    assert bool((larger.list_of[used.long()] >= 0).all())
-    for row in larger.neighbours.tolist():
+    assert torch.equal(larger.keys_of, torch.cat([graph.keys_of, head.lists.flatten()]).unique())
+    for row in neighbours_of(larger).tolist():
         kept = [key for key in row if key >= 0]
         assert len(set(kept)) == len(kept)
 
@@ -193,7 +200,8 @@ def test_entries_are_the_most_popular_keys(isa: str) -> None:
     head = make_head(500, 32)
     counts = head.lists.flatten().bincount(minlength=500)
     popular = counts.sort(descending=True, stable=True).indices[:5]
-    assert head.graph(library.load(isa), num_entries=5).entries.tolist() == popular.tolist()
+    graph = head.graph(library.load(isa), num_entries=5)
+    assert graph.keys_of[graph.entries].tolist() == popular.tolist()
 
 
 @each_engine

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.key_graph import KeyGraph, Searched
+from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.portable import graph as portable
-from tests.ops.native.graph_data import Head, make_head, reachable, runnable
+from tests.ops.native.graph_data import Head, make_graph, make_head, reachable, runnable
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="the native engine is not built")
 each_engine = pytest.mark.parametrize("isa", runnable())
@@ -55,7 +55,7 @@ def test_the_twin_finds_the_same(isa: str, dim: int, group: int, max_degree: int
     head = make_head(1000, dim)
     engine = library.load(isa)
     graph = head.graph(engine, max_degree=max_degree)
-    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    twin = head.twin(engine, graph)
     queries = make_queries(head, group)
     for beam, size, width in ((10, 15, 1), (20, 20, 4), (40, 100, 16)):
         arguments = {"beam": beam, "pool_size": size, "width": width}
@@ -72,7 +72,7 @@ def test_sizes(isa: str, num_keys: int, dtype: torch.dtype) -> None:
     graph = head.graph(engine)
     queries = make_queries(head, 17)
     found = head.searcher(engine, graph).search(queries, 20)
-    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    twin = head.twin(engine, graph)
     assert_same(found, twin.search(queries, 20))
     assert bool((found.ids[..., min(num_keys, 20) :] == -1).all())
     assert bool((found.scores[found.ids < 0] == -torch.inf).all())
@@ -121,18 +121,19 @@ def test_many_heads(isa: str) -> None:
     quantised = QuantisedKeys(3, 32, with_rows=True, with_blocks=False, engine=engine)
     quantised.build(keys)
     graphs = [head.graph(engine) for head in heads]
+    rows = [quantised.take(head, graph.rows(600)) for head, graph in enumerate(graphs)]
     queries = torch.cat([make_queries(head, 20) for head in heads])
     warm = torch.arange(3 * 20 * 2).view(3, 20, 2) * 7 % 600
     # A short beam, so that it shows where a search starts.
     limits = {"beam": 2, "pool_size": 9}
-    together = GraphSearcher(keys, quantised, graphs, engine=engine).search(
+    together = GraphSearcher(keys, rows, graphs, engine=engine).search(
         queries, 9, **limits, warm=warm
     )
     parts = [
         head.searcher(engine, graph).search(queries[i : i + 1], 9, **limits, warm=warm[i : i + 1])
         for i, (head, graph) in enumerate(zip(heads, graphs, strict=True))
     ]
-    twin = portable.GraphSearcher(keys, quantised, graphs)
+    twin = portable.GraphSearcher(keys, rows, graphs)
     assert_same(together, twin.search(queries, 9, **limits, warm=warm))
     assert torch.equal(together.ids, torch.cat([part.ids for part in parts]))
     assert together.rows_visited == sum(part.rows_visited for part in parts)
@@ -142,15 +143,14 @@ def test_many_heads(isa: str) -> None:
 def test_threads_do_not_show() -> None:
     head = make_head(600, 32)
     keys = head.keys[None].repeat(4, 1, 1)
-    quantised = QuantisedKeys(4, 32, with_rows=True, with_blocks=False)
-    quantised.build(keys)
     engine = library.engine()
     assert engine is not None
     graphs = [head.graph(engine)] * 4
+    rows = [head.rows(engine, graphs[0])] * 4
     queries = make_queries(head, 40).repeat(4, 1, 1)
     pool = Pool(3)
-    alone = GraphSearcher(keys, quantised, graphs).search(queries, 9)
-    shared = GraphSearcher(keys, quantised, graphs, pool=pool).search(queries, 9)
+    alone = GraphSearcher(keys, rows, graphs).search(queries, 9)
+    shared = GraphSearcher(keys, rows, graphs, pool=pool).search(queries, 9)
     pool.close()
     assert torch.equal(alone.ids, shared.ids)
     assert alone[2:] == shared[2:]
@@ -186,7 +186,7 @@ def test_keys_beyond_the_graph_are_all_scored(isa: str) -> None:
     assert bool((best_found >= best_tail - 1e-4).all())
     for row, wanted in zip(found_tail, tail[0].tolist(), strict=True):
         assert row == wanted[: len(row)]
-    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    twin = head.twin(engine, graph)
     assert_same(searcher.search(queries, 10), twin.search(queries, 10))
 
 
@@ -199,10 +199,8 @@ def exactly_sorted(found: Searched) -> list[list[int]]:
 @each_engine
 def test_unlinked_keys_alone(isa: str) -> None:
     head = make_head(2500, 64)
-    none = torch.empty(0, dtype=torch.int32)
-    graph = KeyGraph(torch.empty(0, 64, dtype=torch.int32), none, none)
     queries = make_queries(head, 5)
-    found = head.searcher(library.load(isa), graph).search(queries, 10, pool_size=200)
+    found = head.searcher(library.load(isa), no_graph()).search(queries, 10, pool_size=200)
     assert torch.equal(found.ids, exact(head, queries, torch.arange(2500), 10))
     assert found.rows_visited == 2500
 
@@ -228,11 +226,7 @@ def test_warm_starts_reach_what_the_entries_do_not(isa: str) -> None:
     engine = library.load(isa)
     ring = (torch.arange(400) + 1) % 400
     ring[199], ring[399] = 0, 200  # two rings
-    graph = KeyGraph(
-        ring[:, None].to(torch.int32),
-        torch.arange(400, dtype=torch.int32),
-        torch.tensor([0], dtype=torch.int32),
-    )
+    graph = make_graph(ring[:, None].to(torch.int32), [0])
     searcher = head.searcher(engine, graph)
     queries = make_queries(head, 3)
     limits = {"beam": 400, "pool_size": 400}
@@ -243,7 +237,7 @@ def test_warm_starts_reach_what_the_entries_do_not(isa: str) -> None:
     both = searcher.search(queries, 10, **limits, warm=warm)
     assert torch.equal(both.ids, exact(head, queries, torch.arange(400), 10))
     assert both.rows_visited == 400
-    twin = portable.GraphSearcher(head.keys[None], head.quantised(engine), [graph])
+    twin = head.twin(engine, graph)
     assert_same(both, twin.search(queries, 10, **limits, warm=warm))
 
 
@@ -252,9 +246,12 @@ def test_starting_everywhere_reads_everything(isa: str) -> None:
     head = make_head(3000, 16)
     warm = torch.arange(3000).view(1, 2, 1500)
     queries = make_queries(head, 2)
-    found = head.searcher(library.load(isa)).search(queries, 10, beam=200, warm=warm)
-    assert torch.equal(found.ids, exact(head, queries, torch.arange(3000), 10))
-    assert found.rows_visited == 3000
+    engine = library.load(isa)
+    graph = head.graph(engine)
+    found = head.searcher(engine, graph).search(queries, 10, beam=200, warm=warm)
+    assert 1000 < len(graph.keys_of) < 3000
+    assert torch.equal(found.ids, exact(head, queries, graph.keys_of.long(), 10))
+    assert found.rows_visited == len(graph.keys_of)
 
 
 @each_engine
@@ -270,10 +267,8 @@ def test_the_whole_beam(isa: str) -> None:
 @each_engine
 def test_a_key_that_a_list_names_twice_is_found_once(isa: str) -> None:
     head = make_head(64, 16)
-    graph = KeyGraph(
-        torch.arange(64, dtype=torch.int32).repeat_interleave(2).repeat(64, 1),
-        torch.arange(64, dtype=torch.int32),
-        torch.tensor([5, 5], dtype=torch.int32),
+    graph = make_graph(
+        torch.arange(64, dtype=torch.int32).repeat_interleave(2).repeat(64, 1), [5, 5]
     )
     found = head.searcher(library.load(isa), graph).search(make_queries(head, 2), 64)
     assert found.rows_visited == 64
@@ -322,25 +317,65 @@ def test_wrong_numbers(arguments: dict[str, float], message: str) -> None:
 def test_wrong_shapes() -> None:
     head = make_head(100, 8)
     engine = library.load(runnable()[0])
-    graph, quantised = head.graph(engine), head.quantised(engine)
+    graph = head.graph(engine)
+    rows = head.rows(engine, graph)
     searcher = head.searcher(engine, graph)
     with pytest.raises(ShapeError, match=r"queries must be \[1, M, 8\]"):
         searcher.search(torch.zeros(1, 2, 9), 5)
     with pytest.raises(ShapeError, match=r"warm must be \[1, 2, W\] int64"):
         searcher.search(torch.zeros(1, 2, 8), 5, warm=torch.zeros(1, 3, 4, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="graphs must be one per head"):
-        GraphSearcher(head.keys[None], quantised, [], engine=engine)
+    with pytest.raises(ShapeError, match="graphs and rows must be one per head"):
+        GraphSearcher(head.keys[None], [rows], [], engine=engine)
     with pytest.raises(ShapeError, match="links 100 keys, but there are only 90"):
-        GraphSearcher(head.keys[None, :90], quantised, [graph], engine=engine)
-    with pytest.raises(ShapeError, match="quantised must hold all 150 keys"):
-        GraphSearcher(torch.zeros(1, 150, 8), quantised, [graph], engine=engine)
+        GraphSearcher(head.keys[None, :90], [rows], [graph], engine=engine)
+    nodes = len(graph.keys_of)
+    with pytest.raises(ShapeError, match=f"beyond it, {nodes + 50}, got {nodes}; take graph.rows"):
+        GraphSearcher(torch.zeros(1, 150, 8), [rows], [graph], engine=engine)
 
 
-@pytest.mark.parametrize("name", ["neighbours", "list_of", "entries"])
+DAMAGED = {
+    "keys_of": (100, ConfigError, "keys_of of a graph must be 0..99"),
+    "lists": (255, ConfigError, "lists of a graph must be -1.."),
+    "entries": (-2, ConfigError, "entries of a graph must be -1.."),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_graph_is_refused(name: str) -> None:
     head = make_head(100, 8)
     engine = library.load(runnable()[0])
     graph = head.graph(engine)
-    getattr(graph, name).view(-1)[0] = 100
-    with pytest.raises(ConfigError, match=f"{name} of a graph must be -1"):
+    wrong, error, message = DAMAGED[name]
+    getattr(graph, name).view(-1)[:2] = wrong
+    for searcher in (head.searcher, head.twin):
+        with pytest.raises(error, match=message):
+            searcher(engine, graph)
+
+
+def test_keys_out_of_order_are_refused() -> None:
+    head = make_head(100, 8)
+    engine = library.load(runnable()[0])
+    graph = head.graph(engine)
+    graph.keys_of[1] = graph.keys_of[0]
+    with pytest.raises(ConfigError, match="keys_of of a graph must be ascending"):
         head.searcher(engine, graph)
+
+
+@each_engine
+def test_appended_keys_are_all_scored(isa: str) -> None:
+    head = make_head(3000, 72, num_queries=400)
+    engine = library.load(isa)
+    first = Head(head.keys[:1700], head.queries, head.lists.where(head.lists < 1700, -1))
+    graph = first.graph(engine)
+    assert len(graph.keys_of) < 1700
+    queries = make_queries(head, 4)
+    searcher = first.searcher(engine, graph)
+    before = searcher.memory_bytes
+    for count in (1701, 1950, 3000):
+        searcher.append(head.keys[None, :count])
+    among = torch.cat([reachable(graph), torch.arange(1700, 3000)])
+    found = searcher.search(queries, 50, beam=1700, pool_size=1700)
+    assert torch.equal(found.ids, exact(head, queries, among, 50))
+    assert searcher.memory_bytes == before + 1300 * (128 + 1)
+    with pytest.raises(ShapeError, match="must hold the"):
+        searcher.append(head.keys[None, :2999])
