@@ -1,0 +1,100 @@
+"""Contexts that were never computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.eval.filling import SyntheticContext, filled_cache
+from hybrid_kv.models.load import load_model
+from hybrid_kv.types import LayerShape, ModelInfo, Needs
+from tests.tolerances import TOLERANCES
+
+INFO = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 16)))
+TOKENS = 1500
+
+
+@pytest.fixture(scope="module")
+def context() -> SyntheticContext:
+    return SyntheticContext(INFO, TOKENS, max_steps=9)
+
+
+def test_sizes(context: SyntheticContext) -> None:
+    k, v = context.kv(1, torch.bfloat16)
+    assert k.shape == v.shape == (1, 2, TOKENS, 16)
+    assert k.dtype == v.dtype == torch.bfloat16
+    assert context.query(1, 8).shape == (1, 6, 1, 16)
+
+
+def test_heads_are_copies_that_no_score_tells_apart(context: SyntheticContext) -> None:
+    k, v = context.kv(0, torch.float32)
+    other_k, other_v = context.kv(1, torch.float32)
+    # Layer 0's head 0 and layer 1's head 1 have one source.
+    assert not torch.equal(k[0, 0], other_k[0, 1])
+    scores = context.query(0, 3)[0, :3, 0] @ k[0, 0].T
+    others = context.query(1, 3)[0, 3:, 0] @ other_k[0, 1].T
+    torch.testing.assert_close(scores, others)
+    torch.testing.assert_close(v[0, 0] @ v[0, 0, 0], other_v[0, 1] @ other_v[0, 1, 0])
+    assert not torch.allclose(context.query(0, 3)[0, 3:, 0] @ k[0, 1].T, scores)
+
+
+def test_evidence_is_what_the_index_asks_for(context: SyntheticContext) -> None:
+    needs = Needs(sampled_queries=100, last_queries=37)
+    evidence = context.evidence(0, needs, torch.float32)
+    assert evidence.num_tokens == TOKENS
+    assert evidence.sampled_queries is not None
+    assert evidence.last_queries is not None
+    assert evidence.sampled_queries.shape == (6, 100, 16)
+    assert evidence.last_queries.shape == (6, 37, 16)
+    everything = context.evidence(0, Needs(last_queries=10**6), torch.float32)
+    assert everything.last_queries is not None
+    assert everything.sampled_queries is None
+    torch.testing.assert_close(everything.last_queries[:, -37:], evidence.last_queries)
+
+
+def test_equal_seeds_give_equal_contexts(context: SyntheticContext) -> None:
+    again, other = (SyntheticContext(INFO, TOKENS, max_steps=9, seed=seed) for seed in (0, 5))
+    assert torch.equal(again.kv(1, torch.float32)[0], context.kv(1, torch.float32)[0])
+    assert torch.equal(again.query(1, 2), context.query(1, 2))
+    assert not torch.equal(other.query(1, 2), context.query(1, 2))
+
+
+@pytest.mark.parametrize("method", ["full", "flat", "hybrid"])
+def test_a_step_asks_with_the_texts_query(context: SyntheticContext, method: str) -> None:
+    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    settings = {} if method == "full" else {"window_tokens": 32, "cold": {"top_k": "all"}}
+    with hkv.attach(model, hkv.HybridConfig(method=method, **settings)) as runtime:
+        cache = filled_cache(runtime, context)
+        new = torch.ones(1, 2, 1, 16)
+        got = cache.kv.attend(1, torch.zeros(1, 6, 1, 16), (new, new), None, scale=0.25)
+        cache.check_integrity()
+    k, v = context.kv(1, torch.float32)
+    k, v = (torch.cat([part, new], 2).repeat_interleave(3, 1) for part in (k, v))
+    weights = (0.25 * context.query(1, 0) @ k.transpose(2, 3)).softmax(-1)
+    torch.testing.assert_close(got.out, weights @ v, **TOLERANCES[torch.float32])
+
+
+def test_generation_continues_a_filled_context(context: SyntheticContext) -> None:
+    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
+        cache = filled_cache(runtime, context)
+        ids = torch.randint(2, 500, (1, TOKENS + 1))
+        written = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        assert written.shape[1] == TOKENS + 10
+        assert cache.work.steps == 9 * 2 * 6
+        assert cache.work.retrieved == 50 * 9 * 2 * 6
+        too_many = pytest.raises(
+            ConfigError, match="up to 9 tokens, one at a time, got 1 rows of 1"
+        )
+        with too_many, torch.inference_mode():
+            model(written[:, -1:], past_key_values=cache)
+
+
+def test_what_cannot_be_filled_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_tokens must be at least 1, got 0"):
+        SyntheticContext(INFO, 0)
+    mixed = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 32)))
+    with pytest.raises(ConfigError, match="agree in head_dim and group size"):
+        SyntheticContext(mixed, 100)
