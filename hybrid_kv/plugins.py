@@ -76,12 +76,14 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def search(self, queries: Tensor, top_k: int) -> SearchResult:
+    def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
         """The best `min(top_k, N)` keys of each query by dot product.
 
         Args:
             queries: [Hkv, M, D], any float dtype.
-            top_k: at least 1.
+            top_k: at least 1; sets how much work is done.
+            most: at least top_k, which None stands for; up to so many keys are returned if the
+                search has ranked them by exact score without further work.
         """
 
     @abstractmethod

@@ -7,12 +7,15 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from hybrid_kv.errors import ConfigError
 
 Budget: TypeAlias = int | Literal["all"]
 
@@ -118,16 +121,57 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """How many cold entries a query attends.
+
+    top_k: what the search is made wide enough for, and how many are attended if nothing else is
+        said.
+    max_tokens: attends up to so many of the entries that the search ranked anyway (its whole beam);
+        None for top_k.
+    beta: attends only entries whose logit is at most this much below the best retrieved one's.
+        Where that would keep all that were ranked, the search is repeated wider, for up to
+        max_tokens.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    top_k: int
+    max_tokens: int | None = None
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}; use 1 or more")
+        if self.most < self.top_k:
+            raise ConfigError(
+                f"max_tokens must be at least top_k {self.top_k}, got {self.max_tokens}; "
+                "raise it or lower top_k"
+            )
+        if self.beta is not None and not 0 <= self.beta < math.inf:
+            raise ConfigError(
+                f"beta must be a finite number of at least 0, got {self.beta}; "
+                "leave it out for no limit"
+            )
+
+    @property
+    def most(self) -> int:
+        """Entries that are attended at most."""
+        return self.top_k if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class EntrySet:
     """Names entries for one partial attention; the runtime gathers and attends them.
 
     tier: the tier whose entries are meant; sinks and window belong to RESIDENT.
     budget: "all" for every entry of the tier, else how much the tier's selector may choose: pages
-        beside sinks and window (RESIDENT), or tokens per query head (COLD).
+        beside sinks and window (RESIDENT), or tokens per query head (COLD: a TokenBudget, or a
+        number that stands for its top_k).
     """
 
     tier: Tier
-    budget: Budget = "all"
+    budget: Budget | TokenBudget = "all"
 
 
 @dataclass(slots=True)
@@ -136,7 +180,7 @@ class Work:
 
     attended: entries attended; visible: entries full attention would attend; scored: dot products
     spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers
-    x heads.
+    x heads. most_retrieved: by a single query head in one step and layer, not a sum.
     """
 
     attended: int = 0
@@ -144,10 +188,14 @@ class Work:
     scored: int = 0
     retrieved: int = 0
     steps: int = 0
+    most_retrieved: int = 0
 
     def add(self, other: Work) -> None:
+        """Counts what `other` counted as well."""
+        most = max(self.most_retrieved, other.most_retrieved)
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.most_retrieved = most
 
 
 def bytes_per_token(shape: LayerShape, dtype: torch.dtype) -> int:

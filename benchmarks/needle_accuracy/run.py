@@ -45,12 +45,12 @@ class LossyIndex(FlatIndex):
 
         recall: float = Field(default=0.5, gt=0, le=1)
 
-    def _find(self, queries: torch.Tensor, count: int) -> SearchResult:
-        wider = min(len(self), int(2 * count / self.params.recall))
-        found = super()._find(queries, wider)
+    def _find(self, queries: torch.Tensor, count: int, most: int) -> SearchResult:
+        wider = min(len(self), int(2 * most / self.params.recall))
+        found = super()._find(queries, wider, wider)
         missed = torch.rand(found.ids.shape) >= self.params.recall
         scores = found.scores.masked_fill(missed, -torch.inf)
-        scores, order = scores.topk(count)
+        scores, order = scores.topk(most)
         ids = found.ids.gather(-1, order).masked_fill(scores == -torch.inf, -1)
         return SearchResult(ids, scores, found.scored)
 

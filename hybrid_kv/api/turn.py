@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import nan
 from queue import SimpleQueue
 from time import perf_counter
@@ -75,7 +75,6 @@ class Turn:
 
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
-        self._work_before = replace(self.cache.work)
         self._built_before = self.cache.kv.phases.seconds[INDEX_BUILD]
         self._begin_phases()
 
@@ -83,6 +82,21 @@ class Turn:
         self._phases_before = dict(self.cache.kv.phases.seconds)
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        with self._own_work() as work:
+            return self._run(work, pieces)
+
+    @contextmanager
+    def _own_work(self) -> Iterator[Work]:
+        """What is counted inside, which the cache's counters take up at the end."""
+        before, own = self.cache.kv.work, Work()
+        self.cache.kv.work = own
+        try:
+            yield own
+        finally:
+            before.add(own)
+            self.cache.kv.work = before
+
+    def _run(self, work: Work, pieces: SimpleQueue[Any] | None) -> Generation:
         clock = TokenClock(self._llm.tokenizer, pieces, self._begin_phases)
         self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
@@ -95,7 +109,7 @@ class Turn:
                     output = self._generate(clock)
             except PrefillCancelled:
                 output = self._ids
-        return self._result(output, clock)
+        return self._result(output, clock, work)
 
     def _generate(self, clock: TokenClock) -> Tensor:
         model: Any = self._llm.model
@@ -123,7 +137,7 @@ class Turn:
         known = self._llm.model.generation_config.pad_token_id
         return {} if known is not None or "pad_token_id" in self._options else {"pad_token_id": 0}
 
-    def _result(self, output: Tensor, clock: TokenClock) -> Generation:
+    def _result(self, output: Tensor, clock: TokenClock, work: Work) -> Generation:
         token_ids = output[0, self._ids.shape[1] :].tolist()
         tokenizer, times = self._llm.tokenizer, clock.times
         if token_ids and not times:  # beams come all at once
@@ -144,7 +158,7 @@ class Turn:
             tpot_ms=1e3 * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
             token_times_s=times,
             phases_s={name: phases[name] - self._phases_before[name] for name in PHASES},
-            work=_difference(self.cache.work, self._work_before),
+            work=work,
             device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
             host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),
             host_index_bytes=sum(layer.cold.index_bytes for layer in layers),
@@ -164,11 +178,6 @@ class Turn:
         closed = threading.Event()
         self._cancels.append(closed)
         return TextStream(self.run, closed, self._stop)
-
-
-def _difference(now: Work, before: Work) -> Work:
-    names = [field.name for field in fields(Work)]
-    return Work(**{name: getattr(now, name) - getattr(before, name) for name in names})
 
 
 def _resident_bytes(layer: LayerKV) -> int:

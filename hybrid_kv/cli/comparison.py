@@ -38,12 +38,19 @@ class Answer:
             ("answer", f"[{'green' if self.correct else 'red'}]{got.text or '(none)'}[/]"),
             ("right", "yes" if self.correct else "no"),
             ("tokens attended", f"{per_step:,.0f} per step ({share})" if per_step else "-"),
+            ("of them retrieved", self._retrieved()),
             ("KV on device", human_bytes(got.device_kv_bytes)),
             ("KV on host", human_bytes(got.host_kv_bytes)),
             ("index on host", human_bytes(got.host_index_bytes)),
             ("first token", human_seconds(got.ttft_s)),
             ("each further", human_seconds(got.tpot_ms / 1e3) if got.tpot_ms else "-"),
         ]
+
+    def _retrieved(self) -> str:
+        work = self.generation.work
+        if not work.retrieved:
+            return "-"
+        return f"{work.retrieved / work.steps:,.0f} per step, {work.most_retrieved:,} at most"
 
 
 @dataclass(frozen=True, slots=True)

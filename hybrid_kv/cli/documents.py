@@ -97,7 +97,10 @@ def _work(work: Work) -> WorkReport:
     if not work.steps:
         return WorkReport()
     return WorkReport(
-        scored_ratio=work.scored / work.visible, retrieved_tokens=work.retrieved / work.steps
+        scored_ratio=work.scored / work.visible,
+        retrieved_tokens=work.retrieved / work.steps,
+        most_retrieved_tokens=work.most_retrieved,
+        attended_tokens=work.attended / work.steps,
     )
 
 

@@ -60,20 +60,21 @@ class KeyIndex(Index):
             self._append(known.shape[1])
 
     @torch.no_grad()
-    def search(self, queries: Tensor, top_k: int) -> SearchResult:
+    def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
         """See `Index.search`.
 
         Raises:
             ShapeError: queries do not fit the keys.
-            ConfigError: top_k is below 1.
+            ConfigError: top_k is below 1, or most below top_k.
         """
         keys = self._keys
+        most = top_k if most is None else most
         _checks.check_queries(queries, keys)
-        _checks.check_top_k(top_k)
+        _checks.check_counts(top_k, most)
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:
             return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
-        return self._find(queries.float(), size[2])
+        return self._find(queries.float(), size[2], min(most, keys.shape[1]))
 
     @abstractmethod
     def _rebuild(self, samples: Tensor | None) -> None:
@@ -84,5 +85,9 @@ class KeyIndex(Index):
         """Indexes the rows of `self._keys` from `known` on."""
 
     @abstractmethod
-    def _find(self, queries: Tensor, count: int) -> SearchResult:
-        """Searches for queries [Hkv, M, D] float32; 1 <= count <= N, M >= 1."""
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        """Searches for queries [Hkv, M, D] float32; 1 <= count <= most <= N, M >= 1.
+
+        Returns:
+            As many columns as were ranked for `count`, but `most` at most.
+        """

@@ -45,10 +45,12 @@ def check_samples(samples: Tensor, keys: Tensor) -> None:
         )
 
 
-def check_top_k(top_k: int) -> None:
-    """Raises ConfigError unless top_k is at least 1."""
+def check_counts(top_k: int, most: int) -> None:
+    """Raises ConfigError unless 1 <= top_k <= most."""
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+    if most < top_k:
+        raise ConfigError(f"most must be at least top_k {top_k}, got {most}; leave it out")
 
 
 def check_finite(keys: Tensor, first_row: int = 0) -> None:

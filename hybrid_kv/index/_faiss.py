@@ -74,9 +74,11 @@ class FaissIndex(KeyIndex):
         rows = self._keys[head, first:].to(torch.float32, copy=True)
         return rows.sub_(self._means[head]).contiguous().numpy()
 
-    def _find(self, queries: Tensor, count: int) -> SearchResult:
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        setup = self._search_setup(count)
+        returned = min(most, max(count, self._num_ranked(count)))
         found = [
-            self._search_head(index, queries[head].contiguous().numpy(), count)
+            self._search_head(index, queries[head].contiguous().numpy(), returned, setup)
             for head, index in enumerate(self._heads)
         ]
         ids = torch.stack([torch.from_numpy(ids) for _, ids, _ in found])
@@ -85,8 +87,10 @@ class FaissIndex(KeyIndex):
         scores.masked_fill_(ids < 0, -torch.inf)
         return SearchResult(ids, scores, sum(scored for _, _, scored in found))
 
-    def _search_head(self, index: Any, queries: Any, count: int) -> tuple[Any, Any, int]:
-        stats, parameters = self._search_setup(count)
+    def _search_head(
+        self, index: Any, queries: Any, count: int, setup: tuple[Any, Any]
+    ) -> tuple[Any, Any, int]:
+        stats, parameters = setup
         with _stats_lock:
             stats.reset()
             scores, ids = index.search(queries, count, params=parameters)
@@ -108,6 +112,10 @@ class FaissIndex(KeyIndex):
     @abstractmethod
     def _search_setup(self, count: int) -> tuple[Any, Any]:
         """Faiss's counters of work for this kind, and the parameters of a search for `count`."""
+
+    def _num_ranked(self, count: int) -> int:
+        """Keys that a search for `count` holds in order when it ends: all, where cells are read."""
+        return len(self)
 
     @abstractmethod
     def _head_bytes(self, index: Any) -> int:

@@ -27,7 +27,7 @@ class FlatScan(Protocol):
     def memory_bytes(self) -> int: ...
     def rebuild(self, keys: Tensor) -> None: ...
     def append(self, keys: Tensor) -> None: ...
-    def find(self, queries: Tensor, count: int) -> SearchResult: ...
+    def find(self, queries: Tensor, count: int, most: int) -> SearchResult: ...
 
 
 def make_scan(precision: str, rerank: float) -> FlatScan | None:
@@ -61,8 +61,8 @@ class _StoredScan:
 
     append = rebuild
 
-    def find(self, queries: Tensor, count: int) -> SearchResult:
-        return self._scan.search(queries, count, pool=default_pool())
+    def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        return self._scan.search(queries, most, pool=default_pool())
 
 
 class _Int8Scan:
@@ -85,9 +85,9 @@ class _Int8Scan:
         self._quantised.append(keys, default_pool())
         self._scan = native_flat.FlatScan(keys, self._quantised)
 
-    def find(self, queries: Tensor, count: int) -> SearchResult:
-        candidates = num_candidates(self._rerank, count, self._scan.keys.shape[1])
-        return self._scan.search(queries, count, rerank=candidates, pool=default_pool())
+    def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
+        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=default_pool())
 
     @property
     def memory_bytes(self) -> int:
@@ -114,14 +114,15 @@ class _PortableInt8Scan:
         self._keys = keys
         self._quantised.append(keys)
 
-    def find(self, queries: Tensor, count: int) -> SearchResult:
+    def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         heads, num_queries, _ = queries.shape
         rows = self._keys.shape[1]
         candidates = num_candidates(self._rerank, count, rows)
         ids, _ = self._quantised.search(queries, candidates)
         of_head = torch.arange(heads)[:, None, None]
         found = self._keys[of_head, ids].float()
-        scores, ids = rank((found @ queries[..., None]).squeeze(-1), ids, count)
+        found_scores = (found @ queries[..., None]).squeeze(-1)
+        scores, ids = rank(found_scores, ids, min(most, candidates))
         return SearchResult(ids, scores, heads * num_queries * (rows + candidates))
 
     @property

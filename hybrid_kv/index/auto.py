@@ -65,8 +65,8 @@ class AutoIndex(GraphIndex):
         top_k = min(self.params.check_top_k, len(self))
         scan = int8_scan(self._rerank)
         scan.rebuild(self._keys)
-        graph_s = _median_time(lambda q: self._find(q, top_k), queries)
-        scan_s = _median_time(lambda q: scan.find(q, top_k), queries)
+        graph_s = _median_time(lambda q: self._find(q, top_k, top_k), queries)
+        scan_s = _median_time(lambda q: scan.find(q, top_k, top_k), queries)
         if self.params.remember:
             write_crossover(self._machine_key(self._samples), len(self), graph_s, scan_s)
         if scan_s < graph_s:

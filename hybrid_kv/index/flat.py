@@ -51,10 +51,10 @@ class FlatIndex(KeyIndex):
         if self._scan is not None:
             self._scan.append(self._keys)
 
-    def _find(self, queries: Tensor, count: int) -> SearchResult:
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._scan is not None:
-            return self._scan.find(queries, count)
-        scores, ids = rank(*scan(queries, self._keys, count), count)
+            return self._scan.find(queries, count, most)
+        scores, ids = rank(*scan(queries, self._keys, most), most)  # all keys are ranked
         heads, num_queries, _ = queries.shape
         return SearchResult(ids, scores, heads * num_queries * len(self))
 

@@ -18,7 +18,7 @@ from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import read_arrays, write_arrays
-from hybrid_kv.index._flat_scans import FlatScan, int8_scan
+from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
 from hybrid_kv.index._learn import Goal, learn
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
@@ -77,7 +77,7 @@ class GraphIndex(KeyIndex):
 
     _file_kind: ClassVar[str] = "graph"
     _rerank: ClassVar[float] = 1.5
-    """Candidates of a scan per key that is returned."""
+    """Keys that a search ranks exactly per key that it is asked for."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -152,15 +152,16 @@ class GraphIndex(KeyIndex):
         elif self._searcher is not None:
             self._searcher.append(self._keys)
 
-    def _find(self, queries: Tensor, count: int) -> SearchResult:
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._scan is not None:
-            return self._scan.find(queries, count)
+            return self._scan.find(queries, count, most)
         assert self._searcher is not None
         checked = self.params.check_top_k
         beam = self._beam if self.params.beam == "auto" else self.params.beam
         # The check was for its own number of keys; to find more, more have to be expanded.
         beam = -(-beam * max(count, checked) // checked)
-        found = self._searcher.search(queries, count, beam=beam)
+        ranked = max(beam, num_candidates(self._rerank, count, len(self)))
+        found = self._searcher.search(queries, min(most, ranked), beam=beam, pool_size=ranked)
         return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
 
     def save(self, path: str | Path) -> None:

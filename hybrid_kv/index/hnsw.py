@@ -44,8 +44,11 @@ class HnswIndex(FaissIndex):
 
     def _search_setup(self, count: int) -> tuple[Any, Any]:
         faiss = import_faiss()
-        parameters = faiss.SearchParametersHNSW(efSearch=max(count, self.params.ef_search))
+        parameters = faiss.SearchParametersHNSW(efSearch=self._num_ranked(count))
         return faiss.cvar.hnsw_stats, parameters
+
+    def _num_ranked(self, count: int) -> int:
+        return int(max(count, self.params.ef_search))
 
     def _head_bytes(self, index: Any) -> int:
         links = index.hnsw

@@ -73,12 +73,13 @@ class PagesIndex(KeyIndex):
         pages = self._digests[:, : self._num_pages].float()
         return torch.matmul(_split_signs(queries.float()), pages.transpose(1, 2))
 
-    def _find(self, queries: Tensor, count: int) -> SearchResult:
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         wanted = min(-(-count // int(self.params.page_size)), self._num_pages)
+        returned = min(most, wanted * int(self.params.page_size))
         heads, num_queries, dim = queries.shape
         step = max(1, SCRATCH_BYTES // (4 * heads * wanted * self.params.page_size * dim))
         parts = [
-            self._find_few(queries[:, start : start + step], count, wanted)
+            self._find_few(queries[:, start : start + step], returned, wanted)
             for start in range(0, num_queries, step)
         ]
         return SearchResult(

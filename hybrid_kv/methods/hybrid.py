@@ -36,4 +36,4 @@ class Hybrid(RetrievalAttention):
 
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
         budget: Budget = self.params.page_budget if self.params.spare_tokens else "all"
-        return [EntrySet(Tier.RESIDENT, budget), EntrySet(Tier.COLD, self.params.cold.top_k)]
+        return [EntrySet(Tier.RESIDENT, budget), EntrySet(Tier.COLD, self.params.cold.budget)]

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from hybrid_kv.config import BudgetField, IndexConfig, Params, Tokens
+from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tier
+from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tier, TokenBudget
 
 
 class ColdParams(Params):
-    """top_k: cold entries attended per query head and step; index: how they are found."""
+    """top_k: cold entries attended per query head and step; max_tokens: up to so many of those that
+    the search ranked anyway, its whole beam (null: top_k); beta: only entries whose logit is within
+    this of the best one's, which may widen the search up to max_tokens (null: no limit); index: how
+    they are found.
+    """
 
     top_k: BudgetField = 100
+    max_tokens: Count | None = None
+    beta: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     index: IndexConfig = Field(default="graph", validate_default=True)
+
+    @model_validator(mode="after")
+    def _budget_is_possible(self) -> Self:
+        for name in ("max_tokens", "beta"):
+            if self.top_k == "all" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} limits a search, and top_k 'all' attends everything without one, got "
+                    f"{getattr(self, name)}; give top_k a number or leave {name} out"
+                )
+        _ = self.budget
+        return self
+
+    @property
+    def budget(self) -> TokenBudget | Literal["all"]:
+        """What a query head attends of the cold tier."""
+        if self.top_k == "all":
+            return "all"
+        return TokenBudget(self.top_k, self.max_tokens, self.beta)
 
 
 class RetrievalParams(Params):
@@ -56,7 +81,7 @@ class RetrievalAttention(Method):
         )
 
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        return [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, self.params.cold.top_k)]
+        return [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, self.params.cold.budget)]
 
 
 class _FlatCold(ColdParams):

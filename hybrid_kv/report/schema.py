@@ -48,12 +48,15 @@ class WorkReport(_Group):
     """What decoding touched.
 
     scored_ratio: dot products spent on choosing over those of full attention. retrieved_tokens:
-    mean number of cold entries attended per step, layer and query head. recall_at_k, missed_mass,
-    audited_steps: from the audit, null without one.
+    mean number of cold entries attended per step, layer and query head; most_retrieved_tokens: the
+    largest such number. attended_tokens: mean number of all entries attended, resident ones
+    included. recall_at_k, missed_mass, audited_steps: from the audit, null without one.
     """
 
     scored_ratio: float | None = None
     retrieved_tokens: float | None = None
+    most_retrieved_tokens: int | None = None
+    attended_tokens: float | None = None
     recall_at_k: float | None = None
     missed_mass: float | None = None
     audited_steps: int | None = None

@@ -16,11 +16,13 @@ from hybrid_kv.attention import (
     group_queries,
     merge_partials,
 )
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import Ops, reference
+from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, Work
+from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, TokenBudget, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +55,43 @@ def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
 
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
+
+    Raises:
+        ConfigError: a budget is of the other tier's kind, or below 1.
     """
     cold = [entries for entries in sets if entries.tier is Tier.COLD]
     near = [entries for entries in sets if entries.tier is Tier.RESIDENT]
     # The search begins first: it runs on the host while the device selects and attends.
     pending = [
-        step.executor.start(lambda e=entries: attend_cold(step, e.budget))  # type: ignore[misc]
-        for entries in cold
+        step.executor.start(lambda budget=budget: attend_cold(step, budget))  # type: ignore[misc]
+        for budget in map(_token_budget, cold)
     ]
-    parts = [attend_resident(step, entries.budget) for entries in near]
-    parts.extend(future.result() for future in pending)
+    parts = [attend_resident(step, _page_budget(entries)) for entries in near]
+    for future in pending:
+        part, work = future.result()
+        parts.append(part)
+        step.work.add(work)
     with step.phases.measure("merge"):
         out, lse = merge_partials(parts or [empty_partial(step.grouped)])
     _count_visible(step)
     shape = step.q.shape
     return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
+
+
+def _token_budget(entries: EntrySet) -> TokenBudget | None:
+    """None for all of the tier."""
+    if isinstance(entries.budget, TokenBudget):
+        return entries.budget
+    return None if entries.budget == "all" else TokenBudget(entries.budget)
+
+
+def _page_budget(entries: EntrySet) -> Budget:
+    if isinstance(entries.budget, TokenBudget):
+        raise ConfigError(
+            f"the budget of resident entries must be a number of pages or 'all', got "
+            f"{entries.budget}; give a TokenBudget to cold entries only"
+        )
+    return entries.budget
 
 
 def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
@@ -164,47 +188,49 @@ def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     return shared.topk(count, -1, sorted=False).indices
 
 
-def attend_cold(step: Step, top_k: Budget) -> PartialAttention:
-    """Retrieved cold entries, on the host; [B, Hkv, M, D] and [B, Hkv, M] on the query's device."""
+def attend_cold(step: Step, budget: TokenBudget | None) -> tuple[PartialAttention, Work]:
+    """Retrieved cold entries (None: all of them), on the host; may run beside the rest of the step.
+
+    Returns:
+        out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device, and what was touched.
+    """
+    work = Work()
     with step.phases.measure("transfer"):
         q = step.executor.to_host(step.grouped)
-    rows = [_attend_cold_row(step, row, q[row], top_k) for row in range(step.layer.num_rows)]
+    rows = [_attend_cold_row(step, row, q[row], budget, work) for row in range(step.layer.num_rows)]
     with step.phases.measure("transfer"):
-        return PartialAttention(
+        part = PartialAttention(
             step.executor.to_device(torch.stack([part.out for part in rows]), step.q.device),
             step.executor.to_device(torch.stack([part.lse for part in rows]), step.q.device),
         )
+    return part, work
 
 
-def _attend_cold_row(step: Step, row: int, q: Tensor, top_k: Budget) -> PartialAttention:
+def _attend_cold_row(
+    step: Step, row: int, q: Tensor, budget: TokenBudget | None, work: Work
+) -> PartialAttention:
     cold = step.layer.cold
     stored, new = cold.num_tokens(row), step.q.shape[2]
     if stored == 0:
         return empty_partial(q)
-    if top_k == "all" or top_k >= stored:
-        _count(step, stored * new, retrieved=True)
+    if budget is None or budget.top_k >= stored:
+        every = stored * new * step.layer.shape.num_q_heads
+        work.add(Work(attended=every, retrieved=every, most_retrieved=stored))
         return _attend_all_cold(step, row, q)
+    scale, softcap = step.scale, step.softcap
     with step.phases.measure("search"):
-        found = cold.search(row, q, top_k)
-    parts = []
+        found = retrieve(cold, row, q, budget, scale=scale, softcap=softcap)
+    attended, most = int(found.counts.sum()), int(found.counts.max())
+    work.add(Work(attended=attended, retrieved=attended, scored=found.scored, most_retrieved=most))
     with step.phases.measure("cold_attention"):
-        for extent, result in found:
-            parts.append(
+        return merge_partials(
+            [
                 attend_retrieved(
-                    step.ops,
-                    q,
-                    extent.keys,
-                    extent.values,
-                    result.ids,
-                    scale=step.scale,
-                    softcap=step.softcap,
+                    step.ops, q, extent.keys, extent.values, ids, scale=scale, softcap=softcap
                 )
-            )
-            step.work.scored += result.scored
-            attended = int((result.ids >= 0).sum())
-            step.work.attended += attended
-            step.work.retrieved += attended
-        return merge_partials(parts)
+                for extent, ids in found.parts
+            ]
+        )
 
 
 def _attend_all_cold(step: Step, row: int, q: Tensor) -> PartialAttention:
@@ -217,12 +243,9 @@ def _attend_all_cold(step: Step, row: int, q: Tensor) -> PartialAttention:
         return merge_partials(parts)
 
 
-def _count(step: Step, entries: int, *, retrieved: bool = False) -> None:
-    """Books entries attended by each query head of one row."""
-    total = entries * step.layer.shape.num_q_heads
-    step.work.attended += total
-    if retrieved:
-        step.work.retrieved += total
+def _count(step: Step, entries: int) -> None:
+    """Books resident entries attended by each query head of one row."""
+    step.work.attended += entries * step.layer.shape.num_q_heads
 
 
 def _count_visible(step: Step) -> None:

@@ -132,26 +132,28 @@ class ColdStore:
         last.length = extent.length
 
     def search(
-        self, row: int, queries: Tensor, top_k: int
+        self, row: int, queries: Tensor, top_k: int, most: int | None = None
     ) -> list[tuple[ColdExtent, SearchResult]]:
         """The best `top_k` entries of a row per query, by extent.
 
         Args:
             queries: [Hkv, M, D] on the host.
+            most: as for `Index.search`.
 
         Returns:
-            For each extent a result whose ids are rows of that extent, -1 where another extent had
-            the better entry.
+            For each extent a result whose ids are rows of that extent, -1 (and score -inf) where
+            another extent had the better entry.
         """
-        found = [(span.extent, _search_span(span, queries, top_k)) for span in self.rows[row]]
+        most = top_k if most is None else most
+        found = [(span.extent, _search_span(span, queries, top_k, most)) for span in self.rows[row]]
         if len(found) < 2:
             return found
         scores = torch.cat([result.scores for _, result in found], -1)
-        best = scores.topk(min(top_k, scores.shape[-1]), -1).indices
+        best = scores.topk(min(most, scores.shape[-1]), -1).indices
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True)
         parts = kept.split([result.ids.shape[-1] for _, result in found], -1)
         return [
-            (extent, result._replace(ids=result.ids.masked_fill(~keep, -1)))
+            (extent, _keep_only(result, keep))
             for (extent, result), keep in zip(found, parts, strict=True)
         ]
 
@@ -265,20 +267,25 @@ def finish_build(extent: ColdExtent) -> None:
         extent.building = None
 
 
-def _search_span(span: Span, queries: Tensor, top_k: int) -> SearchResult:
+def _keep_only(result: SearchResult, keep: Tensor) -> SearchResult:
+    ids = result.ids.masked_fill(~keep, -1)
+    return result._replace(ids=ids, scores=result.scores.masked_fill(~keep, -torch.inf))
+
+
+def _search_span(span: Span, queries: Tensor, top_k: int, most: int) -> SearchResult:
     extent = span.extent
     if extent.index is None:
         raise IntegrityError("the cold tier was searched, but its placement named no index")
     finish_build(extent)
     beyond = extent.length - span.length  # entries that this row does not see any more
-    result = extent.index.search(queries, top_k + beyond)
+    result = extent.index.search(queries, top_k + beyond, most + beyond)
     if not beyond:
         return result
     hidden = result.ids >= span.length
     scores = result.scores.masked_fill(hidden, -torch.inf)
     scores, order = scores.sort(dim=-1, descending=True, stable=True)
     ids = result.ids.masked_fill(hidden, -1).gather(-1, order)
-    return SearchResult(ids[..., :top_k], scores[..., :top_k], result.scored)
+    return result._replace(ids=ids[..., :most], scores=scores[..., :most])
 
 
 def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:

@@ -75,6 +75,22 @@ def test_an_answer_is_charged_for_itself_alone(llm: hkv.LLM) -> None:
     assert second.work.steps == (2 + 4) * 2 * 6
 
 
+def test_the_largest_step_of_an_answer_is_its_own(plain: PreTrainedModel) -> None:
+    """A conversation's counters remember the largest step of all answers."""
+    wide = {"top_k": 2, "max_tokens": 9, "index": "flat"}
+    settings = {"sink_tokens": 4, "window_tokens": 8, "page_size": 4, "method": "flat"}
+    with hkv.load(
+        plain, tokenizer=tokenizer(), config=hkv.HybridConfig(**settings, cold=wide)
+    ) as llm:
+        talk = llm.conversation()
+        first = talk.send(TURNS[0], max_new_tokens=5)
+        talk._cache.kv.work.most_retrieved = 1000
+        second = talk.send(TURNS[1], max_new_tokens=5)
+        assert 0 < second.work.most_retrieved < 10
+        assert talk._cache.work.most_retrieved == 1000
+        assert talk._cache.work.steps == first.work.steps + second.work.steps
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ 'bee ' if m.role == 'user' else 'elm ' }}{{ m.content }} "
     "{% endfor %}{% if add_generation_prompt %}elm{% endif %}"

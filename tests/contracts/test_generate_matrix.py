@@ -188,6 +188,34 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
     assert_equal(found, expected)
 
 
+ADAPTIVE = [method for method in METHODS if "cold.beta" in _parameters(METHODS[method].params)]
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES)[:2])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_a_beta_that_nothing_misses_attends_everything(
+    architecture: str, call: str, method: str
+) -> None:
+    """The search starts with one entry and has to widen until it has found them all."""
+    settings = {
+        "method": method,
+        "page_size": PAGE,
+        "sink_tokens": PAGE,
+        "window_tokens": 2 * PAGE,
+        "cold.top_k": 1,
+        "cold.max_tokens": LONGEST,
+        "cold.beta": 1e9,
+    }
+    model = build(architecture)
+    with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
+        cache = runtime.cache()
+        found = generate(model, call, cache, check=cache.check_integrity)
+        assert cache.work.attended == cache.work.visible
+        assert cache.work.scored > 0
+    assert_equal(found, reference(architecture, call))
+
+
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mistral"])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_matrix_notices_lost_tokens(architecture: str, call: str) -> None:

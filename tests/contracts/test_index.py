@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hybrid_kv.errors import ConfigError
 from tests.index.oracle import (
     DIM,
     KINDS,
@@ -53,6 +54,34 @@ def test_every_dtype_is_searched_with_true_scores(kind: str, dtype: torch.dtype)
     result = index.search(queries, 21)
     check_result(result, queries, keys, 21)
     assert recall(result, queries, keys, 21) >= floor(index)
+
+
+@pytest.mark.parametrize(("top_k", "most"), [(1, 1), (7, 9), (16, 500), (3, 10_000)])
+def test_the_whole_beam_is_what_was_ranked_anyway(kind: str, top_k: int, most: int) -> None:
+    keys, queries = clustered(333)
+    index = make(kind)
+    index.build(keys, queries[:, None])
+    asked, whole = index.search(queries, top_k), index.search(queries, top_k, most)
+    check_result(whole, queries, keys, top_k, most)
+    assert whole.scored == asked.scored, "no further work"
+    assert torch.equal(whole.ids[..., :top_k], asked.ids)
+
+
+def test_a_kind_that_ranks_more_than_it_was_asked_for_gives_it_away(kind: str) -> None:
+    keys, queries = clustered(333)
+    index = make_default(kind)
+    index.build(keys, queries[:, None])
+    found = int((index.search(queries, 20, 333).ids >= 0).sum(-1).amin())
+    assert found == 333 if kind in ("flat", "flat-stored") else found > 20
+
+
+def test_a_budget_that_no_search_can_keep_is_refused(kind: str) -> None:
+    keys, queries = clustered(37)
+    index = make(kind)
+    index.build(keys, None)
+    for top_k, most in ((0, None), (-1, 5), (5, 4)):
+        with pytest.raises(ConfigError, match="must be at least"):
+            index.search(queries, top_k, most)
 
 
 def test_exact_kinds_score_every_key(kind: str) -> None:

@@ -72,11 +72,14 @@ def recall(result: SearchResult, queries: Tensor, keys: Tensor, top_k: int) -> f
     return (result.scores >= best[..., -1:] - SCORE_TOLERANCE).double().mean().item()
 
 
-def check_result(result: SearchResult, queries: Tensor, keys: Tensor, top_k: int) -> None:
+def check_result(
+    result: SearchResult, queries: Tensor, keys: Tensor, top_k: int, most: int | None = None
+) -> None:
     """Everything that holds for any kind: shapes, dtypes, order, padding, ids, true scores."""
-    size = (*queries.shape[:2], min(top_k, keys.shape[1]))
-    assert result.ids.shape == size
-    assert result.scores.shape == size
+    rows = keys.shape[1]
+    assert result.ids.shape[:2] == queries.shape[:2]
+    assert min(top_k, rows) <= result.ids.shape[2] <= min(most or top_k, rows)
+    assert result.scores.shape == result.ids.shape
     assert (result.ids.dtype, result.scores.dtype) == (torch.int64, torch.float32)
     found = result.ids >= 0
     assert (found == (result.scores > -torch.inf)).all()

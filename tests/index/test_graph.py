@@ -81,6 +81,18 @@ def test_learned_heads_find_what_later_queries_want_and_read_less() -> None:
 
 
 @needs_engine
+def test_the_whole_beam_comes_at_no_further_cost() -> None:
+    keys, samples, later = attention_like()
+    index = build(keys, samples)
+    beam = max(report.beam for report in index.reports)
+    asked, whole = index.search(later, 20), index.search(later, 20, 3000)
+    check_result(whole, later, keys, 20, 3000)
+    assert whole.ids.shape[2] == max(beam, 20 + 32)
+    assert whole.scored == asked.scored
+    assert index.search(later, 20, 33).ids.shape[2] == 33
+
+
+@needs_engine
 def test_a_head_that_misses_its_goal_is_scanned_and_the_other_is_not() -> None:
     keys, samples, later = attention_like()
     held = torch.isin(samples[1], hold_out(samples[1], 32)[1])

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, EntrySet, Tier
+from hybrid_kv.types import Demotion, EntrySet, Tier, TokenBudget
 
 Q = torch.zeros(1, 2, 1, 8)
 
@@ -50,7 +50,14 @@ def test_retrieval_offloads_all_but_sinks_and_window(name: str, kind: str) -> No
     assert (placement.sink_tokens, placement.window_tokens, placement.spare_tokens) == (32, 64, 0)
     assert placement.index is not None
     assert retrieval.params.cold.index.kind == kind
-    assert retrieval.read(0, Q) == [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, 9)]
+    assert retrieval.read(0, Q) == [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, TokenBudget(9))]
+
+
+@pytest.mark.parametrize("name", ["retrieval_attention", "flat", "ivf", "hnsw", "hybrid"])
+def test_a_budget_of_tokens_reaches_the_cold_tier(name: str) -> None:
+    adaptive = method(name, cold={"top_k": 9, "max_tokens": 40, "beta": 2.5})
+    assert adaptive.read(0, Q)[1] == EntrySet(Tier.COLD, TokenBudget(9, 40, 2.5))
+    assert method(name, cold={"top_k": "all"}).read(0, Q)[1] == EntrySet(Tier.COLD, "all")
 
 
 def test_hybrid_reads_spare_pages_by_budget_only_where_there_are_any() -> None:

@@ -67,6 +67,8 @@ def test_keys_come_in_the_order_of_the_design() -> None:
     assert list(data["work"]) == [
         "scored_ratio",
         "retrieved_tokens",
+        "most_retrieved_tokens",
+        "attended_tokens",
         "recall_at_k",
         "missed_mass",
         "audited_steps",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
+from hybrid_kv.errors import CapacityError, ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.runtime import KVCache, check_host_memory
 from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
 from hybrid_kv.transfer import SyncExecutor
-from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier
+from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier, TokenBudget
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES
 
@@ -351,6 +351,15 @@ def test_a_context_beyond_the_free_memory_is_refused_with_both_numbers() -> None
     check_host_memory(1000, 10)
     with pytest.raises(CapacityError, match=r"context of 7 tokens needs 1,\d{3}(,\d{3})+ bytes"):
         check_host_memory(1_000_000_000_000_000, 7)
+
+
+def test_a_budget_of_the_other_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache("retrieval_attention", **SMALL)
+    feed(kv, 40)
+    wrong = [EntrySet(Tier.RESIDENT, TokenBudget(3))]
+    monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: wrong)
+    with pytest.raises(ConfigError, match="resident entries must be a number of pages"):
+        feed(kv, 1)
 
 
 def test_sets_of_one_tier_only_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ class Named:
     """What a method says: everything outside sinks, spare pages and window is cold or lost.
 
     top_k: cold entries per query head, None where the rest is lost.
+    most, beta: of the TokenBudget; an exact index ranks all entries, so `most` counts at once.
     pages: resident pages read beside sinks and window; None for all.
     keep: nothing ever leaves the resident tier.
     """
@@ -38,6 +39,8 @@ class Named:
     window: int = 0
     spare: int = 0
     top_k: int | None = None
+    most: int | None = None
+    beta: float | None = None
     pages: int | None = None
     keep: bool = False
 
@@ -63,6 +66,23 @@ NAMED = {
     ),
     "retrieval_attention_without_sinks": Named(
         {"method": "flat", "cold": {"top_k": 1}, "sink_tokens": 0, "window_tokens": 0}, top_k=1
+    ),
+    "whole_beam": Named(
+        {"method": "flat", "cold": {"top_k": 3, "max_tokens": 7}, **SIZES}, 4, 8, top_k=3, most=7
+    ),
+    "near_the_best": Named(
+        {"method": "flat", "cold": {"top_k": 9, "beta": 1.3}, **SIZES}, 4, 8, top_k=9, beta=1.3
+    ),
+    "near_the_best_of_the_whole_beam": Named(
+        {"method": "hybrid", "cold": {"top_k": 2, "max_tokens": 13, "beta": 1.1, **FLAT}, **SIZES},
+        4,
+        8,
+        top_k=2,
+        most=13,
+        beta=1.1,
+    ),
+    "the_best_alone": Named(
+        {"method": "flat", "cold": {"top_k": 9, "beta": 0}, **SIZES}, 4, 8, top_k=9, beta=0.0
     ),
     "hybrid": Named({"method": "hybrid", "cold": {"top_k": 3, **FLAT}, **SIZES}, 4, 8, top_k=3),
     "hybrid_with_spare_pages": Named(
@@ -175,10 +195,24 @@ class Twin:
         seen = resident & (positions <= row.length - new + token)
         if self.named.top_k is not None and end > start:
             keys = row.k[head // self.shape.group_size, start:end].double()
-            best = (keys @ q[head, token].double()).topk(min(self.named.top_k, end - start)).indices
+            best = self._retrieved(keys @ q[head, token].double())
             seen[start + best] = True
             self.work.retrieved += len(best)
+            self.work.most_retrieved = max(self.work.most_retrieved, len(best))
         return seen
+
+    def _retrieved(self, scores: Tensor) -> Tensor:
+        """The cold entries that a query with these true scores attends."""
+        assert self.named.top_k is not None
+        if self.named.top_k >= len(scores):
+            return torch.arange(len(scores))
+        best = scores.topk(min(self.named.most or self.named.top_k, len(scores))).indices
+        if self.named.beta is None:
+            return best
+        logits = SCALE * scores[best]
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
+        return best[logits >= logits[0] - self.named.beta]
 
     def _cold(self, row: Row) -> tuple[int, int]:
         if self.named.keep:

@@ -1,0 +1,63 @@
+"""How many cold entries a query attends: what may be asked for, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.types import TokenBudget
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"beta": -0.5}, "cold.beta: input should be greater than or equal to 0, got -0.5"),
+    ({"beta": math.nan}, "cold.beta: input should be a finite number, got nan"),
+    ({"beta": math.inf}, "cold.beta: input should be a finite number, got inf"),
+    ({"beta": "few"}, "cold.beta: input should be a valid number, unable to parse"),
+    ({"max_tokens": 0}, "cold.max_tokens: input should be greater than or equal to 1, got 0"),
+    ({"max_tokens": 99}, "cold: max_tokens must be at least top_k 100, got 99; raise it"),
+    ({"top_k": "all", "beta": 3}, "cold: beta limits a search, and top_k 'all' attends"),
+    ({"top_k": "all", "max_tokens": 3}, "cold: max_tokens limits a search, and top_k 'all'"),
+]
+
+
+@pytest.mark.parametrize(("cold", "text"), REFUSED)
+@pytest.mark.parametrize("method", ["hybrid", "retrieval_attention", "ivf"])
+def test_a_budget_that_means_nothing_is_refused(
+    method: str, cold: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        HybridConfig(method=method, cold=cold)
+    assert str(refusal.value).startswith(text)
+
+
+@pytest.mark.parametrize("method", ["full", "quest", "streaming_llm"])
+def test_methods_that_search_nothing_know_no_beta(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown {method} setting 'beta'"):
+        HybridConfig.from_settings({"method": method, "beta": "3"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0,), "top_k"),
+        ((5, 4), "max_tokens"),
+        ((5, None, -1.0), "beta"),
+        ((5, 9, math.nan), "beta"),
+    ],
+)
+def test_the_value_itself_refuses_what_it_cannot_mean(
+    arguments: tuple[Any, ...], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be"):
+        TokenBudget(*arguments)
+
+
+def test_short_names_reach_the_budget() -> None:
+    settings = {"method": "flat", "top_k": "64", "max_tokens": "1k", "beta": "7.5"}
+    cold = HybridConfig.from_settings(settings).cold
+    assert cold.budget == TokenBudget(64, 1024, 7.5)
+    assert cold.budget.most == 1024
+    assert TokenBudget(64).most == 64
