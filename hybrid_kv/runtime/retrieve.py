@@ -51,7 +51,7 @@ def retrieve(
                 for (extent, _), kept in zip(found, ids, strict=True)
             )
             if cut and top_k < budget.most:
-                top_k = min(2 * top_k, budget.most)
+                top_k = min(4 * top_k, budget.most)
                 continue
         parts = [(extent, kept) for (extent, _), kept in zip(found, ids, strict=True)]
         counts = torch.stack([(kept >= 0).sum(-1) for kept in ids]).sum(0)
