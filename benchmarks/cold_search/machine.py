@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 
 from hybrid_kv.report.environment import installed_version, probe_environment
@@ -46,11 +48,35 @@ class Memory:
         return best
 
 
-def environment(threads: int) -> dict[str, Any]:
+ROW_BYTES = 1024
+"""The largest index here, per key: usearch and HNSW at 128 channels, with room."""
+
+
+def refuse_what_does_not_fit(num_keys: int, head_dim: int, available: int | None = None) -> None:
+    """Checks a head's size before it is made.
+
+    Args:
+        available: bytes; None for what the system can give now.
+
+    Raises:
+        MemoryError: keys, what makes them, one more copy and the largest index exceed it.
+    """
+    free = psutil.virtual_memory().available if available is None else available
+    per_key = 3 * 4 * head_dim + ROW_BYTES
+    needed = num_keys * per_key
+    if needed > free:
+        raise MemoryError(
+            f"{num_keys:,} keys of {head_dim} channels take {needed / 2**30:.1f} GiB ({per_key:,} "
+            f"bytes a key: float32 keys, what they are made of, a copy for a library, and up to "
+            f"{ROW_BYTES:,} of index), {free / 2**30:.1f} GiB are available; choose a smaller --n"
+        )
+
+
+def environment(threads: Sequence[int]) -> dict[str, Any]:
     versions = {name: installed_version(name) for name in ("hnswlib", "usearch", "numpy")}
     return {
         **probe_environment().model_dump(mode="json"),
         "cache_bytes": cache_bytes(),
-        "threads": threads,
+        "threads": list(threads),
         "rivals": versions,
     }
