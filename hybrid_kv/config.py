@@ -156,6 +156,8 @@ class HybridConfig(PluginConfig):
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
         first step of a model takes seconds to minutes longer.
     backend: arithmetic back end; "auto" takes the fastest that can serve the tensors.
+    index_build: indexes that take long are built in the "background" while a scan serves, or
+        "wait" for them: then the same call gives the same tokens every time.
     """
 
     registry: ClassVar[Registry[Any]] = METHODS
@@ -167,6 +169,7 @@ class HybridConfig(PluginConfig):
     dense_extend_tokens: Tokens = 32
     compile_decode: bool = False
     backend: str = "auto"
+    index_build: Literal["background", "wait"] = "background"
 
     def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method
         super().__init__(**data)

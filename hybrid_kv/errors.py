@@ -59,6 +59,10 @@ class BackendUnavailable(HybridKVError, RuntimeError):
     exit_code = 2
 
 
+class IndexBuildWarning(RuntimeWarning):
+    """An index could not be built; everything works, more slowly."""
+
+
 class IntegrityError(HybridKVError, AssertionError):
     """The cache broke one of its own invariants."""
 

@@ -24,14 +24,28 @@ from hybrid_kv.types import (
     SearchResult,
 )
 
-__all__ = ["INDEXES", "METHODS", "Index", "Method", "Placement", "Plugin", "Registry"]
+__all__ = [
+    "INDEXES",
+    "METHODS",
+    "BuildCancelled",
+    "Index",
+    "Method",
+    "Placement",
+    "Plugin",
+    "Registry",
+]
+
+
+class BuildCancelled(Exception):  # noqa: N818 (an event, not a failure)
+    """A build has ended early because `Index.cancel` was called; the index is of no use."""
 
 
 class Index(ABC):
     """Finds the keys of one layer and one batch row that a query scores highest.
 
     One index serves all KV heads of the layer, so that a step enters it once. Searches may run
-    concurrently with each other, not with `build` or `add`.
+    concurrently with each other, not with `build` or `add`. `build` may run in another thread than
+    what follows it.
 
     exact: whether this instance always finds the best keys and scores every key; parameters may
         decide.
@@ -64,6 +78,19 @@ class Index(ABC):
             keys: [Hkv, N, D], N >= 0, on the host; kept by reference, never copied needlessly.
             samples: [Hkv, G, M, D] queries of the prefill at M positions, for indexes that learn
                 where queries fall; None where `needs` asks for none or the KV came without.
+        """
+
+    def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
+        """An empty index, quickly built over the same keys, that can serve until this one is built.
+
+        None where `build` is quick with these arguments: then it is waited for.
+        """
+        return None
+
+    def cancel(self) -> None:  # noqa: B027 (neutral on purpose)
+        """Asks a `build` that runs in another thread to give up; its result is not wanted any more.
+
+        It raises BuildCancelled as soon as it can, or runs to its end.
         """
 
     @abstractmethod

@@ -58,6 +58,7 @@ class Conversation:
 
     def forget_cache(self) -> None:
         """Drops the cache but not the history: the next turn computes everything anew."""
+        self._cache.close()
         self._cache = self._llm.runtime.cache()
 
     def _render(self, message: dict[str, str]) -> list[int]:
@@ -82,7 +83,7 @@ class Conversation:
                 break
             same += 1
         if same < cached and not self._cache.can_crop:
-            self._cache = self._llm.runtime.cache()
+            self.forget_cache()
         elif same < cached:
             self._cache.crop(same - cached)
 

@@ -22,11 +22,14 @@ class Generation:
     """What one call of `generate` produced, and what it cost.
 
     token_ids: the new tokens, without the prompt. token_times_s: when each came, seconds after the
-    call. ttft_s: time to the first, NaN if none came; prefill_s: the same without index builds;
-    index_build_s: of this call, whenever they ran. tpot_ms: mean time of each further token.
+    call. ttft_s: time to the first, NaN if none came; prefill_s: the same without the index builds
+    that were waited for; index_build_s: wall time of all builds during this call, those in the
+    background included. tpot_ms: mean time of each further token.
     phases_s: where the time after the first token went (with beams: all of it). work: of this call.
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
-    the cold tier held then. index: what served each layer and KV head at the end, and why.
+    the cold tier held then. index: what served each layer and KV head at the end, and why; with
+    `build` ("done", "in progress", "failed: ..."), the `searches` of the cache so far and those
+    before the index was built.
     """
 
     text: str

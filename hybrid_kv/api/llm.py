@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, overload
 
@@ -64,7 +65,7 @@ class LLM:
             ConfigError: the prompt is empty or longer than the model's context.
             CapacityError: the context does not fit into host memory; said before prefill starts.
         """
-        turn = Turn(self, self.runtime.cache(), self.encode(prompt), options)
+        turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options)
         return turn.stream() if stream else turn.run()
 
     def conversation(self) -> Conversation:
@@ -113,6 +114,16 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _OnlyTurn(Turn):
+    """A turn after which nobody needs its cache."""
+
+    def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        try:
+            return super().run(pieces)
+        finally:
+            self.cache.close()
 
 
 def load(

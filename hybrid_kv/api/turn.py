@@ -75,7 +75,8 @@ class Turn:
 
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
-        self._built_before = self.cache.kv.phases.seconds[INDEX_BUILD]
+        self._built_before = self.cache.kv.builds.clock.seconds
+        self._waited_before = self.cache.kv.phases.seconds[INDEX_BUILD]
         self._begin_phases()
 
     def _begin_phases(self) -> None:
@@ -147,14 +148,14 @@ class Turn:
             text = text.split(stop)[0]
         layers = self.cache.kv.layers.values()
         phases = self.cache.kv.phases.seconds
-        built_in_prefill = self._phases_before[INDEX_BUILD] - self._built_before
+        waited_in_prefill = self._phases_before[INDEX_BUILD] - self._waited_before
         return Generation(
             text=text,
             token_ids=token_ids,
             prompt_tokens=self._ids.shape[1],
             ttft_s=times[0] if times else nan,
-            prefill_s=times[0] - built_in_prefill if times else nan,
-            index_build_s=phases[INDEX_BUILD] - self._built_before,
+            prefill_s=times[0] - waited_in_prefill if times else nan,
+            index_build_s=self.cache.kv.builds.clock.seconds - self._built_before,
             tpot_ms=1e3 * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
             token_times_s=times,
             phases_s={name: phases[name] - self._phases_before[name] for name in PHASES},

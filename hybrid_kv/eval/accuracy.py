@@ -73,8 +73,8 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
 
 
 def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> HybridCache:
-    """A cache under `config` that holds the prompt."""
-    cache = runtime.cache(config)
+    """A cache under `config` that holds the prompt; indexes are waited for, to compare runs."""
+    cache = runtime.cache(config.replace(index_build="wait"))
     with torch.inference_mode():
         for layer, (k, v), evidence in zip(
             cache.layers, prompt.layers, prompt.evidence, strict=True

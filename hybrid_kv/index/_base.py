@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index import _checks
-from hybrid_kv.plugins import Index
+from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.types import SearchResult
 
 
@@ -23,6 +23,7 @@ class KeyIndex(Index):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._known: Tensor | None = None
+        self._is_cancelled = False
 
     @property
     def _keys(self) -> Tensor:
@@ -75,6 +76,15 @@ class KeyIndex(Index):
         if 0 in size:
             return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
         return self._find(queries.float(), size[2], min(most, keys.shape[1]))
+
+    def cancel(self) -> None:
+        """See `Index.cancel`; a kind whose `_rebuild` takes long looks with `_check_cancelled`."""
+        self._is_cancelled = True
+
+    def _check_cancelled(self) -> None:
+        """Raises BuildCancelled once `cancel` was called."""
+        if self._is_cancelled:
+            raise BuildCancelled
 
     @abstractmethod
     def _rebuild(self, samples: Tensor | None) -> None:

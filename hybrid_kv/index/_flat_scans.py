@@ -12,7 +12,7 @@ from hybrid_kv.index._scan import rank
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.types import SearchResult
 
 _SPARE_CANDIDATES = 32
@@ -62,7 +62,7 @@ class _StoredScan:
     append = rebuild
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
-        return self._scan.search(queries, most, pool=default_pool())
+        return self._scan.search(queries, most, pool=pool_here())
 
 
 class _Int8Scan:
@@ -74,7 +74,7 @@ class _Int8Scan:
     def rebuild(self, keys: Tensor) -> None:
         keys = _readable(keys)
         self._quantised = native_rows.QuantisedKeys(keys.shape[0], keys.shape[2])
-        self._quantised.build(keys, default_pool())
+        self._quantised.build(keys, pool_here())
         self._scan = native_flat.FlatScan(keys, self._quantised)
         self._built = keys.shape[1]
 
@@ -82,12 +82,12 @@ class _Int8Scan:
         if keys.shape[1] > _REFRESH * self._built:
             return self.rebuild(keys)
         keys = _readable(keys)
-        self._quantised.append(keys, default_pool())
+        self._quantised.append(keys, pool_here())
         self._scan = native_flat.FlatScan(keys, self._quantised)
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
-        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=default_pool())
+        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool_here())
 
     @property
     def memory_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from pydantic import Field
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._flat_scans import int8_scan
-from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.index.crossover import Crossover, read_crossover, write_crossover
+from hybrid_kv.index.crossover import read_crossover, write_crossover
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.plugins import INDEXES
 
 _ROUNDS = 15
@@ -47,14 +47,15 @@ class AutoIndex(GraphIndex):
 
     def _rebuild(self, samples: Tensor | None) -> None:
         self._samples = samples
-        known = self._known_crossover(samples)
-        if known is not None and len(self) < 0.8 * known.keys:
-            reason = f"{len(self)} keys; on this machine graphs pay from {known.keys:,} on"
-            self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
-            self._serve_flat()
-        else:
-            super()._rebuild(samples)
+        super()._rebuild(samples)
         self._samples = None
+
+    def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+        if samples is not None and self.params.remember:
+            known = read_crossover(_machine_key(keys, samples))
+            if known is not None and keys.shape[1] < 0.8 * known.keys:
+                return f"{keys.shape[1]} keys; on this machine graphs pay from {known.keys:,} on"
+        return super()._why_flat(keys, samples)
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         super()._serve(graphs)
@@ -68,32 +69,37 @@ class AutoIndex(GraphIndex):
         graph_s = _median_time(lambda q: self._find(q, top_k, top_k), queries)
         scan_s = _median_time(lambda q: scan.find(q, top_k, top_k), queries)
         if self.params.remember:
-            write_crossover(self._machine_key(self._samples), len(self), graph_s, scan_s)
+            key = _machine_key(self._keys, self._samples)
+            write_crossover(key, len(self), graph_s, scan_s)
         if scan_s < graph_s:
-            reason = f"the scan is faster here: {1e6 * scan_s:.0f} against {1e6 * graph_s:.0f} us"
-            self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
-            self._serve_flat()
+            self._serve_flat(
+                f"the scan is faster here: {1e6 * scan_s:.0f} against {1e6 * graph_s:.0f} us"
+            )
 
-    def _serve_flat(self) -> None:
-        super()._serve(self._no_graphs())
 
-    def _known_crossover(self, samples: Tensor | None) -> Crossover | None:
-        if samples is None or not self.params.remember:
-            return None
-        return read_crossover(self._machine_key(samples))
+def _machine_key(keys: Tensor, samples: Tensor) -> str:
+    """What the crossover depends on, beside the machine."""
+    heads, group, _, dim = samples.shape
+    shape = f"heads={heads} group={group} dim={dim} {keys.dtype}"
+    return f"{engine_state().isa} threads={_num_threads()} {shape}"
 
-    def _machine_key(self, samples: Tensor) -> str:
-        """What the crossover depends on, beside the machine."""
-        heads, group, _, dim = samples.shape
-        return f"{engine_state().isa} heads={heads} group={group} dim={dim} {self._keys.dtype}"
+
+def _num_threads() -> int:
+    """Threads that share a search of the calling thread."""
+    pool = pool_here() if engine_state().isa is not None else None
+    return 1 if pool is None else pool.threads
 
 
 def _median_time(search: Callable[[Tensor], Any], queries: list[Tensor]) -> float:
-    """Seconds of one search, after one that warms up."""
+    """Seconds of one search, after one that warms up.
+
+    Of one thread they are seconds of work, so that decoding beside a build does not count.
+    """
+    clock = thread_time if _num_threads() == 1 else perf_counter
     times = []
     search(queries[0])
     for query in queries:
-        begin = perf_counter()
+        begin = clock()
         search(query)
-        times.append(perf_counter() - begin)
+        times.append(clock() - begin)
     return median(times)

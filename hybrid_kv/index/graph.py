@@ -7,6 +7,7 @@ Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; Ro
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
 from hybrid_kv.index._learn import Goal, learn
+from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, no_graph
@@ -27,15 +29,17 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
-from hybrid_kv.plugins import INDEXES
+from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
 _BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
 _DRIFT = 0.02
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
 _ROW_ALIGNMENT = 64
+_QUERIES_AT_ONCE = 8192
+"""Of a search for nearest keys; a build that is cancelled ends after these."""
 _ARRAYS = ("keys_of", "lists", "entries")
 
 
@@ -105,22 +109,27 @@ class GraphIndex(KeyIndex):
     def describe(self) -> list[dict[str, Any]]:
         return [report.to_dict() for report in self.reports]
 
+    def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
+        return None if self._why_flat(keys, samples) else StandIn()
+
     def _rebuild(self, samples: Tensor | None) -> None:
-        learned = [self._learn_head(head, samples) for head in range(len(self._keys))]
+        if (reason := self._why_flat(self._keys, samples)) is not None:
+            self._serve_flat(reason)
+            return
+        assert samples is not None
+        learned = [self._learn_head(head, samples[head]) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
         self._serve(tuple(graph or no_graph() for graph, _ in learned))
+
+    def _serve_flat(self, reason: str) -> None:
+        self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
+        GraphIndex._serve(self, self._no_graphs())
 
     def _no_graphs(self) -> tuple[KeyGraph, ...]:
         return tuple(no_graph() for _ in self._keys)
 
-    def _learn_head(self, head: int, samples: Tensor | None) -> tuple[KeyGraph | None, HeadReport]:
+    def _learn_head(self, head: int, samples: Tensor) -> tuple[KeyGraph | None, HeadReport]:
         keys, p = self._keys[head], self.params
-        if len(keys) < p.min_keys:
-            return None, HeadReport("flat", f"{len(keys)} keys, a graph takes {p.min_keys}")
-        if samples is None or samples.shape[2] == 0:
-            return None, HeadReport("flat", "there are no prefill queries to learn from")
-        if (reason := _why_not(self._keys)) is not None:
-            return None, HeadReport("flat", reason)
         params = BuildParams(
             max_degree=p.max_degree, cap=p.cap, candidates=p.candidates, alpha=p.alpha
         )
@@ -132,7 +141,17 @@ class GraphIndex(KeyIndex):
             positions=p.check_positions,
             beams=_BEAMS if p.beam == "auto" else (p.beam,),
         )
-        return learn(keys, samples[head], params, p.list_length, goal, _HeadEngine(keys))
+        return learn(
+            keys, samples, params, p.list_length, goal, _HeadEngine(keys, self._check_cancelled)
+        )
+
+    def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+        """Why no graph can be learned for keys [Hkv, N, D], whatever they are; None if one can."""
+        if keys.shape[1] < self.params.min_keys:
+            return f"{keys.shape[1]} keys, a graph takes {self.params.min_keys}"
+        if samples is None or samples.shape[2] == 0:
+            return "there are no prefill queries to learn from"
+        return _why_unread(keys)
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         """Searches run on these graphs from now on; an empty one has its head scanned."""
@@ -141,7 +160,7 @@ class GraphIndex(KeyIndex):
         self._beam = max((report.beam for report in self.reports), default=0)
         if any(len(graph) for graph in graphs):
             rows = [_rows(self._keys[head], graph) for head, graph in enumerate(graphs)]
-            self._searcher = GraphSearcher(self._keys, rows, graphs, pool=default_pool())
+            self._searcher = GraphSearcher(self._keys, rows, graphs, pool=pool_here())
         else:
             self._scan = int8_scan(self._rerank)
             self._scan.rebuild(self._keys)
@@ -150,7 +169,7 @@ class GraphIndex(KeyIndex):
         if self._scan is not None:
             self._scan.append(self._keys)
         elif self._searcher is not None:
-            self._searcher.append(self._keys)
+            self._searcher.append(self._keys, pool_here())
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._scan is not None:
@@ -161,7 +180,9 @@ class GraphIndex(KeyIndex):
         # The check was for its own number of keys; to find more, more have to be expanded.
         beam = -(-beam * max(count, checked) // checked)
         ranked = max(beam, num_candidates(self._rerank, count, len(self)))
-        found = self._searcher.search(queries, min(most, ranked), beam=beam, pool_size=ranked)
+        found = self._searcher.search(
+            queries, min(most, ranked), beam=beam, pool_size=ranked, pool=pool_here()
+        )
         return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
 
     def save(self, path: str | Path) -> None:
@@ -227,18 +248,28 @@ class GraphIndex(KeyIndex):
 
 
 class _HeadEngine:
-    """What learning one head takes, from the native engine; keys [N, D] are quantised once."""
+    """What learning one head takes, from the native engine; keys [N, D] are quantised once.
 
-    def __init__(self, keys: Tensor) -> None:
+    Args:
+        check_cancelled: called between pieces of the work.
+    """
+
+    def __init__(self, keys: Tensor, check_cancelled: Callable[[], None]) -> None:
+        self._check_cancelled = check_cancelled
         self._quantised = _quantise(keys[None], with_blocks=True)
         self._scan = native_flat.FlatScan(keys[None], self._quantised)
 
     def nearest(self, queries: Tensor, count: int) -> Tensor:
         rerank = count + count // 2
-        return self._scan.nearest(0, queries, count, rerank=rerank, pool=default_pool())
+        found = []
+        for some in queries.split(_QUERIES_AT_ONCE):
+            self._check_cancelled()
+            found.append(self._scan.nearest(0, some, count, rerank=rerank, pool=pool_here()))
+        return torch.cat(found)
 
     def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
-        return project(lists, self._scan.keys[0], queries, params, default_pool())
+        self._check_cancelled()
+        return project(lists, self._scan.keys[0], queries, params, pool_here())
 
     def searcher(self, graph: KeyGraph) -> GraphSearcher:
         keys = self._scan.keys
@@ -255,11 +286,11 @@ def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
 def _quantise(keys: Tensor, *, with_blocks: bool = False) -> QuantisedKeys:
     heads, _, dim = keys.shape
     quantised = QuantisedKeys(heads, dim, with_rows=True, with_blocks=with_blocks)
-    quantised.build(keys, default_pool())
+    quantised.build(keys, pool_here())
     return quantised
 
 
-def _why_not(keys: Tensor) -> str | None:
+def _why_unread(keys: Tensor) -> str | None:
     """Why the engine does not serve these keys; None if it does."""
     if (state := engine_state()).isa is None:
         return f"no native engine: {state.detail}"

@@ -19,7 +19,8 @@ from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.runtime import check_host_memory, make_executor
+from hybrid_kv.transfer import Executor
 from hybrid_kv.types import bytes_per_token
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -43,6 +44,8 @@ class Attachment:
         self._open = True
         self._serving: nn.Module | None = None  # the outermost module that runs with our cache
         self._previous: str | None = None  # the model's own attention meanwhile
+        self._executor: Executor | None = None  # of all caches that build in the background
+        self._caches: weakref.WeakSet[HybridCache] = weakref.WeakSet()
         hf_attention.register()
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
@@ -81,7 +84,17 @@ class Attachment:
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
         config = config or self.config
-        return HybridCache(self.info, config, self._text_config, lambda: self._open)
+        cache = HybridCache(
+            self.info, config, self._text_config, lambda: self._open, self._executor_for(config)
+        )
+        self._caches.add(cache)
+        return cache
+
+    def _executor_for(self, config: HybridConfig) -> Executor:
+        if config.index_build == "wait":
+            return make_executor(config)
+        self._executor = self._executor or make_executor(config)
+        return self._executor
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
@@ -141,10 +154,17 @@ class Attachment:
             cache.end_forward(failed=failed)
 
     def close(self) -> None:
-        """Detaches: the model's attention, forwards and hooks are what they were before."""
+        """Detaches: the model's attention, forwards and hooks are what they were before.
+
+        Index builds in the background are given up; what cannot stop at once is waited for.
+        """
         if not self._open:
             return
         self._open = False
+        for cache in list(self._caches):
+            cache.close()
+        if self._executor is not None:
+            self._executor.close()
         if self._serving is not None:
             self._end_forward(failed=True)
         for hook in self._hooks:

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
 
@@ -157,6 +158,7 @@ class HybridCache(Cache):
     Args:
         model_config: the text model's transformers configuration.
         is_open: tells whether the attachment that made this cache still stands.
+        executor: shared with other caches; None for one of its own.
     """
 
     def __init__(
@@ -165,8 +167,9 @@ class HybridCache(Cache):
         config: HybridConfig,
         model_config: PreTrainedConfig,
         is_open: Callable[[], bool],
+        executor: Executor | None = None,
     ) -> None:
-        self.kv = KVCache(info, config)
+        self.kv = KVCache(info, config, executor)
         self._is_open = is_open
         self._in_forward = False
         self._mask: Tensor | None = None
@@ -270,6 +273,10 @@ class HybridCache(Cache):
         self.layers = self._new_layers()
         self.kv.reset()
         self._mask = None
+
+    def close(self) -> None:
+        """Gives up index builds that go on in the background; a cache nobody needs any more."""
+        self.kv.close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every token seen has exactly one owner in every layer."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,12 +11,13 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.decode import Step, decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.stats import INDEX_BUILD, Phases
+from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV, Overflow
-from hybrid_kv.transfer import Executor, SyncExecutor
+from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -43,17 +43,23 @@ class KVCache:
     A layer is *unsealed* while its prompt is computed: everything is resident, attention exact.
     Sealing asks the method where entries shall live; from then on short inputs read through the
     method and long ones attend exactly. Not safe for use from several threads at once.
+
+    Args:
+        executor: shared with other caches, whose owner closes it; None for one of its own, as
+            `config.index_build` says.
     """
 
     def __init__(
         self, info: ModelInfo, config: HybridConfig, executor: Executor | None = None
     ) -> None:
         self.info, self.config = info, config
-        self.executor: Executor = executor or SyncExecutor()
+        self.executor: Executor = executor or make_executor(config)
+        self._owns_executor = executor is None
         self.ops = get_ops(config.backend)
         self.method: Method = config.build()
         self.method.open(info)
         self.phases, self.work = Phases(), Work()
+        self.builds = IndexBuilds(self.executor, self.phases)
         self._watched = Needs()
         self._kept_evidence: dict[int, tuple[Evidence, ...]] = {}
         self.reserved_tokens = 0
@@ -115,6 +121,7 @@ class KVCache:
         self, layer: LayerKV, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
         layer_idx = layer.shape.layer_idx
+        layer.cold.settle()
         step = Step(
             self.ops, self.executor, self.phases, self.work, layer, q, scale=scale, softcap=softcap
         )
@@ -229,14 +236,7 @@ class KVCache:
                 samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
                 samples = self.executor.to_host(samples)
         make_index = layer.placement.index if layer.placement is not None else None
-        layer.cold.append(row, k, v, overflow.positions, make_index, samples, self._submit_build)
-
-    def _submit_build(self, build: Callable[[], None]) -> Future[None]:
-        def measured() -> None:
-            with self.phases.measure(INDEX_BUILD):
-                build()
-
-        return self.executor.background(measured)
+        layer.cold.append(row, k, v, overflow.positions, make_index, samples, self.builds)
 
     def crop(self, layer_idx: int, count: int) -> None:
         """Forgets the newest `count` tokens of every row of a layer."""
@@ -283,21 +283,40 @@ class KVCache:
 
     def reset_layer(self, layer_idx: int) -> None:
         """Forgets one layer's entries."""
-        self._layers.pop(layer_idx, None)
+        if (layer := self._layers.pop(layer_idx, None)) is not None:
+            layer.cold.release()
         self._evidence.pop(layer_idx, None)
         self._kept_evidence.pop(layer_idx, None)
 
     def reset(self) -> None:
         """Forgets everything; the cache is as new."""
-        self._layers.clear()
+        for layer_idx in list(self._layers):
+            self.reset_layer(layer_idx)
         self._evidence.clear()
         self._kept_evidence.clear()
         self.method = self.config.build()
         self.method.open(self.info)
         self.phases.reset()
+        self.builds = IndexBuilds(self.executor, self.phases)
         self.work = Work()
+
+    def close(self) -> None:
+        """Gives up index builds that are not done; what has been stored is served as before."""
+        for layer in self._layers.values():
+            layer.cold.cancel_builds()
+        if self._owns_executor:
+            self.executor.close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""
         for layer in self._layers.values():
             layer.check_integrity()
+
+
+def make_executor(config: HybridConfig) -> Executor:
+    """What runs the work beside the device under these settings.
+
+    Raises:
+        ConfigError: HYBRID_KV_BUILD_THREADS is no number of threads.
+    """
+    return ThreadExecutor() if config.index_build == "background" else SyncExecutor()

@@ -6,8 +6,7 @@ a shared extent starts one of its own, so nothing is ever copied or overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
-from hybrid_kv.plugins import Index
+from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape, SearchResult
-
-MakeIndex = Callable[[], Index]
-Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
 class ColdExtent:
@@ -36,8 +32,7 @@ class ColdExtent:
         self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
         self.refs = 1
-        self.index: Index | None = None
-        self.building: Future[None] | None = None
+        self.index: LiveIndex | None = None
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Adds k, v [Hkv, n, D] at positions [n]; amortised O(1) per token."""
@@ -60,6 +55,12 @@ class ColdExtent:
     def values(self) -> Tensor:
         """[Hkv, length, D], a view."""
         return self.v[:, : self.length]
+
+    def release(self) -> None:
+        """One row less refers to these entries; without any, the index need not be finished."""
+        self.refs -= 1
+        if self.refs == 0 and self.index is not None:
+            self.index.cancel()
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, D] of the oldest entries, views."""
@@ -92,7 +93,7 @@ class ColdStore:
         positions: Tensor,
         make_index: MakeIndex | None,
         samples: Tensor | None = None,
-        submit: Submit | None = None,
+        runner: BuildRunner | None = None,
     ) -> None:
         """Adds entries behind those of the row.
 
@@ -101,35 +102,49 @@ class ColdStore:
             positions: [n].
             make_index: the index of a new extent; None attends all of it.
             samples: [Hkv, G, M, D] queries for an index that learns from them.
-            submit: runs the build of a new extent's index; None runs it here.
+            runner: where an index is built; None for here, at once.
 
         Raises:
             NonFiniteError: a key or value is NaN or infinite; nothing was added.
+            Exception: the index failed; the row does not see the new entries.
         """
         check_finite(k, v, positions)
         spans = self.rows[row]
         last = spans[-1] if spans else None
-        if last is None or last.extent.refs > 1:
-            extent = ColdExtent(self.shape, self.dtype, max(2 * k.shape[1], 256))
-            spans.append(Span(extent, 0))
-            last = spans[-1]
+        is_new = last is None or last.extent.refs > 1
+        if last is None or is_new:
+            last = Span(ColdExtent(self.shape, self.dtype, max(2 * k.shape[1], 256)), 0)
         extent = last.extent
         if extent.length > last.length:  # the row was cropped since: forget what lies beyond
             extent.length = last.length
-            rebuild(extent)
-        finish_build(extent)  # an error of the build leaves these entries with their owner
+            if extent.index is not None:
+                extent.index.rebuild(extent.keys)
         extent.append(k, v, positions)
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
-            extent.index = make_index()
-            build = _builder(extent.index, extent.keys, samples)
-            if submit is None:
-                build()
-            else:
-                extent.building = submit(build)
+            runner = runner or InlineRunner()
+            extent.index = LiveIndex(make_index, extent.keys, samples, runner)
         # Last: where the index failed, the row does not see the new entries and forgets them later.
+        if is_new:
+            spans.append(last)
         last.length = extent.length
+
+    def settle(self) -> None:
+        """Lets the indexes that have been built since take over; not while a search runs on them.
+
+        Warns:
+            IndexBuildWarning: one has failed, and its keys are scanned.
+        """
+        for span in self.spans():
+            if span.extent.index is not None and span.extent.index.is_building:
+                span.extent.index.settle(span.extent.keys)
+
+    def cancel_builds(self) -> None:
+        """Gives up the indexes that are still being built; their stand-ins serve on."""
+        for span in self.spans():
+            if span.extent.index is not None:
+                span.extent.index.cancel()
 
     def search(
         self, row: int, queries: Tensor, top_k: int, most: int | None = None
@@ -162,7 +177,7 @@ class ColdStore:
         spans = self.rows[row]
         while (excess := self.num_tokens(row) - num_tokens) > 0:
             if spans[-1].length <= excess:
-                spans.pop().extent.refs -= 1
+                spans.pop().extent.release()
             else:
                 spans[-1].length -= excess
 
@@ -185,7 +200,7 @@ class ColdStore:
     def release(self) -> None:
         """Gives up all entries."""
         for span in self.spans():
-            span.extent.refs -= 1
+            span.extent.release()
         self.rows = [[] for _ in self.rows]
 
     def spans(self) -> list[Span]:
@@ -210,7 +225,6 @@ class ColdStore:
         for key, extent in extents.items():
             if extent.refs != counts[key]:
                 raise IntegrityError(f"extent counts {extent.refs} rows, {counts[key]} refer to it")
-            finish_build(extent)
             if extent.index is not None and len(extent.index) != extent.length:
                 raise IntegrityError(
                     f"index holds {len(extent.index)} of {extent.length} cold keys"
@@ -246,27 +260,6 @@ class ColdStore:
         return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
 
 
-def _builder(index: Index, keys: Tensor, samples: Tensor | None) -> Callable[[], None]:
-    def build() -> None:
-        index.build(keys, samples)
-
-    return build
-
-
-def rebuild(extent: ColdExtent) -> None:
-    """Builds the index anew over what is left of a cropped extent; crops rarely reach this far."""
-    if extent.index is not None:
-        finish_build(extent)
-        extent.index.build(extent.keys, None)
-
-
-def finish_build(extent: ColdExtent) -> None:
-    """Waits for a background build and raises what it raised."""
-    if extent.building is not None:
-        extent.building.result()
-        extent.building = None
-
-
 def _keep_only(result: SearchResult, keep: Tensor) -> SearchResult:
     ids = result.ids.masked_fill(~keep, -1)
     return result._replace(ids=ids, scores=result.scores.masked_fill(~keep, -torch.inf))
@@ -276,7 +269,6 @@ def _search_span(span: Span, queries: Tensor, top_k: int, most: int) -> SearchRe
     extent = span.extent
     if extent.index is None:
         raise IntegrityError("the cold tier was searched, but its placement named no index")
-    finish_build(extent)
     beyond = extent.length - span.length  # entries that this row does not see any more
     result = extent.index.search(queries, top_k + beyond, most + beyond)
     if not beyond:

@@ -2,5 +2,6 @@
 
 from hybrid_kv.transfer.executor import Executor
 from hybrid_kv.transfer.sync import SyncExecutor
+from hybrid_kv.transfer.threads import ThreadExecutor
 
-__all__ = ["Executor", "SyncExecutor"]
+__all__ = ["Executor", "SyncExecutor", "ThreadExecutor"]

@@ -26,6 +26,9 @@ class SyncExecutor:
     def background(self, work: Callable[[], None]) -> Future[None]:
         return self.start(work)
 
+    def close(self) -> None:
+        """Nothing is ever left to do."""
+
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu")
 

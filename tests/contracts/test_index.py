@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.plugins import BuildCancelled
 from tests.index.oracle import (
     DIM,
     KINDS,
+    RECALL_FLOOR,
     check_result,
     clustered,
     floor,
@@ -183,3 +185,37 @@ def test_searches_from_two_threads_agree_with_one(kind: str) -> None:
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.ids, other.ids)
         assert one.scored == other.scored
+
+
+def test_an_index_built_in_another_thread_serves_in_this_one(kind: str) -> None:
+    keys, queries = clustered(700)
+    index = make(kind)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(index.build, keys[:, :500], queries[:, None]).result()
+    index.add(keys)
+    result = index.search(queries, 16)
+    check_result(result, queries, keys, 16)
+    assert recall(result, queries, keys, 16) >= floor(index)
+
+
+def test_a_stand_in_keeps_the_contract_at_once(kind: str) -> None:
+    keys, queries = clustered(700)
+    stand_in = make(kind).stand_in(keys[:, :500], queries[:, None])
+    if stand_in is None:
+        return  # its build is quick and waited for
+    stand_in.build(keys[:, :500], None)
+    stand_in.add(keys)
+    check_result(stand_in.search(queries, 16), queries, keys, 16)
+    assert recall(stand_in.search(queries, 16), queries, keys, 16) >= RECALL_FLOOR
+    assert stand_in.stand_in(keys, queries[:, None]) is None, "or there would be no end"
+
+
+def test_a_build_that_is_not_wanted_ends_early_or_well(kind: str) -> None:
+    keys, queries = clustered(700)
+    index = make(kind)
+    index.cancel()
+    try:
+        index.build(keys, queries[:, None])
+    except BuildCancelled:
+        return
+    check_result(index.search(queries, 16), queries, keys, 16)

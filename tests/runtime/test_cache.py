@@ -13,11 +13,14 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods import RetrievalAttention
+from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
+from hybrid_kv.runtime.stats import WorkClock
 from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
-from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier, TokenBudget
 from tests.oracle import causal, softmax_attention, spread
+from tests.store.scene import LaterRunner
 from tests.tolerances import TOLERANCES
 
 SHAPE = LayerShape(0, 6, 2, 8)
@@ -191,53 +194,143 @@ def test_quest_reads_digests_and_not_keys(monkeypatch: pytest.MonkeyPatch) -> No
 
 # Builds in the background
 
+LEARNED = {"top_k": 9, "index": {"kind": "graph", "min_keys": 40, "check_positions": 4}}
+needs_engine = pytest.mark.skipif(
+    engine_state().isa is None, reason=f"no native engine: {engine_state().detail}"
+)
+
 
 class LaterExecutor(SyncExecutor):
     """Runs searches at once and builds when told."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[Callable[[], None], Future[None]]] = []
+        self.runner = LaterRunner()
+        self.closed = 0
 
     def background(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self.held.append((work, future))
-        return future
+        return self.runner.beside(work)
 
-    def finish(self) -> None:
-        for work, future in self.held:
-            work()
-            future.set_result(None)
-        self.held.clear()
-
-    def fail(self, error: Exception) -> None:
-        for _, future in self.held:
-            future.set_exception(error)
-        self.held.clear()
+    def close(self) -> None:
+        self.closed += 1
 
 
-def test_an_index_may_be_built_between_prompt_and_first_step() -> None:
+def served(kv: KVCache) -> list[tuple[str, int, int]]:
+    """State of the build, searches and those before it of each head of layer 0."""
+    return [
+        (head["build"], head["searches"], head["searches_before"])
+        for head in kv.layers[0].cold.describe_indexes()
+    ]
+
+
+@needs_engine
+def test_a_prompt_is_served_before_during_and_after_its_build() -> None:
     executor = LaterExecutor()
-    late, now = cache(executor=executor, **SMALL), cache(**SMALL)
-    q, entries = tokens(60)
+    late = cache(executor=executor, **SMALL, cold=LEARNED)
+    now = cache(**SMALL, cold=LEARNED, index_build="wait")
+    q, entries = tokens(300)
     for kv in (late, now):
         kv.attend(0, q, entries, None, scale=0.3)
         kv.seal(0)
-    assert len(executor.held) == 1
-    executor.finish()
-    q, entries = tokens(1)
-    one, other = (kv.attend(0, q, entries, None, scale=0.3).out for kv in (late, now))
-    assert torch.equal(one, other)
-    late.check_integrity()
+    assert served(late) == [("in progress", 0, 0)] * 2
+    assert served(now) == [("done", 0, 0)] * 2
+    steps = [tokens(1) for _ in range(30)]  # so many that the window moves on
+    for step, (q, entries) in enumerate(steps):
+        if step == 20:
+            executor.runner.finish()
+        outs = [kv.attend(0, q, entries, None, scale=0.3).out for kv in (late, now)]
+        if step >= 20:
+            assert torch.equal(*outs), "from now on both have the same index"
+        late.check_integrity()
+    assert served(late) == [("done", 30, 20)] * 2
 
 
-def test_an_error_of_a_build_surfaces_in_the_step_that_needs_it() -> None:
+@needs_engine
+def test_what_is_waited_for_is_the_same_every_time() -> None:
+    prompt, steps = tokens(300), [tokens(1) for _ in range(20)]
+
+    def run() -> list[Tensor]:
+        kv = cache(**SMALL, cold=LEARNED, index_build="wait")
+        kv.attend(0, *prompt, None, scale=0.3)
+        kv.seal(0)
+        assert served(kv) == [("done", 0, 0)] * 2
+        return [kv.attend(0, *step, None, scale=0.3).out for step in steps]
+
+    for one, other in zip(run(), run(), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_engine
+def test_builds_that_are_waited_for_are_told_from_the_others() -> None:
     executor = LaterExecutor()
-    kv = cache(executor=executor, **SMALL, cold={"top_k": 3})
-    feed(kv, 60)
+    late = cache(executor=executor, **SMALL, cold=LEARNED)
+    now = cache(**SMALL, cold=LEARNED, index_build="wait")
+    for kv in (late, now):
+        feed(kv, 300)
+        kv.seal(0)
+    waited, in_all = now.phases.seconds["index_build"], now.builds.clock.seconds
+    assert 0 < in_all <= waited
+    stand_in = late.builds.clock.seconds
+    waited = late.phases.seconds["index_build"]
+    executor.runner.finish()
+    assert late.phases.seconds["index_build"] == waited, "nobody waited"
+    assert late.builds.clock.seconds > stand_in
+
+
+def test_work_in_progress_counts_as_far_as_it_has_come() -> None:
+    clock = WorkClock()
+    with clock.running():
+        first = clock.seconds
+        with clock.running():
+            assert clock.seconds > first > 0
+    done = clock.seconds
+    assert clock.seconds == done > first
+
+
+@needs_engine
+@pytest.mark.parametrize("end", ["reset", "reset_layer", "close"])
+def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
+    executor = LaterExecutor()
+    kv = cache(executor=executor, **SMALL, cold=LEARNED)
+    feed(kv, 300)
     kv.seal(0)
-    executor.fail(MemoryError("index does not fit"))
-    with pytest.raises(MemoryError, match="index does not fit"):
-        feed(kv, 1)
+    (build,) = executor.runner.held
+    {"reset": kv.reset, "reset_layer": lambda: kv.reset_layer(0), "close": kv.close}[end]()
+    assert build.future.cancelled()
+    assert executor.closed == 0, "it belongs to whoever made it"
+
+
+@needs_engine
+def test_a_closed_cache_serves_what_it_has() -> None:
+    executor = LaterExecutor()
+    kv = cache(executor=executor, **SMALL, cold=LEARNED)
+    feed(kv, 300, 1)
+    kv.close()
+    assert feed(kv, 1).isfinite().all()
+    assert served(kv) == [("given up", 2, 2)] * 2
+    kv.check_integrity()
+
+
+def test_settings_choose_the_executor() -> None:
+    waiting, beside = cache(index_build="wait"), cache(index_build="background")
+    assert type(waiting.executor) is SyncExecutor
+    assert type(beside.executor) is ThreadExecutor
+    beside.close()
+
+
+@needs_engine
+def test_a_checkpoint_during_a_build_is_restored_after_it() -> None:
+    executor = LaterExecutor()
+    kv = cache(executor=executor, **SMALL, cold=LEARNED)
+    feed(kv, 300, 1)
+    checkpoint = kv.checkpoint()
+    feed(kv, *[1] * 10)
+    executor.runner.finish()
+    feed(kv, *[1] * 10)
+    kv.restore(checkpoint)
+    kv.check_integrity()
+    assert [build for build, _, _ in served(kv)] == ["done"] * 2
+    feed(kv, *[1] * 20)
+    kv.check_integrity()
 
 
 def test_a_key_that_is_not_finite_is_named_when_it_would_leave_the_window() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -73,3 +75,40 @@ class Feed:
         self.store.append(k, -k, None if bool(mask.all()) else mask)
         for row in range(rows):
             self.history[row] += tags[row][mask[row]].tolist()
+
+
+@dataclass(frozen=True)
+class HeldBuild:
+    """A build that has not begun."""
+
+    work: Callable[[], None]
+    future: Future[None] = field(default_factory=Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.work()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
+class LaterRunner:
+    """Holds back the builds that nobody waits for until a test lets them go."""
+
+    def __init__(self) -> None:
+        self.held: list[HeldBuild] = []
+
+    def here(self, build: Callable[[], None]) -> None:
+        build()
+
+    def beside(self, build: Callable[[], None]) -> Future[None]:
+        self.held.append(HeldBuild(build))
+        return self.held[-1].future
+
+    def finish(self) -> None:
+        for build in self.held:
+            build.run()
+        self.held.clear()

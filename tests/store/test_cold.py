@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-
 import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
 from hybrid_kv.types import LayerShape, bytes_per_token
-from tests.store.scene import SHAPE, flat_index, keys_of
+from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
 
 
 def store(rows: int = 1) -> ColdStore:
@@ -136,59 +136,131 @@ def test_no_entry_is_found_twice_across_extents() -> None:
     cold.check_integrity()
 
 
-class LaterExecutor:
-    """Holds builds back until told."""
+class Learning(FlatIndex):
+    """Takes long to build, as one that learns does; the scan stands in for it."""
 
-    def __init__(self) -> None:
-        self.pending: list[tuple[Callable[[], None], Future[None]]] = []
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self.pending.append((work, future))
-        return future
-
-    def finish(self, error: Exception | None = None) -> None:
-        for work, future in self.pending:
-            if error is not None:
-                future.set_exception(error)
-                continue
-            work()
-            future.set_result(None)
-        self.pending.clear()
+    def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index:
+        return IndexConfig(kind="flat").build()  # type: ignore[no-any-return]
 
 
-def test_a_build_in_the_background_is_waited_for_by_the_search() -> None:
-    cold, later = store(), LaterExecutor()
-    add(cold, 0, 9, submit=later.submit)
-    extent = cold.rows[0][0].extent
-    assert extent.building is not None
-    assert not extent.building.done()
-    later.finish()
+def learn(cold: ColdStore, start: int, stop: int, runner: LaterRunner, row: int = 0) -> None:
+    positions = torch.arange(start, stop)
+    k = keys_of(positions)
+    cold.append(row, k, -k, positions, lambda: Learning(FlatIndex.Params()), None, runner)
+
+
+def serving(cold: ColdStore, row: int = 0) -> str:
+    index = cold.rows[row][0].extent.index
+    assert index is not None
+    return "stand-in" if index.is_building else "index"
+
+
+def test_a_row_is_served_while_its_index_is_built_and_after() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    assert serving(cold) == "stand-in"
     assert found(cold, 0, LARGEST, 2) == [8, 7]
-    assert extent.building is None
+    cold.check_integrity()
+    cold.settle()
+    assert serving(cold) == "stand-in", "it is not built yet"
+    runner.finish()
+    cold.settle()
+    assert serving(cold) == "index"
+    assert found(cold, 0, LARGEST, 2) == [8, 7]
     cold.check_integrity()
 
 
-def test_a_later_token_waits_for_the_build_and_enters_the_index() -> None:
-    cold, later = store(), LaterExecutor()
-    add(cold, 0, 9, submit=later.submit)
-    later.finish()
-    add(cold, 9, 11)
-    assert found(cold, 0, LARGEST, 2) == [10, 9]
+def test_tokens_that_come_during_a_build_are_served_before_and_after() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    learn(cold, 9, 400, runner)  # the extent moves to a larger array
+    assert len(runner.held) == 1, "one build per extent"
+    assert found(cold, 0, LARGEST, 2) == [399, 398]
+    runner.finish()
+    learn(cold, 400, 403, runner)
+    cold.settle()
+    assert serving(cold) == "index"
+    assert found(cold, 0, LARGEST, 4) == [402, 401, 400, 399]
     cold.check_integrity()
 
 
-def test_a_failing_build_surfaces_at_the_search_and_at_the_next_token() -> None:
-    cold, later = store(), LaterExecutor()
-    add(cold, 0, 9, submit=later.submit)
-    later.finish(MemoryError("index does not fit"))
+def test_a_crop_during_a_build_hides_what_it_took() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    cold.truncate(0, 5)
+    runner.finish()
+    cold.settle()
+    assert serving(cold) == "index"
+    assert found(cold, 0, LARGEST, 2) == [4, 3]
+    cold.check_integrity()
+
+
+def test_a_crop_and_other_tokens_make_a_build_stale() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    cold.truncate(0, 5)
+    learn(cold, 50, 53, runner)
+    (build,) = runner.held
+    assert build.future.cancelled()
+    cold.settle()
+    assert found(cold, 0, LARGEST, 9) == [52, 51, 50, 4, 3, 2, 1, 0]
+    cold.check_integrity()
+
+
+def test_rows_that_fork_during_a_build_share_it() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    cold.fork([0, 0])
+    learn(cold, 9, 12, runner, row=1)
+    runner.finish()
+    cold.settle()
+    assert [serving(cold, row) for row in (0, 1)] == ["index", "index"]
+    assert found(cold, 0, LARGEST, 2) == [8, 7]
+    assert found(cold, 1, LARGEST, 4) == [11, 10, 9, 8]
+    cold.check_integrity()
+
+
+def test_a_branch_settles_what_its_origin_serves() -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    branch = cold.branch()
+    runner.finish()
+    branch.settle()
+    branch.release()
+    assert serving(cold) == "index"
+    cold.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["release", "truncate", "cancel_builds"])
+def test_a_build_ends_with_the_last_row_that_wants_it(end: str) -> None:
+    cold, runner = store(), LaterRunner()
+    learn(cold, 0, 9, runner)
+    cold.fork([0, 0])
+    cold.truncate(1, 0)
+    (build,) = runner.held
+    assert not build.future.cancelled(), "row 0 still wants it"
+    {
+        "release": cold.release,
+        "truncate": lambda: cold.truncate(0, 0),
+        "cancel_builds": cold.cancel_builds,
+    }[end]()
+    assert build.future.cancelled()
+    cold.settle()
+
+
+def test_a_failing_build_leaves_the_row_as_it_was() -> None:
+    class Failing(FlatIndex):
+        def _rebuild(self, samples: Tensor | None) -> None:
+            raise MemoryError("index does not fit")
+
+    cold, k = store(), keys_of(torch.arange(9))
     for _ in range(2):  # and does not go away
         with pytest.raises(MemoryError, match="index does not fit"):
-            found(cold, 0, LARGEST, 2)
-    with pytest.raises(MemoryError, match="index does not fit"):
-        add(cold, 9, 11)
-    # The tokens that came too late stay with their owner: otherwise both tiers would hold them.
-    assert cold.positions_of(0) == list(range(9))
+            cold.append(0, k, -k, torch.arange(9), lambda: Failing(FlatIndex.Params()))
+        assert cold.positions_of(0) == [], "the tokens stay with their owner"
+        cold.check_integrity()
+    add(cold, 0, 9)
+    assert found(cold, 0, LARGEST, 2) == [8, 7]
 
 
 def test_a_failing_insertion_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

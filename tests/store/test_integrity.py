@@ -109,7 +109,7 @@ def a_row_sees_more_than_the_extent_has(store: LayerKV) -> None:
 def the_index_lacks_a_key(store: LayerKV) -> None:
     extent = store.cold.rows[0][0].extent
     assert extent.index is not None
-    extent.index.build(extent.keys[:, :-1], None)
+    extent.index.rebuild(extent.keys[:, :-1])
 
 
 def order_is_claimed_and_not_there(store: LayerKV) -> None:

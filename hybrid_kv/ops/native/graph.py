@@ -70,7 +70,7 @@ class GraphSearcher:
         keys: [Hkv, N, D], the originals; the searcher refers to them.
         rows: one per KV head, `quantised.take(head, graph.rows(N))`; they grow with `append`.
         graphs: one per KV head.
-        pool: threads to share the heads; None for the calling one.
+        pool: threads to share the check of the graphs; None for the calling one.
 
     Raises:
         ShapeError, ConfigError: they do not fit together.
@@ -86,7 +86,6 @@ class GraphSearcher:
         engine: ctypes.CDLL | None = None,
     ) -> None:
         self._engine = _declared(find_engine(engine))
-        self._pool = pool
         if not len(keys) == len(graphs) == len(rows):
             raise ShapeError(
                 f"graphs and rows must be one per head, {len(keys)}, got {len(graphs)} and "
@@ -97,7 +96,7 @@ class GraphSearcher:
         self.graphs, self.rows = tuple(graphs), tuple(rows)
         self._refer(keys)
 
-    def append(self, keys: Tensor) -> None:
+    def append(self, keys: Tensor, pool: Pool | None = None) -> None:
         """Searches keys [Hkv, N, D] from now on: those known, and further ones.
 
         Raises:
@@ -106,7 +105,7 @@ class GraphSearcher:
         for head, (graph, rows) in enumerate(zip(self.graphs, self.rows, strict=True)):
             # So that the rows held stand for the first ones, and the next key is the next row.
             hidden = len(graph) - len(graph.keys_of)
-            rows.append(keys[head : head + 1, hidden:], self._pool)
+            rows.append(keys[head : head + 1, hidden:], pool)
         self._refer(keys)
 
     @property
@@ -150,6 +149,7 @@ class GraphSearcher:
         width: int = 4,
         beta: float | None = None,
         warm: Tensor | None = None,
+        pool: Pool | None = None,
     ) -> Searched:
         """The best keys of queries [Hkv, M, D] float32, ranked by exact scores.
 
@@ -162,6 +162,7 @@ class GraphSearcher:
             beta: leaves out keys whose score is more than this below the best one's.
             warm: [Hkv, M, W] int64 where to start besides the entries, such as the last step's
                 results; -1 for none. Keys that are no nodes are passed over.
+            pool: threads to share the heads; None for the calling one.
 
         Raises:
             ShapeError: queries or warm do not fit the keys.
@@ -185,15 +186,17 @@ class GraphSearcher:
         )
         if warm is not None:
             warm = _checked_warm(warm, queries)
-        return self._run(params, queries, warm)
+        return self._run(params, queries, warm, pool)
 
-    def _run(self, params: _Query, queries: Tensor, warm: Tensor | None) -> Searched:
+    def _run(
+        self, params: _Query, queries: Tensor, warm: Tensor | None, pool: Pool | None
+    ) -> Searched:
         heads = queries.shape[0]
         ids = torch.empty(heads, params.queries, params.top_k, dtype=torch.int64)
         scores = torch.empty(ids.shape)
         counts = torch.zeros(2, heads, dtype=torch.int64)
         status = self._engine.hkv_graph_search(
-            pool_handle(self._pool),
+            pool_handle(pool),
             heads,
             self._heads,
             byref(params),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_void_p
 from functools import cache
@@ -43,6 +44,9 @@ class Pool:
         self.handle = c_void_p()
 
 
+_thread = threading.local()
+
+
 @cache
 def default_pool() -> Pool:
     """One pool per process, with `HYBRID_KV_THREADS` threads or one per CPU it may use."""
@@ -55,3 +59,17 @@ def default_pool() -> Pool:
             "CPU"
         )
     return Pool(int(wanted))
+
+
+def work_alone() -> None:
+    """From now on this thread shares its work with no others; `pool_here` gives it no pool.
+
+    A pool runs one loop at a time, so that a long loop of a thread in the background would hold up
+    the searches of decoding.
+    """
+    _thread.is_alone = True
+
+
+def pool_here() -> Pool | None:
+    """The threads that share the calling thread's work: the default pool, None for itself alone."""
+    return None if getattr(_thread, "is_alone", False) else default_pool()

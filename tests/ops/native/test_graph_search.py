@@ -150,7 +150,7 @@ def test_threads_do_not_show() -> None:
     queries = make_queries(head, 40).repeat(4, 1, 1)
     pool = Pool(3)
     alone = GraphSearcher(keys, rows, graphs).search(queries, 9)
-    shared = GraphSearcher(keys, rows, graphs, pool=pool).search(queries, 9)
+    shared = GraphSearcher(keys, rows, graphs).search(queries, 9, pool=pool)
     pool.close()
     assert torch.equal(alone.ids, shared.ids)
     assert alone[2:] == shared[2:]
