@@ -160,14 +160,15 @@ class FilledKV(KVCache):
 
 
 def filled_cache(runtime: Attachment, context: SyntheticContext) -> HybridCache:
-    """A cache of the attachment that holds the context in all its layers, sealed.
+    """A cache of the attachment that holds the context in all its layers, sealed, indexes built.
 
     Continue it with `generate` on N + 1 token ids, of which only the last is computed.
 
     Raises:
         ConfigError: the model has layers that are not tiered.
     """
-    cache, config, dtype = runtime.cache(), runtime.config, runtime.model.dtype
+    config = runtime.config.replace(index_build="wait")
+    cache, dtype = runtime.cache(config), runtime.model.dtype
     cache.kv = FilledKV(runtime.info, config, context)
     cache.kv.reserve(context.num_tokens + context.max_steps)
     needs = cache.kv.method.needs

@@ -83,8 +83,9 @@ class Run(_Group):
     """One generation: its settings, its text and what it cost.
 
     config: the flat configuration. context_tokens: of the prompt. prefill_s: ttft_s without the
-    index builds in it. tpot_ms: mean time per token after the first. interrupted: the user ended it
-    early. index: what served each layer and KV head of the cold tier at the end, and why.
+    index builds that were waited for; index_build_s: all builds, wall time. tpot_ms: mean time per
+    token after the first. interrupted: the user ended it early. index: what served each layer and
+    KV head of the cold tier at the end, and why, and how far its build is.
     """
 
     config: dict[str, Any]
