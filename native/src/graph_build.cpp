@@ -4,92 +4,26 @@
 #include "graph_build.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include "error.h"
+#include "graph_covisit.h"
+#include "graph_inputs.h"
 #include "graph_prune.h"
 
 namespace hkv {
 namespace {
 
-constexpr int kTopWeight = 256;         // weight of one query that has both keys at its top
-constexpr double kRankDecay = 0.05;     // how fast weights fall with the rank
-constexpr int kMaxCap = 255;            // kTopWeight * kMaxCap fits 16 bits
-constexpr int kWeightBins = 1024;       // candidates are sorted no finer than this
 constexpr int kReversePerDegree = 4;    // reverse edges considered, in lists
 constexpr int64_t kItemNodes = 256;     // of one piece of parallel work
 constexpr int kPrefetchAhead = 8;
 
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15u;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
-
-/// Rows of different lengths in one array.
-template <typename Element>
-struct Ragged {
-  std::vector<int64_t> starts;
-  std::vector<Element> values;
-
-  int64_t size(int64_t row) const { return starts[row + 1] - starts[row]; }
-  const Element *begin(int64_t row) const { return values.data() + starts[row]; }
-};
-
-/// Lists every position of `targets` under the target it names; targets outside are left out.
-///
-/// Each thread takes a range of targets and reads all positions, so that no two write to the same
-/// place and positions stay in order.
-Ragged<uint32_t> invert(Pool *pool, const std::vector<int32_t> &targets, int32_t num_targets) {
-  Ragged<uint32_t> found;
-  found.starts.assign(num_targets + 1, 0);
-  const int64_t pieces = pool == nullptr ? 1 : pool->threads();
-  const auto positions = static_cast<int64_t>(targets.size());
-  const auto each = [&](int64_t piece, const auto &body) {
-    const auto first = static_cast<int32_t>(num_targets * piece / pieces);
-    const auto last = static_cast<int32_t>(num_targets * (piece + 1) / pieces);
-    for (int64_t at = 0; at < positions; ++at)
-      if (targets[at] >= first && targets[at] < last) body(targets[at], at);
-  };
-  parallel_for(pool, pieces, [&](int64_t piece, int) {
-    each(piece, [&](int32_t target, int64_t) { ++found.starts[target + 1]; });
-  });
-  std::partial_sum(found.starts.begin(), found.starts.end(), found.starts.begin());
-  found.values.resize(found.starts.back());
-  std::vector<int64_t> next(found.starts.begin(), found.starts.end() - 1);
-  parallel_for(pool, pieces, [&](int64_t piece, int) {
-    each(piece, [&](int32_t target, int64_t at) {
-      found.values[next[target]++] = static_cast<uint32_t>(at);
-    });
-  });
-  return found;
-}
-
 struct Candidate {
   int32_t node;
   int32_t distance;
-};
-
-/// What all workers read.
-struct Inputs {
-  const hkv_projection &projection;
-  int32_t num_nodes;
-  const int16_t *points;
-  std::vector<int32_t> norms;     // of the points
-  std::vector<int32_t> lists;     // nodes; num_nodes stands for none
-  std::vector<int32_t> extra;     // the same for [num_nodes, extra_length]
-  std::vector<uint16_t> weights;  // by rank
-  Ragged<uint32_t> visits;        // positions in `lists` that name the node
-
-  Point point(int32_t node) const { return points + int64_t{node} * HKV_POINT_DIMS; }
-  int32_t distance_between(int32_t a, int32_t b) const {
-    return distance(point(a), norms[a], point(b), norms[b]);
-  }
 };
 
 /// One worker's part of the build: everything about one node at a time.
@@ -97,23 +31,13 @@ class NodeBuilder {
  public:
   explicit NodeBuilder(const Inputs &inputs)
       : in_(inputs),
-        length_(inputs.projection.list_length),
         degree_(inputs.projection.degree),
-        weight_(inputs.num_nodes + 1, 0),
-        ranks_(std::max(1, length_)),
-        seen_(inputs.num_nodes, -1) {
-    const int64_t per_query = length_;
-    touched_.resize(per_query * inputs.projection.cap + inputs.projection.extra_length + 1);
-    while ((kTopWeight * (inputs.projection.cap + 1)) >> shift_ >= kWeightBins) ++shift_;
-    bins_.assign((UINT16_MAX >> shift_) + 1, 0);  // lists with duplicates exceed kWeightBins
-  }
+        visits_(inputs),
+        seen_(inputs.num_nodes, -1) {}
 
   /// Writes the node's own choice of neighbours; returns how many.
   int forward(int32_t node, int32_t *neighbours) {
-    choose_queries(node);
-    count_weights(node);
-    take_heaviest(node);
-    return prune(node, neighbours);
+    return prune(node, visits_.heaviest(node), neighbours);
   }
 
   /// Merges the node's own neighbours with the nodes that chose it; returns how many there are.
@@ -130,114 +54,22 @@ class NodeBuilder {
   }
 
  private:
-  /// All queries that retrieved the node; of too many, half the best and half spread over the rest.
-  void choose_queries(int32_t node) {
-    const uint32_t *visits = in_.visits.begin(node);
-    const int64_t count = in_.visits.size(node);
-    const int cap = in_.projection.cap;
-    chosen_.clear();
-    if (count <= cap) {
-      chosen_.assign(visits, visits + count);
-      return;
-    }
-    const int best = cap / 2;
-    rest_.clear();
-    std::fill(ranks_.begin(), ranks_.end(), 0);
-    for (int64_t i = 0; i < count; ++i) ++ranks_[visits[i] % length_];
-    int last_rank = 0, below = 0;  // ranks below last_rank are taken, and some of last_rank
-    while (below + ranks_[last_rank] < best) below += ranks_[last_rank++];
-    int at_last = best - below;
-    for (int64_t i = 0; i < count; ++i) {
-      const int rank = static_cast<int>(visits[i] % length_);
-      if (rank < last_rank || (rank == last_rank && at_last-- > 0))
-        chosen_.push_back(visits[i]);
-      else
-        rest_.push_back(visits[i]);
-    }
-    spread(node, cap - best);
-  }
-
-  /// One of each of `wanted` equal stretches of rest_.
-  void spread(int32_t node, int wanted) {
-    const auto count = static_cast<int64_t>(rest_.size());
-    for (int64_t i = 0; i < wanted; ++i) {
-      const int64_t first = count * i / wanted, last = count * (i + 1) / wanted;
-      const uint64_t random = mix(in_.projection.seed ^ mix(uint64_t(node) << 16 | uint64_t(i)));
-      chosen_.push_back(rest_[first + static_cast<int64_t>(random % uint64_t(last - first))]);
-    }
-  }
-
-  /// Adds to the weights of `count` nodes and notes those that had none.
-  template <typename Weight>
-  void add_weights(const int32_t *nodes, int count, const Weight &weight_at) {
-    // Copies in registers: the compiler cannot know that the arrays are apart.
-    uint16_t *const weights = weight_.data();
-    int32_t *touched = touched_.data() + num_touched_;
-    for (int i = 0; i < count; ++i) {
-      uint16_t &weight = weights[nodes[i]];
-      *touched = nodes[i];
-      touched += weight == 0;
-      weight = static_cast<uint16_t>(weight + weight_at(i));
-    }
-    num_touched_ = static_cast<int>(touched - touched_.data());
-  }
-
-  void count_weights(int32_t node) {
-    num_touched_ = 0;
-    const uint16_t *weights = in_.weights.data();
-    for (size_t i = 0; i < chosen_.size(); ++i) {
-      if (i + 1 < chosen_.size()) prefetch_list(chosen_[i + 1]);
-      const int rank = static_cast<int>(chosen_[i] % length_);
-      const int32_t *list = in_.lists.data() + (chosen_[i] - rank);
-      add_weights(list, rank, [=](int) { return weights[rank]; });
-      add_weights(list + rank, length_ - rank, [=](int at) { return weights[rank + at]; });
-    }
-    const int extra = in_.projection.extra_length;
-    add_weights(in_.extra.data() + int64_t{node} * extra, extra,
-                [=](int) { return weights[length_]; });
-  }
-
-  void prefetch_list(uint32_t visit) const {
-    const int32_t *list = in_.lists.data() + (visit - visit % length_);
-    for (int at = 0; at < length_; at += 16) __builtin_prefetch(list + at);
-  }
-
-  /// heaviest_ becomes the heaviest nodes in falling weight, of equal ones the first found.
-  void take_heaviest(int32_t node) {
-    weight_[node] = weight_[in_.num_nodes] = 0;
-    int highest = 0;
-    for (int i = 0; i < num_touched_; ++i) {
-      const int bin = weight_[touched_[i]] >> shift_;
-      ++bins_[bin];
-      highest = std::max(highest, bin);
-    }
-    int place = 0;
-    for (int bin = highest; bin >= 0; --bin) place += std::exchange(bins_[bin], place);
-    heaviest_.resize(num_touched_);
-    for (int i = 0; i < num_touched_; ++i)
-      heaviest_[bins_[weight_[touched_[i]] >> shift_]++] = touched_[i];
-    std::fill_n(bins_.begin(), highest + 1, 0);
-    heaviest_.resize(std::min(num_touched_, in_.projection.candidates + 2));
-    heaviest_.erase(std::remove_if(heaviest_.begin(), heaviest_.end(),
-                                   [&](int32_t other) {
-                                     return other == node || other == in_.num_nodes;
-                                   }),
-                    heaviest_.end());
-    heaviest_.resize(std::min<size_t>(heaviest_.size(), in_.projection.candidates));
-    for (int i = 0; i < num_touched_; ++i) weight_[touched_[i]] = 0;
-  }
-
-  int prune(int32_t node, int32_t *neighbours) {
+  int prune(int32_t node, const std::vector<int32_t> &candidates, int32_t *neighbours) {
     accepted_.clear();
     rejected_.clear();
-    const auto count = static_cast<int>(heaviest_.size());
+    const auto count = static_cast<int>(candidates.size());
     for (int i = 0; i < count && accepted_.count() < degree_; ++i) {
       if (i + kPrefetchAhead < count)
-        __builtin_prefetch(in_.point(heaviest_[i + kPrefetchAhead]));
-      const int32_t other = heaviest_[i];
+        __builtin_prefetch(in_.point(candidates[i + kPrefetchAhead]));
+      const int32_t other = candidates[i];
       if (!try_accept(other, in_.distance_between(node, other), neighbours))
         rejected_.push_back(other);
     }
+    return fill_up(neighbours);
+  }
+
+  /// Puts the first rejected ones into the places that are left; returns how many there are.
+  int fill_up(int32_t *neighbours) const {
     int filled = accepted_.count();
     for (size_t i = 0; i < rejected_.size() && filled < degree_; ++i)
       neighbours[filled++] = rejected_[i];
@@ -288,52 +120,17 @@ class NodeBuilder {
       if (accepted_.count() == degree_) break;
       if (!try_accept(other.node, other.distance, neighbours)) rejected_.push_back(other.node);
     }
-    int filled = accepted_.count();
-    for (size_t i = 0; i < rejected_.size() && filled < degree_; ++i)
-      neighbours[filled++] = rejected_[i];
-    return filled;
+    return fill_up(neighbours);
   }
 
   const Inputs &in_;
-  const int length_, degree_;
-  std::vector<uint16_t> weight_;  // by node; 0 between nodes
-  std::vector<int32_t> bins_;     // 0 between nodes
-  std::vector<int32_t> ranks_;
+  const int degree_;
+  CoVisits visits_;
   std::vector<int32_t> seen_;  // the last node that saw this one
-  std::vector<int32_t> touched_;
-  int num_touched_ = 0;
-  int shift_ = 0;
-  std::vector<uint32_t> chosen_, rest_;  // positions in the lists
-  std::vector<int32_t> heaviest_, rejected_;
+  std::vector<int32_t> rejected_;
   std::vector<Candidate> pool_;
   Accepted accepted_;
 };
-
-std::vector<uint16_t> rank_weights(int length) {
-  std::vector<uint16_t> weights(length + 1);
-  for (int rank = 0; rank <= length; ++rank)
-    weights[rank] =
-        static_cast<uint16_t>(std::max(1.0, std::floor(kTopWeight / (1.0 + kRankDecay * rank))));
-  return weights;
-}
-
-Inputs prepare(Pool *pool, const hkv_projection &projection, const int32_t *list_of,
-               int32_t num_nodes, const int16_t *points) {
-  Inputs in{projection, num_nodes, points, {}, {}, {}, rank_weights(projection.list_length), {}};
-  const auto node_of = [&](int32_t key) { return key < 0 ? num_nodes : list_of[key]; };
-  in.norms.resize(num_nodes);
-  for (int32_t node = 0; node < num_nodes; ++node)
-    in.norms[node] = dot_points(in.point(node), in.point(node));
-  in.lists.resize(projection.num_queries * projection.list_length);
-  for (size_t at = 0; at < in.lists.size(); ++at) in.lists[at] = node_of(projection.lists[at]);
-  const int extra = projection.extra_length;
-  in.extra.resize(int64_t{num_nodes} * extra);
-  for (int64_t key = 0; extra > 0 && key < projection.num_keys; ++key)
-    for (int i = 0; i < extra && list_of[key] >= 0; ++i)
-      in.extra[int64_t{list_of[key]} * extra + i] = node_of(projection.extra[key * extra + i]);
-  in.visits = invert(pool, in.lists, num_nodes);
-  return in;
-}
 
 /// Calls body(builder, node) for all nodes from `first` on; a worker keeps its builder.
 template <typename Body>
