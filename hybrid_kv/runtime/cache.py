@@ -283,15 +283,13 @@ class KVCache:
 
     def reset_layer(self, layer_idx: int) -> None:
         """Forgets one layer's entries."""
-        if (layer := self._layers.pop(layer_idx, None)) is not None:
-            layer.cold.release()
+        self._layers.pop(layer_idx, None)
         self._evidence.pop(layer_idx, None)
         self._kept_evidence.pop(layer_idx, None)
 
     def reset(self) -> None:
         """Forgets everything; the cache is as new."""
-        for layer_idx in list(self._layers):
-            self.reset_layer(layer_idx)
+        self._layers.clear()
         self._evidence.clear()
         self._kept_evidence.clear()
         self.method = self.config.build()

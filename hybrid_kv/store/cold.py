@@ -56,12 +56,6 @@ class ColdExtent:
         """[Hkv, length, D], a view."""
         return self.v[:, : self.length]
 
-    def release(self) -> None:
-        """One row less refers to these entries; without any, the index need not be finished."""
-        self.refs -= 1
-        if self.refs == 0 and self.index is not None:
-            self.index.cancel()
-
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, D] of the oldest entries, views."""
         return self.k[:, :length], self.v[:, :length]
@@ -177,7 +171,7 @@ class ColdStore:
         spans = self.rows[row]
         while (excess := self.num_tokens(row) - num_tokens) > 0:
             if spans[-1].length <= excess:
-                spans.pop().extent.release()
+                spans.pop().extent.refs -= 1
             else:
                 spans[-1].length -= excess
 
@@ -200,7 +194,7 @@ class ColdStore:
     def release(self) -> None:
         """Gives up all entries."""
         for span in self.spans():
-            span.extent.release()
+            span.extent.refs -= 1
         self.rows = [[] for _ in self.rows]
 
     def spans(self) -> list[Span]:
