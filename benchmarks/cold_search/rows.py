@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from benchmarks.cold_search import rivals
 from benchmarks.cold_search.engines import Engine, Own
+from benchmarks.cold_search.pivot import PivotGraph
 from hybrid_kv.plugins import INDEXES
 
 SINGLE, GROUP = ("single",), ("group",)
@@ -33,7 +34,7 @@ class Knob:
 KNOBS = {
     "ivf": Knob("nprobe", 1, 1024),
     "hnsw": Knob("ef_search", 100, 1600),
-    "graph": Knob("beam", 16, 1024),
+    "graph": (BEAM := Knob("beam", 16, 1024)),
 }
 EF = Knob("ef", 100, 1600)
 PROVEN = {"target_recall": 1e-6, "max_scanned": 1.0, "min_keys": 1}
@@ -85,6 +86,7 @@ def default_rows() -> list[Row]:
         *(own("flat", keys=keys, precision="stored") for keys in ("f32", "bf16", "f16")),
         *(own("flat", keys="f16", precision=word) for word in reduced_precisions()),
         own("ivf", nlist=1024),
+        Row("pivot-graph keys=f16", partial(PivotGraph, keys="f16", beam=16, **PROVEN), BOTH, BEAM),
         own("graph", keys="f16"),
         own("graph", GROUP, swept=False, keys="f16"),
         own("auto", GROUP, keys="f16", remember=False),

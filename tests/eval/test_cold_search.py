@@ -20,6 +20,7 @@ from benchmarks.cold_search import (
     machine,
     measure,
     minilm,
+    pivot,
     plots,
     run,
     timing,
@@ -448,6 +449,26 @@ def test_rows_are_chosen_by_pattern_and_written_out() -> None:
     assert parse_rows("graph:beam=100")[0].knob is None
     with pytest.raises(LookupError, match="faiss-flat"):
         chosen_rows(["nothing"])
+
+
+def test_pivot_links_are_pruned_filled_and_returned() -> None:
+    keys = np.array([[1, 0], [2, 0], [0.9, 0.1], [0.5, 1], [-1, 0]], np.float32)
+    candidates = np.full((5, 4), -1, np.int32)
+    candidates[0] = [4, 3, 2, 1]  # key 1 is best for 0, and scores 2 and 3 higher than 0 does
+    assert pivot.link(candidates, keys, 4)[0].tolist() == [1, 4, 2, 3]
+    linked = pivot.link(candidates, keys, 2)
+    assert linked[0].tolist() == [1, 4]
+    assert linked[1].tolist() == linked[4].tolist() == [0, -1]
+    assert linked[2].tolist() == [-1, -1]
+
+
+def test_queries_of_one_pivot_share_its_list() -> None:
+    lists = np.array([[3, 1, 2], [0, 2, 4], [3, 2, 5]], np.int32)
+    found = pivot.by_pivot(lists, 6)
+    assert found[3][found[3] >= 0].tolist()[0] == 2  # named twice
+    assert sorted(found[3][found[3] >= 0].tolist()) == [1, 2, 5]
+    assert sorted(found[0][found[0] >= 0].tolist()) == [2, 4]
+    assert (found[[1, 2, 4, 5]] == -1).all()
 
 
 def test_an_unknown_kind_or_parameter_makes_a_row_absent() -> None:
