@@ -17,7 +17,6 @@
 namespace hkv {
 namespace {
 
-constexpr int64_t kRowsAhead = 8;  // value rows that are asked for before they are needed
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Scratch {
@@ -90,16 +89,21 @@ int64_t Attend::take_ids(const hkv_attend_head &from, int64_t row) const {
   return count;
 }
 
-/// Logits become exp(logit - largest), padded with 0 to whole vectors; returns the largest.
+/// Dot products become exp(logit - largest), padded with 0 to whole vectors; returns the largest.
 float Attend::to_weights(float *logits, int64_t count, float &total) const {
-  float largest = kNone;
-  for (int64_t i = 0; i < count; ++i) {
-    float logit = logits[i] * scale;
-    if (softcap > 0.0f) logit = softcap * std::tanh(logit / softcap);
-    logits[i] = logit;
-    largest = std::max(largest, logit);
-  }
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  std::fill(logits + count, logits + padded, logits[count - 1]);  // changes no maximum
+  Floats most = Floats{} + kNone;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    Floats scaled = load_floats(logits + i) * scale;
+    if (softcap > 0.0f)
+      for (int lane = 0; lane < kLanes; ++lane)
+        scaled[lane] = softcap * std::tanh(scaled[lane] / softcap);
+    store_floats(logits + i, scaled);
+    most = scaled > most ? scaled : most;
+  }
+  float largest = kNone;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
   std::fill(logits + count, logits + padded, kNone);
   Floats sums{};
   for (int64_t i = 0; i < padded; i += kLanes) {
@@ -112,33 +116,55 @@ float Attend::to_weights(float *logits, int64_t count, float &total) const {
   return largest;
 }
 
-/// sums [padded] += weights of `count` <= 4 rows; a row's last vector may overlap the one before.
+/// sums [Vectors] += weights of rows, from one vector of each row on; asks for later rows meanwhile.
+template <typename Element, int Vectors>
+void add_columns(const Element *const *rows, const Element *const *later, const float *weights,
+                 int64_t count, int start, float *to) {
+  Floats sums[Vectors];
+  for (int i = 0; i < Vectors; ++i) sums[i] = load_floats(to + i * kLanes);
+  for (int64_t row = 0; row < count; ++row)
+    for (int i = 0; i < Vectors; ++i) {
+      __builtin_prefetch(later[row] + start + i * kLanes);
+      sums[i] += load_floats(rows[row] + start + i * kLanes) * weights[row];
+    }
+  for (int i = 0; i < Vectors; ++i) store_floats(to + i * kLanes, sums[i]);
+}
+
+/// sums [padded] += weights of rows; a row's last vector may overlap the one before.
 template <typename Element>
-void add_rows(const Element *const rows[4], const float weights[4], const RowVectors &vectors,
-              float *sums) {
-  for (int vector = 0; vector < vectors.count; ++vector) {
-    Floats sum = load_floats(sums + vector * kLanes);
-    for (int row = 0; row < 4; ++row)
-      sum += read_vector(rows[row], vectors, vector) * weights[row];
-    store_floats(sums + vector * kLanes, sum);
+void add_rows(const Element *const *rows, const Element *const *later, const float *weights,
+              int64_t count, const RowVectors &vectors, float *sums) {
+  if (vectors.dim < kLanes) {
+    Floats sum = load_floats(sums);
+    for (int64_t row = 0; row < count; ++row)
+      sum += read_vector(rows[row], vectors, 0) * weights[row];
+    store_floats(sums, sum);
+    return;
   }
+  int vector = 0;  // only the last one may start elsewhere
+  for (; vector + 8 <= vectors.dim / kLanes; vector += 8)
+    add_columns<Element, 8>(rows, later, weights, count, vectors.start(vector),
+                            sums + vector * kLanes);
+  for (; vector < vectors.count; ++vector)
+    add_columns<Element, 1>(rows, later, weights, count, vectors.start(vector),
+                            sums + vector * kLanes);
 }
 
 template <typename Element>
 void add_values(const hkv_keys &values, const uint32_t *ids, const float *weights, int64_t count,
                 float *sums) {
+  constexpr int64_t kRows = 8;  // that are still in the first cache when their columns are added
   const RowVectors vectors(values.dim);
   const Element *base = static_cast<const Element *>(values.data);
-  for (int64_t at = 0; at < count; at += 4) {
-    for (int64_t i = at + kRowsAhead; i < std::min(at + kRowsAhead + 4, count); ++i)
-      prefetch_row(base + int64_t{ids[i]} * values.stride, values.dim);
-    const Element *rows[4];
-    float four[4];
-    for (int i = 0; i < 4; ++i) {
-      rows[i] = base + int64_t{ids[std::min(at + i, count - 1)]} * values.stride;
-      four[i] = at + i < count ? weights[at + i] : 0.0f;
+  const int64_t ahead = rows_ahead<Element>(values.dim);
+  for (int64_t at = 0; at < count; at += kRows) {
+    const int64_t num_rows = std::min(kRows, count - at);
+    const Element *rows[kRows], *later[kRows];
+    for (int64_t i = 0; i < num_rows; ++i) {
+      rows[i] = base + int64_t{ids[at + i]} * values.stride;
+      later[i] = base + int64_t{ids[std::min(at + ahead + i, count - 1)]} * values.stride;
     }
-    add_rows(rows, four, vectors, sums);
+    add_rows(rows, later, weights + at, num_rows, vectors, sums);
   }
 }
 
@@ -157,7 +183,8 @@ void Attend::attend(const hkv_attend_head &from, int64_t row) const {
   key_vectors.pad(queries + row * from.keys.dim, own.query.data());
   score_listed<Element>(from.keys, own.query.data(), own.ids.data(), count, own.logits.data());
   const Element *values = static_cast<const Element *>(from.values.data);
-  for (int64_t i = 0; i < std::min(kRowsAhead, count); ++i)  // arrive during the softmax
+  const int64_t first = std::min(rows_ahead<Element>(from.values.dim), count);
+  for (int64_t i = 0; i < first; ++i)  // arrive during the softmax
     prefetch_row(values + int64_t{own.ids[i]} * from.values.stride, from.values.dim);
   float total;
   const float largest = to_weights(own.logits.data(), count, total);

@@ -24,7 +24,10 @@ def host_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         if num_bytes < _HUGE_PAGE:
             return torch.empty(list(size), dtype=dtype)
-        pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE)  # room to start on a huge page
+        # Private, as huge pages are seldom granted to shared memory, which is the default here. A
+        # copy of the process sees its own memory from then on. There is room to align the start.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
         with suppress(AttributeError, OSError):  # not every system knows them
             pages.madvise(mmap.MADV_HUGEPAGE)
         raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive

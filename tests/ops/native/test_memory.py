@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,6 +22,19 @@ def test_arrays_are_aligned_and_can_be_written(size: list[int], dtype: torch.dty
     assert array.data_ptr() % (2 * MIB if array.numel() > MIB else 64) == 0
     array.fill_(1.5)
     assert (array == 1.5).all()
+
+
+def test_a_large_array_is_private_memory_which_huge_pages_are_granted_to() -> None:
+    # Shared memory, which an anonymous mapping of Python is by default, gets small pages.
+    array = host_array([4 * MIB], torch.uint8).fill_(1)
+    address = array.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, kind = line.split()[:2]
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            assert kind == "rw-p"
+            return
+    pytest.fail("the array lies nowhere")
 
 
 def test_arrays_of_inference_mode_can_be_written_outside_of_it() -> None:
