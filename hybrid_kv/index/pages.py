@@ -13,6 +13,10 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._scan import SCRATCH_BYTES, rank, scan
+from hybrid_kv.ops.native.library import engine
+from hybrid_kv.ops.native.pages import PageDigests
+from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
 
@@ -33,6 +37,7 @@ class PagesIndex(KeyIndex):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._digests = torch.empty(0, 0, 0)  # [Hkv, capacity, 2 D]: maximum, minimum
+        self._described: PageDigests | None = None  # the pages in use, for the engine
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
@@ -63,6 +68,9 @@ class PagesIndex(KeyIndex):
         if full < self._num_pages:
             rest = self._keys[:, full * size :]
             self._digests[:, full] = torch.cat([rest.amax(1), rest.amin(1)], -1)
+        highs, lows = self._digests[:, : self._num_pages].chunk(2, -1)
+        served = highs.dtype in DTYPES and engine() is not None
+        self._described = PageDigests(lows, highs) if served else None
 
     def _empty_digests(self, pages: int) -> Tensor:
         heads, _, dim = self._keys.shape
@@ -89,19 +97,24 @@ class PagesIndex(KeyIndex):
         )
 
     def _find_few(self, queries: Tensor, count: int, wanted: int) -> SearchResult:
-        # max(q lo, q hi) per channel = relu(q) hi - relu(-q) lo: the bound is a dot product, and
-        # pages are chosen by an exact scan over the digests.
-        digests = self._digests[:, : self._num_pages]
-        _, pages = scan(_split_signs(queries), digests, wanted)
+        pages = self._best_pages(queries, wanted)
         size = self.params.page_size
         ids = (pages[..., None] * size + torch.arange(size)).flatten(2)
         beyond = ids >= len(self)
         heads = torch.arange(ids.shape[0])[:, None, None]
         rows = self._keys[heads, ids.clamp_max(len(self) - 1)].float()
         scores = torch.matmul(rows, queries[..., None])[..., 0].masked_fill(beyond, -torch.inf)
-        scored = digests.shape[0] * queries.shape[1] * digests.shape[1] + int((~beyond).sum())
+        scored = queries.shape[0] * queries.shape[1] * self._num_pages + int((~beyond).sum())
         scores, ids = rank(scores, ids, count)
         return SearchResult(ids, scores, scored)
+
+    def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
+        """[Hkv, M, wanted] pages with the highest bounds, unordered."""
+        if self._described is not None:
+            return self._described.search(queries, wanted, pool=default_pool())[1]
+        # max(q lo, q hi) per channel = relu(q) hi - relu(-q) lo: the bound is a dot product, and
+        # pages are chosen by an exact scan over the digests.
+        return scan(_split_signs(queries), self._digests[:, : self._num_pages], wanted)[1]
 
 
 def _split_signs(queries: Tensor) -> Tensor:

@@ -91,6 +91,15 @@ class Ops:
         )
         return PartialAttention(part.out[:, :, 0], part.lse[:, :, 0])
 
+    def page_scores(self, q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
+        """[H, M, P] float32 upper bounds of the scores in each page, for queries q [H, M, D].
+
+        key_min, key_max: [H, P, D], the digests of the pages; see `reference.page_scores`.
+        """
+        if self.backend in ("auto", "native") and native.serves(key_min, key_max):
+            return native.page_scores(q, key_min, key_max)
+        return reference.page_scores(q, key_min, key_max)
+
     def _chosen(self, q: Tensor, k: Tensor, plain: bool) -> str:
         pairs = q.shape[2] * k.shape[2]
         return choose_backend(

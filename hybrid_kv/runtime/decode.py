@@ -17,7 +17,7 @@ from hybrid_kv.attention import (
     merge_partials,
 )
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops import Ops, reference
+from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
@@ -178,7 +178,7 @@ def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
     layer, new = step.layer, step.q.shape[2]
     head, tail = _pinned_pages(step, row)
     key_min, key_max = layer.resident.page_bounds(row)
-    scores = reference.page_scores(q, key_min, key_max)
+    scores = step.ops.page_scores(q, key_min, key_max)
     step.work.scored += scores.numel()
     # One page list per KV head: a page is as good as its best query head says.
     shared = scores.reshape(scores.shape[0], -1, new, scores.shape[-1]).amax(1)

@@ -14,6 +14,9 @@
 
 namespace hkv {
 
+/// For what holds its sums in registers: as a call of its own it would pass them through memory.
+#define HKV_INLINE __attribute__((always_inline))
+
 /// How a row of `dim` elements is read in vectors.
 ///
 /// The last vector ends with the row and so may overlap the one before it; the query's copy has
@@ -50,7 +53,7 @@ inline Floats read_vector(const Element *row, const RowVectors &vectors, int vec
 ///
 /// All vectors of lanes are added in one order, however many queries there are.
 template <int Queries>
-inline void store_sums(const Floats (&sums)[Queries][4], float *out) {
+HKV_INLINE inline void store_sums(const Floats (&sums)[Queries][4], float *out) {
 #if defined(__AVX512F__)
   __m512 rows[Queries];  // in each 128 bits: a part of the sums of the four rows
   for (int query = 0; query < Queries; ++query) {
@@ -64,7 +67,7 @@ inline void store_sums(const Floats (&sums)[Queries][4], float *out) {
                            (Floats)_mm512_maskz_shuffle_ps(0xffff, ab, cd, 0xee));
   }
   if constexpr (Queries == 4) {
-    const auto both = [](__m512 a, __m512 b, auto low, auto high) {
+    const auto both = [](__m512 a, __m512 b, auto low, auto high) HKV_INLINE {
       return (__m512)((Floats)_mm512_maskz_shuffle_f32x4(0xffff, a, b, decltype(low)::value) +
                       (Floats)_mm512_maskz_shuffle_f32x4(0xffff, a, b, decltype(high)::value));
     };
@@ -108,11 +111,11 @@ inline void store_sums(const Floats (&sums)[Queries][4], float *out) {
 /// later: rows that will be needed and, with `Ask`, are asked for bit by bit, because memory and
 /// arithmetic overlap only where their instructions lie close together.
 template <typename Element, int Queries, bool Ask>
-inline void dot_four_rows(const Element *const rows[4], const Element *const later[4],
+HKV_INLINE inline void dot_four_rows(const Element *const rows[4], const Element *const later[4],
                           const RowVectors &vectors, const float *queries, float *out) {
   Floats sums[Queries][4] = {};
   const int padded = vectors.padded();
-  const auto add = [&](const Floats keys[4], const float *factors) {
+  const auto add = [&](const Floats keys[4], const float *factors) HKV_INLINE {
     for (int query = 0; query < Queries; ++query) {
       const Floats factor = load_floats(factors + query * padded);
       for (int row = 0; row < 4; ++row) sums[query][row] += keys[row] * factor;
@@ -125,7 +128,7 @@ inline void dot_four_rows(const Element *const rows[4], const Element *const lat
   } else {
     const Element *const a = rows[0], *const b = rows[1], *const c = rows[2], *const d = rows[3];
     const Element *const e = later[0], *const f = later[1], *const g = later[2], *const h = later[3];
-    const auto add_at = [&](int start, const float *factors) {
+    const auto add_at = [&](int start, const float *factors) HKV_INLINE {
       if (Ask)
         for (const Element *row : {e, f, g, h}) __builtin_prefetch(row + start);
       const Floats keys[4] = {load_floats(a + start), load_floats(b + start),

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.library import engine, engine_state
+from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
 from hybrid_kv.types import PartialAttention
 
-__all__ = ["attend_retrieved", "engine_state", "serves"]
+__all__ = ["attend_retrieved", "engine_state", "page_scores", "serves"]
 
 
 def serves(k: Tensor, v: Tensor) -> bool:
-    """Whether the engine is there and reads keys and values [H, N, D] where they lie."""
+    """Whether the engine is there and reads two arrays [H, N, D] of one dtype where they lie."""
     return (
         k.device.type == "cpu"
         and k.dtype == v.dtype
@@ -34,3 +35,8 @@ def attend_retrieved(
     """See `Ops.attend_retrieved`; out and lse are float32."""
     attention = RetrievedAttention(k, v)
     return attention.attend(q.float(), ids, scale=scale, softcap=softcap, pool=default_pool())
+
+
+def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
+    """See `Ops.page_scores`."""
+    return PageDigests(key_min, key_max).scores(q.float(), pool=default_pool())
