@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -64,6 +64,9 @@ class Engine(Protocol):
         ...
 
 
+BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
+DRIFT = 0.02
+"""Recall that is lost between the prompt, where heads are checked, and the text that follows."""
 _METRIC_QUERIES = 16384
 
 
@@ -109,18 +112,8 @@ def learn(
     projected = perf_counter()
     held = _exact_answers(keys, check, goal.top_k, engine)
     searcher = engine.searcher(graph)
-
-    def try_beam(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
-        top_k = held.ids.shape[-1]
-        found = [searcher.search(group[None], top_k, beam=beam) for group in asked]
-        rows = sum(result.rows_visited for result in found)
-        return (
-            torch.cat([result.ids for result in found]),
-            torch.cat([result.scores for result in found]),
-            rows / (len(found) * keys.shape[0]),
-        )
-
-    trials = run_trials(held, try_beam, goal.beams, goal.recall)
+    search = beam_search(searcher, held.ids.shape[-1], len(keys))
+    trials = run_trials(held, search, goal.beams, goal.recall)
     trial, reason = choose(trials, goal.recall, goal.mass, goal.max_scanned)
     sample = queries[:: max(1, len(queries) // _METRIC_QUERIES)].float()
     report = HeadReport(
@@ -134,6 +127,23 @@ def learn(
         project_s=projected - listed,
     )
     return (None if trial is None else graph), report
+
+
+def beam_search(
+    searcher: Searcher, top_k: int, num_keys: int
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor, float]]:
+    """What `run_trials` searches with: positions [P, G, D] one by one, as decoding does."""
+
+    def search(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
+        found = [searcher.search(group[None], top_k, beam=beam) for group in asked]
+        rows = sum(result.rows_visited for result in found)
+        return (
+            torch.cat([result.ids for result in found]),
+            torch.cat([result.scores for result in found]),
+            rows / (len(found) * num_keys),
+        )
+
+    return search
 
 
 def _exact_answers(keys: Tensor, check: Tensor, top_k: int, engine: Engine) -> HeldOut:

@@ -20,7 +20,8 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
-from hybrid_kv.index._learn import Goal, learn
+from hybrid_kv.index._growth import GraphGrowth
+from hybrid_kv.index._learn import BEAMS, DRIFT, Goal, learn
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
@@ -34,9 +35,6 @@ from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
-_BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
-_DRIFT = 0.02
-"""Recall that is lost between the prompt, where heads are checked, and the text that follows."""
 _ROW_ALIGNMENT = 64
 _QUERIES_AT_ONCE = 8192
 """Of a search for nearest keys; a build that is cancelled ends after these."""
@@ -49,8 +47,11 @@ class GraphIndex(KeyIndex):
 
     One graph per KV head, from the queries of all its query heads, which also search it together.
     Every head proves itself on queries that took no part in its build (`reports`): where it misses
-    the goal, or has few keys, all keys are scored in 8 bits and the best ranked exactly. Keys that
-    are added later are scored one and all.
+    the goal, or has few keys, all keys are scored in 8 bits and the best ranked exactly.
+
+    Keys that are added later are scored one and all, or, with `link_keys`, until there are so many:
+    then they are linked through the searches that have found them, one head in an `add`, and the
+    head proves itself anew. Those that no search has found by then are not found afterwards.
     """
 
     class Params(config.Params):
@@ -61,7 +62,9 @@ class GraphIndex(KeyIndex):
         many) and from the prompt's end; min_keys: fewer are scanned; beam: keys expanded per query,
         "auto" for what the self-check found; target_recall, target_mass: goals of the self-check,
         one of which has to be reached; check_positions: held out for it; check_top_k: the best keys
-        that it asks for; max_scanned: largest share of the keys that a search may score.
+        that it asks for; max_scanned: largest share of the keys that a search may score; link_keys:
+        later keys that are linked together, 0 for never; link_positions: the latest positions whose
+        searches link them.
         """
 
         max_degree: int = Field(default=64, ge=2, le=256)
@@ -78,6 +81,8 @@ class GraphIndex(KeyIndex):
         check_positions: config.Count = 64
         check_top_k: config.Count = 100
         max_scanned: float = Field(default=0.25, gt=0, le=1)
+        link_keys: config.Tokens = 0
+        link_positions: config.Count = 1024
 
     _file_kind: ClassVar[str] = "graph"
     _rerank: ClassVar[float] = 1.5
@@ -90,6 +95,8 @@ class GraphIndex(KeyIndex):
         self._searcher: GraphSearcher | None = None
         self._scan: FlatScan | None = None
         self._beam = 1
+        self._group_size = 0  # query heads, 0 if not known
+        self._growth: GraphGrowth | None = None
 
     @classmethod
     def needs(cls, params: Any) -> Needs:
@@ -104,7 +111,9 @@ class GraphIndex(KeyIndex):
 
     @property
     def memory_bytes(self) -> int:
-        return sum(kept.memory_bytes for kept in (self._searcher, self._scan) if kept)
+        recent = None if self._growth is None else self._growth.recent
+        parts = (self._searcher, self._scan, recent)
+        return sum(part.memory_bytes for part in parts if part is not None)
 
     def describe(self) -> list[dict[str, Any]]:
         return [report.to_dict() for report in self.reports]
@@ -117,6 +126,7 @@ class GraphIndex(KeyIndex):
             self._serve_flat(reason)
             return
         assert samples is not None
+        self._group_size = samples.shape[1]
         learned = [self._learn_head(head, samples[head]) for head in range(len(self._keys))]
         self.reports = tuple(report for _, report in learned)
         self._serve(tuple(graph or no_graph() for graph, _ in learned))
@@ -130,19 +140,22 @@ class GraphIndex(KeyIndex):
 
     def _learn_head(self, head: int, samples: Tensor) -> tuple[KeyGraph | None, HeadReport]:
         keys, p = self._keys[head], self.params
-        params = BuildParams(
-            max_degree=p.max_degree, cap=p.cap, candidates=p.candidates, alpha=p.alpha
-        )
         goal = Goal(
             top_k=p.check_top_k,
-            recall=min(1.0, p.target_recall + _DRIFT),
+            recall=min(1.0, p.target_recall + DRIFT),
             mass=p.target_mass,
             max_scanned=p.max_scanned,
             positions=p.check_positions,
-            beams=_BEAMS if p.beam == "auto" else (p.beam,),
+            beams=BEAMS if p.beam == "auto" else (p.beam,),
         )
-        return learn(
-            keys, samples, params, p.list_length, goal, _HeadEngine(keys, self._check_cancelled)
+        engine = _HeadEngine(keys, self._check_cancelled)
+        return learn(keys, samples, self._build_params, p.list_length, goal, engine)
+
+    @property
+    def _build_params(self) -> BuildParams:
+        p = self.params
+        return BuildParams(
+            max_degree=p.max_degree, cap=p.cap, candidates=p.candidates, alpha=p.alpha
         )
 
     def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
@@ -155,12 +168,15 @@ class GraphIndex(KeyIndex):
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         """Searches run on these graphs from now on; an empty one has its head scanned."""
-        self._searcher = self._scan = None
+        self._searcher = self._scan = self._growth = None
         self._graphs = graphs
         self._beam = max((report.beam for report in self.reports), default=0)
         if any(len(graph) for graph in graphs):
             rows = [_rows(self._keys[head], graph) for head, graph in enumerate(graphs)]
             self._searcher = GraphSearcher(self._keys, rows, graphs, pool=pool_here())
+            if self.params.link_keys and self._group_size:
+                sizes = [len(graph) for graph in graphs]
+                self._growth = GraphGrowth(self.params, self._build_params, sizes)
         else:
             self._scan = int8_scan(self._rerank)
             self._scan.rebuild(self._keys)
@@ -170,6 +186,15 @@ class GraphIndex(KeyIndex):
             self._scan.append(self._keys)
         elif self._searcher is not None:
             self._searcher.append(self._keys, pool_here())
+            self._link(self._searcher)
+
+    def _link(self, searcher: GraphSearcher) -> None:
+        if self._growth is None:
+            return
+        reports = self._growth.link_one(searcher, self._keys, self.reports)
+        if reports is not None:
+            self.reports, self._graphs = reports, searcher.graphs
+            self._beam = max(report.beam for report in reports)
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._scan is not None:
@@ -183,6 +208,10 @@ class GraphIndex(KeyIndex):
         found = self._searcher.search(
             queries, min(most, ranked), beam=beam, pool_size=ranked, pool=pool_here()
         )
+        if self._growth is not None and queries.shape[1] % self._group_size == 0:
+            per_position = (self._group_size, -1)  # of several new tokens the newest one counts
+            newest = (part.unflatten(1, per_position)[:, :, -1] for part in (queries, found.ids))
+            self._growth.recent.record(*newest)
         return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
 
     def save(self, path: str | Path) -> None:
@@ -202,6 +231,7 @@ class GraphIndex(KeyIndex):
             "keys": _fingerprint(self._keys, self._linked),
             "linked": [len(graph) for graph in self._graphs],
             "degrees": [graph.degree for graph in self._graphs],
+            "group_size": self._group_size,
         }
         write_arrays(Path(path), self._file_kind, meta, arrays)
 
@@ -218,7 +248,7 @@ class GraphIndex(KeyIndex):
         try:
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
-            fingerprint = meta["keys"]
+            fingerprint, index._group_size = meta["keys"], int(meta["group_size"])
             graphs = tuple(
                 KeyGraph(
                     **{name: torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache, partial
 
@@ -107,6 +108,38 @@ class GraphSearcher:
             hidden = len(graph) - len(graph.keys_of)
             rows.append(keys[head : head + 1, hidden:], pool)
         self._refer(keys)
+
+    def relink(self, head: int, graph: KeyGraph) -> None:
+        """Searches one head in a longer graph from now on.
+
+        Its nodes have to be among the present ones and the keys beyond them, as they are where
+        `extend` was given what this searcher found.
+
+        Raises:
+            ShapeError: they are not.
+        """
+        old, rows = self.graphs[head], self.rows[head]
+        wanted = graph.rows(self._keys.shape[1])
+        place = torch.searchsorted(old.keys_of.long(), wanted)
+        known = len(old.keys_of)
+        beyond = wanted >= len(old)
+        place = torch.where(beyond, known + wanted - len(old), place)
+        if bool((old.keys_of[place[~beyond]] != wanted[~beyond]).any()):
+            raise ShapeError(
+                "a longer graph must keep to the nodes of the old one and later keys, got others; "
+                "build the searcher anew"
+            )
+        graphs, kept = list(self.graphs), list(self.rows)
+        graphs[head], kept[head] = graph, rows.take(0, place)
+        self.graphs, self.rows = tuple(graphs), tuple(kept)
+        self._refer(self._keys)
+
+    def of_head(self, head: int) -> GraphSearcher:
+        """A searcher of one head alone, over the same rows, for as long as nothing is appended."""
+        alone = copy(self)
+        alone.graphs, alone.rows = (self.graphs[head],), (self.rows[head],)
+        alone._refer(self._keys[head : head + 1])
+        return alone
 
     @property
     def memory_bytes(self) -> int:
