@@ -1,0 +1,159 @@
+"""Where a decode step of the runtime goes: arithmetic, or Python around it.
+
+    python benchmarks/decode_step/run.py --context 128k
+
+Attention-like KV of two layers of the Llama-3-8B shape is filled in; then the runtime is asked as a
+model would ask it, layer by layer, without the model's own products. Arithmetic is what runs inside
+the native engine and torch's attention; all else is overhead. Times are CPU times of the calling
+thread with one thread everywhere, so that a busy machine changes little. The last line on
+stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import sys
+from collections.abc import Callable
+from functools import wraps
+from statistics import median
+from time import thread_time
+from typing import Any
+
+os.environ.setdefault("HYBRID_KV_THREADS", "1")
+
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.config import parse_count
+from hybrid_kv.eval.filling import FilledKV, SyntheticContext
+from hybrid_kv.ops import torch_cpu
+from hybrid_kv.ops.native import library
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.types import LayerShape, ModelInfo, Needs
+
+INFO = ModelInfo(tuple(LayerShape(idx, 32, 8, 128) for idx in range(2)))
+ENGINE_CALLS = ("hkv_flat_search", "hkv_graph_search", "hkv_attend")
+
+
+class Arithmetic:
+    """Seconds inside the functions that compute, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function, assigned=())
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._seconds += thread_time() - begin
+
+        return timed
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def filled(context: SyntheticContext, config: hkv.HybridConfig, steps: int) -> KVCache:
+    """A cache that holds the context in both layers."""
+    cache = FilledKV(INFO, config, context)
+    cache.reserve(context.num_tokens + steps)
+    needs = cache.method.needs
+    for shape in INFO.layers:
+        layer_idx = shape.layer_idx
+        evidence = (context.evidence(layer_idx, needs, torch.bfloat16),) if needs != Needs() else ()
+        cache.load(layer_idx, *context.kv(layer_idx, torch.bfloat16), evidence)
+    return cache
+
+
+def step(cache: KVCache) -> None:
+    q = torch.ones(1, 32, 1, 128, dtype=torch.bfloat16)
+    new = torch.ones(1, 8, 1, 128, dtype=torch.bfloat16)
+    for shape in INFO.layers:
+        cache.attend(shape.layer_idx, q, (new, new), None, scale=128**-0.5)
+
+
+def measure(cache: KVCache, steps: int) -> dict[str, Any]:
+    """Medians per layer, in microseconds, and the share of arithmetic."""
+    arithmetic = Arithmetic()
+    engine, attend = library.engine(), torch_cpu.attend
+    for _ in range(3):
+        step(cache)  # declares the engine's functions before they are wrapped
+    calls = {name: getattr(engine, name) for name in ENGINE_CALLS if hasattr(engine, name)}
+    for name, call in calls.items():
+        setattr(engine, name, arithmetic.wrap(call))
+    torch_cpu.attend = arithmetic.wrap(attend)
+    whole, inside = [], []
+    try:
+        for _ in range(steps):
+            arithmetic.take()
+            begin = thread_time()
+            step(cache)
+            whole.append(1e6 * (thread_time() - begin) / len(INFO.layers))
+            inside.append(1e6 * arithmetic.take() / len(INFO.layers))
+    finally:
+        torch_cpu.attend = attend
+        for name, call in calls.items():
+            setattr(engine, name, call)
+    outside = [a - b for a, b in zip(whole, inside, strict=True)]
+    return {
+        "layer_us": median(whole),
+        "arithmetic_us": median(inside),
+        "overhead_us": median(outside),
+        "arithmetic_share": median(inside) / median(whole),
+    }
+
+
+def profile(cache: KVCache, steps: int) -> None:
+    """Shows where the overhead lies."""
+    with cProfile.Profile() as profiler:
+        for _ in range(steps):
+            step(cache)
+    stats = pstats.Stats(profiler, stream=sys.stderr)
+    stats.sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--context", type=parse_count, default=2**17)
+    parser.add_argument("--indexes", default="flat:int8,graph")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--profile", action="store_true", help="print a profile of the calls")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    context = SyntheticContext(INFO, options.context, max_steps=4 * options.steps + 8)
+    rows = {}
+    for name in options.indexes.split(","):
+        kind, _, precision = name.partition(":")
+        index = {"kind": kind, "precision": precision} if precision else {"kind": kind}
+        config = hkv.HybridConfig(
+            method="retrieval_attention", cold={"index": index}, index_build="wait"
+        )
+        with torch.inference_mode():
+            cache = filled(context, config, 4 * options.steps)
+            rows[name] = measure(cache, options.steps)
+            if options.profile:
+                profile(cache, options.steps)
+        cells = ", ".join(f"{key} {value:.3g}" for key, value in rows[name].items())
+        print(f"{name:>12}: {cells}", file=sys.stderr)
+    report = {
+        "benchmark": "decode_step",
+        "context_tokens": options.context,
+        "layers": len(INFO.layers),
+        "threads": 1,
+        "isa": library.engine_state().isa,
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
