@@ -79,6 +79,7 @@ class SyntheticContext:
             torch.stack([head.test_queries(member) for member in range(group)])
             for head in self._made
         ]  # [G, max_steps, D] each
+        self._steps: dict[int, Tensor] = {}  # [Hq, max_steps, D] by layer, made when asked for
         self._values = torch.randn(
             num_tokens, head_dim, generator=torch.Generator().manual_seed(seed)
         )
@@ -106,12 +107,12 @@ class SyntheticContext:
 
     def query(self, layer_idx: int, step: int) -> Tensor:
         """[1, Hq, 1, D] float32, of the decode step that many tokens after the context."""
-        heads = range(self._shape(layer_idx).num_kv_heads)
-        number = [self._number(layer_idx, head) for head in heads]
-        asked = [
-            self._turned(layer_idx, head, self._asked[number[head]][:, step]) for head in heads
-        ]
-        return torch.cat(asked)[None, :, None]
+        if layer_idx not in self._steps:
+            heads = range(self._shape(layer_idx).num_kv_heads)
+            asked = [self._asked[self._number(layer_idx, head)] for head in heads]
+            turned = [self._turned(layer_idx, head, asked[head]) for head in heads]
+            self._steps[layer_idx] = torch.cat(turned)
+        return self._steps[layer_idx][None, :, step, None]
 
     def _prompt_queries(self, layer_idx: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         shape = self._shape(layer_idx)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64
-"""Bytes; a cache line, which vector loads must not straddle."""
+from hybrid_kv.ops.native.memory import host_array, host_zeros
 
 
 def allocate(
@@ -20,22 +17,15 @@ def allocate(
 
     What is allocated in inference mode can never be written outside of it, and a cache lives longer
     than the mode it was first filled in. On the host, memory asked for empty or as zeros is not
-    committed before it is written.
+    committed before it is written, and large arrays lie on huge pages: cold rows are read in any
+    order.
     """
     with torch.inference_mode(False):
+        if device.type == "cpu" and fill in (None, 0):
+            return host_array(size, dtype) if fill is None else host_zeros(size, dtype)
         if fill is None:
             return torch.empty(list(size), dtype=dtype, device=device)
-        if fill == 0 and device.type == "cpu":
-            return _uncommitted_zeros(size, dtype)
         return torch.full(list(size), fill, dtype=dtype, device=device)
-
-
-def _uncommitted_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros from the system's zero pages; `torch.zeros` would write, and so commit, every byte."""
-    num_bytes = math.prod(size) * dtype.itemsize
-    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    skip = -raw.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(list(size))
 
 
 def enlarge(tensor: Tensor, axis: int, size: int, fill: float | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.native.memory import host_array, host_zeros
 
 MIB = 2**20
 
@@ -22,6 +22,16 @@ def test_arrays_are_aligned_and_can_be_written(size: list[int], dtype: torch.dty
     assert array.data_ptr() % (2 * MIB if array.numel() > MIB else 64) == 0
     array.fill_(1.5)
     assert (array == 1.5).all()
+
+
+@pytest.mark.parametrize("size", [[3, 0], [5, 333], [3, MIB + 5]])
+def test_zeros_are_zeros_in_memory_that_was_used_before(
+    size: list[int], dtype: torch.dtype
+) -> None:
+    host_zeros(size, dtype).fill_(1.5)
+    zeros = host_zeros(size, dtype)
+    assert (list(zeros.shape), zeros.dtype) == (size, dtype)
+    assert not zeros.any()
 
 
 def test_a_large_array_is_private_memory_which_huge_pages_are_granted_to() -> None:
