@@ -320,7 +320,7 @@ class TestBuiltInMethods:
         assert {"sink_tokens", "window_tokens", "spare_tokens", "page_budget", "cold"} <= set(
             config.flat()
         )
-        assert set(config.flat()["cold"]) == {"top_k", "index"}
+        assert {"top_k", "index"} <= set(config.flat()["cold"])
 
     @pytest.mark.parametrize("method", sorted(METHODS))
     def test_defaults_survive_a_round_trip_through_json(self, method: str) -> None:

@@ -127,6 +127,9 @@ class Spy:
                 spied.attended.append(args[2].shape[2])
                 return ops.attend_retrieved(q, *args, **options)
 
+            def __getattr__(self, name: str) -> Any:
+                return getattr(ops, name)
+
         kv.ops = Counting()  # type: ignore[assignment]
         for owner, name in (
             (ResidentStore, "row_view"),
