@@ -22,6 +22,10 @@ ISAS = {
         *("-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
     ],
 }
+FLAGS = [
+    *("-std=c++17", "-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra", "-pthread", "-g0"),
+]
 NATIVE = Path("native")
 
 
@@ -33,11 +37,7 @@ def engine(isa: str) -> Extension:
         depends=sorted(str(path) for path in NATIVE.rglob("*.h")),
         include_dirs=[str(NATIVE / "include")],
         define_macros=[("HKV_ISA_NAME", f'"{isa}"')],
-        extra_compile_args=[
-            *("-std=c++17", "-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-            *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra", "-pthread", "-g0"),
-            *ISAS[isa],
-        ],
+        extra_compile_args=[*FLAGS, *ISAS[isa]],
         extra_link_args=["-pthread"],
         language="c++",
         optional=True,
@@ -64,7 +64,8 @@ class BuildEngine(build_ext):
         super(BuildEngine, own).build_extension(ext)
 
 
-setup(
-    ext_modules=[engine(isa) for isa in (ISAS if X86 else ["baseline"])],
-    cmdclass={"build_ext": BuildEngine},
-)
+if __name__ == "__main__":  # scripts/_native.sh only reads the flags
+    setup(
+        ext_modules=[engine(isa) for isa in (ISAS if X86 else ["baseline"])],
+        cmdclass={"build_ext": BuildEngine},
+    )

@@ -22,7 +22,7 @@ extern "C" {
 enum hkv_status {
   HKV_OK = 0,
   HKV_INVALID = 1,   /* an argument is out of range */
-  HKV_NO_MEMORY = 2, /* an allocation failed; nothing was changed */
+  HKV_NO_MEMORY = 2, /* an allocation failed; results are unfinished, and the call may be repeated */
   HKV_FAILED = 3     /* anything else */
 };
 

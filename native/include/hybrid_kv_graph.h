@@ -58,7 +58,7 @@ HKV_API int hkv_graph_project(hkv_pool *pool, const hkv_projection *projection,
 
 /* Bytes of one packed list: two for each of `degree` neighbours, rounded up to 16, and an eighth of a
  * byte for each bit beyond 16 that node numbers need; rounded up to whole words, or to cache lines
- * where that adds at most an eighth.
+ * where that adds at most an eighth. 0 where degree or num_nodes is out of range.
  */
 HKV_API int64_t hkv_graph_list_bytes(int32_t degree, int64_t num_nodes);
 

@@ -78,7 +78,7 @@ struct Search {
   hkv_pool *pool;
   int32_t heads;
   const hkv_flat_head *head;
-  hkv_keys queries;  // of all heads in turn
+  hkv_keys queries;  // `count` of each head in turn
   int64_t num_queries, top_k, rerank;
   int32_t id_type;
   void *ids;
@@ -293,7 +293,7 @@ int hkv_flat_search(hkv_pool *pool, int32_t heads, const hkv_flat_head *head, co
     search.pool = pool;
     search.heads = heads;
     search.head = head;
-    search.queries = {queries, heads * num_queries, dim, dim, HKV_F32};
+    search.queries = {queries, num_queries, dim, dim, HKV_F32};
     search.num_queries = num_queries;
     search.top_k = top_k;
     search.rerank = rerank;

@@ -163,6 +163,27 @@ void check_ids(const int32_t *ids, int64_t count, int64_t num_keys) {
     require(ids[i] >= -1 && ids[i] < num_keys, "a list names a key that does not exist");
 }
 
+/// Every key that a list names has a list of its own.
+void check_lists(const hkv_projection &projection, const int32_t *list_of, int64_t num_lists) {
+  const auto check = [&](const int32_t *ids, int64_t count) {
+    check_ids(ids, count, projection.num_keys);
+    for (int64_t i = 0; i < count; ++i)
+      require(ids[i] < 0 || list_of[ids[i]] >= 0, "a list names a key that has no list");
+  };
+  for (int64_t key = 0; key < projection.num_keys; ++key)
+    require(list_of[key] >= -1 && list_of[key] < num_lists, "list_of names no list");
+  check(projection.lists, projection.num_queries * projection.list_length);
+  check(projection.extra, projection.num_keys * projection.extra_length);
+}
+
+/// Beyond the limit, distances would leave 32 bits.
+void check_points(const int16_t *points, int64_t count) {
+  bool fits = true;
+  for (int64_t i = 0; i < count; ++i)
+    fits &= points[i] >= -HKV_POINT_LIMIT && points[i] <= HKV_POINT_LIMIT;
+  require(fits, "points must be -4095..4095");
+}
+
 }  // namespace
 
 void check_projection(const hkv_projection &projection) {
@@ -191,6 +212,7 @@ int64_t cover(const hkv_projection &projection, int32_t *list_of, int64_t num_li
   constexpr int32_t kWanted = -2;
   check_projection(projection);
   const int64_t num_keys = projection.num_keys;
+  require(num_lists >= 0 && num_lists <= num_keys, "num_lists must be 0..num_keys");
   for (int64_t key = 0; key < num_keys; ++key)
     require(list_of[key] >= -1 && list_of[key] < num_lists, "list_of names no list");
   const auto mark = [&](const int32_t *ids, int64_t count) {
@@ -219,8 +241,9 @@ void project(Pool *pool, const hkv_projection &projection, const int32_t *list_o
   const auto num_nodes = static_cast<int32_t>(num_lists);
   const auto first_node = static_cast<int32_t>(first_list);
   const int degree = projection.degree;
-  for (int64_t key = 0; key < projection.num_keys; ++key)
-    require(list_of[key] < num_lists, "list_of names no list");
+  check_lists(projection, list_of, num_lists);
+  check_ids(neighbours, first_list * degree, num_lists);
+  check_points(points, num_lists * HKV_POINT_DIMS);
   const Inputs in = prepare(pool, projection, list_of, num_nodes, points);
   std::vector<int32_t> own((num_lists - first_list) * degree, -1), num_own(num_lists - first_list);
   for_nodes(pool, in, first_node, [&](NodeBuilder &builder, int32_t node) {

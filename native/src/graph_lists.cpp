@@ -56,7 +56,8 @@ void for_lists(Pool *pool, int64_t num_nodes, const Body &body) {
 extern "C" {
 
 int64_t hkv_graph_list_bytes(int32_t degree, int64_t num_nodes) {
-  return hkv::ListLayout(degree, num_nodes).bytes;
+  const bool fits = degree >= 1 && degree <= HKV_MAX_DEGREE && num_nodes >= 0;
+  return fits && num_nodes < INT32_MAX ? hkv::ListLayout(degree, num_nodes).bytes : 0;
 }
 
 int hkv_graph_pack(hkv_pool *pool, int32_t degree, int64_t num_nodes, const int32_t *neighbours,

@@ -25,6 +25,11 @@ constexpr int kTailRows = 1024;  // keys outside the graph that are scored at a 
 /// A node, or behind all nodes a key outside the graph: what a search numbers things by.
 using Row = int32_t;
 
+template <typename Element>
+void grow(std::vector<Element> &values, int64_t size) {
+  if (static_cast<int64_t>(values.size()) < size) values.resize(size);
+}
+
 /// Working memory of one thread; grows to the largest search it has seen.
 class Traversal {
  public:
@@ -71,11 +76,6 @@ class Traversal {
     grow(survivors_, padded);
     grow(scratch_, padded);
     stride_ = padded;
-  }
-
-  template <typename Element>
-  static void grow(std::vector<Element> &values, int64_t size) {
-    if (static_cast<int64_t>(values.size()) < size) values.resize(size);
   }
 
   void score_tail(const hkv_graph_query &) {
@@ -259,21 +259,20 @@ class Ranking {
   void score(const hkv_graph_head &head, const Beam &beam, const float *query) {
     const hkv_keys &keys = head.keys;
     const RowVectors vectors(keys.dim);
-    const auto count = static_cast<size_t>(beam.count());
-    if (query_.size() < static_cast<size_t>(vectors.padded())) query_.resize(vectors.padded());
-    if (ids_.size() < count) {
-      ids_.resize(count);
-      scores_.resize(count + 4);
-      entries_.resize(count);
-      scratch_.resize(count);
-    }
+    const int count = beam.count();
+    // One by one: where memory runs out between them, the next call grows the others.
+    grow(query_, vectors.padded());
+    grow(ids_, count);
+    grow(scores_, count);
+    grow(entries_, count);
+    grow(scratch_, count);
     vectors.pad(query, query_.data());
-    for (size_t i = 0; i < count; ++i) ids_[i] = key_of(head, id_of(beam[static_cast<int>(i)]));
+    for (int i = 0; i < count; ++i) ids_[i] = key_of(head, id_of(beam[i]));
     with_dtype(keys.dtype, [&](auto *element) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-      score_listed<Element>(keys, query_.data(), ids_.data(), beam.count(), scores_.data());
+      score_listed<Element>(keys, query_.data(), ids_.data(), count, scores_.data());
     });
-    for (size_t i = 0; i < count; ++i) entries_[i] = pack(scores_[i], ids_[i]);
+    for (int i = 0; i < count; ++i) entries_[i] = pack(scores_[i], ids_[i]);
   }
 
   std::vector<float> query_, scores_;

@@ -3,8 +3,22 @@
 
 #include "error.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace hkv {
 namespace {
+
+#if defined(__x86_64__)
+
+/// Not all compilers know it by name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+#endif
 
 thread_local char last_error[512] = "";
 
@@ -27,7 +41,7 @@ const char *hkv_best_isa(void) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+                    __builtin_cpu_supports("bmi2") && hkv::has_f16c();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");

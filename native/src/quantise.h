@@ -16,8 +16,12 @@ constexpr int kLargestCode = 127;
 constexpr int kLineBytes = 64;
 constexpr int kQuadChannels = 4;  // channels of a key that lie together in a block
 
-constexpr int64_t row_bytes(int dim) { return (dim + kLineBytes - 1) / kLineBytes * kLineBytes; }
-constexpr int quads(int dim) { return (dim + kQuadChannels - 1) / kQuadChannels; }
+constexpr int64_t row_bytes(int64_t dim) {
+  return (dim + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+constexpr int quads(int64_t dim) {
+  return static_cast<int>((dim + kQuadChannels - 1) / kQuadChannels);
+}
 constexpr int64_t block_bytes(int dim) { return int64_t{quads(dim) + 1} * kLineBytes; }
 
 /// What goes with the codes of one query.

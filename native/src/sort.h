@@ -24,10 +24,9 @@ struct Found {
 class SortBestFirst {
  public:
   void run(Found found) {
-    if (static_cast<int64_t>(from_.size()) < found.count) {
-      from_.resize(found.count);
-      to_.resize(found.count);
-    }
+    // One by one: where memory runs out between them, the next call grows the other.
+    if (static_cast<int64_t>(from_.size()) < found.count) from_.resize(found.count);
+    if (static_cast<int64_t>(to_.size()) < found.count) to_.resize(found.count);
     int32_t best = std::numeric_limits<int32_t>::min();
     for (int64_t i = 0; i < found.count; ++i)
       best = std::max(best, ordered(found.scores[i] + 0.0f));  // -0 and 0 are equal scores

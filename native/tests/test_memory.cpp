@@ -1,0 +1,154 @@
+// Memory that runs out at any allocation: a typed error, no leak, and the same call works
+// afterwards.
+#include <atomic>
+#include <cstddef>
+#include <new>
+#include <thread>
+
+#include "graph_case.h"
+#include "hybrid_kv_attend.h"
+#include "hybrid_kv_flat.h"
+
+namespace {
+
+std::atomic<int64_t> allocations_left{INT64_MAX};
+
+void *allocate(std::size_t bytes, std::size_t alignment) {
+  if (allocations_left.load() != INT64_MAX && allocations_left.fetch_sub(1) <= 0)
+    throw std::bad_alloc();
+  const std::size_t size = (bytes + alignment - 1) / alignment * alignment;
+  void *memory = std::aligned_alloc(alignment, size == 0 ? alignment : size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void *operator new(std::size_t bytes) {
+  return allocate(bytes, alignof(std::max_align_t));
+}
+void *operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void *memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void *memory, std::size_t) noexcept {
+  std::free(memory);
+}
+void operator delete(void *memory, std::align_val_t) noexcept {
+  std::free(memory);
+}
+void operator delete(void *memory, std::size_t, std::align_val_t) noexcept {
+  std::free(memory);
+}
+
+namespace {
+
+/// Lets `call` fail at its first allocation, then at its second and so on until it succeeds. Every
+/// attempt has a thread of its own, whose scratch memory is empty, and is repeated there.
+template <typename Call>
+void check_every_allocation(const Call &call) {
+  int status = HKV_NO_MEMORY;
+  int64_t failures = 0;
+  for (; status != HKV_OK; ++failures) {
+    CHECK(failures < 10000);
+    std::thread([&] {
+      CHECK(hkv_last_error()[0] == '\0');
+      allocations_left.store(failures);
+      status = call();
+      allocations_left.store(INT64_MAX);
+      CHECK(status == HKV_OK || status == HKV_NO_MEMORY);
+      CHECK(status == HKV_OK || std::strcmp(hkv_last_error(), "out of memory") == 0);
+      CHECK_OK(call());
+    }).join();
+  }
+  CHECK(failures > 1);
+}
+
+}  // namespace
+
+CLAIM(a_pool_survives_lack_of_memory) {
+  check_every_allocation([] {
+    hkv_pool *pool = nullptr;
+    const int status = hkv_pool_create(3, nullptr, 0, &pool);
+    CHECK((pool != nullptr) == (status == HKV_OK));
+    hkv_pool_destroy(pool);
+    return status;
+  });
+}
+
+CLAIM(quantising_survives_lack_of_memory) {
+  const Rows rows(random_floats(37 * 36, 1), 36);
+  for (const int32_t threads : {1, 3}) {
+    ScopedPool pool(threads);
+    Quantised quantised(36, 37, true, true);
+    const hkv_keys keys = rows.keys();
+    check_every_allocation([&] { return hkv_quantise(pool.get(), 1, &keys, &quantised.head()); });
+    CHECK(quantised.head().count == 37);
+  }
+}
+
+CLAIM(scans_survive_lack_of_memory) {
+  const std::vector<float> queries = random_floats(20 * 8, 2);
+  for (const int64_t count : {37, 17001}) {
+    const Rows rows(random_floats(count * 8, 1), 8, HKV_BF16);
+    Quantised quantised(rows, false, true);
+    ScopedPool pool(2);
+    const hkv_flat_head heads[] = {{rows.keys(), nullptr}, {rows.keys(), &quantised.head()}};
+    for (const hkv_flat_head &head : heads) {
+      const int64_t num_queries = count > 1000 ? 1 : 20;
+      std::vector<int64_t> ids(static_cast<size_t>(num_queries * 9)), first = ids;
+      const auto search = [&](std::vector<int64_t> &to) {
+        return hkv_flat_search(pool.get(), 1, &head, queries.data(), num_queries, 9, 12,
+                               HKV_IDS_INT64, to.data(), nullptr, nullptr);
+      };
+      check_every_allocation([&] { return search(ids); });
+      CHECK_OK(search(first));
+      CHECK(ids == first);
+    }
+  }
+}
+
+CLAIM(attention_survives_lack_of_memory) {
+  const Rows rows(random_floats(37 * 36, 1), 36);
+  const hkv_attend_head head{rows.keys(), rows.keys()};
+  const std::vector<float> queries = random_floats(2 * 36, 2);
+  const std::vector<int64_t> ids(2 * 30, 5);
+  std::vector<float> out(2 * 36), lse(2);
+  check_every_allocation([&] {
+    return hkv_attend(nullptr, 1, &head, queries.data(), 2, ids.data(), 30, 1.0f, 0.0f, out.data(),
+                      lse.data());
+  });
+}
+
+CLAIM(builds_and_searches_of_a_graph_survive_lack_of_memory) {
+  const Rows rows(random_floats(90 * 12, 1), 12);
+  const std::vector<int32_t> lists = best_keys(rows, random_floats(30 * 12, 2), 9);
+  const hkv_projection projection = projection_of(lists, 9, 90, 8);
+  Graph expected;
+  CHECK_OK(build(nullptr, projection, expected));
+  const std::vector<int16_t> points = random_points(expected.num_lists, 5);
+  std::vector<int32_t> neighbours(expected.neighbours.size()), entries(expected.entries.size());
+  for (const int32_t threads : {1, 2}) {
+    ScopedPool pool(threads);
+    check_every_allocation([&] {
+      return hkv_graph_project(pool.get(), &projection, expected.list_of.data(), expected.num_lists,
+                               0, points.data(), neighbours.data(), entries.data());
+    });
+    CHECK(neighbours == expected.neighbours && entries == expected.entries);
+  }
+  const GraphCase owner(rows, expected);
+  const std::vector<hkv_graph_head> heads = {owner.head()};
+  const std::vector<float> queries = random_floats(3 * 12, 3);
+  const hkv_graph_query query{3, 5, 40, 40, 4, 0, 100.0f};
+  GraphResult found;
+  CHECK_OK(search(nullptr, heads, query, queries, {}, found));
+  const std::vector<int64_t> best = found.ids;
+  check_every_allocation([&] {
+    return hkv_graph_search(nullptr, 1, heads.data(), &query, queries.data(), nullptr,
+                            found.ids.data(), found.scores.data(), found.rows.data(),
+                            found.dots.data());
+  });
+  CHECK(found.ids == best);
+}

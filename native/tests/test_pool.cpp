@@ -1,0 +1,132 @@
+// The library's self-description, and the worker pool.
+#include <thread>
+
+#include "arrays.h"
+#include "hybrid_kv_attend.h"
+
+CLAIM(the_library_says_what_it_is) {
+  CHECK(hkv_abi_version() == HKV_ABI_VERSION);
+  CHECK(std::strlen(hkv_isa()) > 0);
+  CHECK(std::strlen(hkv_best_isa()) > 0);
+}
+
+CLAIM(a_pool_refuses_threads_out_of_range) {
+  hkv_pool *pool = nullptr;
+  for (const int32_t threads : {0, -1, 1025, 10000, INT32_MIN, INT32_MAX})
+    CHECK_REFUSED(hkv_pool_create(threads, nullptr, 0, &pool), "threads must be 1..1024");
+  CHECK(pool == nullptr);
+  CHECK_REFUSED(hkv_pool_create(1, nullptr, 0, nullptr), "pool must not be NULL");
+}
+
+CLAIM(a_pool_refuses_cpus_that_do_not_exist) {
+  hkv_pool *pool = nullptr;
+  for (const int32_t cpu : {-1, 1 << 20})
+    CHECK_REFUSED(hkv_pool_create(3, &cpu, 1, &pool), "affinity names CPU");
+  CHECK(pool == nullptr);
+}
+
+CLAIM(affinity_without_cpus_pins_nothing) {
+  hkv_pool *pool = nullptr;
+  const int32_t cpu = -1;
+  CHECK_OK(hkv_pool_create(2, &cpu, 0, &pool));
+  hkv_pool_destroy(pool);
+}
+
+CLAIM(no_pool_is_one_thread_and_destroying_it_does_nothing) {
+  CHECK(hkv_pool_threads(nullptr) == 1);
+  hkv_pool_destroy(nullptr);
+}
+
+CLAIM(pools_come_and_go_before_their_workers_have_started) {
+  for (int round = 0; round < 20; ++round) {
+    ScopedPool pool(1 + round % 5);
+    CHECK(hkv_pool_threads(pool.get()) == 1 + round % 5);
+  }
+}
+
+namespace {
+
+constexpr int32_t kDim = 36;
+constexpr int64_t kKeys = 37, kQueries = 19;
+
+/// Attention of every query over all keys; the same for any number of threads.
+std::vector<float> attend(hkv_pool *pool, const Rows &keys, const Rows &values,
+                          const std::vector<float> &queries) {
+  const hkv_attend_head head{keys.keys(), values.keys()};
+  std::vector<int64_t> ids;
+  for (int64_t query = 0; query < kQueries; ++query)
+    for (int64_t key = 0; key < kKeys; ++key) ids.push_back((key * 7 + query) % kKeys);
+  std::vector<float> out(kQueries * kDim), lse(kQueries);
+  CHECK_OK(hkv_attend(pool, 1, &head, queries.data(), kQueries, ids.data(), kKeys, 0.3f, 0.0f,
+                      out.data(), lse.data()));
+  return out;
+}
+
+}  // namespace
+
+CLAIM(callers_of_one_pool_wait_for_each_other) {
+  const Rows keys(random_floats(kKeys * kDim, 1), kDim),
+      values(random_floats(kKeys * kDim, 2), kDim);
+  const std::vector<float> queries = random_floats(kQueries * kDim, 3);
+  const std::vector<float> expected = attend(nullptr, keys, values, queries);
+  ScopedPool pool(3);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller)
+    callers.emplace_back([&] {
+      for (int round = 0; round < 50; ++round)
+        CHECK(attend(pool.get(), keys, values, queries) == expected);
+    });
+  for (std::thread &caller : callers) caller.join();
+}
+
+CLAIM(threads_make_use_and_destroy_pools_of_their_own_at_once) {
+  const Rows keys(random_floats(kKeys * kDim, 1), kDim),
+      values(random_floats(kKeys * kDim, 2), kDim);
+  const std::vector<float> queries = random_floats(kQueries * kDim, 3);
+  const std::vector<float> expected = attend(nullptr, keys, values, queries);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller)
+    callers.emplace_back([&, caller] {
+      for (int round = 0; round < 10; ++round) {
+        ScopedPool pool(1 + (caller + round) % 4);
+        CHECK(attend(pool.get(), keys, values, queries) == expected);
+      }
+    });
+  for (std::thread &caller : callers) caller.join();
+}
+
+CLAIM(sleeping_workers_wake_up) {
+  const Rows keys(random_floats(kKeys * kDim, 1), kDim),
+      values(random_floats(kKeys * kDim, 2), kDim);
+  const std::vector<float> queries = random_floats(kQueries * kDim, 3);
+  const std::vector<float> expected = attend(nullptr, keys, values, queries);
+  ScopedPool pool(3);
+  for (int round = 0; round < 5; ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    CHECK(attend(pool.get(), keys, values, queries) == expected);
+  }
+}
+
+CLAIM(an_error_of_a_worker_reaches_the_caller_and_the_pool_lives_on) {
+  const Rows keys(random_floats(kKeys * kDim, 1), kDim),
+      values(random_floats(kKeys * kDim, 2), kDim);
+  const std::vector<float> queries = random_floats(kQueries * kDim, 3);
+  const std::vector<float> expected = attend(nullptr, keys, values, queries);
+  const hkv_attend_head head{keys.keys(), values.keys()};
+  std::vector<float> out(kQueries * kDim), lse(kQueries);
+  ScopedPool pool(3);
+  for (int64_t bad = 0; bad < kQueries; ++bad) {
+    std::vector<int64_t> ids(kQueries, 0);
+    ids[static_cast<size_t>(bad)] = kKeys;
+    CHECK_REFUSED(hkv_attend(pool.get(), 1, &head, queries.data(), kQueries, ids.data(), 1, 1.0f,
+                             0.0f, out.data(), lse.data()),
+                  "an id is not below the number of keys");
+    CHECK(attend(pool.get(), keys, values, queries) == expected);
+  }
+}
+
+CLAIM(every_thread_has_a_last_error_of_its_own) {
+  CHECK_REFUSED(hkv_pool_create(0, nullptr, 0, nullptr), "pool must not be NULL");
+  std::thread([] { CHECK(std::strlen(hkv_last_error()) == 0); }).join();
+  CHECK(std::strcmp(hkv_last_error(), "pool must not be NULL") == 0);
+}
