@@ -77,12 +77,17 @@ def read_arrays(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArra
             f"{path} holds an index of kind {header.get('kind')!r}, expected '{kind}'; "
             "open it with that kind"
         )
-    arrays = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    unread = len(content) - start  # arrays that overlapped could make much of a small file
     try:
         for entry in header["arrays"]:
-            arrays[entry["name"]] = _read_array(path, content, start, entry)
+            array = _read_array(path, content, start, entry)
+            unread -= array.nbytes
+            if unread < 0:
+                raise _damaged(path, "its arrays overlap")
+            arrays[entry["name"]] = array
         meta = dict(header["meta"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(path, f"its header is not complete ({error})") from None
     return meta, arrays
 
@@ -102,7 +107,10 @@ def _read_header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:
     header = content[_PREFIX.size : stop]
     if zlib.crc32(header) != crc:
         raise _damaged(path, "the checksum of its header does not fit")
-    found = json.loads(header)
+    try:
+        found = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise _damaged(path, "its header is not an object")
     return found, stop

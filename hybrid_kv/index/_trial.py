@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 
@@ -41,7 +42,7 @@ class HeadReport:
 
     serves: str
     reason: str
-    beam: int = 0
+    beam: Annotated[int, Field(ge=0, le=2**20)] = 0
     trials: tuple[Trial, ...] = ()
     top_mass: float = 0.0
     effective_dim: float = 0.0
@@ -54,8 +55,15 @@ class HeadReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadReport:
-        """From what `to_dict` gave."""
-        return cls(**{**data, "trials": tuple(Trial(**trial) for trial in data["trials"])})
+        """From what `to_dict` gave.
+
+        Raises:
+            ValueError: a value is missing or of another type.
+        """
+        return _REPORT.validate_python(data)
+
+
+_REPORT = TypeAdapter(HeadReport)
 
 
 @dataclass(frozen=True, slots=True)

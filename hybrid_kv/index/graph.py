@@ -25,7 +25,7 @@ from hybrid_kv.index._learn import BEAMS, DRIFT, Goal, learn
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
-from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, no_graph
+from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher
@@ -248,24 +248,26 @@ class GraphIndex(KeyIndex):
         try:
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
-            fingerprint, index._group_size = meta["keys"], int(meta["group_size"])
-            graphs = tuple(
-                KeyGraph(
-                    **{name: torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS},
-                    num_keys=int(meta["linked"][head]),
-                    degree=int(meta["degrees"][head]),
-                )
-                for head in range(len(index.reports))
-            )
+            index._group_size = int(meta["group_size"])
+            graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(index.reports)))
             linked = max((len(graph) for graph in graphs), default=0)
-        except (LookupError, TypeError, ValueError) as error:
+            fingerprint, shape = meta["keys"], meta["keys"]["shape"]
+        except KeyError as error:
             raise FileFormatError(
                 f"{path} is damaged: it lacks {error}; build the index again"
             ) from None
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            raise FileFormatError(f"{path} is damaged ({reason}); build the index again") from None
         if keys.shape[1] < linked or fingerprint != _fingerprint(keys, linked):
             raise FileFormatError(
-                f"{path} was made for other keys ({fingerprint['shape']}), got "
-                f"{list(keys.shape)}; load it with the context it was saved with"
+                f"{path} was made for other keys ({shape}), got {list(keys.shape)}; load it with "
+                "the context it was saved with"
+            )
+        if len(graphs) != len(keys):
+            raise FileFormatError(
+                f"{path} is damaged: it has {len(graphs)} graphs for {len(keys)} heads; build the "
+                "index again"
             )
         index._known = keys
         index._serve(graphs)
@@ -305,6 +307,17 @@ class _HeadEngine:
         keys = self._scan.keys
         rows = self._quantised.take(0, graph.rows(keys.shape[1]))
         return GraphSearcher(keys, [rows], [graph])
+
+
+def _graph_of(head: int, meta: dict[str, Any], arrays: dict[str, Any]) -> KeyGraph:
+    """One head's graph as a file holds it; raises whatever is wrong with it."""
+    graph = KeyGraph(
+        **{name: torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS},
+        num_keys=int(meta["linked"][head]),
+        degree=int(meta["degrees"][head]),
+    )
+    check_graph(graph)
+    return graph
 
 
 def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:

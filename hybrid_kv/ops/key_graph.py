@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.graph_lists import list_bytes, unpack_lists
+from hybrid_kv.ops.graph_lists import list_bytes, num_slots, unpack_lists
 
 MAX_DEGREE = 256
 POINT_DIMS = 32
@@ -166,7 +166,7 @@ def check_graph(graph: KeyGraph, unpack: Callable[[Tensor, int], Tensor] = unpac
                 f"{name} of a graph must be contiguous {shape} {dtype}, got {list(array.shape)} "
                 f"{array.dtype}"
             )
-    neighbours = unpack(graph.lists, graph.degree)
+    neighbours = unpack(graph.lists, num_slots(graph.degree))  # a search reads all slots
     limits = (("keys_of", graph.keys_of, 0, graph.num_keys), ("lists", neighbours, -1, nodes))
     for name, array, low, limit in (*limits, ("entries", graph.entries, -1, nodes)):
         if array.numel() and not (int(array.min()) >= low and int(array.max()) < limit):
