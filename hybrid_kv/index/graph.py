@@ -249,6 +249,8 @@ class GraphIndex(KeyIndex):
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
             index._group_size = int(meta["group_size"])
+            if index._group_size < 0:
+                raise ValueError(f"group_size must be at least 0, got {index._group_size}")
             graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(index.reports)))
             linked = max((len(graph) for graph in graphs), default=0)
             fingerprint, shape = meta["keys"], meta["keys"]["shape"]

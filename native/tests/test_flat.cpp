@@ -174,6 +174,26 @@ CLAIM(what_is_not_finite_does_not_crash_a_scan) {
     }
 }
 
+CLAIM(every_half_is_read_exactly) {
+  std::vector<uint16_t> halves(65536);
+  for (size_t bits = 0; bits < halves.size(); ++bits) halves[bits] = static_cast<uint16_t>(bits);
+  const hkv_flat_head head{{halves.data(), 65536, 1, 1, HKV_F16}, nullptr};
+  const Result found = search(nullptr, {head}, {1.0f}, 1, 65536, 0);
+  int64_t finite = 0;
+  for (size_t place = 0; place < 65536 && found.ids[place] >= 0; ++place) {
+    const auto bits = static_cast<int>(found.ids[place]);
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float magnitude = exponent == 31 ? -kNone
+                            : exponent == 0
+                                ? std::ldexp(static_cast<float>(mantissa), -24)
+                                : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+    CHECK(found.scores[place] == (bits >> 15 != 0 ? -magnitude : magnitude));
+    finite += exponent < 31;
+  }
+  CHECK(found.ids[0] == 0x7c00);  // infinity; NaN and the worst score there is are no results
+  CHECK(finite == 2 * 31 * 1024);
+}
+
 CLAIM(threads_search_one_head_at_the_same_time) {
   const Rows rows(random_floats(5003 * 36, 1), 36, HKV_BF16);
   Quantised quantised(rows, false, true);

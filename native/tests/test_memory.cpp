@@ -8,6 +8,7 @@
 #include "graph_case.h"
 #include "hybrid_kv_attend.h"
 #include "hybrid_kv_flat.h"
+#include "hybrid_kv_pages.h"
 
 namespace {
 
@@ -120,6 +121,22 @@ CLAIM(attention_survives_lack_of_memory) {
     return hkv_attend(nullptr, 1, &head, queries.data(), 2, ids.data(), 30, 1.0f, 0.0f, out.data(),
                       lse.data());
   });
+}
+
+CLAIM(pages_survive_lack_of_memory) {
+  const Rows rows(random_floats(70 * 12, 1), 12);
+  const hkv_page_digests head{rows.keys(), rows.keys()};
+  const std::vector<float> queries = random_floats(20 * 12, 2);
+  std::vector<float> scores(20 * 70);
+  std::vector<int64_t> ids(20 * 5), expected(20 * 5);
+  check_every_allocation(
+      [&] { return hkv_page_scores(nullptr, 1, &head, queries.data(), 20, scores.data()); });
+  const auto search = [&](std::vector<int64_t> &to) {
+    return hkv_page_search(nullptr, 1, &head, queries.data(), 20, 5, to.data(), scores.data());
+  };
+  check_every_allocation([&] { return search(ids); });
+  CHECK_OK(search(expected));
+  CHECK(ids == expected);
 }
 
 CLAIM(builds_and_searches_of_a_graph_survive_lack_of_memory) {

@@ -72,6 +72,7 @@ def test_slots_behind_the_degree_are_checked_too(sound: list[bytes], tmp_path: P
         ("keys", {"shape": [2, 60, 8]}, "was made for other keys"),
         ("degrees", [0, 16], "degree of a graph must be 1..256"),
         ("degrees", [16], "is damaged"),
+        ("group_size", -3, "group_size must be at least 0"),
     ],
 )
 def test_meta_data_that_does_not_fit_is_refused(

@@ -1,0 +1,50 @@
+# Sourced after _env.sh, not run. Builds the native engine with its tests, apart from the package.
+
+# native_flags ISA: how setup.py compiles the engine for an instruction set.
+native_flags() {
+    "$python" - "$root/setup.py" "$1" <<'PY'
+import runpy, sys
+built = runpy.run_path(sys.argv[1])
+print(*built["FLAGS"], *built["ISAS"][sys.argv[2]])
+PY
+}
+
+# find_compiler: $CXX, or the first C++ compiler on PATH.
+find_compiler() {
+    local name
+    for name in ${CXX:-g++ clang++}; do
+        command -v "$name" && return
+    done
+    return 1
+}
+
+# build_native COMPILER ISA FOLDER [FLAG...]: FOLDER/run_tests, fuzz_search and engine_ISA.so, unless they
+# are there already; the flags come behind those of setup.py.
+build_native() (
+    compiler=$1 isa=$2 folder=$3
+    shift 3
+    cd "$root"
+    read -ra flags < <(native_flags "$isa")
+    flags+=("-DHKV_ISA_NAME=\"$isa\"" -Inative/include -fPIC "$@")
+    key=$({ "$compiler" --version && echo "${flags[*]}" &&
+        find native -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
+    [[ -f $folder/key && $(<"$folder/key") == "$key" ]] && exit
+    rm -rf "$folder"
+    mkdir -p "$folder/src" "$folder/tests"
+    (cd native && printf '%s\n' src/*.cpp tests/*.cpp) | xargs -P "$(nproc)" -I SOURCE \
+        "$compiler" "${flags[@]}" -c native/SOURCE -o "$folder/SOURCE.o" &&
+        "$compiler" -pthread "$@" "$folder"/src/*.o "$folder"/tests/{test_*,main}.cpp.o -o "$folder/run_tests" &&
+        "$compiler" -pthread "$@" "$folder"/src/*.o "$folder"/tests/fuzz_search.cpp.o -o "$folder/fuzz_search" &&
+        "$compiler" -pthread "$@" -shared "$folder"/src/*.o -o "$folder/engine_$isa.so" &&
+        echo "$key" >"$folder/key"
+)
+
+# runnable_isas PROGRAM: the instruction sets that this CPU runs, the best one last.
+runnable_isas() {
+    local best isa
+    best=$("$1" --best-isa)
+    for isa in baseline avx2 avx512; do
+        echo "$isa"
+        [[ $isa != "$best" ]] || return 0
+    done
+}
