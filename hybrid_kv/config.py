@@ -155,7 +155,8 @@ class HybridConfig(PluginConfig):
         cache; a shorter one reads through the method, as decoding does.
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
         first step of a model takes seconds to minutes longer.
-    backend: arithmetic back end; "auto" takes the fastest that can serve the tensors.
+    backend: arithmetic back end; "auto" takes the fastest that can serve the tensors, "triton" and
+        "flashinfer" are for models on a GPU.
     index_build: indexes that take long are built in the "background" while a scan serves, or
         "wait" for them: then the same call gives the same tokens every time.
     """

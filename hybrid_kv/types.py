@@ -19,6 +19,9 @@ from hybrid_kv.errors import ConfigError
 
 Budget: TypeAlias = int | Literal["all"]
 
+HIDDEN = 2**62
+"""Position of an unfilled slot: later than every query, so causal visibility hides it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -50,6 +53,20 @@ class PartialAttention(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+class PagedKV(NamedTuple):
+    """Pages of one layer as they lie in memory; kernels read and write them in place.
+
+    k, v: [Hkv, slots, S, D]. positions: [slots, S] int64, HIDDEN where a slot is not filled.
+    key_min, key_max: [Hkv, slots, D] digests of the filled keys in the dtype of k, or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    key_min: Tensor | None = None
+    key_max: Tensor | None = None
 
 
 class SearchResult(NamedTuple):

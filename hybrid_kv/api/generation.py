@@ -27,9 +27,9 @@ class Generation:
     background included. tpot_ms: mean time of each further token.
     phases_s: where the time after the first token went (with beams: all of it). work: of this call.
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
-    the cold tier held then. index: what served each layer and KV head at the end, and why; with
-    `build` ("done", "in progress", "failed: ..."), the `searches` of the cache so far and those
-    before the index was built.
+    the cold tier held then. backends: what computed each op of the cache at last. index: what
+    served each layer and KV head at the end, and why; with `build` ("done", "in progress",
+    "failed: ..."), the `searches` of the cache so far and those before the index was built.
     """
 
     text: str
@@ -45,6 +45,7 @@ class Generation:
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0
+    backends: dict[str, str] = field(default_factory=dict, repr=False)
     index: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
 

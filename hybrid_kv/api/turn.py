@@ -163,6 +163,7 @@ class Turn:
             device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
             host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),
             host_index_bytes=sum(layer.cold.index_bytes for layer in layers),
+            backends=dict(self.cache.kv.ops.served),
             index=[
                 {"layer": layer_idx, **head}
                 for layer_idx, layer in sorted(self.cache.kv.layers.items())

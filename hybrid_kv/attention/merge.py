@@ -8,22 +8,29 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops import Ops
 from hybrid_kv.types import PartialAttention
 
 
-def merge_partials(parts: Sequence[PartialAttention]) -> PartialAttention:
+def merge_partials(
+    parts: Sequence[PartialAttention],
+    *,
+    dtype: torch.dtype | None = None,
+    ops: Ops | None = None,
+) -> PartialAttention:
     """Attention over the union of disjoint parts.
 
-    The parts must not share an entry; who names the parts answers for that. Source: online softmax
-    (Milakov and Gimelshein 2018), as used in RetrievalAttention, section 3.3.
+    The parts must not share an entry; who names the parts answers for that.
 
     Args:
         parts: at least one; out [..., D] of any float dtype, lse [...] natural log, -inf where a
             part is empty.
+        dtype: of out; that of the first part if None.
+        ops: what computes it; the best back end if None.
 
     Returns:
-        out [..., D] in the dtype of the first part, computed in float32; lse [...] float32. Merging
-        only empty parts gives an empty part, never NaN.
+        out [..., D] in `dtype`, computed in float32; lse [...] float32. Merging only empty parts
+        gives an empty part, never NaN.
 
     Raises:
         ShapeError: no parts, or parts of different shapes.
@@ -31,22 +38,16 @@ def merge_partials(parts: Sequence[PartialAttention]) -> PartialAttention:
     if not parts:
         raise ShapeError("parts must hold at least one partial attention, got none")
     first = parts[0]
+    dtype = dtype or first.out.dtype
     if len(parts) == 1:
-        return first
+        return PartialAttention(first.out.to(dtype), first.lse)
     for part in parts:
         if part.out.shape != first.out.shape or part.lse.shape != part.out.shape[:-1]:
             raise ShapeError(
                 f"parts must have out {tuple(first.out.shape)} and lse without its last axis, "
                 f"got out {tuple(part.out.shape)} and lse {tuple(part.lse.shape)}"
             )
-    lse = torch.stack([part.lse.float() for part in parts])
-    total = torch.logsumexp(lse, 0)
-    # Where every part is empty, total is -inf and the weights would be NaN; 0 makes them exp(-inf).
-    weights = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-    out = torch.zeros_like(first.out, dtype=torch.float32)
-    for weight, part in zip(weights, parts, strict=True):
-        out.addcmul_(weight[..., None], part.out.float())
-    return PartialAttention(out.to(first.out.dtype), total)
+    return (ops or Ops()).merge(parts, dtype)
 
 
 def empty_partial(like: Tensor) -> PartialAttention:

@@ -71,6 +71,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
         phases_ms=_phases(got),
         work=_work(got.work),
         memory_bytes=_memory(llm, got),
+        backends=got.backends,
         index=tuple(got.index),
         interrupted=outcome.interrupted,
     )

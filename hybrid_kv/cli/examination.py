@@ -12,7 +12,9 @@ from hybrid_kv.cli.display import human_bytes
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.index.crossover import read_crossovers
 from hybrid_kv.models.load import NEEDLE_PATH
-from hybrid_kv.ops.dispatch import BACKENDS, choose_backend
+from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
+from hybrid_kv.ops.devices import backends_on
+from hybrid_kv.ops.dispatch import why_unavailable
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.environment import PACKAGES, installed_version
@@ -20,7 +22,7 @@ from hybrid_kv.report.schema import Check, DoctorReport
 
 _MODULES = {"hybrid-kv": "hybrid_kv", "faiss-cpu": "faiss"}
 _OPTIONAL = {
-    "triton": "optional: comes with torch builds for NVIDIA GPUs",
+    "triton": "optional: comes with torch builds for NVIDIA GPUs, else 'hybrid-kv[triton]'",
     "flashinfer": "optional: pip install 'hybrid-kv[flashinfer]' on Linux with an NVIDIA GPU",
 }
 _NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu"}
@@ -28,6 +30,8 @@ _BACKEND_DETAILS = {
     "reference": "plain torch on any device; defines what every other back end computes",
     "torch_cpu": "torch's fused attention, for tensors on the CPU",
     "native": "the compiled engine, for entries that an index retrieved",
+    "triton": "our kernels for NVIDIA GPUs: pages, their digests, merge, nearest keys",
+    "flashinfer": "FlashInfer's paged decode, only when asked for by name",
 }
 
 
@@ -79,17 +83,36 @@ def check_package(name: str) -> Check:
 
 
 def check_backends() -> Iterator[Check]:
-    """The arithmetic back ends, and which one 'auto' takes on this machine."""
+    """The arithmetic back ends, and what 'auto' takes for each op on this machine."""
+    yield Check(name="backend auto", state="ok", detail=_automatic())
+    for name in BACKENDS[1:]:
+        try:
+            reason = why_unavailable(name)
+        except (ConfigError, BackendUnavailable) as error:
+            reason = str(error)
+        state = "ok" if reason is None else "absent"
+        detail = _BACKEND_DETAILS[name] + ("" if reason is None else f"; {reason}")
+        yield Check(name=f"backend {name}", state=state, detail=detail)
+
+
+def _automatic() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in BACKENDS:
-        if name == "auto":
-            chosen = choose_backend(
-                name, device_type=device, dtype=torch.bfloat16, plain=True, pairs=1
-            )
-            detail = f"takes {chosen} for bfloat16 on {device}"
-        else:
-            detail = _BACKEND_DETAILS.get(name, "registered")
-        yield Check(name=f"backend {name}", state="ok", detail=detail)
+    taken: dict[str, list[str]] = {}
+    for op in OPS:
+        # Retrieved entries lie on the host, whatever the device is.
+        place = "cpu" if op == "attend_retrieved" else device
+        here = {*backends_on(place), *(["native"] if _engine_serves() else [])}
+        name = choose_backend("auto", op, device_type=place, dtype=torch.bfloat16, here=here)
+        taken.setdefault(name, []).append(op)
+    served = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in taken.items())
+    return f"takes for bfloat16 on {device} {served}"
+
+
+def _engine_serves() -> bool:
+    try:
+        return engine_state().isa is not None
+    except (ConfigError, BackendUnavailable):
+        return False
 
 
 def check_engine() -> Check:

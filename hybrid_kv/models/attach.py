@@ -18,6 +18,7 @@ from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
+from hybrid_kv.ops import device_of
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory, make_executor
 from hybrid_kv.transfer import Executor
@@ -34,9 +35,11 @@ class Attachment:
             raise ConfigError(
                 "model is attached already; close that attachment (leave its `with` block) first"
             )
-        if config.backend == "torch_cpu" and model.device.type != "cpu":
+        served = device_of(config.backend)
+        if served not in (None, model.device.type):
             raise BackendUnavailable(
-                f"backend 'torch_cpu' serves models on cpu, got {model.device}; use backend='auto'"
+                f"backend '{config.backend}' serves models on {served}, got {model.device}; "
+                f"use backend='auto'"
             )
         self.model, self.config = model, config
         self.info = inspect_model(model)

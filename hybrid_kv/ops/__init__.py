@@ -1,5 +1,6 @@
 """Arithmetic back ends behind one dispatch function; `reference` defines the meaning of each op."""
 
-from hybrid_kv.ops.dispatch import BACKENDS, Ops, choose_backend, get_ops
+from hybrid_kv.ops.choice import BACKENDS, choose_backend
+from hybrid_kv.ops.dispatch import Ops, device_of, get_ops
 
-__all__ = ["BACKENDS", "Ops", "choose_backend", "get_ops"]
+__all__ = ["BACKENDS", "Ops", "choose_backend", "device_of", "get_ops"]

@@ -1,42 +1,36 @@
-"""Which back end computes an op: one pure choice, forcible and visible."""
+"""The ops of a requested back end: every call is computed by what `choose_backend` says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import native, reference, torch_cpu
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.ops import flashinfer, native, reference, torch_cpu
+from hybrid_kv.ops.choice import BACKENDS, choose_backend
+from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_states
+from hybrid_kv.types import PagedKV, PartialAttention
 
-BACKENDS = ("auto", "reference", "torch_cpu", "native")
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def choose_backend(
-    requested: str, *, device_type: str, dtype: torch.dtype, plain: bool, pairs: int
-) -> str:
-    """The back end that attends.
-
-    Args:
-        requested: a name of BACKENDS.
-        plain: no softcap and no sliding window.
-        pairs: queries times keys; the fused kernel takes neither without the other.
-    """
-    if requested == "reference":
-        return "reference"
-    fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and pairs > 0
-    # What the fused kernel cannot express is computed by the definition, under any request.
-    return "torch_cpu" if fits else "reference"
+_FEW_TOKENS = 16
+"""New tokens up to which each may read the pages for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The ops of one requested back end; shapes and meaning as in `reference`."""
+    """The ops of one requested back end; shapes and meaning as in `reference`.
+
+    served: what computed the latest call of each op.
+    """
 
     backend: str = "auto"
+    served: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    # Attention ----------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -48,7 +42,8 @@ class Ops:
         bias: Tensor | None = None,
         softcap: float | None = None,
     ) -> PartialAttention:
-        if self._chosen(q, k, softcap is None) == "torch_cpu":
+        pairs = q.shape[2] * k.shape[2]
+        if self._choose("attend", q, plain=softcap is None, pairs=pairs) == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
         return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
 
@@ -64,7 +59,8 @@ class Ops:
     ) -> PartialAttention:
         square = q.shape[2] == k.shape[2]
         plain = square and softcap is None and window is None
-        if self._chosen(q, k, plain) == "torch_cpu":
+        pairs = q.shape[2] * k.shape[2]
+        if self._choose("attend_causal", q, plain=plain, pairs=pairs) == "torch_cpu":
             return torch_cpu.attend_causal(q, k, v, scale=scale)
         return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
 
@@ -82,7 +78,8 @@ class Ops:
 
         The engine reads keys and values where they lie; the others gather them first.
         """
-        if self.backend in ("auto", "native") and native.serves(k, v):
+        here = ("native",) if native.serves(k, v) else ()
+        if self._choose("attend_retrieved", q, here=here) == "native":
             return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)
         heads, rows = torch.arange(len(ids))[:, None, None], ids.clamp_min(0)
         bias = torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[:, :, None]
@@ -91,20 +88,185 @@ class Ops:
         )
         return PartialAttention(part.out[:, :, 0], part.lse[:, :, 0])
 
+    def attend_pages(
+        self,
+        q: Tensor,
+        pages: PagedKV,
+        slots: Tensor,
+        query_positions: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        tail_fill: int,
+    ) -> PartialAttention:
+        """See `reference.attend_pages`.
+
+        Args:
+            tail_fill: filled tokens in the last page of every list, for back ends that go by
+                lengths instead of positions; with one new token the other pages are full.
+        """
+        plain = flashinfer.expresses(q, pages, slots)
+        name = self._choose("attend_pages", q, here=backends_on(q.device.type), plain=plain)
+        if name == "flashinfer":
+            return flashinfer.attend_pages(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
+        if name == "triton":
+            from hybrid_kv.ops.triton import paged
+
+            return paged.attend_pages(
+                q, pages, slots, query_positions, scale=scale, softcap=softcap
+            )
+        return reference.attend_pages(
+            q, pages, slots, query_positions, scale=scale, softcap=softcap, attend=self.attend
+        )
+
+    def reads_pages(self, q: Tensor) -> bool:
+        """Whether pages are attended where they lie: then a few queries need no dense view."""
+        here = backends_on(q.device.type)
+        return (
+            q.shape[2] <= _FEW_TOKENS
+            and choose_backend(
+                self.backend, "attend_pages", device_type=q.device.type, dtype=q.dtype, here=here
+            )
+            != "reference"
+        )
+
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        if self._chosen_triton("merge", parts[0].out):
+            from hybrid_kv.ops.triton import merge
+
+            return merge.merge(parts, dtype)
+        return reference.merge(parts, dtype)
+
+    # Pages --------------------------------------------------------------------------------------
+
     def page_scores(self, q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
         """[H, M, P] float32 upper bounds of the scores in each page, for queries q [H, M, D].
 
         key_min, key_max: [H, P, D], the digests of the pages; see `reference.page_scores`.
         """
-        if self.backend in ("auto", "native") and native.serves(key_min, key_max):
+        here = backends_on(q.device.type)
+        if native.serves(key_min, key_max):
+            here = here | {"native"}
+        name = self._choose("page_scores", q, here=here)
+        if name == "native":
             return native.page_scores(q, key_min, key_max)
+        if name == "triton":
+            from hybrid_kv.ops.triton import scores
+
+            return scores.group_page_scores(q, key_min, key_max, new=q.shape[1])
         return reference.page_scores(q, key_min, key_max)
 
-    def _chosen(self, q: Tensor, k: Tensor, plain: bool) -> str:
-        pairs = q.shape[2] * k.shape[2]
-        return choose_backend(
-            self.backend, device_type=q.device.type, dtype=q.dtype, plain=plain, pairs=pairs
+    def choose_pages(
+        self,
+        q: Tensor,
+        key_min: Tensor,
+        key_max: Tensor,
+        *,
+        new: int,
+        oldest: int,
+        newest: int,
+        count: int,
+    ) -> Tensor:
+        if self._chosen_triton("choose_pages", q):
+            from hybrid_kv.ops.triton import scores
+
+            shared = scores.group_page_scores(q, key_min, key_max, new=new)
+            return reference.best_pages(shared, oldest, newest, count)
+        return reference.choose_pages(
+            q,
+            key_min,
+            key_max,
+            new=new,
+            oldest=oldest,
+            newest=newest,
+            count=count,
+            page_scores=self.page_scores,
         )
+
+    def append(
+        self,
+        pages: PagedKV,
+        k: Tensor,
+        v: Tensor,
+        places: npt.NDArray[np.int64],
+        first_position: int,
+    ) -> None:
+        """Stores k, v [Hkv, n, D] at consecutive positions and keeps the digests of their pages.
+
+        Args:
+            places: [n], n > 0; see `reference.append`.
+        """
+        start, count = int(places[0]), len(places)
+        if count == 1 and self._chosen_triton("append", pages.k):
+            from hybrid_kv.ops.triton import digests
+
+            digests.append_token(pages, k[:, 0], v[:, 0], start, first_position)
+            return
+        rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
+        if count > 1 and (np.diff(places) != 1).any():
+            rows = torch.from_numpy(places).to(pages.k.device)
+        positions = torch.arange(first_position, first_position + count, device=pages.k.device)
+        reference.append(pages, k, v, rows, positions)
+        self.update_digests(pages, np.unique(places // pages.k.shape[2]))
+
+    def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
+        if pages.key_min is None or len(slots) == 0:
+            return
+        where = torch.from_numpy(slots).to(pages.k.device)
+        if self._chosen_triton("update_digests", pages.k):
+            from hybrid_kv.ops.triton import digests
+
+            digests.update_digests(pages, where)
+        else:
+            reference.update_digests(pages, where)
+
+    def copy_pages(
+        self, source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
+    ) -> None:
+        """See `reference.copy_pages`; a kernel reads the host only where its memory is pinned."""
+        reachable = source.k.device == target.k.device or source.k.is_pinned()
+        if reachable and self._chosen_triton("copy_pages", target.k):
+            from hybrid_kv.ops.triton import pages
+
+            pages.copy_pages(source, target, source_slots, target_slots)
+        else:
+            self.served["copy_pages"] = "reference"
+            reference.copy_pages(source, target, source_slots, target_slots)
+
+    # Building an index --------------------------------------------------------------------------
+
+    def nearest_keys(self, queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if self._chosen_triton("nearest_keys", keys):
+            from hybrid_kv.ops.triton import nearest
+
+            return nearest.nearest_keys(queries, keys, count)
+        return reference.nearest_keys(queries, keys, count)
+
+    # The choice ---------------------------------------------------------------------------------
+
+    def _chosen_triton(self, op: str, tensor: Tensor) -> bool:
+        return self._choose(op, tensor, here=backends_on(tensor.device.type)) == "triton"
+
+    def _choose(
+        self,
+        op: str,
+        tensor: Tensor,
+        *,
+        here: Sequence[str] | frozenset[str] = (),
+        plain: bool = True,
+        pairs: int = 1,
+    ) -> str:
+        name = choose_backend(
+            self.backend,
+            op,
+            device_type=tensor.device.type,
+            dtype=tensor.dtype,
+            here=here,
+            plain=plain,
+            pairs=pairs,
+        )
+        self.served[op] = name
+        return name
 
 
 def get_ops(backend: str) -> Ops:
@@ -112,12 +274,30 @@ def get_ops(backend: str) -> Ops:
 
     Raises:
         ConfigError: no such back end; the message lists the known ones.
-        BackendUnavailable: the native engine was asked for by name and is not there.
+        BackendUnavailable: a back end was asked for by name and cannot serve here.
     """
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
-    if backend == "native" and (state := native.engine_state()).isa is None:
+    if (reason := why_unavailable(backend)) is not None:
         raise BackendUnavailable(
-            f"backend 'native' cannot serve here: {state.detail}; use backend='auto'"
+            f"backend '{backend}' cannot serve here: {reason}; use backend='auto'"
         )
     return Ops(backend)
+
+
+def device_of(backend: str) -> str | None:
+    """The only type of device whose models a back end is for; None: any, or it is not there."""
+    if backend == "torch_cpu":
+        return "cpu"
+    return device_states()[backend].device_type if backend in DEVICE_BACKENDS else None
+
+
+def why_unavailable(backend: str) -> str | None:
+    """Why a known back end cannot serve on this machine, None where it can."""
+    if backend == "native":
+        state = native.engine_state()
+        return state.detail if state.isa is None else None
+    if backend in DEVICE_BACKENDS:
+        device = device_states()[backend]
+        return device.detail if device.device_type is None else None
+    return None

@@ -5,10 +5,12 @@ Scores and sums are float32 whatever the inputs are; log-sum-exp is natural.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 
 _SCORE_BLOCK_BYTES = 64 * 2**20
 
@@ -140,3 +142,161 @@ def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
     high = torch.matmul(q.clamp_min(0), key_max.float().transpose(-1, -2))
     low = torch.matmul(q.clamp_max(0), key_min.float().transpose(-1, -2))
     return high + low
+
+
+def choose_pages(
+    q: Tensor,
+    key_min: Tensor,
+    key_max: Tensor,
+    *,
+    new: int,
+    oldest: int,
+    newest: int,
+    count: int,
+    page_scores: Callable[[Tensor, Tensor, Tensor], Tensor] = page_scores,
+) -> Tensor:
+    """Pages that the query heads of a KV head attend together: pinned ones and the best others.
+
+    A page is as good as its best query head says. Source: Quest, algorithm 1, with one list for
+    each KV head and token.
+
+    Args:
+        q: [Hkv, M, D], M = G * T with row g * T + t.
+        key_min, key_max: [Hkv, P, D], oldest page first.
+        new: T.
+        oldest, newest: how many pages at the two ends are always chosen; newest is at least 1.
+        count: C, at least oldest + newest, at most P.
+        page_scores: what bounds the pages.
+
+    Returns:
+        [Hkv, T, C] int64 indices into P; the newest page, which may be filled in part, comes last.
+    """
+    scores = page_scores(q, key_min, key_max)
+    shared = scores.unflatten(1, (-1, new)).amax(1)
+    return best_pages(shared, oldest, newest, count)
+
+
+def best_pages(scores: Tensor, oldest: int, newest: int, count: int) -> Tensor:
+    """The choice of `choose_pages` from scores [Hkv, T, P], which it overwrites."""
+    last = scores.shape[-1] - 1
+    scores[..., :oldest] = torch.inf
+    scores[..., last + 1 - newest :] = torch.inf
+    chosen = scores[..., :last].topk(count - 1, -1, sorted=False).indices
+    return torch.nn.functional.pad(chosen, (0, 1), value=last)
+
+
+def attend_pages(
+    q: Tensor,
+    pages: PagedKV,
+    slots: Tensor,
+    query_positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    attend: Callable[..., PartialAttention] = attend,
+) -> PartialAttention:
+    """Attention of each KV head over pages of its own, each query up to its own position.
+
+    Args:
+        q: [Hkv, M, D], M = G * T with row g * T + t.
+        slots: [Hkv, T, C] int64 slots of `pages`, each once in a list.
+        query_positions: [T] int64.
+        attend: what attends the gathered entries.
+
+    Returns:
+        out [Hkv, M, D] and lse [Hkv, M] float32.
+    """
+    heads, new, _ = slots.shape
+    head = torch.arange(heads, device=slots.device)[:, None, None]
+    k, v = (tensor[head, slots].flatten(2, 3) for tensor in (pages.k, pages.v))
+    hidden = pages.positions[slots].flatten(2) > query_positions[None, :, None]
+    bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)
+    # [Hkv, G, T, D] -> [Hkv, T, G, D]: the query heads of a group share the pages of a token.
+    by_token = q.unflatten(1, (-1, new)).transpose(1, 2)
+    out, lse = attend(by_token, k, v, scale=scale, softcap=softcap, bias=bias[:, :, None])
+    return PartialAttention(
+        out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:2])
+    )
+
+
+def merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+    """Attention over the union of disjoint parts (at least one), by log-sum-exp.
+
+    Source: online softmax (Milakov and Gimelshein 2018), as in RetrievalAttention, section 3.3.
+
+    Args:
+        parts: out [..., D] of any float dtype, lse [...], -inf where a part is empty.
+
+    Returns:
+        out [..., D] in `dtype`, computed in float32; lse [...] float32. Where every part is empty
+        the result is empty, never NaN.
+    """
+    lse = torch.stack([part.lse.float() for part in parts])
+    total = torch.logsumexp(lse, 0)
+    # Where every part is empty, total is -inf and the weights would be NaN; 0 makes them exp(-inf).
+    weights = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+    out = torch.zeros_like(parts[0].out, dtype=torch.float32)
+    for weight, part in zip(weights, parts, strict=True):
+        out.addcmul_(weight[..., None], part.out.float())
+    return PartialAttention(out.to(dtype), total)
+
+
+def append(pages: PagedKV, k: Tensor, v: Tensor, places: slice | Tensor, positions: Tensor) -> None:
+    """Stores new tokens; their pages' digests are left as they are.
+
+    Args:
+        k, v: [Hkv, n, D].
+        places: the tokens' `slot * S + offset`, n of them; a page is filled from its first slot on.
+        positions: [n].
+    """
+    heads, _, _, dim = pages.k.shape
+    pages.k.view(heads, -1, dim)[:, places] = k
+    pages.v.view(heads, -1, dim)[:, places] = v
+    pages.positions.view(-1)[places] = positions
+
+
+def update_digests(pages: PagedKV, slots: Tensor) -> None:
+    """Writes key_min and key_max of slots [n] from the keys that are filled there."""
+    if pages.key_min is None or pages.key_max is None:
+        return
+    empty = (pages.positions[slots] == HIDDEN)[None, :, :, None]
+    keys = pages.k[:, slots]
+    # An unfilled slot takes part in neither bound: the first slot of a used page is filled.
+    lows, highs = page_digests(torch.where(empty, keys[:, :, :1], keys))
+    pages.key_min[:, slots], pages.key_max[:, slots] = lows, highs
+
+
+def copy_pages(
+    source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
+) -> None:
+    """Copies K and V of pages into another pool of the same dtype; its places are free.
+
+    Args:
+        source: on the device of the target, or on the host.
+        source_slots, target_slots: [Hkv, C] int64; a pair with a negative one is left out.
+    """
+    wanted = (source_slots >= 0) & (target_slots >= 0)
+    head, column = wanted.nonzero(as_tuple=True)
+    from_, to = source_slots[head, column], target_slots[head, column]
+    for old, new in ((source.k, target.k), (source.v, target.v)):
+        rows = old[head.to(old.device), from_.to(old.device)]
+        new[head.to(new.device), to.to(new.device)] = rows.to(new.device)
+
+
+def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Exact keys with the highest dot products.
+
+    Args:
+        queries: [H, Q, D]; keys: [H, N, D].
+        count: K, at most N.
+
+    Returns:
+        scores [H, Q, K] float32, best first, and ids [H, Q, K] int64; which of equal keys come
+        back is not specified.
+    """
+    block = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * keys.shape[0] * keys.shape[1]))
+    keys = keys.float().transpose(-1, -2)
+    found = [torch.matmul(some.float(), keys).topk(count, -1) for some in queries.split(block, 1)]
+    return torch.cat([part.values for part in found], 1), torch.cat(
+        [part.indices for part in found], 1
+    )

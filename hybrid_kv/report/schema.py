@@ -84,7 +84,8 @@ class Run(_Group):
 
     config: the flat configuration. context_tokens: of the prompt. prefill_s: ttft_s without the
     index builds that were waited for; index_build_s: all builds, wall time. tpot_ms: mean time per
-    token after the first. interrupted: the user ended it early. index: what served each layer and
+    token after the first. interrupted: the user ended it early. backends: what computed each op of
+    the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is.
     """
 
@@ -104,6 +105,7 @@ class Run(_Group):
     work: WorkReport = WorkReport()
     memory_bytes: MemoryBytes = MemoryBytes()
     bandwidth_gbps: BandwidthGbps = BandwidthGbps()
+    backends: dict[str, str] = {}
     index: tuple[dict[str, Any], ...] = ()
     interrupted: bool = False
 

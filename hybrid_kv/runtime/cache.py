@@ -143,7 +143,9 @@ class KVCache:
 
     def _open_layer(self, shape: LayerShape, k: Tensor) -> LayerKV:
         capacity = max(self.reserved_tokens, k.shape[2])
-        layer = LayerKV(shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity)
+        layer = LayerKV(
+            shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity, self.ops
+        )
         self._layers[shape.layer_idx] = layer
         needs = self.method.needs | self._watched
         if needs.sampled_queries or needs.last_queries:

@@ -72,10 +72,11 @@ def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
         parts.append(part)
         step.work.add(work)
     with step.phases.measure("merge"):
-        out, lse = merge_partials(parts or [empty_partial(step.grouped)])
+        parts = parts or [empty_partial(step.grouped)]
+        out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
     _count_visible(step)
     shape = step.q.shape
-    return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
+    return PartialAttention(out.reshape(shape), lse.reshape(shape[:3]))
 
 
 def _token_budget(entries: EntrySet) -> TokenBudget | None:
@@ -100,8 +101,13 @@ def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
     if page_budget == "all" or all(
         _free_pages(step, row) <= page_budget for row in range(layer.num_rows)
     ):
+        if step.ops.reads_pages(step.q):
+            return _stacked([_attend_all_pages(step, row) for row in range(layer.num_rows)])
         return _attend_all_resident(step)
-    rows = [_attend_pages(step, row, page_budget) for row in range(layer.num_rows)]
+    return _stacked([_attend_pages(step, row, page_budget) for row in range(layer.num_rows)])
+
+
+def _stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
     return PartialAttention(
         torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
     )
@@ -152,40 +158,48 @@ def _free_pages(step: Step, row: int) -> int:
     return max(0, len(step.layer.resident.tables[row]) - sum(_pinned_pages(step, row)))
 
 
+def _attend_all_pages(step: Step, row: int) -> PartialAttention:
+    heads, new = step.layer.shape.num_kv_heads, step.q.shape[2]
+    slots = step.layer.resident.slots(row)
+    return _attend_slots(step, row, slots.expand(heads, new, -1))
+
+
 def _attend_pages(step: Step, row: int, page_budget: int) -> PartialAttention:
-    layer, shape = step.layer, step.layer.shape
-    new, heads, group = step.q.shape[2], shape.num_kv_heads, shape.group_size
-    q = step.grouped[row]
     with step.phases.measure("select"):
-        pages = _choose_pages(step, row, q, page_budget)
+        pages = _choose_pages(step, row, page_budget)
+    return _attend_slots(step, row, step.layer.resident.slots(row)[pages])
+
+
+def _attend_slots(step: Step, row: int, slots: Tensor) -> PartialAttention:
+    """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list."""
+    resident, new = step.layer.resident, step.q.shape[2]
     with step.phases.measure("resident_attention"):
-        k, v, positions = layer.resident.gather(row, pages)
-        bias = _hide_later(positions, step.query_positions[row][None, :, None])[:, :, None]
-        # [Hkv, G, T, D] -> [Hkv, T, G, D]: the query heads of a group share the pages of a token.
-        by_token = q.reshape(heads, group, new, -1).transpose(1, 2)
-        out, lse = attend(
-            step.ops, by_token, k, v, scale=step.scale, softcap=step.softcap, bias=bias
+        part = step.ops.attend_pages(
+            step.grouped[row],
+            resident.pool.pages,
+            slots,
+            step.query_positions[row],
+            scale=step.scale,
+            softcap=step.softcap,
+            tail_fill=resident.tail_fill[row],
         )
-    filled = pages.shape[-1] * layer.page_size - (layer.page_size - layer.resident.tail_fill[row])
+    size = resident.page_size
+    filled = slots.shape[-1] * size - (size - resident.tail_fill[row])
     _count(step, filled * new - new * (new - 1) // 2)
-    return PartialAttention(
-        out.transpose(1, 2).reshape(q.shape), lse.transpose(1, 2).reshape(q.shape[:2])
-    )
+    return part
 
 
-def _choose_pages(step: Step, row: int, q: Tensor, page_budget: int) -> Tensor:
+def _choose_pages(step: Step, row: int, page_budget: int) -> Tensor:
     """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
-    layer, new = step.layer, step.q.shape[2]
+    q, new = step.grouped[row], step.q.shape[2]
     head, tail = _pinned_pages(step, row)
-    key_min, key_max = layer.resident.page_bounds(row)
-    scores = step.ops.page_scores(q, key_min, key_max)
-    step.work.scored += scores.numel()
-    # One page list per KV head: a page is as good as its best query head says.
-    shared = scores.reshape(scores.shape[0], -1, new, scores.shape[-1]).amax(1)
-    shared[..., :head] = torch.inf
-    shared[..., shared.shape[-1] - tail :] = torch.inf
-    count = min(head + tail + page_budget, shared.shape[-1])
-    return shared.topk(count, -1, sorted=False).indices
+    key_min, key_max = step.layer.resident.page_bounds(row)
+    heads, num_pages, _ = key_min.shape
+    step.work.scored += heads * q.shape[1] * num_pages
+    count = min(head + tail + page_budget, num_pages)
+    return step.ops.choose_pages(
+        q, key_min, key_max, new=new, oldest=head, newest=tail, count=count
+    )
 
 
 def attend_cold(step: Step, budget: TokenBudget | None) -> tuple[PartialAttention, Work]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.resident import ResidentStore
@@ -41,9 +42,12 @@ class LayerKV:
         dtype: torch.dtype,
         device: torch.device,
         capacity_tokens: int = 0,
+        ops: Ops | None = None,
     ) -> None:
         self.shape, self.page_size, self.num_rows = shape, page_size, num_rows
-        self.resident = ResidentStore(shape, page_size, num_rows, dtype, device, capacity_tokens)
+        self.resident = ResidentStore(
+            shape, page_size, num_rows, dtype, device, capacity_tokens, ops
+        )
         self.cold = ColdStore(shape, dtype, num_rows)
         self.placement: Placement | None = None
         self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones

@@ -9,12 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops import reference
+from hybrid_kv.ops import Ops
 from hybrid_kv.store.memory import allocate, enlarge
-from hybrid_kv.types import LayerShape
-
-HIDDEN = 2**62
-"""Position of an unfilled slot: later than every query, so causal visibility hides it."""
+from hybrid_kv.types import HIDDEN, LayerShape, PagedKV
 
 _ARENA = 32
 _LOCAL = 2**_ARENA - 1
@@ -41,9 +38,11 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         capacity_pages: int = 1,
+        ops: Ops | None = None,
     ) -> None:
         self.shape, self.page_size, self.num_arenas = shape, page_size, num_arenas
         self.dtype, self.device = dtype, device
+        self.ops = ops or Ops()
         self.capacity = max(1, capacity_pages)
         size = (shape.num_kv_heads, num_arenas * self.capacity, page_size, shape.head_dim)
         # Zeros, not what memory happens to hold: a hidden slot has weight 0, and 0 * NaN is NaN.
@@ -105,18 +104,16 @@ class PagePool:
         self.release([page])
         return copy
 
-    def write(self, places: npt.NDArray[np.int64], k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Stores k, v [Hkv, n, D] at positions [n] in token places (slot * page_size + offset)."""
-        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
-        start, count = int(places[0]), len(places)
-        rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
-        if count > 1 and (np.diff(places) != 1).any():
-            rows = torch.from_numpy(places).to(self.device)
-        self.k.view(heads, -1, dim)[:, rows] = k
-        self.v.view(heads, -1, dim)[:, rows] = v
-        self.positions.view(-1)[rows] = pos
-        if self.key_min is not None:
-            self._digest(np.unique(places // self.page_size))
+    @property
+    def pages(self) -> PagedKV:
+        """The memory as it lies now; growing the pool replaces it."""
+        return PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
+
+    def write(
+        self, places: npt.NDArray[np.int64], k: Tensor, v: Tensor, first_position: int
+    ) -> None:
+        """Stores k, v [Hkv, n, D] in token places (slot * page_size + offset), n > 0."""
+        self.ops.append(self.pages, k, v, places, first_position)
 
     def hide(self, page: int, offset: int) -> None:
         """Forgets the tokens of a private page from `offset` on; its digest stays a valid bound."""
@@ -132,14 +129,7 @@ class PagePool:
             self._digest(np.concatenate(used))
 
     def _digest(self, slots: npt.NDArray[np.int64]) -> None:
-        if self.key_min is None or self.key_max is None or len(slots) == 0:
-            return
-        where = torch.from_numpy(slots).to(self.device)
-        empty = (self.positions[where] == HIDDEN)[None, :, :, None]
-        keys = self.k[:, where]
-        # An unfilled slot takes part in neither bound: the first slot of a used page is filled.
-        lows, highs = reference.page_digests(torch.where(empty, keys[:, :, :1], keys))
-        self.key_min[:, where], self.key_max[:, where] = lows, highs
+        self.ops.update_digests(self.pages, slots)
 
     def _grow(self, capacity: int) -> None:
         # Doubling makes appending amortised O(1).

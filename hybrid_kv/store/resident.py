@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.store.pool import HIDDEN, PagePool, arena_of
-from hybrid_kv.types import LayerShape
+from hybrid_kv.ops import Ops
+from hybrid_kv.store.pool import PagePool, arena_of
+from hybrid_kv.types import HIDDEN, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class ResidentStore:
         dtype: torch.dtype,
         device: torch.device,
         capacity_tokens: int = 0,
+        ops: Ops | None = None,
     ) -> None:
         self.page_size, self.num_rows = page_size, num_rows
         pages = -(-capacity_tokens // page_size)
-        self.pool = PagePool(shape, page_size, num_rows, dtype, device, pages)
+        self.pool = PagePool(shape, page_size, num_rows, dtype, device, pages, ops)
         self.tables: list[list[int]] = [[] for _ in range(num_rows)]
         self.tail_fill = [page_size] * num_rows  # tokens in the last page; page_size when none
         self._in_order = True  # slot n of every row holds its position n
@@ -65,8 +67,7 @@ class ResidentStore:
             return
         self._in_order &= first_position == self.num_tokens(row)
         places = self._reserve(row, count)
-        positions = torch.arange(first_position, first_position + count, device=self.pool.device)
-        self.pool.write(places, k, v, positions)
+        self.pool.write(places, k, v, first_position)
 
     def _reserve(self, row: int, count: int) -> npt.NDArray[np.int64]:
         """Token places for `count` new tokens: what the last page has left, then new pages."""
@@ -122,7 +123,15 @@ class ResidentStore:
         """A new store whose row r is a copy of row sources[r]; any number of rows."""
         pool = self.pool
         most = max((self.num_tokens(source) for source in sources), default=0)
-        new = ResidentStore(pool.shape, self.page_size, len(sources), pool.dtype, pool.device, most)
+        new = ResidentStore(
+            pool.shape,
+            self.page_size,
+            len(sources),
+            pool.dtype,
+            pool.device,
+            capacity_tokens=most,
+            ops=pool.ops,
+        )
         for row, source in enumerate(sources):
             new.load(row, self, source, range(len(self.tables[source])))
         if pool.key_min is not None:
@@ -195,20 +204,9 @@ class ResidentStore:
         k, v = (t[:, where].flatten(1, 2)[:, :limit] for t in (self.pool.k, self.pool.v))
         return k, v
 
-    def gather(self, row: int, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries of chosen pages.
-
-        Args:
-            pages: [Hkv, T, C] int64 indices into the row's table.
-
-        Returns:
-            k, v [Hkv, T, C * S, D] and positions [Hkv, T, C * S].
-        """
-        table = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
-        slots = table[pages]
-        heads = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
-        k, v = (t[heads, slots].flatten(2, 3) for t in (self.pool.k, self.pool.v))
-        return k, v, self.pool.positions[slots].flatten(2)
+    def slots(self, row: int) -> Tensor:
+        """[P] int64: where in the pool the pages of a row lie, in table order."""
+        return torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
 
     def page_bounds(self, row: int) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of a row's pages in table order."""
@@ -223,8 +221,7 @@ class ResidentStore:
 
     def positions_of(self, row: int) -> list[int]:
         """Positions of a row's tokens in table order."""
-        slots = torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
-        flat = self.pool.positions[slots].flatten()
+        flat = self.pool.positions[self.slots(row)].flatten()
         found: list[int] = flat[flat != HIDDEN].tolist()
         return found
 

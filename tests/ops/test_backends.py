@@ -8,14 +8,18 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import get_ops, reference
-from hybrid_kv.ops.dispatch import BACKENDS, choose_backend
+from hybrid_kv.ops.choice import BACKENDS
+from hybrid_kv.ops.dispatch import why_unavailable
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance
 
 FLOAT32 = TOLERANCES[torch.float32]
 
 
-@pytest.fixture(params=BACKENDS)
+USABLE = [name for name in BACKENDS if why_unavailable(name) is None]
+
+
+@pytest.fixture(params=USABLE)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -151,25 +155,6 @@ def test_the_bound_of_a_page_of_one_key_is_its_score() -> None:
     bounds = reference.page_scores(q, *reference.page_digests(keys))
     exact = torch.einsum("hmd,hpsd->hmp", q.double(), keys.double())
     torch.testing.assert_close(bounds.double(), exact, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("request_", "device", "dtype", "plain", "pairs", "chosen"),
-    [
-        ("auto", "cpu", torch.float32, True, 6, "torch_cpu"),
-        ("torch_cpu", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
-        ("reference", "cpu", torch.float32, True, 6, "reference"),
-        ("auto", "cuda", torch.float32, True, 6, "reference"),
-        ("auto", "cpu", torch.float64, True, 6, "reference"),
-        ("auto", "cpu", torch.float32, False, 6, "reference"),
-        ("torch_cpu", "cpu", torch.float32, True, 0, "reference"),
-    ],
-)
-def test_the_choice_of_a_backend_is_a_pure_function(
-    request_: str, device: str, dtype: torch.dtype, plain: bool, pairs: int, chosen: str
-) -> None:
-    found = choose_backend(request_, device_type=device, dtype=dtype, plain=plain, pairs=pairs)
-    assert found == chosen
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest() -> None:

@@ -32,6 +32,7 @@ RUN_KEYS = [
     "work",
     "memory_bytes",
     "bandwidth_gbps",
+    "backends",
     "index",
     "interrupted",
 ]

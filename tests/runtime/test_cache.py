@@ -13,6 +13,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods import RetrievalAttention
+from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
 from hybrid_kv.runtime.stats import WorkClock
@@ -127,6 +128,12 @@ class Spy:
                 spied.attended.append(args[2].shape[2])
                 return ops.attend_retrieved(q, *args, **options)
 
+            def attend_pages(
+                self, q: Tensor, pages: Any, slots: Tensor, *args: Any, **kw: Any
+            ) -> Any:
+                spied.attended.append(slots.shape[2] * pages.k.shape[2])
+                return ops.attend_pages(q, pages, slots, *args, **kw)
+
             def __getattr__(self, name: str) -> Any:
                 return getattr(ops, name)
 
@@ -183,16 +190,16 @@ def test_quest_reads_digests_and_not_keys(monkeypatch: pytest.MonkeyPatch) -> No
     kv = cache("quest", page_size=4, page_budget=3, dense_layers=0)
     feed(kv, 200, 1)
     monkeypatch.setattr(ResidentStore, "view", lambda self: pytest.fail("all keys were viewed"))
-    gathered: list[torch.Size] = []
-    plain = ResidentStore.gather
+    read: list[torch.Size] = []
+    plain = Ops.attend_pages
 
-    def gather(self: ResidentStore, row: int, pages: Tensor) -> Any:
-        gathered.append(pages.shape)
-        return plain(self, row, pages)
+    def attend_pages(self: Ops, q: Tensor, pages: Any, slots: Tensor, *args: Any, **kw: Any) -> Any:
+        read.append(slots.shape)
+        return plain(self, q, pages, slots, *args, **kw)
 
-    monkeypatch.setattr(ResidentStore, "gather", gather)
+    monkeypatch.setattr(Ops, "attend_pages", attend_pages)
     feed(kv, 1)
-    assert gathered == [(2, 1, 4)]
+    assert read == [(2, 1, 4)]
 
 
 # Builds in the background

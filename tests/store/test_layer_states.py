@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import LayerKV
-from hybrid_kv.store.pool import HIDDEN
-from hybrid_kv.types import Demotion
+from hybrid_kv.types import HIDDEN, Demotion
 from tests.store.scene import PAGE, Feed, flat_index, keys_of, layer, owned
 
 pages = st.integers(0, 3).map(lambda count: count * PAGE)

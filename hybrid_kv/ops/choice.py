@@ -1,0 +1,74 @@
+"""Which back end computes an op: one pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+BACKENDS = ("auto", "reference", "torch_cpu", "native", "triton", "flashinfer")
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+# What beside the definition computes an op, the first choice of "auto" first.
+_CANDIDATES = {
+    "attend": ("torch_cpu",),
+    "attend_causal": ("torch_cpu",),
+    "attend_retrieved": ("native",),
+    "page_scores": ("native", "triton"),
+    "choose_pages": ("triton",),
+    # FlashInfer compiles for minutes at its first use, so it serves those who ask for it.
+    "attend_pages": ("triton", "flashinfer"),
+    "merge": ("triton",),
+    "append": ("triton",),
+    "update_digests": ("triton",),
+    "copy_pages": ("triton",),
+    "nearest_keys": ("triton",),
+}
+OPS = tuple(_CANDIDATES)
+
+
+def choose_backend(
+    requested: str,
+    op: str,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    here: Collection[str] = (),
+    plain: bool = True,
+    pairs: int = 1,
+) -> str:
+    """The back end that computes one call.
+
+    "reference" and "torch_cpu" use torch and nothing else. Any other name goes first where it has
+    the op; what it has not, or cannot express, is computed as under "auto" and in the end by the
+    definition.
+
+    Args:
+        requested: a name of BACKENDS.
+        op: a name of OPS, the methods of `Ops`.
+        here: the back ends beside torch's that are installed and reach the tensors.
+        plain: attend, attend_causal: no softcap and no sliding window; attend_pages: what
+            FlashInfer has kernels for.
+        pairs: queries times keys; a fused kernel takes neither without the other.
+    """
+    candidates = _CANDIDATES[op]
+    if requested in ("reference", "torch_cpu"):
+        candidates = tuple(name for name in candidates if name == requested)
+    elif requested in candidates:
+        candidates = (requested, *candidates)
+    for name in candidates:
+        by_name = name == requested
+        if name == "torch_cpu":
+            fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and pairs > 0
+        elif name == "native":
+            fits = device_type == "cpu" and name in here
+        elif name == "triton":
+            # On the CPU Triton is its interpreter, which is for tests.
+            fits = name in here and dtype in _FUSED_DTYPES and (device_type != "cpu" or by_name)
+        else:
+            fits = name in here and dtype in _HALF_DTYPES and plain and by_name
+        if fits:
+            return name
+    return "reference"

@@ -1,0 +1,137 @@
+"""Page digests: smallest and largest key per channel, of many pages or as a token is appended."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_kv.ops.devices import on
+from hybrid_kv.ops.triton._common import padded
+from hybrid_kv.types import HIDDEN, PagedKV
+
+_HIDDEN = tl.constexpr(HIDDEN)
+
+
+def update_digests(pages: PagedKV, slots: Tensor) -> None:
+    """See `reference.update_digests`."""
+    if pages.key_min is None or pages.key_max is None or slots.numel() == 0:
+        return
+    heads, num_slots, page_size, dim = pages.k.shape
+    with on(pages.k):
+        _update_kernel[(slots.numel(), heads)](
+            pages.k,
+            pages.positions,
+            slots,
+            pages.key_min,
+            pages.key_max,
+            num_slots,
+            PAGE=page_size,
+            DIM=dim,
+            BLOCK_PAGE=padded(page_size),
+            BLOCK_DIM=padded(dim),
+        )
+
+
+def append_token(pages: PagedKV, k: Tensor, v: Tensor, place: int, position: int) -> None:
+    """`reference.append` of one token k, v [Hkv, D] and the digest of its page, in one launch."""
+    heads, num_slots, page_size, dim = pages.k.shape
+    has_digests = pages.key_min is not None
+    with on(pages.k):
+        _append_kernel[(heads,)](
+            k,
+            v,
+            pages.k,
+            pages.v,
+            pages.positions,
+            pages.key_min if has_digests else pages.k,
+            pages.key_max if has_digests else pages.k,
+            place,
+            position,
+            num_slots,
+            k.stride(0),
+            v.stride(0),
+            PAGE=page_size,
+            DIM=dim,
+            BLOCK_PAGE=padded(page_size),
+            BLOCK_DIM=padded(dim),
+            HAS_DIGESTS=has_digests,
+        )
+
+
+@triton.jit
+def _store_bounds(keys, filled, key_min, key_max, at, channels, in_dim):
+    lows = tl.min(tl.where(filled, keys, float("inf")), 0)
+    highs = tl.max(tl.where(filled, keys, -float("inf")), 0)
+    tl.store(key_min + at + channels, lows.to(key_min.dtype.element_ty), mask=in_dim)
+    tl.store(key_max + at + channels, highs.to(key_max.dtype.element_ty), mask=in_dim)
+
+
+@triton.jit
+def _update_kernel(
+    k,
+    positions,
+    slots,
+    key_min,
+    key_max,
+    num_slots,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    slot = tl.load(slots + tl.program_id(0))
+    page = tl.program_id(1).to(tl.int64) * num_slots + slot
+    offsets, channels = tl.arange(0, BLOCK_PAGE), tl.arange(0, BLOCK_DIM)
+    in_page, in_dim = offsets < PAGE, channels < DIM
+    position = tl.load(positions + slot * PAGE + offsets, mask=in_page, other=_HIDDEN)
+    # The first slot stands for all that are not filled, as in the reference.
+    filled = (position != _HIDDEN) | (offsets == 0)
+    wanted = filled[:, None] & in_dim[None, :]
+    rows = k + page * (PAGE * DIM) + offsets[:, None] * DIM + channels[None, :]
+    keys = tl.load(rows, mask=wanted, other=0.0).to(tl.float32)
+    _store_bounds(keys, filled[:, None], key_min, key_max, page * DIM, channels, in_dim)
+
+
+@triton.jit(do_not_specialize=["place", "position"])
+def _append_kernel(
+    new_k,
+    new_v,
+    k,
+    v,
+    positions,
+    key_min,
+    key_max,
+    place,
+    position,
+    num_slots,
+    stride_k,
+    stride_v,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_DIGESTS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK_DIM)
+    in_dim = channels < DIM
+    key = tl.load(new_k + head * stride_k + channels, mask=in_dim, other=0.0)
+    value = tl.load(new_v + head * stride_v + channels, mask=in_dim, other=0.0)
+    at = (head * num_slots * PAGE + place) * DIM
+    tl.store(k + at + channels, key, mask=in_dim)
+    tl.store(v + at + channels, value, mask=in_dim)
+    tl.store(positions + place, position, mask=head == 0)
+    if HAS_DIGESTS:
+        slot, own = place // PAGE, place % PAGE
+        offsets = tl.arange(0, BLOCK_PAGE)
+        old = (offsets < PAGE) & (offsets != own)
+        found = tl.load(positions + slot * PAGE + offsets, mask=old, other=_HIDDEN)
+        page = head * num_slots + slot
+        rows = k + page * (PAGE * DIM) + offsets[:, None] * DIM + channels[None, :]
+        filled = found != _HIDDEN
+        keys = tl.load(rows, mask=filled[:, None] & in_dim[None, :], other=0.0).to(tl.float32)
+        # The new key comes from registers: its store need not be visible to this program's loads.
+        mine = (offsets == own)[:, None]
+        keys = tl.where(mine, key.to(tl.float32)[None, :], keys)
+        _store_bounds(keys, mine | filled[:, None], key_min, key_max, page * DIM, channels, in_dim)

@@ -1,0 +1,210 @@
+"""Paged decode attention: each KV head reads pages of its own, split over programs and reduced."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_kv.ops.devices import on
+from hybrid_kv.ops.triton._common import MIN_DOT, finite, padded, upcast
+from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
+
+_PROGRAMS = 256
+"""Programs wanted: about two for each multiprocessor of a large GPU."""
+
+_MAX_SPLITS = 64
+"""What one program of the reduction holds in registers at head_dim 128."""
+
+_HIDDEN = tl.constexpr(HIDDEN)
+
+
+def attend_pages(
+    q: Tensor,
+    pages: PagedKV,
+    slots: Tensor,
+    query_positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> PartialAttention:
+    """See `reference.attend_pages`; out and lse are float32."""
+    heads, rows, dim = q.shape
+    _, num_slots, page_size, _ = pages.k.shape
+    slots = slots if slots.stride(-1) == 1 else slots.contiguous()
+    new, num_pages = slots.shape[1:]
+    if slots.numel() == 0:
+        empty = torch.full((heads, rows), -torch.inf, device=q.device)
+        return PartialAttention(torch.zeros(q.shape, device=q.device), empty)
+    block = _block_tokens(dim, pages.k.dtype)
+    tiles = triton.cdiv(num_pages * page_size, block)
+    # A power of two: each number of tiles is another compilation.
+    wanted = min(_MAX_SPLITS, triton.cdiv(_PROGRAMS, heads * new))
+    tiles_per_split = padded(triton.cdiv(tiles, wanted))
+    splits = triton.cdiv(tiles, tiles_per_split)
+    out = torch.empty(splits, heads, rows, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(splits, heads, rows, dtype=torch.float32, device=q.device)
+    with on(q):
+        _attend_kernel[(heads * new, splits)](
+            q.contiguous(),
+            pages.k,
+            pages.v,
+            pages.positions,
+            slots,
+            query_positions,
+            out,
+            lse,
+            scale,
+            softcap or 0.0,
+            slots.stride(0),
+            slots.stride(1),
+            num_slots,
+            num_pages,
+            new,
+            heads,
+            GROUP=rows // new,
+            PAGE=page_size,
+            DIM=dim,
+            BLOCK_ROWS=padded(rows // new, MIN_DOT),
+            BLOCK_TOKENS=block,
+            BLOCK_DIM=padded(dim, MIN_DOT),
+            TILES=tiles_per_split,
+            HAS_SOFTCAP=softcap is not None,
+            UPCAST=upcast(q, pages.k),
+            num_warps=4,
+            num_stages=2,
+        )
+        return _reduce(out, lse)
+
+
+def _block_tokens(dim: int, dtype: torch.dtype) -> int:
+    """Tokens a tile: keys and values of two stages fit into 99 KiB of shared memory."""
+    return 64 if padded(dim, MIN_DOT) * dtype.itemsize <= 256 else 32
+
+
+def _reduce(out: Tensor, lse: Tensor) -> PartialAttention:
+    """Partial results [splits, Hkv, M, D], [splits, Hkv, M] merged over the first axis."""
+    splits, heads, rows, dim = out.shape
+    if splits == 1:
+        return PartialAttention(out[0], lse[0])
+    merged, total = out.new_empty(heads, rows, dim), lse.new_empty(heads, rows)
+    _reduce_kernel[(heads * rows,)](
+        out,
+        lse,
+        merged,
+        total,
+        splits,
+        heads * rows,
+        DIM=dim,
+        BLOCK_SPLITS=padded(splits),
+        BLOCK_DIM=padded(dim),
+    )
+    return PartialAttention(merged, total)
+
+
+@triton.jit
+def _capped(logits, softcap):
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), finite for every x
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
+
+
+@triton.jit
+def _attend_kernel(
+    q,
+    k,
+    v,
+    positions,
+    slots,
+    query_positions,
+    out,
+    lse,
+    scale,
+    softcap,
+    stride_head,
+    stride_token,
+    num_slots,
+    num_pages,
+    new,
+    heads,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    head = (tl.program_id(0) // new).to(tl.int64)
+    token, split = tl.program_id(0) % new, tl.program_id(1)
+    members, channels = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    in_dim = channels < DIM
+    rows = (head * GROUP + members) * new + token
+    real = (members < GROUP)[:, None] & in_dim[None, :]
+    queries = tl.load(q + rows[:, None] * DIM + channels[None, :], mask=real, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    newest = tl.load(query_positions + token)
+    slots += head * stride_head + token * stride_token
+
+    top = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    mixed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    for tile in range(TILES):
+        entries = (split * TILES + tile) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        listed = entries < num_pages * PAGE
+        slot = tl.load(slots + entries // PAGE, mask=listed, other=0)
+        place = slot * PAGE + entries % PAGE
+        seen = tl.load(positions + place, mask=listed, other=_HIDDEN) <= newest
+        at = (head * num_slots * PAGE + place)[:, None] * DIM + channels[None, :]
+        wanted = seen[:, None] & in_dim[None, :]
+        keys = tl.load(k + at, mask=wanted, other=0.0)
+        values = tl.load(v + at, mask=wanted, other=0.0)
+        if UPCAST:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        # "ieee": float32 operands are not rounded to the 10 bits of tf32.
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            logits = _capped(logits, softcap)
+        logits = tl.where(seen[None, :], logits, -float("inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        shrink = tl.exp(top - finite(new_top))
+        weights = tl.exp(logits - finite(new_top)[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        found = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + found
+        top = new_top
+
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    rows += split * heads * GROUP * new
+    tl.store(out + rows[:, None] * DIM + channels[None, :], mixed, mask=real)
+    tl.store(lse + rows, finite(top) + tl.log(total), mask=members < GROUP)
+
+
+@triton.jit
+def _reduce_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    splits,
+    num_rows,
+    DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    parts, channels = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
+    in_dim = channels < DIM
+    rows = parts.to(tl.int64) * num_rows + row
+    part_lse = tl.load(lses + rows, mask=parts < splits, other=-float("inf"))
+    top = finite(tl.max(part_lse, 0))
+    weights = tl.exp(part_lse - top)
+    wanted = (parts < splits)[:, None] & in_dim[None, :]
+    some = tl.load(outs + rows[:, None] * DIM + channels[None, :], mask=wanted, other=0.0)
+    total = tl.sum(weights, 0)
+    mixed = tl.sum(weights[:, None] * some, 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DIM + channels, mixed, mask=in_dim)
+    tl.store(lse + row, top + tl.log(total))

@@ -1,0 +1,78 @@
+"""Page scores of a query group: each digest is read once for all its query heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_kv.ops.devices import on
+from hybrid_kv.ops.triton._common import padded
+
+_BLOCK_PAGES = 32
+
+
+def group_page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int) -> Tensor:
+    """The highest of `reference.page_scores` over the query heads of a group.
+
+    Args:
+        q: [Hkv, M, D], M = G * T with row g * T + t.
+        key_min, key_max: [Hkv, P, D] of one layout, channels contiguous.
+        new: T.
+
+    Returns:
+        [Hkv, T, P] float32.
+    """
+    heads, rows, dim = q.shape
+    num_pages = key_min.shape[1]
+    scores = torch.empty(heads, new, num_pages, dtype=torch.float32, device=q.device)
+    if scores.numel() == 0:
+        return scores
+    with on(q):
+        _scores_kernel[(triton.cdiv(num_pages, _BLOCK_PAGES), new, heads)](
+            q.contiguous(),
+            key_min,
+            key_max,
+            scores,
+            num_pages,
+            new,
+            key_min.stride(0),
+            key_min.stride(1),
+            GROUP=rows // new,
+            DIM=dim,
+            BLOCK_PAGES=_BLOCK_PAGES,
+            BLOCK_DIM=padded(dim),
+        )
+    return scores
+
+
+@triton.jit
+def _scores_kernel(
+    q,
+    key_min,
+    key_max,
+    scores,
+    num_pages,
+    new,
+    stride_head,
+    stride_page,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    pages = tl.program_id(0) * BLOCK_PAGES + tl.arange(0, BLOCK_PAGES)
+    channels = tl.arange(0, BLOCK_DIM)
+    in_dim = channels < DIM
+    wanted = (pages < num_pages)[:, None] & in_dim[None, :]
+    at = head * stride_head + pages.to(tl.int64)[:, None] * stride_page + channels[None, :]
+    lows = tl.load(key_min + at, mask=wanted, other=0.0).to(tl.float32)
+    highs = tl.load(key_max + at, mask=wanted, other=0.0).to(tl.float32)
+    best = tl.full((BLOCK_PAGES,), -float("inf"), tl.float32)
+    for member in tl.static_range(GROUP):
+        row = (head * GROUP + member) * new + token
+        query = tl.load(q + row * DIM + channels, mask=in_dim, other=0.0).to(tl.float32)[None, :]
+        best = tl.maximum(best, tl.sum(tl.maximum(query * lows, query * highs), 1))
+    tl.store(scores + (head * new + token) * num_pages + pages, best, mask=pages < num_pages)

@@ -1,0 +1,187 @@
+"""Which back end computes a call, and what is said where the one asked for cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybrid_kv.errors import BackendUnavailable
+from hybrid_kv.ops import devices, get_ops
+from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
+from hybrid_kv.ops.dispatch import Ops, why_unavailable
+
+DEVICE_OPS = [op for op in OPS if op not in ("attend", "attend_causal", "attend_retrieved")]
+EVERYTHING = ("native", "triton", "flashinfer")
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "dtype", "plain", "pairs", "chosen"),
+    [
+        ("auto", "cpu", torch.float32, True, 6, "torch_cpu"),
+        ("torch_cpu", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
+        ("native", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
+        ("triton", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
+        ("reference", "cpu", torch.float32, True, 6, "reference"),
+        ("auto", "cuda", torch.float32, True, 6, "reference"),
+        ("auto", "cpu", torch.float64, True, 6, "reference"),
+        ("auto", "cpu", torch.float32, False, 6, "reference"),
+        ("torch_cpu", "cpu", torch.float32, True, 0, "reference"),
+    ],
+)
+def test_dense_attention_is_fused_where_it_can_be(
+    requested: str, device: str, dtype: torch.dtype, plain: bool, pairs: int, chosen: str
+) -> None:
+    found = choose_backend(
+        requested, "attend", device_type=device, dtype=dtype, plain=plain, pairs=pairs
+    )
+    assert found == chosen
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_reference_is_the_reference_everywhere(op: str, device: str) -> None:
+    found = choose_backend("reference", op, device_type=device, dtype=HALF, here=EVERYTHING)
+    assert found == "reference"
+
+
+@pytest.mark.parametrize("op", DEVICE_OPS)
+def test_what_lies_on_a_gpu_is_served_there(op: str) -> None:
+    for requested in ("auto", "native", "triton"):
+        found = choose_backend(requested, op, device_type="cuda", dtype=HALF, here=EVERYTHING)
+        assert found == "triton"
+        assert choose_backend(requested, op, device_type="cuda", dtype=HALF) == "reference"
+    assert (
+        choose_backend("auto", op, device_type="cuda", dtype=torch.float64, here=EVERYTHING)
+        == "reference"
+    )
+
+
+@pytest.mark.parametrize("op", DEVICE_OPS)
+def test_interpreted_kernels_serve_only_those_who_ask(op: str) -> None:
+    def chosen(requested: str) -> str:
+        return choose_backend(requested, op, device_type="cpu", dtype=HALF, here=("triton",))
+
+    assert chosen("triton") == "triton"
+    assert chosen("auto") == chosen("native") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("requested", "dtype", "plain", "chosen"),
+    [
+        ("flashinfer", torch.float16, True, "flashinfer"),
+        ("flashinfer", torch.float16, False, "triton"),
+        ("flashinfer", torch.float32, True, "triton"),
+        ("auto", torch.float16, True, "triton"),
+        ("triton", torch.float16, True, "triton"),
+    ],
+)
+def test_flashinfer_serves_what_it_has_kernels_for_when_asked(
+    requested: str, dtype: torch.dtype, plain: bool, chosen: str
+) -> None:
+    found = choose_backend(
+        requested, "attend_pages", device_type="cuda", dtype=dtype, plain=plain, here=EVERYTHING
+    )
+    assert found == chosen
+
+
+def test_flashinfer_is_never_taken_unasked() -> None:
+    here = ("flashinfer",)
+    found = choose_backend("auto", "attend_pages", device_type="cuda", dtype=HALF, here=here)
+    assert found == "reference"
+
+
+@pytest.mark.parametrize("requested", ["auto", "native", "triton", "flashinfer"])
+def test_retrieved_entries_are_the_engine_s_whatever_serves_the_device(requested: str) -> None:
+    def chosen(device: str, here: tuple[str, ...]) -> str:
+        return choose_backend(
+            requested, "attend_retrieved", device_type=device, dtype=HALF, here=here
+        )
+
+    assert chosen("cpu", ("native",)) == "native"
+    assert chosen("cpu", ()) == chosen("cuda", ("native",)) == "reference"
+
+
+def test_what_served_is_on_record() -> None:
+    ops = Ops("auto")
+    q = torch.randn(1, 2, 3, 8)
+    ops.attend(q, q, q, scale=1.0)
+    assert ops.served == {"attend": "torch_cpu"}
+    ops.attend(q, q, q, scale=1.0, softcap=2.0)
+    ops.nearest_keys(q[0], q[0], 1)
+    assert ops.served == {"attend": "reference", "nearest_keys": "reference"}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A machine whose GPU and packages can be set; what is known of the real one is forgotten."""
+    made = SimpleNamespace(gpu=True, capability=(9, 0), modules={})
+
+    def load(name: str) -> object:
+        if name not in made.modules:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+        if isinstance(made.modules[name], Exception):
+            raise made.modules[name]
+        return made.modules[name]
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: made.gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: made.capability)
+    monkeypatch.setattr(devices, "import_module", load)
+    found = (devices.triton_state, devices.flashinfer_state, devices.backends_on)
+    for function in found:
+        function.cache_clear()
+    yield made
+    for function in found:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_a_device_backend_says_what_it_lacks(machine: SimpleNamespace, name: str) -> None:
+    def refusal() -> str:
+        devices.triton_state.cache_clear()
+        devices.flashinfer_state.cache_clear()
+        with pytest.raises(BackendUnavailable) as error:
+            get_ops(name)
+        return str(error.value)
+
+    start, end = f"backend '{name}' cannot serve here: ", "; use backend='auto'"
+    install = f"{name} is not installed (pip install 'hybrid-kv[{name}]')"
+    assert refusal() == start + install + end
+    machine.modules[name] = OSError("libcuda.so.1: cannot open")
+    assert refusal() == start + f"the import of {name} fails: libcuda.so.1: cannot open" + end
+    machine.modules[name] = ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi")
+    assert refusal() == start + f"the import of {name} fails: No module named 'tvm_ffi'" + end
+    machine.capability = (7, 5)
+    needed = "the GPU has compute capability 7.5, 8.0 at least is needed"
+    assert refusal() == start + needed + end
+    machine.gpu = False
+    assert refusal() == start + "torch sees no NVIDIA GPU" + end
+
+
+def test_a_gpu_and_its_packages_make_device_backends_usable(machine: SimpleNamespace) -> None:
+    machine.modules = {"triton": object(), "flashinfer": object()}
+    assert devices.backends_on("cuda") == {"triton", "flashinfer"}
+    assert devices.backends_on("cpu") == frozenset()
+    assert why_unavailable("triton") is None
+    assert why_unavailable("flashinfer") is None
+
+
+def test_the_interpreter_serves_the_cpu(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.modules, machine.gpu = {"triton": object()}, False
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert devices.backends_on("cpu") == {"triton"}
+    assert devices.backends_on("cuda") == frozenset()
+    machine.modules = {}
+    devices.triton_state.cache_clear()
+    assert "not installed" in str(why_unavailable("triton"))
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if why_unavailable(name) is None])
+def test_a_usable_backend_is_given(name: str) -> None:
+    assert get_ops(name).backend == name

@@ -1,0 +1,84 @@
+"""Every kernel compiles for the GPUs that are meant, none of which is needed for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: scripts/check --triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted: TRITON_INTERPRET=1", allow_module_level=True)
+
+from hybrid_kv.ops.triton import digests, merge, nearest, paged, pages, scores
+from hybrid_kv.types import PartialAttention
+from tests.ops.paged_data import Shape, lists, pool, queries
+from tests.ops.triton.compiling import launches_of
+
+SHARED_BYTES = 101_376
+"""What one block may use on sm_89, which has less than sm_90."""
+
+MULTIPLIES = {"_attend_kernel", "_maxima_kernel"}
+CASES = {
+    "llama": (Shape(heads=8, slots=300, dim=128, group=4), torch.bfloat16),
+    "wide": (Shape(heads=4, slots=300, dim=256, group=2), torch.float16),
+    "odd": (Shape(heads=3, slots=40, page_size=37, dim=72, group=5, new=2), torch.float16),
+    "float32": (Shape(heads=2, slots=300, dim=128, group=1), torch.float32),
+}
+
+
+def attention(shape: Shape, dtype: torch.dtype) -> None:
+    q, slots = queries(shape, dtype), lists(shape, shape.slots)
+    positions = torch.zeros(shape.new, dtype=torch.int64)
+    for softcap in (None, 30.0):
+        paged.attend_pages(q, pool(shape, dtype), slots, positions, scale=0.1, softcap=softcap)
+
+
+def digest(shape: Shape, dtype: torch.dtype) -> None:
+    own, token = pool(shape, dtype), queries(shape, dtype)[:, 0]
+    digests.update_digests(own, torch.arange(5))
+    digests.append_token(own, token, token, 17, 3)
+    digests.append_token(own._replace(key_min=None), token, token, 17, 3)
+
+
+def score(shape: Shape, dtype: torch.dtype) -> None:
+    own = pool(shape, dtype)
+    assert own.key_min is not None
+    assert own.key_max is not None
+    scores.group_page_scores(queries(shape, dtype), own.key_min, own.key_max, new=shape.new)
+
+
+def merging(shape: Shape, dtype: torch.dtype) -> None:
+    q = queries(shape, dtype)
+    part = PartialAttention(q, torch.zeros(q.shape[:-1]))
+    merge.merge([part, PartialAttention(q.float(), part.lse)], dtype)
+
+
+def copying(shape: Shape, dtype: torch.dtype) -> None:
+    own, slots = pool(shape, dtype), lists(shape, 5)[:, 0]
+    pages.copy_pages(own, own, slots, slots)
+
+
+def search(shape: Shape, dtype: torch.dtype) -> None:
+    keys = torch.zeros(shape.heads, 5000, shape.dim, dtype=dtype)
+    nearest.nearest_keys(queries(shape, dtype), keys, 32)
+
+
+@pytest.mark.parametrize("call", [attention, digest, score, merging, copying, search])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_kernels_compile_and_fit_into_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], case: str
+) -> None:
+    shape, dtype = CASES[case]
+    launches = launches_of(lambda: call(shape, dtype), monkeypatch)
+    assert launches
+    for launch in launches:
+        for capability in (89, 90):
+            compiled = launch.compile(capability)
+            assert compiled.metadata.shared <= SHARED_BYTES, (launch.name, capability)
+            multiplies = launch.name in MULTIPLIES and dtype != torch.float32
+            assert ("mma" in compiled.asm["ptx"]) == multiplies, (launch.name, capability)
