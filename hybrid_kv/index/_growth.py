@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._learn import BEAMS, DRIFT, Goal, Searcher, beam_search
-from hybrid_kv.index._trial import HeadReport, HeldOut, Trial, choose, run_trials
+from hybrid_kv.index._learn import BEAMS, DRIFT, Searcher, beam_search
+from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.graph import GraphSearcher
@@ -27,8 +27,8 @@ _CHECKED = 16
 """Positions that are held out of the links, to check them."""
 _SPARED = 0.01
 """Recall above the goal that may be given for less work."""
-_MORE_BEAMS = 3
-"""Beams that are tried for a longer graph: more take too long between two steps."""
+_WIDEST = 1.6
+"""Of the beams that are tried for a longer graph, over the head's: more take too long."""
 
 
 class RecentSearches:
@@ -159,7 +159,7 @@ class GraphGrowth:
             mass=p.target_mass,
             max_scanned=p.max_scanned,
             positions=len(wanted.held),
-            beams=_wider_beams(report.beam) if p.beam == "auto" else (p.beam,),
+            beams=_wider_beams(report.beam) if p.beam == "auto" else (p.beam, p.beam),
         )
         held = _answers(keys, wanted.held, goal.top_k)
         trial, reason = judge(held, before, after, goal, len(keys))
@@ -184,18 +184,18 @@ def judge(
     beam = goal.beams[0]
     scored_all = held.judge(beam, *beam_search(before, goal.top_k, num_keys)(held.queries, beam))
     enough = max(goal.recall, scored_all.recall - _SPARED)
-    mass = max(goal.mass, scored_all.mass)
-    trials = run_trials(held, beam_search(after, goal.top_k, num_keys), goal.beams, enough)
+    goal = replace(goal, recall=enough, mass=max(goal.mass, scored_all.mass))
+    trials = run_trials(held, beam_search(after, goal.top_k, num_keys), goal)
     for recall in (enough, scored_all.recall):
-        chosen, reason = choose(trials, recall, mass, goal.max_scanned)
+        chosen, reason = choose(trials, replace(goal, recall=recall))
         if chosen is not None:
             break
     return chosen, reason
 
 
-def _wider_beams(beam: int) -> tuple[int, ...]:
-    """The beam that a head has, and what else may be tried."""
-    return (beam, *(wider for wider in BEAMS if wider > beam))[:_MORE_BEAMS]
+def _wider_beams(beam: int) -> tuple[int, int]:
+    """The beam that a head has, and the widest that may be tried."""
+    return beam, max(beam, min(BEAMS[1], int(_WIDEST * beam)))
 
 
 def _answers(keys: Tensor, queries: Tensor, top_k: int) -> HeldOut:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -11,11 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index._trial import (
+    Goal,
     HeadReport,
     HeldOut,
     choose,
     effective_dim,
     hold_out,
+    num_like_later,
     run_trials,
 )
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
@@ -64,26 +65,11 @@ class Engine(Protocol):
         ...
 
 
-BEAMS = (64, 100, 130, 160, 200, 250, 320, 400)
-DRIFT = 0.02
+BEAMS = (24, 400)
+"""The smallest and the largest that the self-check tries."""
+DRIFT = 0.015
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
 _METRIC_QUERIES = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """When a graph is good enough, and what is tried.
-
-    top_k: the answers that are checked. recall, mass: shares of the exact answer, one of which has
-    to be reached. max_scanned: share of the keys that a search of a group may score.
-    """
-
-    top_k: int
-    recall: float
-    mass: float
-    max_scanned: float
-    positions: int
-    beams: Sequence[int]
 
 
 def learn(
@@ -101,7 +87,8 @@ def learn(
         samples: [G, M, D] prefill queries of the group's heads at M positions.
         engine: over the same keys.
     """
-    build, check = hold_out(samples, goal.positions)
+    among = num_like_later(samples.shape[1], goal.recent, keys.shape[0])
+    build, check = hold_out(samples, goal.positions, among)
     if check.shape[1] == 0:
         return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
     queries = build.flatten(0, 1)
@@ -113,8 +100,8 @@ def learn(
     held = _exact_answers(keys, check, goal.top_k, engine)
     searcher = engine.searcher(graph)
     search = beam_search(searcher, held.ids.shape[-1], len(keys))
-    trials = run_trials(held, search, goal.beams, goal.recall)
-    trial, reason = choose(trials, goal.recall, goal.mass, goal.max_scanned)
+    trials = run_trials(held, search, goal)
+    trial, reason = choose(trials, goal)
     sample = queries[:: max(1, len(queries) // _METRIC_QUERIES)].float()
     report = HeadReport(
         serves="flat" if trial is None else "graph",

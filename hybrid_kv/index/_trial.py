@@ -96,59 +96,103 @@ class HeldOut:
         return Trial(beam, float(recall.mean()), float(mass.mean()), scanned)
 
 
-def hold_out(samples: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def hold_out(samples: Tensor, count: int, among: int | None = None) -> tuple[Tensor, Tensor]:
     """Splits samples [G, M, D] at evenly spread positions into (build, check).
 
     Args:
         count: positions to hold out; at most an eighth of M is.
+        among: they are the first ones of which some are held out; None for all.
     """
     total = samples.shape[1]
-    count = min(count, total // 8)
+    among = total if among is None else among
+    count = min(count, total // 8, among)
     held = torch.zeros(total, dtype=torch.bool)
     if count:
-        held[(torch.arange(count) * total // count + total // (2 * count))] = True
+        held[(torch.arange(count) * among // count + among // (2 * count))] = True
     return samples[:, ~held], samples[:, held]
 
 
-def choose(
-    trials: Sequence[Trial], target_recall: float, target_mass: float, max_scanned: float
-) -> tuple[Trial | None, str]:
-    """The least work that is good enough, or None with the reason.
+def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:
+    """How many of the first samples stand for the queries that come after the prompt.
 
-    A head passes by recall, or by mass where the last keys of the top weigh nothing.
+    The last `recent` samples are the last positions, next to each other. Each is so like its
+    neighbours in the build that the graph serves it better than later text. The samples before
+    are spread over the prompt, and those among them that lie in its last positions are in the
+    build a second time. All samples count where that leaves too few.
     """
+    spread = max(0, num_samples - recent)
+    apart = spread * max(0, num_keys - recent) // max(1, num_keys)
+    return apart if apart >= num_samples // 8 else num_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When a graph is good enough, and what is tried.
+
+    top_k: the answers that are checked. recall, mass: shares of the exact answer, one of which has
+    to be reached. max_scanned: share of the keys that a search of a group may score. positions:
+    held out for the check. beams: the smallest and the largest that are tried. recent: samples at
+    the end that are the prompt's last positions.
+    """
+
+    top_k: int
+    recall: float
+    mass: float
+    max_scanned: float
+    positions: int
+    beams: tuple[int, int]
+    recent: int = 0
+
+    def is_reached(self, trial: Trial) -> bool:
+        """By recall, or by mass where the last keys of the top weigh nothing."""
+        return trial.recall >= self.recall or trial.mass >= self.mass
+
+
+def choose(trials: Sequence[Trial], goal: Goal) -> tuple[Trial | None, str]:
+    """The least work that is good enough, or None with the reason."""
     for trial in sorted(trials, key=lambda trial: trial.scanned):
-        if trial.scanned > max_scanned:
+        if trial.scanned > goal.max_scanned:
             break
-        if trial.recall >= target_recall or trial.mass >= target_mass:
+        if goal.is_reached(trial):
             return trial, f"recall {trial.recall:.3f}, {trial.scanned:.1%} scanned"
     best = max(trials, key=lambda trial: trial.recall, default=None)
     if best is None:
         return None, "no held-out queries"
-    missed = "is more work than" if best.recall >= target_recall else "misses the target"
+    missed = "is more work than" if best.recall >= goal.recall else "misses the target"
     return None, (
         f"recall {best.recall:.3f} at {best.scanned:.1%} scanned {missed} "
-        f"{target_recall:g} within {max_scanned:.0%}"
+        f"{goal.recall:g} within {goal.max_scanned:.0%}"
     )
 
 
 def run_trials(
     held: HeldOut,
     search: Callable[[Tensor, int], tuple[Tensor, Tensor, float]],
-    beams: Sequence[int],
-    enough: float,
+    goal: Goal,
 ) -> list[Trial]:
-    """Trials at growing beams until the recall is `enough`.
+    """Trials that close in on the smallest beam that reaches the goal, to an eighth of it.
 
     Args:
         search: (queries [P, G, D], beam) -> ids, scores [P, G, K] and the mean share of distinct
             keys scored per position.
     """
     trials: list[Trial] = []
-    for beam in beams:
+
+    def is_reached_by(beam: int) -> bool:
         trials.append(held.judge(beam, *search(held.queries, beam)))
-        if trials[-1].recall >= enough:
-            break
+        return goal.is_reached(trials[-1])
+
+    misses, (reaches, last) = 0, goal.beams
+    while not is_reached_by(reaches):
+        if reaches >= last or trials[-1].scanned > goal.max_scanned:
+            return trials
+        misses, reaches = reaches, min(last, reaches * 8 // 5)
+    while misses and reaches - misses > reaches // 8:
+        middle = (misses + reaches) // 2
+        if is_reached_by(middle):
+            reaches = middle
+        else:
+            misses = middle
     return trials
 
 

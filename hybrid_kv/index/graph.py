@@ -7,7 +7,7 @@ Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; Ro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,9 +21,9 @@ from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
 from hybrid_kv.index._growth import GraphGrowth
-from hybrid_kv.index._learn import BEAMS, DRIFT, Goal, learn
+from hybrid_kv.index._learn import BEAMS, DRIFT, learn
 from hybrid_kv.index._stand_in import StandIn
-from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index._trial import Goal, HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native import engine_state
@@ -78,7 +78,7 @@ class GraphIndex(KeyIndex):
         beam: config.Count | Literal["auto"] = "auto"
         target_recall: float = Field(default=0.95, gt=0, le=1)
         target_mass: float = Field(default=0.999, gt=0)
-        check_positions: config.Count = 64
+        check_positions: config.Count = 128
         check_top_k: config.Count = 100
         max_scanned: float = Field(default=0.25, gt=0, le=1)
         link_keys: config.Tokens = 0
@@ -94,7 +94,7 @@ class GraphIndex(KeyIndex):
         self._graphs: tuple[KeyGraph, ...] = ()
         self._searcher: GraphSearcher | None = None
         self._scan: FlatScan | None = None
-        self._beam = 1
+        self._beams: list[int] = []
         self._group_size = 0  # query heads, 0 if not known
         self._growth: GraphGrowth | None = None
 
@@ -146,7 +146,8 @@ class GraphIndex(KeyIndex):
             mass=p.target_mass,
             max_scanned=p.max_scanned,
             positions=p.check_positions,
-            beams=BEAMS if p.beam == "auto" else (p.beam,),
+            beams=BEAMS if p.beam == "auto" else (p.beam, p.beam),
+            recent=p.recent_queries,
         )
         engine = _HeadEngine(keys, self._check_cancelled)
         return learn(keys, samples, self._build_params, p.list_length, goal, engine)
@@ -170,7 +171,7 @@ class GraphIndex(KeyIndex):
         """Searches run on these graphs from now on; an empty one has its head scanned."""
         self._searcher = self._scan = self._growth = None
         self._graphs = graphs
-        self._beam = max((report.beam for report in self.reports), default=0)
+        self._beams = _beams_of(self.reports)
         if any(len(graph) for graph in graphs):
             rows = [_rows(self._keys[head], graph) for head, graph in enumerate(graphs)]
             self._searcher = GraphSearcher(self._keys, rows, graphs, pool=pool_here())
@@ -194,19 +195,22 @@ class GraphIndex(KeyIndex):
         reports = self._growth.link_one(searcher, self._keys, self.reports)
         if reports is not None:
             self.reports, self._graphs = reports, searcher.graphs
-            self._beam = max(report.beam for report in reports)
+            self._beams = _beams_of(reports)
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._scan is not None:
             return self._scan.find(queries, count, most)
         assert self._searcher is not None
         checked = self.params.check_top_k
-        beam = self._beam if self.params.beam == "auto" else self.params.beam
+        fixed = self.params.beam
+        beams = self._beams if fixed == "auto" else [fixed] * len(self._graphs)
         # The check was for its own number of keys; to find more, more have to be expanded.
-        beam = -(-beam * max(count, checked) // checked)
-        ranked = max(beam, num_candidates(self._rerank, count, len(self)))
+        beams = [-(-beam * max(count, checked) // checked) for beam in beams]
+        ranked = num_candidates(self._rerank, count, len(self))
+        if most > count:
+            ranked = max(ranked, min(most, max(beams)))
         found = self._searcher.search(
-            queries, min(most, ranked), beam=beam, pool_size=ranked, pool=pool_here()
+            queries, min(most, ranked), beam=beams, pool_size=ranked, pool=pool_here()
         )
         if self._growth is not None and queries.shape[1] % self._group_size == 0:
             per_position = (self._group_size, -1)  # of several new tokens the newest one counts
@@ -320,6 +324,11 @@ def _graph_of(head: int, meta: dict[str, Any], arrays: dict[str, Any]) -> KeyGra
     )
     check_graph(graph)
     return graph
+
+
+def _beams_of(reports: Sequence[HeadReport]) -> list[int]:
+    """Of each head; one that is scanned has none, which no search minds."""
+    return [max(1, report.beam) for report in reports]
 
 
 def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:

@@ -7,7 +7,7 @@ queries retrieve.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.graph_lists import list_bytes, num_slots, unpack_lists
 
 MAX_DEGREE = 256
+MAX_BEAM = 2**20
 POINT_DIMS = 32
 POINT_LIMIT = 4095
 _METRIC_QUERIES = 16384
@@ -100,6 +101,29 @@ class Searched(NamedTuple):
     scores: Tensor
     rows_visited: int
     dots: int
+
+
+def beam_of_each(beam: int | Sequence[int], num_heads: int) -> list[int]:
+    """One beam per head, from one for all or one for each.
+
+    Raises:
+        ConfigError: there are more or fewer than heads, or one is no beam.
+    """
+    beams = [beam] * num_heads if isinstance(beam, int) else list(beam)
+    if len(beams) != num_heads:
+        raise ConfigError(f"beam must be one number or one per head, {num_heads}, got {len(beams)}")
+    for one in beams:
+        if not 1 <= one <= MAX_BEAM:
+            raise ConfigError(f"beam must be 1..{MAX_BEAM}, got {one}")
+    return beams
+
+
+def num_ranked(top_k: int) -> int:
+    """Keys that are ranked exactly for so many results, unless a caller says how many.
+
+    8 bits put few of the best keys further down than that, but near the end they swap many.
+    """
+    return top_k + max(32, top_k // 2)
 
 
 def check_params(params: BuildParams) -> None:

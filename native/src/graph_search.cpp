@@ -21,6 +21,7 @@ namespace {
 constexpr int kGroup = 16;       // queries that are searched together
 constexpr int kRegisters = 4;    // queries whose sums fit the registers
 constexpr int kTailRows = 1024;  // keys outside the graph that are scored at a time
+constexpr int32_t kMost = 1 << 20;
 
 /// A node, or behind all nodes a key outside the graph: what a search numbers things by.
 using Row = int32_t;
@@ -34,9 +35,10 @@ void grow(std::vector<Element> &values, int64_t size) {
 class Traversal {
  public:
   /// Fills beams() for queries [count, dim], count <= 16.
-  void run(const hkv_graph_head &head, const hkv_graph_query &params, const float *queries,
-           int count, const int64_t *warm) {
+  void run(const hkv_graph_head &head, const hkv_graph_query &params, int beam,
+           const float *queries, int count, const int64_t *warm) {
     head_ = &head;
+    limit_ = beam;
     count_ = count;
     rows_ = 0;
     prepare(params, queries);
@@ -57,7 +59,7 @@ class Traversal {
     for (int query = 0; query < count_; ++query) {
       scales_[query] = quantise_query(quantised, queries + int64_t{query} * quantised.dim,
                                       codes_.data() + query * bytes_, bytes_);
-      beams_[query].reset(params.pool_size);
+      beams_[query].reset(std::max(limit_, params.pool_size));
     }
     visited_.reset(head_->num_nodes);
     expanded_.reset(head_->num_nodes);
@@ -103,7 +105,7 @@ class Traversal {
     num_selected_ = 0;
     for (int query = 0; query < count_; ++query)
       beams_[query].next(
-          params.beam, params.width,
+          limit_, params.width,
           [&](Row row) { return row >= head_->num_nodes || expanded_.has(row); },
           [&](Row row) { return select(row); });
     if (num_selected_ == 0) return false;
@@ -214,6 +216,7 @@ class Traversal {
   }
 
   const hkv_graph_head *head_ = nullptr;
+  int limit_ = 0;      // of the entries of a beam that are expanded
   int count_ = 0;      // queries
   int64_t bytes_ = 0;  // of a row
   int64_t rows_ = 0;   // scored
@@ -238,16 +241,16 @@ class Ranking {
   /// Fills ids and scores [top_k]; returns how many keys were scored.
   int64_t run(const hkv_graph_head &head, const hkv_graph_query &params, const Beam &beam,
               const float *query, int64_t *ids, float *scores) {
-    score(head, beam, query);
-    sort_entries(entries_.data(), beam.count(), scratch_.data());
-    const float floor =
-        beam.count() > 0 ? score_of(entries_[0]) - params.beta : 0.0f;
+    const int count = std::min(beam.count(), params.pool_size);
+    score(head, beam, count, query);
+    sort_entries(entries_.data(), count, scratch_.data());
+    const float floor = count > 0 ? score_of(entries_[0]) - params.beta : 0.0f;
     for (int i = 0; i < params.top_k; ++i) {
-      const bool found = i < beam.count() && score_of(entries_[i]) >= floor;
+      const bool found = i < count && score_of(entries_[i]) >= floor;
       ids[i] = found ? static_cast<int64_t>(id_of(entries_[i])) : -1;
       scores[i] = found ? score_of(entries_[i]) : -std::numeric_limits<float>::infinity();
     }
-    return beam.count();
+    return count;
   }
 
  private:
@@ -256,10 +259,9 @@ class Ranking {
                                                       : head.linked + row - head.num_nodes);
   }
 
-  void score(const hkv_graph_head &head, const Beam &beam, const float *query) {
+  void score(const hkv_graph_head &head, const Beam &beam, int count, const float *query) {
     const hkv_keys &keys = head.keys;
     const RowVectors vectors(keys.dim);
-    const int count = beam.count();
     // One by one: where memory runs out between them, the next call grows the others.
     grow(query_, vectors.padded());
     grow(ids_, count);
@@ -300,7 +302,8 @@ struct Job {
     const int count = static_cast<int>(std::min<int64_t>(kGroup, params.queries - first));
     const int64_t place = item / groups * params.queries + first;  // of the first query
     const float *mine = queries + place * head.keys.dim;
-    traversal.run(head, params, mine, count, warm + place * params.num_warm);
+    traversal.run(head, params, params.beams[item / groups], mine, count,
+                  warm + place * params.num_warm);
     int64_t exact = 0;
     for (int i = 0; i < count; ++i)
       exact += ranking.run(head, params, traversal.beam(i), mine + int64_t{i} * head.keys.dim,
@@ -313,12 +316,10 @@ struct Job {
 }  // namespace
 
 void check_query(const hkv_graph_query &query) {
-  constexpr int32_t kMost = 1 << 20;
   require(query.queries >= 0, "queries must be at least 0");
   require(query.top_k >= 1, "top_k must be at least 1");
   require(query.pool_size >= query.top_k && query.pool_size <= kMost,
           "pool_size must be top_k..1048576");
-  require(query.beam >= 1 && query.beam <= query.pool_size, "beam must be 1..pool_size");
   require(query.width >= 1 && query.width <= 1024, "width must be 1..1024");
   require(query.num_warm >= 0 && query.num_warm <= kMost, "num_warm must be 0..1048576");
   require(query.beta >= 0.0f, "beta must be at least 0");
@@ -353,8 +354,11 @@ int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
     if (heads == 0 || query->queries == 0) return;
     hkv::require(head && queries && ids && scores && rows && dots, "arguments must not be NULL");
     hkv::require(warm || query->num_warm == 0, "warm must not be NULL");
+    hkv::require(query->beams, "beams must not be NULL");
     for (int32_t i = 0; i < heads; ++i) {
       hkv::check_head(head[i]);
+      hkv::require(query->beams[i] >= 1 && query->beams[i] <= hkv::kMost,
+                   "beam must be 1..1048576");
       rows[i] = dots[i] = 0;
     }
     const int64_t groups = (query->queries + hkv::kGroup - 1) / hkv::kGroup;

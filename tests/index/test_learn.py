@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._learn import Goal, learn
-from hybrid_kv.index._trial import HeadReport, Trial, choose, effective_dim, hold_out
+from hybrid_kv.index._learn import learn
+from hybrid_kv.index._trial import (
+    Goal,
+    HeadReport,
+    Trial,
+    choose,
+    effective_dim,
+    hold_out,
+    num_like_later,
+)
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 
 DIM = 24
-GOAL = Goal(top_k=10, recall=0.95, mass=1.0, max_scanned=0.5, positions=16, beams=(20, 40, 80, 160))
+GOAL = Goal(top_k=10, recall=0.95, mass=1.0, max_scanned=0.5, positions=16, beams=(20, 160))
 
 
 def nearest(keys: Tensor, queries: Tensor, count: int) -> Tensor:
@@ -65,21 +74,40 @@ def run(keys: Tensor, samples: Tensor, goal: Goal = GOAL) -> tuple[KeyGraph | No
     return learn(keys, samples, BuildParams(), 50, goal, Exact(keys))
 
 
-def test_the_smallest_beam_that_reaches_the_goal_is_taken() -> None:
+def test_the_search_for_a_beam_closes_in_on_the_smallest_that_reaches_the_goal() -> None:
     keys, samples = data()
-    graph, report = run(keys, samples, Goal(10, 0.70, 1.0, 1.0, 16, (20, 40, 80, 160, 200)))
+    graph, report = run(keys, samples, Goal(10, 0.70, 1.0, 1.0, 16, (20, 200)))
     assert graph is not None
     assert report.serves == "graph"
-    assert report.beam == 160
-    assert [trial.beam for trial in report.trials] == [20, 40, 80, 160]
-    recalls = [trial.recall for trial in report.trials]
-    assert recalls == sorted(recalls)
-    assert recalls[-1] == pytest.approx(0.8, abs=0.08)
+    tried = {trial.beam: trial.recall for trial in report.trials}
+    assert list(tried)[:6] == [20, 32, 51, 81, 129, 200]  # until one reaches it
+    assert tried[report.beam] >= 0.70
+    misses = max(beam for beam, recall in tried.items() if recall < 0.70)
+    assert misses < report.beam <= misses + report.beam // 8
+    assert sorted(tried.values()) == [tried[beam] for beam in sorted(tried)]
+
+
+def test_no_larger_beam_is_tried_than_allowed_or_than_pays() -> None:
+    keys, samples = data()
+    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (20, 60)))
+    assert [trial.beam for trial in report.trials] == [20, 32, 51, 60]
+    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 0.2, 16, (20, 200)))
+    assert [trial.beam for trial in report.trials] == [20, 32, 51]
+    assert report.trials[-1].scanned > 0.2
+    _, report = run(keys, samples, Goal(10, 0.1, 2.0, 1.0, 16, (70, 70)))
+    assert [trial.beam for trial in report.trials] == [70]
+
+
+def test_the_beam_is_the_smallest_by_mass_where_mass_is_reached_first() -> None:
+    keys, samples = data()
+    _, by_mass = run(keys, samples, Goal(10, 0.70, 0.2, 1.0, 16, (20, 200)))
+    _, by_recall = run(keys, samples, Goal(10, 0.70, 2.0, 1.0, 16, (20, 200)))
+    assert by_mass.beam < by_recall.beam
 
 
 def test_recall_and_mass_are_those_of_a_direct_computation() -> None:
     keys, samples = data()
-    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (100,)))
+    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (100, 100)))
     _, check = hold_out(samples, 16)
     known = project(
         nearest(keys, hold_out(samples, 16)[0].flatten(0, 1), 50), keys, keys, BuildParams()
@@ -104,7 +132,7 @@ def test_a_head_whose_keys_were_not_retrieved_is_served_flat() -> None:
     keys, samples = data()
     held = torch.isin(samples, hold_out(samples, 16)[1])
     samples = torch.where(held, samples, samples[:, :1])  # all others ask for the same
-    graph, report = run(keys, samples, Goal(10, 0.95, 1.0, 1.0, 16, (200,)))
+    graph, report = run(keys, samples, Goal(10, 0.95, 1.0, 1.0, 16, (200, 200)))
     assert graph is None
     assert report.serves == "flat"
     assert "misses the target 0.95" in report.reason
@@ -112,7 +140,7 @@ def test_a_head_whose_keys_were_not_retrieved_is_served_flat() -> None:
 
 def test_a_search_that_scores_too_much_does_not_pass() -> None:
     keys, samples = data()
-    goal = Goal(10, 0.95, 1.0, 0.02, 16, (200,))
+    goal = Goal(10, 0.95, 1.0, 0.02, 16, (200, 200))
     _, report = run(keys, samples, goal)
     assert report.serves == "flat"
     assert report.trials[-1].recall >= 0.95
@@ -121,9 +149,10 @@ def test_a_search_that_scores_too_much_does_not_pass() -> None:
 
 def test_mass_lets_a_head_pass_whose_last_keys_weigh_nothing() -> None:
     trials = [Trial(50, 0.6, 0.9999, 0.02), Trial(100, 0.96, 1.0, 0.1)]
-    assert choose(trials, 0.95, 0.999, 0.5)[0] == trials[0]
-    assert choose(trials, 0.95, 2.0, 0.5)[0] == trials[1]
-    assert choose([], 0.95, 0.999, 0.5) == (None, "no held-out queries")
+    assert choose(trials, Goal(10, 0.95, 0.999, 0.5, 16, (50, 100)))[0] == trials[0]
+    goal = Goal(10, 0.95, 2.0, 0.5, 16, (50, 100))
+    assert choose(trials, goal)[0] == trials[1]
+    assert choose([], goal) == (None, "no held-out queries")
 
 
 def test_too_few_samples_are_said() -> None:
@@ -144,6 +173,30 @@ def test_held_out_positions_are_spread_and_disjoint() -> None:
     assert positions[-1] > 789
     assert not torch.isin(build, check).any()
     assert hold_out(samples[:, :100], 64)[1].shape[1] == 12
+
+
+def test_only_samples_that_are_like_later_queries_are_held_out() -> None:
+    # 80 even samples of 1000 positions, then the last 250: the even ones from 750 on come twice.
+    assert num_like_later(330, 250, 1000) == 60
+    assert num_like_later(330, 0, 1000) == 330
+    assert num_like_later(250, 250, 1000) == 250  # there are no others
+    assert num_like_later(330, 250, 260) == 330  # too few are apart
+    samples = torch.arange(330).reshape(1, 330, 1).float()
+    build, check = hold_out(samples, 16, 60)
+    assert check.shape[1] == 16
+    assert check.max() < 60
+    assert build.shape[1] == 330 - 16
+    assert hold_out(samples, 100, 7)[1].flatten().tolist() == list(range(7))
+
+
+def test_a_head_is_not_judged_by_the_last_positions_of_the_prompt() -> None:
+    keys, samples = data(num_keys=6000)
+    samples[:, 100:] = samples[:, 100:101]  # the last positions are all alike, and easily served
+    goal = Goal(10, 2.0, 2.0, 1.0, 16, (200, 200))
+    easy, honest = (
+        run(keys, samples, replace(goal, recent=recent))[1].trials[0].recall for recent in (0, 300)
+    )
+    assert honest < easy - 0.05
 
 
 def test_effective_dim_counts_directions() -> None:

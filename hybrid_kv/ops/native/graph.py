@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.key_graph import KeyGraph, Searched, check_graph
+from hybrid_kv.ops.key_graph import (
+    KeyGraph,
+    Searched,
+    beam_of_each,
+    check_graph,
+    num_ranked,
+)
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph_build import unpack
 from hybrid_kv.ops.native.pool import Pool
@@ -45,7 +51,8 @@ class _Query(Structure):
     """`hkv_graph_query`."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("queries", "top_k", "beam", "pool_size")),
+        ("beams", c_void_p),
+        *((name, c_int32) for name in ("queries", "top_k", "pool_size")),
         *((name, c_int32) for name in ("width", "num_warm")),
         ("beta", c_float),
     )
@@ -177,7 +184,7 @@ class GraphSearcher:
         queries: Tensor,
         top_k: int,
         *,
-        beam: int = 160,
+        beam: int | Sequence[int] = 160,
         pool_size: int | None = None,
         width: int = 4,
         beta: float | None = None,
@@ -187,10 +194,11 @@ class GraphSearcher:
         """The best keys of queries [Hkv, M, D] float32, ranked by exact scores.
 
         Args:
-            top_k: results per query; all of the pool with top_k = pool_size.
-            beam: only the best `beam` keys of a query are expanded; raises recall and cost.
+            top_k: results per query; all that was ranked with top_k = pool_size.
+            beam: only the best `beam` keys of a query are expanded; raises recall and cost. One
+                for all heads, or one for each.
             pool_size: keys per query that are ranked exactly, at least top_k; default 1.5 top_k
-                and at least beam.
+                and at least top_k + 32.
             width: keys expanded per query and step.
             beta: leaves out keys whose score is more than this below the best one's.
             warm: [Hkv, M, W] int64 where to start besides the entries, such as the last step's
@@ -199,7 +207,7 @@ class GraphSearcher:
 
         Raises:
             ShapeError: queries or warm do not fit the keys.
-            ConfigError: a number is out of range.
+            ConfigError: a number is out of range, or beam is neither one number nor one per head.
         """
         heads, _, dim = self._keys.shape
         if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
@@ -207,12 +215,12 @@ class GraphSearcher:
         queries = queries.to(torch.float32).contiguous()
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {top_k}")
-        size = pool_size if pool_size is not None else max(beam, top_k + top_k // 2)
+        beams = (c_int32 * heads)(*beam_of_each(beam, heads))  # kept alive here
         params = _Query(
+            beams=ctypes.cast(beams, c_void_p),
             queries=queries.shape[1],
             top_k=top_k,
-            beam=beam,
-            pool_size=size,
+            pool_size=num_ranked(top_k) if pool_size is None else pool_size,
             width=width,
             num_warm=0 if warm is None else warm.shape[-1],
             beta=math.inf if beta is None else beta,

@@ -23,6 +23,7 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
+    beam_of_each,
     check_extends,
     check_graph,
     check_lists,
@@ -31,6 +32,7 @@ from hybrid_kv.ops.key_graph import (
     keys_of_lists,
     lists_of_keys,
     no_graph,
+    num_ranked,
     query_points,
 )
 
@@ -348,20 +350,20 @@ class GraphSearcher:
         queries: Tensor,
         top_k: int,
         *,
-        beam: int = 160,
+        beam: int | Sequence[int] = 160,
         pool_size: int | None = None,
         width: int = 4,
         beta: float | None = None,
         warm: Tensor | None = None,
     ) -> Searched:
         """The best keys of queries [Hkv, M, D] float32, ranked by exact scores."""
-        size = pool_size if pool_size is not None else max(beam, top_k + top_k // 2)
-        if not (1 <= top_k <= size and 1 <= beam <= size and width >= 1):
-            raise ConfigError(
-                f"top_k and beam must be 1..pool_size and width at least 1, got {top_k}, {beam}, "
-                f"{size} and {width}"
-            )
         heads, num_queries, _ = queries.shape
+        beams = beam_of_each(beam, heads)
+        ranked = num_ranked(top_k) if pool_size is None else pool_size
+        if not (1 <= top_k <= ranked and width >= 1):
+            raise ConfigError(
+                f"top_k must be 1..{ranked} (pool_size) and width at least 1, got {top_k} and {width}"
+            )
         ids = torch.full((heads, num_queries, top_k), -1, dtype=torch.int64)
         scores = torch.full(ids.shape, -math.inf)
         rows = dots = 0
@@ -370,7 +372,7 @@ class GraphSearcher:
                 some = slice(first, first + _GROUP)
                 group = queries[head, some].float()
                 starts = warm[head, some] if warm is not None else torch.empty(0)
-                pools, read = self._traverse(head, group, starts, (beam, size, width))
+                pools, read = self._traverse(head, group, starts, (beams[head], ranked, width))
                 rows += read
                 dots += read * len(group)
                 for i, found in enumerate(pools):
@@ -383,6 +385,8 @@ class GraphSearcher:
     def _traverse(
         self, head: int, queries: Tensor, warm: Tensor, limits: tuple[int, int, int]
     ) -> tuple[list[Tensor], int]:
+        """Keys to rank for each query, at most limits[1], and how many rows were read."""
+        beam, ranked, width = limits
         graph, quantised = self.graphs[head], self._rows[head]
         key_of = graph.rows(self._keys.shape[1])
         wanted = warm.reshape(-1).long()
@@ -396,9 +400,12 @@ class GraphSearcher:
             quantised.levels[0].numpy(),
             codes,
             sums,
-            *limits,
+            *(beam, max(beam, ranked), width),
         )
-        pools = [key_of[torch.from_numpy(row[:n])] for row, n in zip(found, counts, strict=True)]
+        pools = [
+            key_of[torch.from_numpy(row[: min(n, ranked)])]
+            for row, n in zip(found, counts, strict=True)
+        ]
         return pools, int(read)
 
     def _rank(

@@ -65,7 +65,7 @@ def test_the_twin_finds_the_same(isa: str, dim: int, group: int, max_degree: int
     graph = head.graph(engine, max_degree=max_degree)
     twin = head.twin(engine, graph)
     queries = make_queries(head, group)
-    for beam, size, width in ((10, 15, 1), (20, 20, 4), (40, 100, 16)):
+    for beam, size, width in ((10, 15, 1), (20, 20, 4), (40, 100, 16), (90, 11, 4)):
         arguments = {"beam": beam, "pool_size": size, "width": width}
         found = head.searcher(engine, graph).search(queries, 10, **arguments)
         assert_same(found, twin.search(queries, 10, **arguments))
@@ -263,6 +263,41 @@ def test_starting_everywhere_reads_everything(isa: str) -> None:
 
 
 @each_engine
+def test_every_head_has_a_beam_of_its_own(isa: str) -> None:
+    engine = library.load(isa)
+    heads = [make_head(900, 24, seed=seed) for seed in range(3)]
+    graphs = [head.graph(engine) for head in heads]
+    rows = [head.rows(engine, graph) for head, graph in zip(heads, graphs, strict=True)]
+    keys = torch.stack([head.keys for head in heads])
+    queries = torch.cat([make_queries(head, 5) for head in heads])
+    beams = (3, 70, 20)
+    found = GraphSearcher(keys, rows, graphs, engine=engine).search(queries, 10, beam=beams)
+    assert_same(found, portable.GraphSearcher(keys, rows, graphs).search(queries, 10, beam=beams))
+    alone = [
+        head.searcher(engine, graph).search(queries[i : i + 1], 10, beam=beams[i])
+        for i, (head, graph) in enumerate(zip(heads, graphs, strict=True))
+    ]
+    assert torch.equal(found.ids, torch.cat([each.ids for each in alone]))
+    assert found.rows_visited == sum(each.rows_visited for each in alone)
+
+
+@each_engine
+def test_a_beam_may_be_wider_than_what_is_ranked(isa: str) -> None:
+    head = make_head(2000, 32)
+    engine = library.load(isa)
+    graph = head.graph(engine)
+    searcher = head.searcher(engine, graph)
+    queries = make_queries(head, 3)
+    few = searcher.search(queries, 10, beam=300, pool_size=30)
+    many = searcher.search(queries, 10, beam=300, pool_size=300)
+    assert few.rows_visited == many.rows_visited
+    assert many.dots - few.dots == 3 * (300 - 30)
+    assert few.rows_visited > searcher.search(queries, 10, beam=30).rows_visited
+    assert (few.ids == many.ids).float().mean() > 0.95
+    assert_same(few, head.twin(engine, graph).search(queries, 10, beam=300, pool_size=30))
+
+
+@each_engine
 def test_the_whole_beam(isa: str) -> None:
     head = make_head(1000, 32)
     found = head.searcher(library.load(isa)).search(
@@ -307,8 +342,9 @@ def test_searching_twice_gives_the_same(isa: str) -> None:
 WRONG = {
     "top_k": ({"top_k": 0}, "top_k must be at least 1"),
     "pool": ({"top_k": 20, "pool_size": 19, "beam": 5}, "pool_size must be top_k"),
-    "beam": ({"beam": 0}, "beam must be 1"),
-    "wide beam": ({"beam": 51, "pool_size": 50}, "beam must be 1..pool_size"),
+    "beam": ({"beam": 0}, "beam must be 1..1048576, got 0"),
+    "wide beam": ({"beam": 2**20 + 1}, "beam must be 1..1048576"),
+    "beams": ({"beam": [5, 6]}, "beam must be one number or one per head, 1, got 2"),
     "width": ({"width": 0}, "width must be 1"),
     "beta": ({"beta": -1.0}, "beta must be at least 0"),
 }
