@@ -362,7 +362,7 @@ class GraphSearcher:
         ranked = num_ranked(top_k) if pool_size is None else pool_size
         if not (1 <= top_k <= ranked and width >= 1):
             raise ConfigError(
-                f"top_k must be 1..{ranked} (pool_size) and width at least 1, got {top_k} and {width}"
+                f"top_k must be 1..pool_size ({ranked}) and width at least 1, got {top_k}, {width}"
             )
         ids = torch.full((heads, num_queries, top_k), -1, dtype=torch.int64)
         scores = torch.full(ids.shape, -math.inf)
