@@ -84,13 +84,13 @@ typedef struct hkv_graph_head {
 } hkv_graph_head;
 
 typedef struct hkv_graph_query {
-  const int32_t *beams; /* [heads], only the best so many keys of a query are expanded */
-  int32_t queries;   /* of each head; up to 16 of them are searched together */
-  int32_t top_k;     /* results per query */
-  int32_t pool_size; /* keys per query that are ranked exactly, at least top_k */
-  int32_t width;     /* keys expanded per query and step */
-  int32_t num_warm;  /* further keys per query where the search starts */
-  float beta;        /* results score at most this much below the best; infinity for no limit */
+  const int32_t *beams; /* [heads] only the best so many keys of a query are expanded */
+  int32_t queries;      /* of each head; up to 16 of them are searched together */
+  int32_t top_k;        /* results per query */
+  int32_t pool_size;    /* keys per query that are ranked exactly, at least top_k */
+  int32_t width;        /* keys expanded per query and step */
+  int32_t num_warm;     /* further keys per query where the search starts */
+  float beta;           /* results score at most this much below the best; infinity for no limit */
 } hkv_graph_query;
 
 /* Searches queries [heads, queries, dim] of all heads.

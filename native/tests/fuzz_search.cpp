@@ -53,7 +53,7 @@ void search_graph(const Rows &rows, const std::vector<float> &queries, int32_t n
   query.queries = num_queries;
   query.top_k = static_cast<int32_t>(1 + random.below(50));
   query.pool_size = query.top_k + static_cast<int32_t>(random.below(50));
-  query.beam = static_cast<int32_t>(1 + random.below(query.pool_size));
+  query.beams = beams_of(static_cast<int32_t>(1 + random.below(2 * query.pool_size)));
   query.width = static_cast<int32_t>(1 + random.below(random.below(10) == 0 ? 1024 : 8));
   query.num_warm = static_cast<int32_t>(random.below(8));
   query.beta = random.below(2) == 0 ? std::numeric_limits<float>::infinity() : 0.5f;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <map>
 
 #include "arrays.h"
 #include "hybrid_kv_graph.h"
@@ -113,6 +115,14 @@ class GraphCase {
   Quantised quantised_;
   hkv_graph_head head_{};
 };
+
+/// One beam for each of up to 16 heads; it lives as long as the calling thread.
+inline const int32_t *beams_of(int32_t beam) {
+  thread_local std::map<int32_t, std::array<int32_t, 16>> known;
+  std::array<int32_t, 16> &beams = known[beam];
+  beams.fill(beam);
+  return beams.data();
+}
 
 struct GraphResult {
   std::vector<int64_t> ids;

@@ -11,7 +11,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
 hkv_graph_query query_of(int32_t queries, int32_t top_k, int32_t beam) {
-  return {queries, top_k, beam, std::max(beam, top_k), 3, 0, kNoLimit};
+  return {beams_of(beam), queries, top_k, std::max(beam, top_k), 3, 0, kNoLimit};
 }
 
 /// Each id once, in falling order of exact scores, -1 behind the end.

@@ -169,7 +169,8 @@ CLAIM(a_search_refuses_what_does_not_fit) {
   Graph graph;
   CHECK_OK(build(nullptr, projection_of(lists, 9, kKeys, 8), graph));
   const std::vector<float> queries = random_floats(8, 3);
-  const hkv_graph_query fine{1, 5, 10, 10, 4, 0, std::numeric_limits<float>::infinity()};
+  const hkv_graph_query fine{beams_of(10), 1, 5, 10, 4, 0,
+                             std::numeric_limits<float>::infinity()};
   GraphResult found;
   const GraphCase owner(rows, graph);
   hkv_graph_head head = owner.head();
@@ -188,7 +189,9 @@ CLAIM(a_search_refuses_what_does_not_fit) {
   query.queries = -1, refused("queries");
   for (const int32_t top_k : {0, -1, INT32_MIN}) query.top_k = top_k, refused("top_k");
   for (const int32_t size : {4, 0, -1, INT32_MAX}) query.pool_size = size, refused("pool_size");
-  for (const int32_t beam : {0, -1, 11}) query.beam = beam, refused("beam");
+  for (const int32_t beam : {0, -1, (1 << 20) + 1, INT32_MAX})
+    query.beams = beams_of(beam), refused("beam must be");
+  query.beams = nullptr, refused("beams must not be NULL");
   for (const int32_t width : {0, -1, 1025, INT32_MAX}) query.width = width, refused("width");
   for (const int32_t warm : {-1, INT32_MAX}) query.num_warm = warm, refused("num_warm");
   query.num_warm = 1, refused("warm must not be NULL");

@@ -158,7 +158,7 @@ CLAIM(builds_and_searches_of_a_graph_survive_lack_of_memory) {
   const GraphCase owner(rows, expected);
   const std::vector<hkv_graph_head> heads = {owner.head()};
   const std::vector<float> queries = random_floats(3 * 12, 3);
-  const hkv_graph_query query{3, 5, 40, 40, 4, 0, 100.0f};
+  const hkv_graph_query query{beams_of(40), 3, 5, 40, 4, 0, 100.0f};
   GraphResult found;
   CHECK_OK(search(nullptr, heads, query, queries, {}, found));
   const std::vector<int64_t> best = found.ids;
