@@ -22,7 +22,7 @@ from hybrid_kv.report.schema import Check, DoctorReport
 
 _MODULES = {"hybrid-kv": "hybrid_kv", "faiss-cpu": "faiss"}
 _OPTIONAL = {
-    "triton": "optional: comes with torch builds for NVIDIA GPUs, else 'hybrid-kv[triton]'",
+    "triton": "optional: part of torch for NVIDIA GPUs, else pip install 'hybrid-kv[triton]'",
     "flashinfer": "optional: pip install 'hybrid-kv[flashinfer]' on Linux with an NVIDIA GPU",
 }
 _NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu"}

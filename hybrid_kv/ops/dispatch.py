@@ -207,7 +207,8 @@ class Ops:
             rows = torch.from_numpy(places).to(pages.k.device)
         positions = torch.arange(first_position, first_position + count, device=pages.k.device)
         reference.append(pages, k, v, rows, positions)
-        self.update_digests(pages, np.unique(places // pages.k.shape[2]))
+        if pages.key_min is not None:
+            self.update_digests(pages, np.unique(places // pages.k.shape[2]))
 
     def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
         if pages.key_min is None or len(slots) == 0:
