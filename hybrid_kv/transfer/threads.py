@@ -18,6 +18,8 @@ from hybrid_kv.ops.native.pool import work_alone
 from hybrid_kv.transfer.sync import SyncExecutor
 
 _NICENESS = 10
+"""Added to the process's own."""
+_NICEST = 19
 _CPUS_PER_THREAD = 4
 
 _Job: TypeAlias = tuple[Callable[[], None], "Future[None]"]
@@ -144,4 +146,6 @@ def _be_nice() -> None:
     """Decoding goes first. Only Linux has priorities by thread."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()
+            nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(nicer, _NICEST))
