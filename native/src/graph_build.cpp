@@ -198,7 +198,8 @@ void check_projection(const hkv_projection &projection) {
           "lists must hold fewer than 2^32 ids");
   require(projection.lists != nullptr || projection.num_queries * projection.list_length == 0,
           "lists must not be NULL");
-  require(projection.extra != nullptr || projection.extra_length == 0, "extra must not be NULL");
+  require(projection.extra != nullptr || projection.num_keys * projection.extra_length == 0,
+          "extra must not be NULL");
   require(projection.degree >= 1 && projection.degree <= HKV_MAX_DEGREE,
           "max_degree must be 1..256");
   require(projection.cap >= 2 && projection.cap < kMaxCap, "cap must be 2..254");

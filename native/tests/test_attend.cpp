@@ -92,6 +92,20 @@ CLAIM(logits_far_apart_neither_overflow_nor_vanish) {
   CHECK(std::fabs(out - (1.0f + 2.0f * std::exp(-3.0f) / (1.0f + std::exp(-3.0f)))) < 1e-4f);
 }
 
+CLAIM(weights_are_exponentials_over_their_whole_range) {
+  const Rows values({0.0f, 1.0f}, 1);
+  const float query = 1.0f;
+  const int64_t ids[] = {0, 1};
+  for (float logit = 0.0f; logit > -86.0f; logit -= 0.37f) {
+    const Rows keys({0.0f, logit}, 1);
+    const hkv_attend_head head{keys.keys(), values.keys()};
+    float out = 0, lse = 0;
+    CHECK_OK(hkv_attend(nullptr, 1, &head, &query, 1, ids, 2, 1.0f, 0.0f, &out, &lse));
+    const double weight = std::exp(static_cast<double>(logit));
+    CHECK(std::fabs(static_cast<double>(out) - weight / (1 + weight)) <= 1e-6 * weight);
+  }
+}
+
 CLAIM(what_is_not_finite_does_not_crash) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const float strange : {infinity, -infinity, std::nanf(""), 3e38f}) {

@@ -49,6 +49,14 @@ CLAIM(a_build_refuses_what_is_out_of_range) {
   for (const float alpha : {0.0f, -1.0f, std::nanf("")}) bad.alpha = alpha, refused("alpha");
 }
 
+CLAIM(a_build_of_no_keys_needs_no_arrays) {
+  hkv_projection projection = projection_of({}, 0, 0, 8);
+  projection.lists = nullptr;
+  projection.extra_length = 2;
+  Graph graph;
+  CHECK_OK(build(nullptr, projection, graph));
+}
+
 CLAIM(a_build_refuses_keys_and_lists_that_do_not_exist) {
   for (const int32_t id : {-2, static_cast<int32_t>(kKeys), INT32_MAX, INT32_MIN}) {
     std::vector<int32_t> lists(60, 3);
