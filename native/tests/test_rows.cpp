@@ -57,6 +57,9 @@ CLAIM(appending_gives_the_codes_of_one_go) {
     CHECK_OK(hkv_quantise_append(nullptr, 1, &keys, &steps.head()));
     CHECK(steps.head().count == count);
   }
+  keys.count = 20;  // nothing is new, and nothing is forgotten
+  CHECK_OK(hkv_quantise_append(nullptr, 1, &keys, &steps.head()));
+  CHECK(steps.head().count == 53);
   CHECK(std::memcmp(once.head().rows, steps.head().rows,
                     static_cast<size_t>(53 * hkv_row_bytes(dim))) == 0);
   CHECK(std::memcmp(once.head().blocks, steps.head().blocks,
@@ -105,6 +108,9 @@ CLAIM(many_heads_are_quantised_alike_by_any_number_of_threads) {
     CHECK(heads[head].count == rows[head].count());
     CHECK(std::memcmp(alone.head().rows, heads[head].rows,
                       static_cast<size_t>(rows[head].count() * hkv_row_bytes(dim))) == 0);
+    CHECK(std::memcmp(alone.head().blocks, heads[head].blocks,
+                      static_cast<size_t>((rows[head].count() + 15) / 16 * hkv_block_bytes(dim))) ==
+          0);
     delete owners[head];
   }
 }
