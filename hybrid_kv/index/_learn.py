@@ -65,7 +65,7 @@ class Engine(Protocol):
         ...
 
 
-BEAMS = (24, 400)
+BEAMS = (24, 1024)
 """The smallest and the largest that the self-check tries."""
 DRIFT = 0.015
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
