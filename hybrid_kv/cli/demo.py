@@ -32,10 +32,14 @@ def demo(
     """
     from hybrid_kv.cli.comparison import compare
     from hybrid_kv.cli.documents import check_target, write_report
-    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.cli.settings import build_config, given_settings
     from hybrid_kv.eval.needle import make_sample
 
     config = build_config(options)
+    if "index_build" not in given_settings(
+        options
+    ):  # a build beside so short an answer is all noise
+        config = config.replace(index_build="wait")
     check_target(output)
     sample = make_sample("key_value", context, num_records=records, seed=seed)
     result = compare(sample, records, config, options, output)

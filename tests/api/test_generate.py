@@ -182,7 +182,8 @@ def test_a_context_is_asked_while_its_graphs_are_built_and_after(
             assert build is not None
             build.future.result(60)
         after = context.ask(" and", max_new_tokens=4)
-        assert {head["build"] for head in after.index} == {"done"}
+        # What an answer adds has an extent, and a build, of its own that may still be under way.
+        assert {head["build"] for head in after.index if head["extent"] == 0} == {"done"}
         assert after.token_ids == before.token_ids, "so short a text is scanned in both cases"
         context._cache.check_integrity()
 
