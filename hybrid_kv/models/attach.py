@@ -94,9 +94,10 @@ class Attachment:
         return cache
 
     def _executor_for(self, config: HybridConfig) -> Executor:
+        device_type = self.model.device.type
         if config.index_build == "wait":
-            return make_executor(config)
-        self._executor = self._executor or make_executor(config)
+            return make_executor(config, device_type)
+        self._executor = self._executor or make_executor(config, device_type)
         return self._executor
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:

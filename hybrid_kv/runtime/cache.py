@@ -15,9 +15,10 @@ from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.decode import Step, decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
+from hybrid_kv.runtime.spill import Departure
 from hybrid_kv.runtime.stats import Phases
-from hybrid_kv.store import LayerKV, Overflow
-from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -67,10 +68,12 @@ class KVCache:
         self._shapes = {shape.layer_idx: shape for shape in info.layers}
         self._layers: dict[int, LayerKV] = {}
         self._evidence: dict[int, list[EvidenceCollector]] = {}
+        self._leaving: dict[int, Departure] = {}
 
     @property
     def layers(self) -> dict[int, LayerKV]:
         """The stores by layer index; a layer appears with its first token."""
+        self._settle_all()
         return self._layers
 
     def reserve(self, num_tokens: int) -> None:
@@ -102,6 +105,7 @@ class KVCache:
         short = few and valid is None and not self.more_prompt
         if short:
             self.seal_if_open(layer_idx)
+        self._settle(layer_idx)
         if new is not None:
             self._append(layer_idx, *new, valid)
         layer = self._layers[layer_idx]
@@ -193,7 +197,8 @@ class KVCache:
     def seal(self, layer_idx: int) -> None:
         """Ends a layer's prompt: its entries move to where the method wants them.
 
-        Called by whoever knows that the prompt is complete; else the first short input does it.
+        Called by whoever knows that the prompt is complete; else the first short input does it. On
+        a GPU they leave while the next layer computes, and the layer before has left by then.
         """
         evidence = self.evidence(layer_idx)
         if self._watched != Needs():
@@ -201,53 +206,50 @@ class KVCache:
         self._seal(layer_idx, evidence)
 
     def _seal(self, layer_idx: int, evidence: tuple[Evidence, ...]) -> None:
+        self._settle_all()
         layer = self._layers[layer_idx]
         self._evidence.pop(layer_idx, None)
-        placement = self.method.seal(layer_idx, evidence)
-        layer.seal(placement)
-        moved = self._demote(layer_idx, [e.queries for e in evidence])
-        if moved:
-            layer.compact()
-        if placement.digests:
-            layer.resident.pool.enable_digests()
+        layer.seal(self.method.seal(layer_idx, evidence))
+        self._demote(layer_idx, [e.queries for e in evidence], is_prompt=True)
 
-    def _demote(self, layer_idx: int, samples: Sequence[Tensor | None] = ()) -> bool:
-        """Moves what has left the window; true if anything moved.
+    def _demote(
+        self, layer_idx: int, samples: Sequence[Tensor | None] = (), *, is_prompt: bool = False
+    ) -> None:
+        """Begins to move what has left the window, and ends it where nothing has to be waited for.
 
         Args:
             samples: per row observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
-        layer = self._layers[layer_idx]
-        moved = False
-        for row in range(layer.num_rows):
-            overflow = layer.overflow(row)
-            if overflow is None:
-                continue
-            if layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD:
-                self._offload(layer, row, overflow, samples[row] if samples else None)
-            layer.forget_overflow(row)
-            moved = True
-        return moved
-
-    def _offload(
-        self, layer: LayerKV, row: int, overflow: Overflow, samples: Tensor | None
-    ) -> None:
         with self.phases.measure("transfer"):
-            k, v = self.executor.to_host(overflow.k), self.executor.to_host(overflow.v)
-            if samples is not None:
-                samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
-                samples = self.executor.to_host(samples)
-        make_index = layer.placement.index if layer.placement is not None else None
-        layer.cold.append(row, k, v, overflow.positions, make_index, samples, self.builds)
+            leaving = Departure(
+                self.executor, self._layers[layer_idx], samples, is_prompt=is_prompt
+            )
+        if leaving:
+            self._leaving[layer_idx] = leaving
+            if leaving.arrived:
+                self._settle(layer_idx)
+
+    def _settle(self, layer_idx: int) -> None:
+        """Ends what is leaving a layer; whoever reads or changes a layer does this first."""
+        if (leaving := self._leaving.pop(layer_idx, None)) is not None:
+            with self.phases.measure("wait"):
+                leaving.wait()
+            leaving.end(self.builds)
+
+    def _settle_all(self) -> None:
+        for layer_idx in list(self._leaving):
+            self._settle(layer_idx)
 
     def crop(self, layer_idx: int, count: int) -> None:
         """Forgets the newest `count` tokens of every row of a layer."""
+        self._settle(layer_idx)
         if (layer := self._layers.get(layer_idx)) is not None:
             for row in range(layer.num_rows):
                 layer.crop(row, min(count, layer.lengths[row]))
 
     def fork(self, layer_idx: int, sources: Sequence[int]) -> None:
         """Row r of a layer continues from row sources[r]; pages are copied on write only."""
+        self._settle(layer_idx)
         if (layer := self._layers.get(layer_idx)) is not None:
             layer.fork(sources)
         if layer_idx in self._evidence:
@@ -263,6 +265,7 @@ class KVCache:
         """
         for layer_idx in self._layers:
             self.seal_if_open(layer_idx)
+        self._settle_all()
         saved = dict(self._layers)
         for layer_idx, layer in saved.items():
             if layer.placement is not None and layer.placement.rest is not Demotion.KEEP:
@@ -271,6 +274,7 @@ class KVCache:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts every layer back to where it was."""
+        self._leaving.clear()
         for layer_idx, layer in checkpoint.layers.items():
             if (current := self._layers[layer_idx]) is not layer:
                 current.cold.release()
@@ -285,12 +289,14 @@ class KVCache:
 
     def reset_layer(self, layer_idx: int) -> None:
         """Forgets one layer's entries."""
+        self._leaving.pop(layer_idx, None)
         self._layers.pop(layer_idx, None)
         self._evidence.pop(layer_idx, None)
         self._kept_evidence.pop(layer_idx, None)
 
     def reset(self) -> None:
         """Forgets everything; the cache is as new."""
+        self._leaving.clear()
         self._layers.clear()
         self._evidence.clear()
         self._kept_evidence.clear()
@@ -302,21 +308,22 @@ class KVCache:
 
     def close(self) -> None:
         """Gives up index builds that are not done; what has been stored is served as before."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.cold.cancel_builds()
         if self._owns_executor:
             self.executor.close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.check_integrity()
 
 
-def make_executor(config: HybridConfig) -> Executor:
-    """What runs the work beside the device under these settings.
+def make_executor(config: HybridConfig, device_type: str = "cpu") -> Executor:
+    """What moves entries and builds indexes under these settings, for a model on such a device.
 
     Raises:
         ConfigError: HYBRID_KV_BUILD_THREADS is no number of threads.
     """
-    return ThreadExecutor() if config.index_build == "background" else SyncExecutor()
+    builds = ThreadExecutor() if config.index_build == "background" else SyncExecutor()
+    return CudaExecutor(builds) if device_type == "cuda" else builds

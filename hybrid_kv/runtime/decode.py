@@ -21,7 +21,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import Executor
+from hybrid_kv.transfer import Executor, Parcel
 from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, TokenBudget, Work
 
 
@@ -59,18 +59,14 @@ def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
     Raises:
         ConfigError: a budget is of the other tier's kind, or below 1.
     """
-    cold = [entries for entries in sets if entries.tier is Tier.COLD]
-    near = [entries for entries in sets if entries.tier is Tier.RESIDENT]
-    # The search begins first: it runs on the host while the device selects and attends.
-    pending = [
-        step.executor.start(lambda budget=budget: attend_cold(step, budget))  # type: ignore[misc]
-        for budget in map(_token_budget, cold)
-    ]
-    parts = [attend_resident(step, _page_budget(entries)) for entries in near]
-    for future in pending:
-        part, work = future.result()
-        parts.append(part)
-        step.work.add(work)
+    cold = [_token_budget(entries) for entries in sets if entries.tier is Tier.COLD]
+    near = [_page_budget(entries) for entries in sets if entries.tier is Tier.RESIDENT]
+    # The queries leave first: they travel while the device is told to select and attend, and the
+    # host searches while the device does.
+    queries = send_queries(step) if cold else None
+    parts = [attend_resident(step, budget) for budget in near]
+    if queries is not None:
+        parts += [attend_cold(step, queries, budget) for budget in cold]
     with step.phases.measure("merge"):
         parts = parts or [empty_partial(step.grouped)]
         out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
@@ -108,6 +104,8 @@ def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
 
 
 def _stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
+    if len(rows) == 1:
+        return PartialAttention(rows[0].out[None], rows[0].lse[None])
     return PartialAttention(
         torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
     )
@@ -202,26 +200,29 @@ def _choose_pages(step: Step, row: int, page_budget: int) -> Tensor:
     )
 
 
-def attend_cold(step: Step, budget: TokenBudget | None) -> tuple[PartialAttention, Work]:
-    """Retrieved cold entries (None: all of them), on the host; may run beside the rest of the step.
+def send_queries(step: Step) -> Parcel | None:
+    """The grouped queries on their way to the host; None where no row has cold entries."""
+    if not any(step.layer.cold.rows):
+        return None
+    with step.phases.measure("transfer"):
+        return step.executor.send(step.grouped)
+
+
+def attend_cold(step: Step, queries: Parcel, budget: TokenBudget | None) -> PartialAttention:
+    """Retrieved cold entries (None: all of them), attended on the host.
 
     Returns:
-        out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device, and what was touched.
+        out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
     """
-    work = Work()
+    with step.phases.measure("wait"):
+        q = queries.open()
+    rows = [_attend_cold_row(step, row, q[row], budget) for row in range(step.layer.num_rows)]
     with step.phases.measure("transfer"):
-        q = step.executor.to_host(step.grouped)
-    rows = [_attend_cold_row(step, row, q[row], budget, work) for row in range(step.layer.num_rows)]
-    with step.phases.measure("transfer"):
-        part = PartialAttention(
-            step.executor.to_device(torch.stack([part.out for part in rows]), step.q.device),
-            step.executor.to_device(torch.stack([part.lse for part in rows]), step.q.device),
-        )
-    return part, work
+        return step.executor.deliver(_stacked(rows), step.q.device)
 
 
 def _attend_cold_row(
-    step: Step, row: int, q: Tensor, budget: TokenBudget | None, work: Work
+    step: Step, row: int, q: Tensor, budget: TokenBudget | None
 ) -> PartialAttention:
     cold = step.layer.cold
     stored, new = cold.num_tokens(row), step.q.shape[2]
@@ -229,13 +230,15 @@ def _attend_cold_row(
         return empty_partial(q)
     if budget is None or budget.top_k >= stored:
         every = stored * new * step.layer.shape.num_q_heads
-        work.add(Work(attended=every, retrieved=every, most_retrieved=stored))
+        step.work.add(Work(attended=every, retrieved=every, most_retrieved=stored))
         return _attend_all_cold(step, row, q)
     scale, softcap = step.scale, step.softcap
     with step.phases.measure("search"):
         found = retrieve(cold, row, q, budget, scale=scale, softcap=softcap)
     attended, most = int(found.counts.sum()), int(found.counts.max())
-    work.add(Work(attended=attended, retrieved=attended, scored=found.scored, most_retrieved=most))
+    step.work.add(
+        Work(attended=attended, retrieved=attended, scored=found.scored, most_retrieved=most)
+    )
     with step.phases.measure("cold_attention"):
         return merge_partials(
             [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-PHASES = ("search", "cold_attention", "resident_attention", "select", "merge", "transfer")
+PHASES = ("search", "cold_attention", "resident_attention", "select", "merge", "transfer", "wait")
 
 
 INDEX_BUILD = "index_build"

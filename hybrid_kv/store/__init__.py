@@ -1,7 +1,16 @@
 """Where entries live: resident pages, cold extents, and the layer that owns both."""
 
-from hybrid_kv.store.cold import ColdExtent, ColdStore
+from hybrid_kv.store.cold import ColdExtent, ColdStore, Reservation, check_finite
 from hybrid_kv.store.layer import LayerKV, Overflow
 from hybrid_kv.store.resident import ResidentStore, ResidentView
 
-__all__ = ["ColdExtent", "ColdStore", "LayerKV", "Overflow", "ResidentStore", "ResidentView"]
+__all__ = [
+    "ColdExtent",
+    "ColdStore",
+    "LayerKV",
+    "Overflow",
+    "Reservation",
+    "ResidentStore",
+    "ResidentView",
+    "check_finite",
+]

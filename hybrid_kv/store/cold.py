@@ -34,17 +34,13 @@ class ColdExtent:
         self.refs = 1
         self.index: LiveIndex | None = None
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Adds k, v [Hkv, n, D] at positions [n]; amortised O(1) per token."""
-        stop = self.length + k.shape[1]
+    def make_room(self, count: int) -> None:
+        """Room for `count` more entries; amortised O(1) per token."""
+        stop = self.length + count
         if stop > self.positions.shape[0]:
             capacity = max(stop, 2 * self.positions.shape[0])
             self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
             self.positions = enlarge(self.positions, 0, capacity)
-        self.k[:, self.length : stop] = k
-        self.v[:, self.length : stop] = v
-        self.positions[self.length : stop] = positions
-        self.length = stop
 
     @property
     def keys(self) -> Tensor:
@@ -69,6 +65,20 @@ class Span:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for new entries behind those of a row, which sees them when they are committed.
+
+    k, v: [Hkv, n, D], to be written; positions: [n].
+    """
+
+    row: int
+    span: Span
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+
 class ColdStore:
     """Cold entries of all rows of a layer."""
 
@@ -78,6 +88,54 @@ class ColdStore:
 
     def num_tokens(self, row: int) -> int:
         return sum(span.length for span in self.rows[row])
+
+    def reserve(self, row: int, positions: Tensor) -> Reservation:
+        """Room for entries at positions [n] behind those of the row; until it is committed or given
+        up, nothing else may change the row.
+        """
+        count, spans = positions.shape[0], self.rows[row]
+        if not spans or spans[-1].extent.refs > 1:
+            span = Span(ColdExtent(self.shape, self.dtype, max(2 * count, 256)), 0)
+        else:
+            span = spans[-1]
+        extent = span.extent
+        if extent.length > span.length:  # the row was cropped since: forget what lies beyond
+            extent.length = span.length
+            if extent.index is not None:
+                extent.index.rebuild(extent.keys)
+        extent.make_room(count)
+        places = slice(extent.length, extent.length + count)
+        return Reservation(row, span, extent.k[:, places], extent.v[:, places], positions)
+
+    def commit(
+        self,
+        new: Reservation,
+        make_index: MakeIndex | None,
+        samples: Tensor | None = None,
+        runner: BuildRunner | None = None,
+    ) -> None:
+        """Makes reserved entries, which are written by now, part of their row.
+
+        Args:
+            make_index: the index of a new extent; None attends all of it.
+            samples: [Hkv, G, M, D] queries for an index that learns from them.
+            runner: where an index is built; None for here, at once.
+
+        Raises:
+            Exception: the index failed; the row does not see the new entries.
+        """
+        span, extent = new.span, new.span.extent
+        stop = extent.length + new.positions.shape[0]
+        extent.positions[extent.length : stop] = new.positions
+        extent.length = stop
+        if extent.index is not None:
+            extent.index.add(extent.keys)
+        elif make_index is not None:
+            extent.index = LiveIndex(make_index, extent.keys, samples, runner or InlineRunner())
+        # Last: where the index failed, the row does not see the new entries and forgets them later.
+        if span.length == 0:
+            self.rows[new.row].append(span)
+        span.length = stop
 
     def append(
         self,
@@ -89,40 +147,16 @@ class ColdStore:
         samples: Tensor | None = None,
         runner: BuildRunner | None = None,
     ) -> None:
-        """Adds entries behind those of the row.
-
-        Args:
-            k, v: [Hkv, n, D] on the host.
-            positions: [n].
-            make_index: the index of a new extent; None attends all of it.
-            samples: [Hkv, G, M, D] queries for an index that learns from them.
-            runner: where an index is built; None for here, at once.
+        """Reserves room for k, v [Hkv, n, D] at positions [n], writes and commits them.
 
         Raises:
             NonFiniteError: a key or value is NaN or infinite; nothing was added.
-            Exception: the index failed; the row does not see the new entries.
         """
         check_finite(k, v, positions)
-        spans = self.rows[row]
-        last = spans[-1] if spans else None
-        is_new = last is None or last.extent.refs > 1
-        if last is None or is_new:
-            last = Span(ColdExtent(self.shape, self.dtype, max(2 * k.shape[1], 256)), 0)
-        extent = last.extent
-        if extent.length > last.length:  # the row was cropped since: forget what lies beyond
-            extent.length = last.length
-            if extent.index is not None:
-                extent.index.rebuild(extent.keys)
-        extent.append(k, v, positions)
-        if extent.index is not None:
-            extent.index.add(extent.keys)
-        elif make_index is not None:
-            runner = runner or InlineRunner()
-            extent.index = LiveIndex(make_index, extent.keys, samples, runner)
-        # Last: where the index failed, the row does not see the new entries and forgets them later.
-        if is_new:
-            spans.append(last)
-        last.length = extent.length
+        new = self.reserve(row, positions)
+        new.k.copy_(k)
+        new.v.copy_(v)
+        self.commit(new, make_index, samples, runner)
 
     def settle(self) -> None:
         """Lets the indexes that have been built since take over; not while a search runs on them.

@@ -4,22 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from hybrid_kv.types import PartialAttention
+
+
+class Parcel(Protocol):
+    """A tensor on its way to the host."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `open` would return at once."""
+        ...
+
+    def open(self) -> Tensor:
+        """The values in host memory, as soon as they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A parcel that was never under way."""
+
+    tensor: Tensor
+
+    @property
+    def arrived(self) -> bool:
+        return True
+
+    def open(self) -> Tensor:
+        return self.tensor
 
 
 class Executor(Protocol):
-    """Decides when and where work beside the device runs.
+    """Decides when entries and queries travel, and where index builds run.
 
     What is computed never depends on it; what serves until a build in the background is done does.
     """
 
-    def start(self, work: Callable[[], T]) -> Future[T]:
-        """Begins work that the running step waits for (a cold search)."""
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+        """Begins to move a tensor to the host; until it has arrived it must not be written.
+
+        Args:
+            into: [H, ...] host memory of the same shape and dtype, each of whose H blocks is
+                contiguous, as those of `tensor` must be then; None for memory of its own.
+        """
+        ...
+
+    def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
+        """A partial attention computed on the host, for what `device` computes from now on."""
+        ...
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A tensor in host memory, for what `device` computes from now on."""
         ...
 
     def background(self, work: Callable[[], None]) -> Future[None]:
@@ -31,12 +72,4 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Forgets work in the background that has not begun, and waits for the one that has."""
-        ...
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """The same values in host memory."""
-        ...
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The same values on `device`."""
         ...

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from hybrid_kv.transfer.executor import Arrived, Parcel
+from hybrid_kv.types import PartialAttention
 
 
 class SyncExecutor:
-    """Runs work when it is started; errors come out of `result()`, as from any executor."""
+    """Moves and builds when it is asked to; errors of a build come out of its future."""
 
-    def start(self, work: Callable[[], T]) -> Future[T]:
-        done: Future[T] = Future()
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-        return done
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+        return Arrived(tensor.to("cpu") if into is None else into.copy_(tensor))
 
-    def background(self, work: Callable[[], None]) -> Future[None]:
-        return self.start(work)
-
-    def close(self) -> None:
-        """Nothing is ever left to do."""
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu")
+    def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
+        return PartialAttention(self.to_device(part.out, device), self.to_device(part.lse, device))
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        try:
+            work()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Nothing is ever left to do."""

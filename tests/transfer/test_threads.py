@@ -36,11 +36,10 @@ class Held:
         assert self.let_go.wait(PATIENCE)
 
 
-def test_searches_run_at_once_in_the_callers_thread() -> None:
-    executor = ThreadExecutor()
-    assert executor.start(threading.current_thread).result(0) is threading.current_thread()
-    value = torch.randn(3, 5)
-    assert torch.equal(executor.to_device(executor.to_host(value), value.device), value)
+def test_tensors_move_at_once() -> None:
+    executor, value = ThreadExecutor(), torch.randn(3, 5)
+    assert torch.equal(executor.send(value).open(), value)
+    assert torch.equal(executor.to_device(value, value.device), value)
     executor.close()
 
 

@@ -1,0 +1,142 @@
+"""What leaves the resident tier of a layer, for the cold tier or for good.
+
+Entries on their way stay resident until their copies have arrived, so that each has one owner at
+any time and no step waits for a copy that the device can make beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.store import LayerKV, Overflow, Reservation, check_finite
+from hybrid_kv.store.live_index import BuildRunner
+from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.types import Demotion
+
+_WHOLE_BYTES = 2**20
+"""Up to here K or V is checked in one go, which takes a byte for each of its elements."""
+
+
+class Departure:
+    """The pages outside the windows of a layer's rows, on their way.
+
+    Between its beginning and its end nothing else may change the layer.
+
+    Args:
+        samples: per row queries [Hq, M, D] that were observed during the prompt, for a new index;
+            empty after the prompt.
+        is_prompt: whether the layer has just been sealed; its memory is given back then.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        layer: LayerKV,
+        samples: Sequence[Tensor | None] = (),
+        *,
+        is_prompt: bool = False,
+    ) -> None:
+        self._layer, self._is_prompt = layer, is_prompt
+        outside = {row: layer.overflow(row) for row in range(layer.num_rows)}
+        self._rows = [row for row, overflow in outside.items() if overflow is not None]
+        offloads = layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD
+        self._spills = [
+            _Spill.begin(executor, layer, row, overflow, samples[row] if samples else None)
+            for row, overflow in outside.items()
+            if overflow is not None and offloads
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to end."""
+        return bool(self._rows) or self._is_prompt
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(parcel.arrived for spill in self._spills for parcel in spill.parcels)
+
+    def wait(self) -> None:
+        """Returns when all copies have arrived."""
+        for spill in self._spills:
+            for parcel in spill.parcels:
+                parcel.open()
+
+    def end(self, runner: BuildRunner) -> None:
+        """Hands what has arrived over to the cold tier, whose indexes may be built now.
+
+        Raises:
+            NonFiniteError: a key or value is NaN or infinite; the row is as it was before.
+        """
+        layer = self._layer
+        for spill in self._spills:
+            spill.commit(layer, runner)
+        for row in self._rows:
+            layer.forget_overflow(row)
+        if self._is_prompt:
+            if self._rows:
+                layer.compact()
+            if layer.placement is not None and layer.placement.digests:
+                layer.resident.pool.enable_digests()
+
+
+@dataclass(frozen=True, slots=True)
+class _Spill:
+    """The pages of one row, and where they will lie.
+
+    finite: [] bool, whether all of them are numbers; found out where they lay.
+    samples: [Hkv, G, M, D].
+    """
+
+    reserved: Reservation
+    k: Parcel
+    v: Parcel
+    finite: Parcel
+    samples: Parcel | None
+
+    @classmethod
+    def begin(
+        cls,
+        executor: Executor,
+        layer: LayerKV,
+        row: int,
+        overflow: Overflow,
+        samples: Tensor | None,
+    ) -> _Spill:
+        reserved = layer.cold.reserve(row, overflow.positions)
+        if samples is not None:
+            samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
+        return cls(
+            reserved,
+            executor.send(overflow.k, reserved.k),
+            executor.send(overflow.v, reserved.v),
+            executor.send(_all_finite(overflow.k, overflow.v)),
+            None if samples is None else executor.send(samples),
+        )
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        return [
+            parcel for parcel in (self.k, self.v, self.finite, self.samples) if parcel is not None
+        ]
+
+    def commit(self, layer: LayerKV, runner: BuildRunner) -> None:
+        new = self.reserved
+        if not self.finite.open():
+            check_finite(new.k, new.v, new.positions)
+        make_index = layer.placement.index if layer.placement is not None else None
+        samples = None if self.samples is None else self.samples.open()
+        layer.cold.commit(new, make_index, samples, runner)
+
+
+def _all_finite(*tensors: Tensor) -> Tensor:
+    """[] bool on the tensors' device, which is not waited for."""
+    blocks = [
+        block
+        for tensor in tensors
+        for block in (tensor if tensor.nbytes > _WHOLE_BYTES else (tensor,))
+    ]
+    return torch.stack([torch.isfinite(block).all() for block in blocks]).all()

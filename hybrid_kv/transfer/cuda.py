@@ -1,0 +1,172 @@
+"""Beside a CUDA device: copies on a stream of their own, results staged in pinned memory.
+
+No thread waits for the device. A decode step sends its queries, enqueues the resident attention,
+and by the time that is done (some 100 us of launches) the queries lie on the host; the search then
+runs while the device attends. Pinned staging comes from torch's caching host allocator, which hands
+the same blocks out again and knows, by events, which of them a copy still reads or writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.transfer.executor import Executor, Parcel
+from hybrid_kv.transfer.sync import SyncExecutor
+from hybrid_kv.types import PartialAttention
+
+Copies: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""Targets with their sources."""
+
+
+class Mark(Protocol):
+    """A point in a lane's work; a `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Lane(Protocol):
+    """The ways between one device and the host."""
+
+    def out(self, copies: Copies) -> Mark:
+        """Copies to the host, after what the device was told so far and beside what comes next."""
+        ...
+
+    def back(self, target: Tensor, source: Tensor) -> None:
+        """Copies to the device, before what it is told next."""
+        ...
+
+    def stage(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory for one copy; when the tensor is given up it is used again, not too early."""
+        ...
+
+
+class CudaLane:
+    """A stream for what leaves the device; what comes back goes by the device's current one."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> CudaLane | None:
+        """The lane of a CUDA device; None for the host."""
+        return cls(device) if device.type == "cuda" else None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def out(self, copies: Copies) -> Mark:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return mark
+
+    def back(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def stage(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(list(size), dtype=dtype, pin_memory=True)
+
+
+class _UnderWay:
+    """A parcel between device and host; keeps what is read until it has been read."""
+
+    def __init__(self, mark: Mark, target: Tensor, source: Tensor) -> None:
+        self._mark, self._target = mark, target
+        self._source: Tensor | None = source
+
+    @property
+    def arrived(self) -> bool:
+        if self._source is not None and self._mark.query():
+            self._source = None
+        return self._source is None
+
+    def open(self) -> Tensor:
+        if self._source is not None:
+            self._mark.synchronize()
+            self._source = None
+        return self._target
+
+
+class CudaExecutor(SyncExecutor):
+    """Moves tensors of CUDA devices beside what they compute; those on the host stay in place.
+
+    Args:
+        builds: runs index builds.
+        lane: makes the lane of a device when the first of its tensors travels; None for the host.
+    """
+
+    def __init__(
+        self, builds: Executor, lane: Callable[[torch.device], Lane | None] = CudaLane.of
+    ) -> None:
+        self._builds, self._make_lane = builds, lane
+        self._lanes: dict[torch.device, Lane | None] = {}
+        self._under_way: deque[_UnderWay] = deque()
+
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+        """See `Executor.send`.
+
+        A parcel that nobody opens is kept until it has arrived: the copy writes to its memory.
+        """
+        if (lane := self._lane(tensor.device)) is None:
+            return super().send(tensor, into)
+        if into is None:
+            tensor = tensor.contiguous()  # else torch would copy in several steps, and wait
+            into = lane.stage(tensor.shape, tensor.dtype)
+            mark = lane.out([(into, tensor)])
+        else:
+            mark = lane.out(list(zip(into, tensor, strict=True)))
+        while self._under_way and self._under_way[0].arrived:
+            self._under_way.popleft()
+        parcel = _UnderWay(mark, into, tensor)
+        self._under_way.append(parcel)
+        return parcel
+
+    def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
+        """See `Executor.deliver`; output and log-sum-exp travel as one."""
+        if (lane := self._lane(device)) is None:
+            return super().deliver(part, device)
+        both = lane.stage([part.lse.nbytes + part.out.nbytes], torch.uint8)
+        for packed, values in zip(_unpacked(both, part), part, strict=True):
+            packed.copy_(values)
+        return _unpacked(self._back(lane, both, device), part)
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if (lane := self._lane(device)) is None:
+            return super().to_device(tensor, device)
+        return self._back(lane, tensor, device)
+
+    def _back(self, lane: Lane, tensor: Tensor, device: torch.device) -> Tensor:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        lane.back(there, tensor)
+        return there
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        return self._builds.background(work)
+
+    def close(self) -> None:
+        """See `Executor.close`; also waits for what is under way."""
+        self._builds.close()
+        while self._under_way:
+            self._under_way.popleft().open()
+
+    def _lane(self, device: torch.device) -> Lane | None:
+        if device not in self._lanes:
+            self._lanes[device] = self._make_lane(device)
+        return self._lanes[device]
+
+
+def _unpacked(both: Tensor, like: PartialAttention) -> PartialAttention:
+    """Views of bytes [lse.nbytes + out.nbytes]; lse comes first, so that both are aligned."""
+    lse, out = both.split([like.lse.nbytes, like.out.nbytes])
+    return PartialAttention(
+        out.view(like.out.dtype).view(like.out.shape), lse.view(like.lse.dtype).view(like.lse.shape)
+    )

@@ -1,0 +1,156 @@
+"""What leaves a layer arrives whole, however long it takes, and has one owner meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.types import LayerShape, ModelInfo
+from tests.transfer.late import LateLane
+
+SHAPE = LayerShape(0, 6, 2, 72)
+INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
+SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
+
+
+def tokens(new: int, rows: int = 1) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    q, k, v = (torch.randn(rows, heads, new, 72) for heads in (6, 2, 2))
+    return q, (k, v)
+
+
+def caches(method: str = "hybrid", **settings: Any) -> tuple[KVCache, KVCache, LateLane]:
+    """One cache whose copies arrive late by the lane, and one whose copies arrive at once."""
+    lane = LateLane()
+    config = HybridConfig(method=method, index_build="wait", **settings)
+    late = KVCache(INFO, config, CudaExecutor(SyncExecutor(), lambda device: lane))
+    return late, KVCache(INFO, config), lane
+
+
+def attend(kv: KVCache, q: Tensor, entries: tuple[Tensor, Tensor], layer_idx: int = 0) -> Tensor:
+    return kv.attend(layer_idx, q, tuple(t.clone() for t in entries), None, scale=0.3).out
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {key: value for key, value in SMALL.items() if _knows(method, key)}
+
+
+def _knows(method: str, key: str) -> bool:
+    return key == "page_size" or key in METHODS[method].params.model_fields
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_method_depends_on_when_copies_arrive(method: str, rows: int) -> None:
+    late, now, lane = caches(method, **settings_of(method))
+    for new in (37, *[1] * 19, 3, 1, 40, *[1] * 6):
+        q, entries = tokens(new, rows)
+        outs = [attend(kv, q, entries) for kv in (late, now)]
+        torch.testing.assert_close(*outs, rtol=0, atol=0)
+    late.check_integrity()
+    assert not lane.pending
+
+
+def test_a_page_has_one_owner_while_it_leaves() -> None:
+    late, _, lane = caches(**SMALL)
+    attend(late, *tokens(20))
+    late.seal(0)
+    assert lane.pending, "or there is nothing to look at"
+    layer = late._layers[0]
+    layer.check_integrity()
+    assert layer.cold.num_tokens(0) == 0
+    assert layer.resident.num_tokens(0) == 20
+    late.check_integrity()
+    assert (layer.cold.num_tokens(0), layer.resident.num_tokens(0)) == (8, 12)
+
+
+def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
+    late, _, lane = caches(**SMALL)
+    for layer_idx in (0, 1):
+        attend(late, *tokens(20), layer_idx=layer_idx)
+        late.seal(layer_idx)
+        assert set(late._leaving) == {layer_idx}
+    assert late._layers[0].cold.num_tokens(0) == 8
+    assert late.layers[1].cold.num_tokens(0) == 8
+    assert not lane.pending
+
+
+def test_a_step_does_not_wait_for_the_page_that_left_in_it() -> None:
+    late, _, lane = caches(**SMALL)
+    attend(late, *tokens(20))
+    while not lane.pending:
+        attend(late, *tokens(1))
+    assert set(late._leaving) == {0}
+
+
+@pytest.mark.parametrize("change", ["crop", "fork", "checkpoint", "layers", "check_integrity"])
+def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) -> None:
+    late, now, lane = caches(**SMALL)
+    q, entries = tokens(37)
+    for kv in (late, now):
+        attend(kv, q, entries)
+        kv.seal(0)
+        if change == "crop":
+            kv.crop(0, 3)
+        elif change == "fork":
+            kv.fork(0, [0])
+        elif change == "checkpoint":
+            kv.checkpoint()
+        elif change == "layers":
+            assert kv.layers[0].cold.num_tokens(0) == 24
+        else:
+            kv.check_integrity()
+    assert not lane.pending
+    q, entries = tokens(1)
+    assert torch.equal(attend(late, q, entries), attend(now, q, entries))
+    if change != "checkpoint":  # meanwhile both sides count the other's references
+        late.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["reset", "reset_layer", "restore"])
+def test_what_is_forgotten_while_it_leaves_never_arrives(end: str) -> None:
+    late, now, _ = caches(**SMALL)
+    prompt = tokens(37)
+    steps = [tokens(1) for _ in range(9)]
+    for kv in (late, now):
+        attend(kv, *prompt)
+        saved = kv.checkpoint()
+        for step in steps:
+            attend(kv, *step)
+        if end == "restore":
+            kv.restore(saved)
+        else:
+            kv.reset() if end == "reset" else kv.reset_layer(0)
+            attend(kv, *prompt)
+        outs = [attend(kv, *step) for step in steps]
+        kv.check_integrity()
+        if kv is late:
+            first = outs
+    assert all(torch.equal(*pair) for pair in zip(first, outs, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> None:
+    late, now, _ = caches(**SMALL)
+    q, entries = tokens(37)
+    entries[which][0, 1, 9, 5] = torch.nan
+    for kv in (late, now):
+        attend(kv, q, entries)
+        name = ("keys", "values")[which]
+        with pytest.raises(NonFiniteError, match=f"{name} must be finite.*KV head 1 at position 9"):
+            _sealed_and_settled(kv)
+        kv._layers[0].check_integrity()
+        assert kv._layers[0].cold.num_tokens(0) == 0
+
+
+def _sealed_and_settled(kv: KVCache) -> None:
+    kv.seal(0)
+    kv.check_integrity()

@@ -1,0 +1,62 @@
+"""A stand-in for the ways to a GPU: nothing has arrived until somebody waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.transfer.cuda import Copies
+
+
+class LateLane:
+    """Copies in order, as a stream does, but not before a later point is waited for.
+
+    What has not been copied yet reads as NaN or as a large number, so that whoever looks too early
+    is found out; and what is written over too early arrives wrong.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[LateMark] = deque()
+        self.staged: list[tuple[int, ...]] = []
+        self.returned = 0
+
+    def out(self, copies: Copies) -> LateMark:
+        mark = LateMark(self, copies)
+        for target, _ in copies:
+            _spoil(target)
+        self.pending.append(mark)
+        return mark
+
+    def back(self, target: Tensor, source: Tensor) -> None:
+        self.returned += 1
+        target.copy_(source)
+
+    def stage(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.staged.append(tuple(size))
+        return torch.empty(list(size), dtype=dtype)
+
+
+class LateMark:
+    def __init__(self, lane: LateLane, copies: Copies) -> None:
+        self.lane, self.copies, self.waits = lane, copies, 0
+
+    def query(self) -> bool:
+        return self not in self.lane.pending
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        while self in self.lane.pending:
+            for target, source in self.lane.pending.popleft().copies:
+                target.copy_(source)
+
+
+def _spoil(target: Tensor) -> None:
+    if target.is_floating_point():
+        target.fill_(torch.nan)
+    elif target.dtype is torch.bool:
+        target.fill_(False)
+    else:
+        target.fill_(torch.iinfo(target.dtype).max)
