@@ -29,6 +29,7 @@ _NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu
 _BACKEND_DETAILS = {
     "reference": "plain torch on any device; defines what every other back end computes",
     "torch_cpu": "torch's fused attention, for tensors on the CPU",
+    "torch_cuda": "torch's fused attention, for tensors on an NVIDIA GPU",
     "native": "the compiled engine, for entries that an index retrieved",
     "triton": "our kernels for NVIDIA GPUs: pages, their digests, merge, nearest keys",
     "flashinfer": "FlashInfer's paged decode, only when asked for by name",

@@ -6,15 +6,17 @@ from collections.abc import Collection
 
 import torch
 
-BACKENDS = ("auto", "reference", "torch_cpu", "native", "triton", "flashinfer")
+BACKENDS = ("auto", "reference", "torch_cpu", "torch_cuda", "native", "triton", "flashinfer")
 
+FUSED = {"torch_cpu": "cpu", "torch_cuda": "cuda"}
+"""Torch's own fused kernels, with the type of device that each is for."""
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # What beside the definition computes an op, the first choice of "auto" first.
 _CANDIDATES = {
-    "attend": ("torch_cpu",),
-    "attend_causal": ("torch_cpu",),
+    "attend": ("torch_cpu", "torch_cuda"),
+    "attend_causal": ("torch_cpu", "torch_cuda"),
     "attend_retrieved": ("native",),
     "page_scores": ("native", "triton"),
     "choose_pages": ("triton",),
@@ -41,27 +43,27 @@ def choose_backend(
 ) -> str:
     """The back end that computes one call.
 
-    "reference" and "torch_cpu" use torch and nothing else. Any other name goes first where it has
-    the op; what it has not, or cannot express, is computed as under "auto" and in the end by the
-    definition.
+    "reference", "torch_cpu" and "torch_cuda" use torch and nothing else. Any other name goes first
+    where it has the op; what it has not, or cannot express, is computed as under "auto" and in the
+    end by the definition.
 
     Args:
         requested: a name of BACKENDS.
         op: a name of OPS, the methods of `Ops`.
         here: the back ends beside torch's that are installed and reach the tensors.
-        plain: attend, attend_causal: no softcap and no sliding window; attend_pages: what
-            FlashInfer has kernels for.
+        plain: attend, attend_causal: what torch has fused kernels for (no softcap, no sliding
+            window); attend_pages: what FlashInfer has kernels for.
         pairs: queries times keys; a fused kernel takes neither without the other.
     """
     candidates = _CANDIDATES[op]
-    if requested in ("reference", "torch_cpu"):
+    if requested in ("reference", *FUSED):
         candidates = tuple(name for name in candidates if name == requested)
     elif requested in candidates:
         candidates = (requested, *candidates)
     for name in candidates:
         by_name = name == requested
-        if name == "torch_cpu":
-            fits = device_type == "cpu" and dtype in _FUSED_DTYPES and plain and pairs > 0
+        if name in FUSED:
+            fits = device_type == FUSED[name] and dtype in _FUSED_DTYPES and plain and pairs > 0
         elif name == "native":
             fits = device_type == "cpu" and name in here
         elif name == "triton":

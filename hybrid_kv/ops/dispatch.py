@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import flashinfer, native, reference, torch_cpu
-from hybrid_kv.ops.choice import BACKENDS, choose_backend
+from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
+from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_states
 from hybrid_kv.types import PagedKV, PartialAttention
 
@@ -43,8 +43,12 @@ class Ops:
         softcap: float | None = None,
     ) -> PartialAttention:
         pairs = q.shape[2] * k.shape[2]
-        if self._choose("attend", q, plain=softcap is None, pairs=pairs) == "torch_cpu":
+        plain = softcap is None and (q.device.type != "cuda" or torch_cuda.expresses(q, bias))
+        name = self._choose("attend", q, plain=plain, pairs=pairs)
+        if name == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
+        if name == "torch_cuda":
+            return torch_cuda.attend(q, k, v, scale=scale)
         return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
 
     def attend_causal(
@@ -59,9 +63,13 @@ class Ops:
     ) -> PartialAttention:
         square = q.shape[2] == k.shape[2]
         plain = square and softcap is None and window is None
+        plain = plain and (q.device.type != "cuda" or torch_cuda.expresses(q, None))
         pairs = q.shape[2] * k.shape[2]
-        if self._choose("attend_causal", q, plain=plain, pairs=pairs) == "torch_cpu":
+        name = self._choose("attend_causal", q, plain=plain, pairs=pairs)
+        if name == "torch_cpu":
             return torch_cpu.attend_causal(q, k, v, scale=scale)
+        if name == "torch_cuda":
+            return torch_cuda.attend_causal(q, k, v, scale=scale)
         return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
 
     def attend_retrieved(
@@ -288,13 +296,15 @@ def get_ops(backend: str) -> Ops:
 
 def device_of(backend: str) -> str | None:
     """The only type of device whose models a back end is for; None: any, or it is not there."""
-    if backend == "torch_cpu":
-        return "cpu"
+    if backend in FUSED:
+        return FUSED[backend]
     return device_states()[backend].device_type if backend in DEVICE_BACKENDS else None
 
 
 def why_unavailable(backend: str) -> str | None:
     """Why a known back end cannot serve on this machine, None where it can."""
+    if backend == "torch_cuda" and not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU"
     if backend == "native":
         state = native.engine_state()
         return state.detail if state.isa is None else None
