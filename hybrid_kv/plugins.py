@@ -71,13 +71,15 @@ class Index(ABC):
         return 0
 
     @abstractmethod
-    def build(self, keys: Tensor, samples: Tensor | None) -> None:
+    def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
         """Replaces the content by `keys`.
 
         Args:
             keys: [Hkv, N, D], N >= 0, on the host; kept by reference, never copied needlessly.
             samples: [Hkv, G, M, D] queries of the prefill at M positions, for indexes that learn
                 where queries fall; None where `needs` asks for none or the KV came without.
+            nearest: [Hkv, G, M, K] int32, the exact best keys of every sample, best first, where a
+                device has found them; None where the index finds what it needs itself.
         """
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:

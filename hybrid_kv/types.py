@@ -105,16 +105,20 @@ class Needs:
 
     sampled_queries: queries per query head, spread evenly over the prompt.
     last_queries: queries per query head at the prompt's end.
+    nearest_keys: for each of those queries so many of the best offloaded keys, found exactly by the
+        device that holds the keys; not collected where that is the host.
     """
 
     sampled_queries: int = 0
     last_queries: int = 0
+    nearest_keys: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
         return Needs(
             max(self.sampled_queries, other.sampled_queries),
             max(self.last_queries, other.last_queries),
+            max(self.nearest_keys, other.nearest_keys),
         )
 
 

@@ -36,19 +36,21 @@ class KeyIndex(Index):
         return 0 if self._known is None else self._known.shape[1]
 
     @torch.no_grad()
-    def build(self, keys: Tensor, samples: Tensor | None) -> None:
+    def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
         """See `Index.build`.
 
         Raises:
-            ShapeError: keys or samples do not fit.
+            ShapeError: keys, samples or nearest do not fit.
             NonFiniteError: a key is NaN or infinite; the index is as before.
         """
         _checks.check_keys(keys)
         if samples is not None:
             _checks.check_samples(samples, keys)
+        if nearest is not None:
+            _checks.check_nearest(nearest, samples, keys)
         _checks.check_finite(keys)
         self._known = keys
-        self._rebuild(samples)
+        self._rebuild(samples, nearest)
 
     @torch.no_grad()
     def add(self, keys: Tensor) -> None:
@@ -87,7 +89,7 @@ class KeyIndex(Index):
             raise BuildCancelled
 
     @abstractmethod
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         """Indexes `self._keys` from nothing; N may be 0 here."""
 
     @abstractmethod

@@ -45,6 +45,21 @@ def check_samples(samples: Tensor, keys: Tensor) -> None:
         )
 
 
+def check_nearest(nearest: Tensor, samples: Tensor | None, keys: Tensor) -> None:
+    """Raises ShapeError unless nearest [Hkv, G, M, K] int32 belong to samples and name keys."""
+    given = None if samples is None else samples.shape[:3]
+    if nearest.dim() != 4 or nearest.shape[:3] != given or nearest.dtype != torch.int32:
+        expected = "absent without samples" if given is None else f"int32 {[*given, 'K']}"
+        raise ShapeError(
+            f"nearest must be {expected}, got {nearest.dtype} of shape {list(nearest.shape)}"
+        )
+    if nearest.numel() and not 0 <= int(nearest.min()) <= int(nearest.max()) < keys.shape[1]:
+        raise ShapeError(
+            f"nearest must name rows 0..{keys.shape[1] - 1} of the keys, got "
+            f"{int(nearest.min())}..{int(nearest.max())}"
+        )
+
+
 def check_counts(top_k: int, most: int) -> None:
     """Raises ConfigError unless 1 <= top_k <= most."""
     if top_k < 1:

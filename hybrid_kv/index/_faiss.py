@@ -51,7 +51,7 @@ class FaissIndex(KeyIndex):
     def memory_bytes(self) -> int:
         return sum(self._head_bytes(head) for head in self._heads) + 4 * self._means.numel()
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         heads, rows, dim = self._keys.shape
         self._heads, self._built_rows = [], rows
         self._means = torch.zeros(heads, dim)
@@ -64,7 +64,7 @@ class FaissIndex(KeyIndex):
 
     def _append(self, known: int) -> None:
         if len(self) >= _RETRAIN_GROWTH * self._built_rows:
-            self._rebuild(None)
+            self._rebuild(None, None)
             return
         for head, index in enumerate(self._heads):
             self._add_rows(index, self._rows(head, known))

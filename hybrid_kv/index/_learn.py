@@ -79,6 +79,7 @@ def learn(
     list_length: int,
     goal: Goal,
     engine: Engine,
+    nearest: Tensor | None = None,
 ) -> tuple[KeyGraph | None, HeadReport]:
     """The graph of one KV head, or None where it does not reach the goal.
 
@@ -86,6 +87,7 @@ def learn(
         keys: [N, D].
         samples: [G, M, D] prefill queries of the group's heads at M positions.
         engine: over the same keys.
+        nearest: [G, M, K] int32, the exact best keys of all samples where they are known.
     """
     among = num_like_later(samples.shape[1], goal.recent, keys.shape[0])
     build, check = hold_out(samples, goal.positions, among)
@@ -93,11 +95,14 @@ def learn(
         return None, HeadReport("flat", f"{samples.shape[1]} sampled positions are too few")
     queries = build.flatten(0, 1)
     begin = perf_counter()
-    lists = engine.nearest(queries, min(list_length, keys.shape[0]))
+    known_build, known_check = (None, None)
+    if nearest is not None:
+        known_build, known_check = hold_out(nearest, goal.positions, among)
+    lists = _nearest(engine, queries, min(list_length, keys.shape[0]), known_build)
     listed = perf_counter()
     graph = engine.project(lists, queries, params)
     projected = perf_counter()
-    held = _exact_answers(keys, check, goal.top_k, engine)
+    held = _exact_answers(keys, check, goal.top_k, engine, known_check)
     searcher = engine.searcher(graph)
     search = beam_search(searcher, held.ids.shape[-1], len(keys))
     trials = run_trials(held, search, goal)
@@ -133,11 +138,21 @@ def beam_search(
     return search
 
 
-def _exact_answers(keys: Tensor, check: Tensor, top_k: int, engine: Engine) -> HeldOut:
-    """What the held-out queries [G, P, D] should find."""
+def _nearest(engine: Engine, queries: Tensor, count: int, known: Tensor | None) -> Tensor:
+    """The exact best keys [Q, count] of queries [Q, D]; known: [..., K] the same queries'."""
+    if known is None or known.shape[-1] < count:
+        return engine.nearest(queries, count)
+    return known.reshape(-1, known.shape[-1])[:, :count].contiguous()
+
+
+def _exact_answers(
+    keys: Tensor, check: Tensor, top_k: int, engine: Engine, known: Tensor | None
+) -> HeldOut:
+    """What the held-out queries [G, P, D] should find; known: [G, P, K], their best keys."""
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
     flat = by_position.flatten(0, 1)
-    ids = engine.nearest(flat, min(top_k, keys.shape[0])).long()
+    known = None if known is None else known.transpose(0, 1)
+    ids = _nearest(engine, flat, min(top_k, keys.shape[0]), known).long()
     scores = torch.einsum("qkd,qd->qk", keys[ids].float(), flat)
     scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
     block = max(1, 2**25 // max(1, len(flat)))

@@ -45,9 +45,9 @@ class AutoIndex(GraphIndex):
         super().__init__(params)
         self._samples: Tensor | None = None  # while it is built
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         self._samples = samples
-        super()._rebuild(samples)
+        super()._rebuild(samples, nearest)
         self._samples = None
 
     def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:

@@ -40,7 +40,7 @@ class FlatIndex(KeyIndex):
         self.exact = params.precision != "int8"
         self._scan: FlatScan | None = None
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         if self.params.precision == "exact":
             return
         self._scan = make_scan(self.params.precision, self.params.rerank)

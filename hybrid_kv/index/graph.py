@@ -100,7 +100,8 @@ class GraphIndex(KeyIndex):
 
     @classmethod
     def needs(cls, params: Any) -> Needs:
-        return Needs(params.sampled_queries, params.recent_queries)
+        listed = max(params.list_length, params.check_top_k)
+        return Needs(params.sampled_queries, params.recent_queries, listed)
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
@@ -121,13 +122,16 @@ class GraphIndex(KeyIndex):
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
         return None if self._why_flat(keys, samples) else StandIn()
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         if (reason := self._why_flat(self._keys, samples)) is not None:
             self._serve_flat(reason)
             return
         assert samples is not None
         self._group_size = samples.shape[1]
-        learned = [self._learn_head(head, samples[head]) for head in range(len(self._keys))]
+        learned = [
+            self._learn_head(head, samples[head], None if nearest is None else nearest[head])
+            for head in range(len(self._keys))
+        ]
         self.reports = tuple(report for _, report in learned)
         self._serve(tuple(graph or no_graph() for graph, _ in learned))
 
@@ -138,7 +142,9 @@ class GraphIndex(KeyIndex):
     def _no_graphs(self) -> tuple[KeyGraph, ...]:
         return tuple(no_graph() for _ in self._keys)
 
-    def _learn_head(self, head: int, samples: Tensor) -> tuple[KeyGraph | None, HeadReport]:
+    def _learn_head(
+        self, head: int, samples: Tensor, nearest: Tensor | None
+    ) -> tuple[KeyGraph | None, HeadReport]:
         keys, p = self._keys[head], self.params
         goal = Goal(
             top_k=p.check_top_k,
@@ -150,7 +156,7 @@ class GraphIndex(KeyIndex):
             recent=p.recent_queries,
         )
         engine = _HeadEngine(keys, self._check_cancelled)
-        return learn(keys, samples, self._build_params, p.list_length, goal, engine)
+        return learn(keys, samples, self._build_params, p.list_length, goal, engine, nearest)
 
     @property
     def _build_params(self) -> BuildParams:

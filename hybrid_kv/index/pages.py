@@ -51,7 +51,7 @@ class PagesIndex(KeyIndex):
     def _num_pages(self) -> int:
         return -(-len(self) // int(self.params.page_size))
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         self._digests = self._empty_digests(self._num_pages)
         self._append(0)
 

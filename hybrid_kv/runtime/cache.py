@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
@@ -220,14 +221,21 @@ class KVCache:
         Args:
             samples: per row observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
+        layer = self._layers[layer_idx]
+        far = layer.resident.pool.device.type != "cpu"  # on the host the index finds them quicker
+        nearest = self._nearest_keys if far and self.method.needs.nearest_keys else None
         with self.phases.measure("transfer"):
-            leaving = Departure(
-                self.executor, self._layers[layer_idx], samples, is_prompt=is_prompt
-            )
+            leaving = Departure(self.executor, layer, samples, nearest=nearest, is_prompt=is_prompt)
         if leaving:
             self._leaving[layer_idx] = leaving
             if leaving.arrived:
                 self._settle(layer_idx)
+
+    def _nearest_keys(self, samples: Tensor, keys: Tensor) -> Tensor:
+        """The best of keys [Hkv, N, D] for samples [Hkv, G, M, D]: [Hkv, G, M, K] int32."""
+        count = min(self.method.needs.nearest_keys, keys.shape[1])
+        _, ids = self.ops.nearest_keys(samples.flatten(1, 2), keys, count)
+        return ids.to(torch.int32).view(*samples.shape[:3], count)
 
     def _settle(self, layer_idx: int) -> None:
         """Ends what is leaving a layer; whoever reads or changes a layer does this first."""

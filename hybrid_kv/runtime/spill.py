@@ -6,8 +6,9 @@ any time and no step waits for a copy that the device can make beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from hybrid_kv.store import LayerKV, Overflow, Reservation, check_finite
 from hybrid_kv.store.live_index import BuildRunner
 from hybrid_kv.transfer import Executor, Parcel
 from hybrid_kv.types import Demotion
+
+FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _WHOLE_BYTES = 2**20
 """Up to here K or V is checked in one go, which takes a byte for each of its elements."""
@@ -29,6 +32,8 @@ class Departure:
     Args:
         samples: per row queries [Hq, M, D] that were observed during the prompt, for a new index;
             empty after the prompt.
+        nearest: finds the best keys of samples [Hkv, G, M, D] among keys [Hkv, N, D] where both
+            lie; None to leave that to the index.
         is_prompt: whether the layer has just been sealed; its memory is given back then.
     """
 
@@ -38,6 +43,7 @@ class Departure:
         layer: LayerKV,
         samples: Sequence[Tensor | None] = (),
         *,
+        nearest: FindNearest | None = None,
         is_prompt: bool = False,
     ) -> None:
         self._layer, self._is_prompt = layer, is_prompt
@@ -45,7 +51,7 @@ class Departure:
         self._rows = [row for row, overflow in outside.items() if overflow is not None]
         offloads = layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD
         self._spills = [
-            _Spill.begin(executor, layer, row, overflow, samples[row] if samples else None)
+            _Spill.begin(executor, layer, row, overflow, samples[row] if samples else None, nearest)
             for row, overflow in outside.items()
             if overflow is not None and offloads
         ]
@@ -88,7 +94,7 @@ class _Spill:
     """The pages of one row, and where they will lie.
 
     finite: [] bool, whether all of them are numbers; found out where they lay.
-    samples: [Hkv, G, M, D].
+    samples: [Hkv, G, M, D]; nearest: [Hkv, G, M, K], the best of the entries for each.
     """
 
     reserved: Reservation
@@ -96,6 +102,7 @@ class _Spill:
     v: Parcel
     finite: Parcel
     samples: Parcel | None
+    nearest: Parcel | None
 
     @classmethod
     def begin(
@@ -105,31 +112,39 @@ class _Spill:
         row: int,
         overflow: Overflow,
         samples: Tensor | None,
+        find_nearest: FindNearest | None,
     ) -> _Spill:
         reserved = layer.cold.reserve(row, overflow.positions)
-        if samples is not None:
-            samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
+        k = executor.send(overflow.k, reserved.k)
+        v = executor.send(overflow.v, reserved.v)
+        finite = executor.send(_all_finite(overflow.k, overflow.v))
+        if samples is None:
+            return cls(reserved, k, v, finite, None, None)
+        samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
+        nearest = None if find_nearest is None else find_nearest(samples, overflow.k)
         return cls(
             reserved,
-            executor.send(overflow.k, reserved.k),
-            executor.send(overflow.v, reserved.v),
-            executor.send(_all_finite(overflow.k, overflow.v)),
-            None if samples is None else executor.send(samples),
+            k,
+            v,
+            finite,
+            executor.send(samples),
+            None if nearest is None else executor.send(nearest),
         )
 
     @property
     def parcels(self) -> list[Parcel]:
-        return [
-            parcel for parcel in (self.k, self.v, self.finite, self.samples) if parcel is not None
-        ]
+        parcels = (self.k, self.v, self.finite, self.samples, self.nearest)
+        return [parcel for parcel in parcels if parcel is not None]
 
     def commit(self, layer: LayerKV, runner: BuildRunner) -> None:
         new = self.reserved
         if not self.finite.open():
             check_finite(new.k, new.v, new.positions)
         make_index = layer.placement.index if layer.placement is not None else None
-        samples = None if self.samples is None else self.samples.open()
-        layer.cold.commit(new, make_index, samples, runner)
+        samples, nearest = (
+            None if parcel is None else parcel.open() for parcel in (self.samples, self.nearest)
+        )
+        layer.cold.commit(new, make_index, samples, runner, nearest)
 
 
 def _all_finite(*tensors: Tensor) -> Tensor:

@@ -113,6 +113,7 @@ class ColdStore:
         make_index: MakeIndex | None,
         samples: Tensor | None = None,
         runner: BuildRunner | None = None,
+        nearest: Tensor | None = None,
     ) -> None:
         """Makes reserved entries, which are written by now, part of their row.
 
@@ -120,6 +121,7 @@ class ColdStore:
             make_index: the index of a new extent; None attends all of it.
             samples: [Hkv, G, M, D] queries for an index that learns from them.
             runner: where an index is built; None for here, at once.
+            nearest: [Hkv, G, M, K] int32, the best of the new entries for each sample, if known.
 
         Raises:
             Exception: the index failed; the row does not see the new entries.
@@ -131,7 +133,8 @@ class ColdStore:
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
-            extent.index = LiveIndex(make_index, extent.keys, samples, runner or InlineRunner())
+            runner = runner or InlineRunner()
+            extent.index = LiveIndex(make_index, extent.keys, samples, runner, nearest)
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
             self.rows[new.row].append(span)

@@ -55,7 +55,7 @@ class _Build:
 
     index: Index
     future: Future[None]
-    samples: Tensor | None
+    learned_from: tuple[Tensor, ...]
 
     def cancel(self) -> None:
         """Ends it soon, or keeps it from beginning; nobody looks at what it gives."""
@@ -78,6 +78,7 @@ class LiveIndex:
         make: a new index.
         keys: [Hkv, N, D].
         samples: [Hkv, G, M, D] queries for an index that learns from them.
+        nearest: [Hkv, G, M, K] int32, their best keys where a device has found them.
         runner: where builds run; a finished one takes over at once, a later one in `settle`.
 
     Raises:
@@ -86,7 +87,12 @@ class LiveIndex:
     """
 
     def __init__(
-        self, make: MakeIndex, keys: Tensor, samples: Tensor | None, runner: BuildRunner
+        self,
+        make: MakeIndex,
+        keys: Tensor,
+        samples: Tensor | None,
+        runner: BuildRunner,
+        nearest: Tensor | None = None,
     ) -> None:
         self._make, self._runner = make, runner
         self._build: _Build | None = None
@@ -95,11 +101,12 @@ class LiveIndex:
         index = make()
         self._serving = index
         stand_in = index.stand_in(keys, samples)
-        build = partial(index.build, keys, samples)
+        build = partial(index.build, keys, samples, nearest)
         if stand_in is None:
             runner.here(build)
             return
-        begun = _Build(index, runner.beside(build), samples)
+        learned_from = tuple(t for t in (samples, nearest) if t is not None)
+        begun = _Build(index, runner.beside(build), learned_from)
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:
@@ -180,9 +187,9 @@ class LiveIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes beside the keys, with the queries that a build learns from."""
-        kept = self._build.samples if self._build is not None else None
-        return self._serving.memory_bytes + (0 if kept is None else kept.nbytes)
+        """Bytes beside the keys, with what a build learns from."""
+        kept = self._build.learned_from if self._build is not None else ()
+        return self._serving.memory_bytes + sum(tensor.nbytes for tensor in kept)
 
     def describe(self) -> list[dict[str, Any]]:
         """See `Index.describe`; beside it the state of the build, and who served how many searches.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.errors import ConfigError, FileFormatError, ShapeError
 from hybrid_kv.index._file import read_arrays
 from hybrid_kv.index._trial import hold_out
 from hybrid_kv.index.graph import GraphIndex
@@ -280,7 +280,7 @@ def test_reports_are_json_ready() -> None:
 def test_the_method_asks_for_the_queries_that_the_index_wants() -> None:
     index = {"kind": "graph", "sampled_queries": 500, "recent_queries": 30}
     method = HybridConfig(method="hybrid", cold={"index": index}).build()
-    assert method.needs == Needs(500, 30)
+    assert method.needs == Needs(500, 30, nearest_keys=100)
     assert HybridConfig(method="flat").build().needs == Needs()
 
 
@@ -296,3 +296,61 @@ def test_the_method_asks_for_the_queries_that_the_index_wants() -> None:
 def test_wrong_settings_are_refused(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         IndexConfig(kind="graph", **setting)
+
+
+# Neighbours that a device has found
+
+
+def exact_lists(keys: Tensor, samples: Tensor, count: int) -> Tensor:
+    scores = torch.einsum("hgmd,hnd->hgmn", samples.double(), keys.double())
+    return scores.topk(count, -1).indices.int()
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", ["graph", "auto"])
+def test_known_neighbours_give_the_same_graph_and_spare_the_search(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, samples, later = attention_like()
+    settings = {**SETTINGS, "remember": False} if kind == "auto" else SETTINGS
+    alone, helped = (IndexConfig(kind=kind, **settings).build() for _ in range(2))
+    alone.build(keys, samples)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("they are known")
+
+    monkeypatch.setattr("hybrid_kv.index.graph._HeadEngine.nearest", refuse)
+    helped.build(keys, samples, exact_lists(keys, samples, 60))
+    if kind == "graph":
+        for one, other in zip(alone._graphs, helped._graphs, strict=True):
+            assert torch.equal(one.keys_of, other.keys_of)
+            assert torch.equal(one.lists, other.lists)
+        assert helped.reports == alone.reports
+    assert recall(helped.search(later, 20), later, keys, 20) >= 0.93
+
+
+@needs_engine
+def test_too_few_known_neighbours_are_no_help_and_no_harm() -> None:
+    keys, samples, later = attention_like()
+    alone = build(keys, samples)
+    helped = IndexConfig(kind="graph", **SETTINGS).build()
+    helped.build(keys, samples, exact_lists(keys, samples, 3))
+    assert helped.reports == alone.reports
+    assert torch.equal(helped.search(later, 9).ids, alone.search(later, 9).ids)
+
+
+@pytest.mark.parametrize(
+    ("nearest", "message"),
+    [
+        (torch.zeros(HEADS, GROUP, 879, 5, dtype=torch.int32), "nearest must be int32 .*880"),
+        (torch.zeros(HEADS, GROUP, 880, 5), "nearest must be int32 .*got torch.float32"),
+        (torch.full((HEADS, GROUP, 880, 5), NUM_KEYS, dtype=torch.int32), "must name rows 0.."),
+        (torch.full((HEADS, GROUP, 880, 5), -1, dtype=torch.int32), "must name rows 0.."),
+    ],
+)
+def test_neighbours_that_do_not_fit_are_refused(nearest: Tensor, message: str) -> None:
+    keys, samples, _ = attention_like()
+    with pytest.raises(ShapeError, match=message):
+        IndexConfig(kind="graph", **SETTINGS).build().build(keys, samples, nearest)
+    with pytest.raises(ShapeError, match="nearest must be absent without samples"):
+        IndexConfig(kind="flat").build().build(keys, None, nearest)

@@ -395,7 +395,7 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     class Learning(FlatIndex):
         samples: ClassVar[list[Tensor | None]] = []
 
-        def _rebuild(self, samples: Tensor | None) -> None:
+        def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
             self.samples.append(samples)
 
     kv = cache("retrieval_attention", **SMALL)

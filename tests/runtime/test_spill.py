@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.plugins import METHODS
+from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.spill import Departure
+from hybrid_kv.store import LayerKV
+from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.types import LayerShape, ModelInfo
+from hybrid_kv.types import Demotion, LayerShape, ModelInfo
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -154,3 +158,58 @@ def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> 
 def _sealed_and_settled(kv: KVCache) -> None:
     kv.seal(0)
     kv.check_integrity()
+
+
+# Neighbours found where the keys lie
+
+
+class Learner(FlatIndex):
+    """Keeps what it is given to learn from."""
+
+    given: ClassVar[list[tuple[Tensor, Tensor | None, Tensor | None]]] = []
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        self.given.append((self._keys, samples, nearest))
+        super()._rebuild(samples, nearest)
+
+
+def test_neighbours_are_those_of_the_entries_that_leave() -> None:
+    """Ids count from the first offloaded key, not from the prompt's first."""
+    Learner.given.clear()
+    lane, runner = LateLane(), InlineRunner()
+    layer = LayerKV(SHAPE, 4, 2, torch.float32, torch.device("cpu"))
+    q, (k, v) = tokens(37, rows=2)
+    layer.append(k, v, torch.ones(2, 37, dtype=torch.bool).index_fill_(1, torch.arange(3), False))
+    index = IndexConfig(kind="flat").params
+    layer.seal(Placement(4, 8, rest=Demotion.OFFLOAD, index=lambda: Learner(index)))
+    kv = KVCache(
+        INFO, HybridConfig(cold={"index": {"kind": "graph", "list_length": 5, "check_top_k": 5}})
+    )
+    leaving = Departure(
+        CudaExecutor(SyncExecutor(), lambda device: lane),
+        layer,
+        list(q),
+        nearest=kv._nearest_keys,
+        is_prompt=True,
+    )
+    assert not leaving.arrived
+    leaving.wait()
+    leaving.end(runner)
+    kv.close()
+    assert len(Learner.given) == 2
+    for row, (keys, samples, nearest) in enumerate(Learner.given):
+        expected = q[row].unflatten(0, (2, 3))
+        assert samples is not None
+        assert nearest is not None
+        assert torch.equal(samples, expected)
+        assert torch.equal(keys, k[row, :, 7:27])
+        scores = torch.einsum("hgmd,hnd->hgmn", expected, keys)
+        assert torch.equal(nearest, scores.topk(5, -1).indices.int())
+
+
+def test_on_the_host_the_index_finds_neighbours_itself() -> None:
+    kv = KVCache(INFO, HybridConfig(index_build="wait", cold={"index": "graph"}, **SMALL))
+    assert kv.method.needs.nearest_keys == 100
+    attend(kv, *tokens(37))
+    kv.seal(0)
+    assert "nearest_keys" not in kv.ops.served

@@ -71,7 +71,7 @@ def test_a_token_adds_one_row_to_the_index_and_builds_nothing_anew() -> None:
     built: list[int] = []
 
     class Counting(type(flat_index()())):  # type: ignore[misc]
-        def _rebuild(self, queries: torch.Tensor | None) -> None:
+        def _rebuild(self, queries: torch.Tensor | None, nearest: torch.Tensor | None) -> None:
             built.append(len(self))
 
     def make() -> Counting:

@@ -250,7 +250,7 @@ def test_a_build_ends_with_the_last_row_that_wants_it(end: str) -> None:
 
 def test_a_failing_build_leaves_the_row_as_it_was() -> None:
     class Failing(FlatIndex):
-        def _rebuild(self, samples: Tensor | None) -> None:
+        def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
             raise MemoryError("index does not fit")
 
     cold, k = store(), keys_of(torch.arange(9))

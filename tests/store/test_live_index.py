@@ -46,10 +46,10 @@ class Learning(FlatIndex):
     def cancel(self) -> None:
         self.was_cancelled = True
 
-    def _rebuild(self, samples: Tensor | None) -> None:
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         if self.error is not None:
             raise self.error
-        super()._rebuild(samples)
+        super()._rebuild(samples, nearest)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"serves": "learned"}]
