@@ -32,6 +32,7 @@ class ColdExtent:
         self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
         self.refs = 1
+        self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
 
     def make_room(self, count: int) -> None:
@@ -101,6 +102,7 @@ class ColdStore:
         extent = span.extent
         if extent.length > span.length:  # the row was cropped since: forget what lies beyond
             extent.length = span.length
+            extent.rewritten += 1
             if extent.index is not None:
                 extent.index.rebuild(extent.keys)
         extent.make_room(count)

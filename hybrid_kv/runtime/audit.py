@@ -1,0 +1,232 @@
+"""What a method misses, measured while it runs.
+
+Every so many steps one KV head of one layer, in rotation, is attended exactly as well, beside the
+steps that follow; the difference is what the approximation cost. No retrieval is trusted blindly.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.runtime.retrieve import Retrieved
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
+
+_Z = 1.96
+_BLOCK = 2**15
+"""Keys whose logits are computed together."""
+
+
+class Target(NamedTuple):
+    """The head that is looked at."""
+
+    layer_idx: int
+    kv_head: int
+
+
+class Finding(NamedTuple):
+    """What one look at one head found, means over the query heads of its group.
+
+    recall: share of the exact best cold entries that were attended: of as many as the budget's
+        top_k, those within its beta; None where no cold entries were searched.
+    missed_mass: softmax mass of the stored entries that were not attended.
+    output_error: relative L2 distance of the output from exact attention's.
+    """
+
+    target: Target
+    recall: float | None
+    missed_mass: float
+    output_error: float
+
+
+class Estimate(NamedTuple):
+    """A mean with half the width of its 95% confidence interval (NaN from a single value)."""
+
+    mean: float
+    half_width: float
+    looks: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate | None:
+        """None of no values."""
+        if not values:
+            return None
+        spread = stdev(values) if len(values) > 1 else math.nan
+        return cls(fmean(values), _Z * spread / math.sqrt(len(values)), len(values))
+
+
+@dataclass(slots=True)
+class Audit:
+    """Findings of one cache, and whose turn it is.
+
+    Args:
+        every: decode steps from one look to the next.
+        layers: the tiered layers.
+    """
+
+    every: int
+    layers: Sequence[LayerShape]
+    findings: list[Finding] = field(default_factory=list)
+    _steps: int = 0
+    _turns: Iterator[Target] = field(init=False)
+    _next: Target | None = None
+
+    def __post_init__(self) -> None:
+        self._turns = _in_turn(self.layers)
+
+    def due(self, layer_idx: int) -> Target | None:
+        """The head of this layer that shall be looked at in this step; None mostly."""
+        if layer_idx == self.layers[0].layer_idx:
+            self._steps += 1
+            if self._steps % self.every == 0:
+                self._next = next(self._turns)
+        if self._next is None or self._next.layer_idx != layer_idx:
+            return None
+        target, self._next = self._next, None
+        return target
+
+    def recall(self, layer_idx: int | None = None) -> Estimate | None:
+        """Of the cold entries that should have been found; of one layer, or of all."""
+        values = [f.recall for f in self._of(layer_idx) if f.recall is not None]
+        return Estimate.of(values)
+
+    def missed_mass(self, layer_idx: int | None = None) -> Estimate | None:
+        """Of the softmax over all stored entries."""
+        return Estimate.of([f.missed_mass for f in self._of(layer_idx)])
+
+    def output_error(self, layer_idx: int | None = None) -> Estimate | None:
+        """Relative L2 distance of a head's output."""
+        return Estimate.of([f.output_error for f in self._of(layer_idx)])
+
+    def _of(self, layer_idx: int | None) -> list[Finding]:
+        return [f for f in self.findings if layer_idx in (None, f.target.layer_idx)]
+
+
+def _in_turn(layers: Sequence[LayerShape]) -> Iterator[Target]:
+    """All heads again and again, shuffled: few looks at a deep model see all of its depth."""
+    heads = [
+        Target(shape.layer_idx, head) for shape in layers for head in range(shape.num_kv_heads)
+    ]
+    draw = random.Random(0)
+    while True:
+        yield from draw.sample(heads, len(heads))
+
+
+class Look:
+    """One head of one row in one step: what was attended, and what there was to attend.
+
+    Nothing is computed before `finding`, which may run in another thread while the cache goes on:
+    the resident entries are copied, cold ones are written once, and where they were cropped and
+    written over meanwhile there is no finding.
+
+    Args:
+        q: [Hkv, M, D], the grouped queries of one new token.
+        part: out [Hq, 1, D], lse [Hq, 1]: what the step computed.
+        found: what was retrieved for a budget; None where nothing was searched for.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        layer: LayerKV,
+        row: int,
+        target: Target,
+        q: Tensor,
+        part: PartialAttention,
+        found: tuple[TokenBudget, Retrieved] | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self._target, self._scale, self._softcap = target, scale, softcap
+        head, group = target.kv_head, layer.shape.group_size
+        heads = slice(head * group, (head + 1) * group)
+        near = layer.resident.row_view(row)
+        self._parcels: tuple[Parcel, ...] = tuple(
+            executor.send(tensor.clone())
+            for tensor in (
+                q[head],
+                part.out[heads, 0],
+                part.lse[heads, 0],
+                *(t[head] for t in near),
+            )
+        )
+        self._cold = [
+            (span.extent, span.length, span.extent.rewritten) for span in layer.cold.rows[row]
+        ]
+        self._budget = None if found is None else found[0]
+        self._found = [] if found is None else [(e, ids[head].clone()) for e, ids in found[1].parts]
+
+    def finding(self) -> Finding | None:
+        """Attends exactly; None where the entries are no longer those of the step."""
+        q, out, lse, k, v = (parcel.open().float() for parcel in self._parcels)
+        exact = _Sums(q, self._scale, self._softcap)
+        exact.add(k, v)
+        cold = [
+            exact.add(
+                extent.k[self._target.kv_head, :length], extent.v[self._target.kv_head, :length]
+            )
+            for extent, length, _ in self._cold
+        ]
+        if any(extent.rewritten != before for extent, _, before in self._cold):
+            return None
+        missed = 1 - (lse - exact.lse).exp()
+        error = (out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1).clamp_min(1e-30)
+        return Finding(
+            self._target,
+            self._recall(cold),
+            float(missed.clamp(0, 1).mean()),
+            float(error.mean()),
+        )
+
+    def _recall(self, logits: list[Tensor]) -> float | None:
+        """Of the exact best among cold entries with logits [M, N] by extent."""
+        if self._budget is None:
+            return None
+        was_found = []
+        for (extent, _, _), scores in zip(self._cold, logits, strict=True):
+            hit = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)
+            for owner, ids in self._found:
+                if owner is extent:
+                    hit.scatter_(1, ids.where(ids >= 0, scores.shape[1]), value=True)
+            was_found.append(hit[:, :-1])
+        hits, every = torch.cat(was_found, 1), torch.cat(logits, 1)
+        best, ids = every.topk(min(self._budget.top_k, every.shape[1]), -1)
+        wanted = best >= best[:, :1] - (
+            math.inf if self._budget.beta is None else self._budget.beta
+        )
+        shares = (hits.gather(1, ids) & wanted).sum(1) / wanted.sum(1)
+        return float(shares.mean())
+
+
+class _Sums:
+    """Exact attention of queries [M, D] over entries that come in parts."""
+
+    def __init__(self, q: Tensor, scale: float, softcap: float | None) -> None:
+        self._q, self._softcap = q * scale, softcap
+        self.lse = torch.full(q.shape[:1], -torch.inf)
+        self.out = torch.zeros_like(q)
+
+    def add(self, k: Tensor, v: Tensor) -> Tensor:
+        """Takes k, v [N, D]; returns their logits [M, N]."""
+        logits = torch.empty(self._q.shape[0], k.shape[0])
+        for start in range(0, k.shape[0], _BLOCK):
+            block = slice(start, start + _BLOCK)
+            some = self._q @ k[block].float().T
+            if self._softcap is not None:
+                some = self._softcap * torch.tanh(some / self._softcap)
+            logits[:, block] = some
+            lse = torch.logaddexp(self.lse, some.logsumexp(-1))
+            kept = (self.lse - lse).exp()[:, None]
+            self.out = self.out * kept + (some - lse[:, None]).exp() @ v[block].float()
+            self.lse = lse
+        return logits

@@ -1,0 +1,158 @@
+"""The audit's figures against brute force, and whose turn it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
+from hybrid_kv.runtime.retrieve import Retrieved
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
+from tests.transfer.late import LateLane
+
+SHAPE = LayerShape(3, 6, 2, 72)
+SHAPES = [LayerShape(i, 6, 2, 72) for i in range(3)]
+
+
+def layer_of(near: int, *far: int) -> tuple[LayerKV, Tensor, Tensor]:
+    """A layer with resident entries and extents of cold ones; all k, v [Hkv, N, D], cold first."""
+    layer = LayerKV(SHAPE, 4, 1, torch.float32, torch.device("cpu"))
+    total = near + sum(far)
+    k, v = torch.randn(2, 2, total, 72)
+    start = 0
+    for count in far:
+        for span in layer.cold.rows[0]:
+            span.extent.refs = 2  # so that the next entries get an extent of their own
+        positions = torch.arange(start, start + count)
+        layer.cold.append(0, k[:, positions], v[:, positions], positions, None)
+        start += count
+    layer.resident.append(0, k[:, start:], v[:, start:], start)
+    return layer, k, v
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, softcap: float | None
+) -> PartialAttention:
+    """Of q [Hkv, M, D] over the kept entries [Hkv, M, N]; in float64."""
+    logits = torch.einsum("hmd,hnd->hmn", q.double(), k.double()) * 0.3
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~kept, -torch.inf)
+    lse = logits.logsumexp(-1)
+    return PartialAttention((logits - lse[..., None]).exp() @ v.double(), lse)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("far", [(50,), (30, 21)])
+def test_findings_are_those_of_brute_force(
+    softcap: float | None, late: bool, far: tuple[int, ...]
+) -> None:
+    layer, k, v = layer_of(9, *far)
+    q, cold = torch.randn(2, 3, 72), sum(far)
+    kept = torch.rand(2, 3, cold + 9) < 0.3
+    kept[..., cold:] = True
+    part = attention(q, k, v, kept, softcap)
+    parts, start = [], 0
+    for span in layer.cold.rows[0]:
+        here = kept[..., start : start + span.length]
+        ids = torch.arange(span.length).expand(here.shape).masked_fill(~here, -1)
+        parts.append((span.extent, ids))
+        start += span.length
+    found = TokenBudget(7), Retrieved(parts, torch.zeros(1), 0)
+    executor = CudaExecutor(SyncExecutor(), lambda device: LateLane() if late else None)
+    whole = attention(q, k, v, torch.ones_like(kept), softcap)
+    for head in range(2):
+        finding = Look(
+            executor,
+            layer,
+            0,
+            Target(3, head),
+            q,
+            PartialAttention(part.out.reshape(6, 1, 72), part.lse.reshape(6, 1)),
+            found,
+            scale=0.3,
+            softcap=softcap,
+        ).finding()
+        assert finding is not None
+        missed = 1 - (part.lse - whole.lse)[head].exp()
+        assert finding.missed_mass == pytest.approx(float(missed.mean()), abs=1e-5)
+        error = (part.out - whole.out)[head].norm(dim=-1) / whole.out[head].norm(dim=-1)
+        assert finding.output_error == pytest.approx(float(error.mean()), rel=1e-4)
+        scores = torch.einsum("md,nd->mn", q[head], k[head, :cold])
+        best = scores.topk(7, -1).indices
+        assert finding.recall == pytest.approx(float(kept[head].gather(1, best).float().mean()))
+
+
+def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
+    found = None
+    if budget is not None and ids is not None:
+        parts = [(layer.cold.rows[0][0].extent, ids.expand(2, 3, -1))]
+        found = budget, Retrieved(parts, torch.zeros(1), 0)
+    part = PartialAttention(torch.ones(6, 1, 72), torch.zeros(6, 1))
+    return Look(SyncExecutor(), layer, 0, Target(3, 1), q, part, found, scale=0.3, softcap=None)
+
+
+def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None:
+    layer, _, _ = layer_of(9, 50)
+    finding = look(layer, torch.randn(2, 3, 72), TokenBudget(10), torch.tensor([-1, -1])).finding()
+    assert finding is not None
+    assert finding.recall == 0
+
+
+def test_what_beta_leaves_out_is_not_missing() -> None:
+    layer, k, _ = layer_of(9, 50)
+    q = k[:, :1].expand(2, 3, 72) * 9  # the first cold key is far above all others
+    ids = torch.tensor([0])
+    for beta, recall in ((1.0, 1.0), (None, 0.1)):
+        finding = look(layer, q, TokenBudget(10, beta=beta), ids).finding()
+        assert finding is not None
+        assert finding.recall == pytest.approx(recall)
+
+
+def test_where_nothing_was_searched_there_is_no_recall() -> None:
+    layer, _, _ = layer_of(9, 50)
+    finding = look(layer, torch.randn(2, 3, 72), None, None).finding()
+    assert finding is not None
+    assert finding.recall is None
+
+
+def test_entries_that_were_written_over_meanwhile_are_no_finding() -> None:
+    layer, _, _ = layer_of(9, 50)
+    pending = look(layer, torch.randn(2, 3, 72), None, None)
+    layer.cold.truncate(0, 40)
+    new = torch.randn(2, 5, 72)
+    layer.cold.append(0, new, new, torch.arange(40, 45), None)
+    assert pending.finding() is None
+
+
+def test_every_head_has_its_turn() -> None:
+    audit, seen = Audit(2, SHAPES), []
+    for _ in range(24):
+        seen += [target for shape in SHAPES if (target := audit.due(shape.layer_idx))]
+    assert len(seen) == 12
+    heads = {Target(layer, head) for layer in range(3) for head in range(2)}
+    assert set(seen[:6]) == set(seen[6:]) == heads
+    assert [t.layer_idx for t in seen[:6]] != sorted(t.layer_idx for t in seen[:6])
+
+
+def test_estimates_have_their_confidence() -> None:
+    audit = Audit(1, SHAPES)
+    assert audit.recall() is None
+    for layer, recall in ((0, 0.5), (0, 0.7), (1, None), (2, 0.9)):
+        audit.findings.append(Finding(Target(layer, 0), recall, 0.25, 0.1))
+    estimate = audit.recall()
+    assert estimate is not None
+    assert estimate == pytest.approx((0.7, 1.96 * 0.2 / math.sqrt(3), 3))
+    assert audit.recall(0) == pytest.approx((0.6, 1.96 * math.sqrt(0.02 / 2), 2))
+    assert audit.recall(1) is None
+    single = audit.missed_mass(2)
+    assert single is not None
+    assert single.mean == 0.25
+    assert math.isnan(single.half_width)
+    assert Estimate.of([]) is None
