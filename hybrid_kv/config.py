@@ -144,6 +144,20 @@ class IndexConfig(PluginConfig):
         super().__init__(**data)
 
 
+class AuditParams(Params):
+    """What the audit is judged by, and what follows when it is worse, with 95% confidence.
+
+    min_recall: of the exact best cold entries, as many as the budget has. max_missed_mass: of the
+    softmax over all stored entries (null: no limit; a budget that is too small for a head misses
+    much however good the index is). action: "warn" once, "widen" the budget of the layer (or of
+    all), doubling it up to 8 times, or "raise" an error.
+    """
+
+    min_recall: float = Field(default=0.8, ge=0, le=1)
+    max_missed_mass: float | None = Field(default=None, gt=0, lt=1)
+    action: Literal["warn", "widen", "raise"] = "warn"
+
+
 class HybridConfig(PluginConfig):
     """Everything that decides how a model's KV cache is kept and read.
 
@@ -159,6 +173,8 @@ class HybridConfig(PluginConfig):
         "flashinfer" are for models on a GPU.
     index_build: indexes that take long are built in the "background" while a scan serves, or
         "wait" for them: then the same call gives the same tokens every time.
+    audit_every: decode steps from one look of the audit to the next, 0 for none; a look attends one
+        KV head of one layer exactly, beside the steps that follow. audit: what it is judged by.
     """
 
     registry: ClassVar[Registry[Any]] = METHODS
@@ -171,6 +187,8 @@ class HybridConfig(PluginConfig):
     compile_decode: bool = False
     backend: str = "auto"
     index_build: Literal["background", "wait"] = "background"
+    audit_every: Tokens = 0
+    audit: AuditParams = AuditParams()
 
     def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method
         super().__init__(**data)

@@ -59,6 +59,14 @@ class BackendUnavailable(HybridKVError, RuntimeError):
     exit_code = 2
 
 
+class AuditError(HybridKVError, RuntimeError):
+    """The audit found a worse approximation than the settings allow."""
+
+
+class RecallWarning(RuntimeWarning):
+    """The audit found a worse approximation than the settings allow; decoding goes on."""
+
+
 class IndexBuildWarning(RuntimeWarning):
     """An index could not be built; everything works, more slowly."""
 

@@ -8,7 +8,7 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -193,6 +193,14 @@ class EntrySet:
 
     tier: Tier
     budget: Budget | TokenBudget = "all"
+
+    def widened(self, factor: int) -> EntrySet:
+        """With so many times the cold entries; sets of other kinds stay what they are."""
+        if self.tier is not Tier.COLD or self.budget == "all":
+            return self
+        budget = self.budget if isinstance(self.budget, TokenBudget) else TokenBudget(self.budget)
+        most = None if budget.max_tokens is None else factor * budget.max_tokens
+        return replace(self, budget=replace(budget, top_k=factor * budget.top_k, max_tokens=most))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid_kv.runtime.audit import Audit
 from hybrid_kv.types import Work
 
 
@@ -29,7 +30,8 @@ class Generation:
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
     the cold tier held then. backends: what computed each op of the cache at last. index: what
     served each layer and KV head at the end, and why; with `build` ("done", "in progress",
-    "failed: ..."), the `searches` of the cache so far and those before the index was built.
+    "failed: ..."), the `searches` of the cache so far and those before the index was built. audit:
+    what was found to be missing during this call, None without `audit_every`.
     """
 
     text: str
@@ -47,6 +49,7 @@ class Generation:
     host_index_bytes: int = 0
     backends: dict[str, str] = field(default_factory=dict, repr=False)
     index: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    audit: Audit | None = field(default=None, repr=False)
 
 
 class TokenClock(BaseStreamer):

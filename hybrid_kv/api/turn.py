@@ -76,6 +76,8 @@ class Turn:
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
         self._built_before = self.cache.kv.builds.clock.seconds
+        auditor = self.cache.kv.auditor
+        self._looks_before = 0 if auditor is None else len(auditor.audit.findings)
         self._waited_before = self.cache.kv.phases.seconds[INDEX_BUILD]
         self._begin_phases()
 
@@ -146,6 +148,8 @@ class Turn:
         text = "" if tokenizer is None else decode(tokenizer, token_ids)
         for stop in self._stop:
             text = text.split(stop)[0]
+        if (auditor := self.cache.kv.auditor) is not None:
+            auditor.settle()
         layers = self.cache.kv.layers.values()
         phases = self.cache.kv.phases.seconds
         waited_in_prefill = self._phases_before[INDEX_BUILD] - self._waited_before
@@ -169,6 +173,7 @@ class Turn:
                 for layer_idx, layer in sorted(self.cache.kv.layers.items())
                 for head in layer.cold.describe_indexes()
             ],
+            audit=None if auditor is None else auditor.audit.since(self._looks_before),
         )
 
     def stream(self) -> TextStream:

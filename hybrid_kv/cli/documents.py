@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import sys
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report import Environment, probe_environment
-from hybrid_kv.report.schema import MemoryBytes, Percentiles, PhasesMs, Run, WorkReport, to_json
+from hybrid_kv.report.schema import (
+    AuditedHead,
+    AuditReport,
+    EstimateReport,
+    MemoryBytes,
+    Percentiles,
+    PhasesMs,
+    Run,
+    WorkReport,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.runtime.audit import Audit, Estimate
     from hybrid_kv.types import Work
 
 
@@ -69,10 +81,11 @@ def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
         tpot_ms=got.tpot_ms if len(got.token_times_s) > 1 else None,
         itl_ms=_gaps(got.token_times_s),
         phases_ms=_phases(got),
-        work=_work(got.work),
+        work=_work(got.work, got.audit),
         memory_bytes=_memory(llm, got),
         backends=got.backends,
         index=tuple(got.index),
+        audit=None if got.audit is None else _audit(got.audit),
         interrupted=outcome.interrupted,
     )
 
@@ -94,14 +107,45 @@ def _phases(got: Generation) -> PhasesMs:
     return PhasesMs(**phases, other=max(0.0, got.tpot_ms - sum(phases.values())))
 
 
-def _work(work: Work) -> WorkReport:
+def _audit(audit: Audit) -> AuditReport:
+    return AuditReport(
+        looks=len(audit.findings),
+        recall_at_k=_estimate(audit.recall()),
+        missed_mass=_estimate(audit.missed_mass()),
+        output_error=_estimate(audit.output_error()),
+        heads=tuple(
+            AuditedHead(
+                layer=target.layer_idx,
+                kv_head=target.kv_head,
+                looks=looks,
+                recall_at_k=recall,
+                missed_mass=missed,
+                output_error=error,
+            )
+            for target, looks, recall, missed, error in audit.heads()
+        ),
+    )
+
+
+def _estimate(estimate: Estimate | None) -> EstimateReport | None:
+    if estimate is None:
+        return None
+    width = estimate.half_width
+    return EstimateReport(mean=estimate.mean, half_width=None if isnan(width) else width)
+
+
+def _work(work: Work, audit: Audit | None) -> WorkReport:
     if not work.steps:
         return WorkReport()
+    recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())
     return WorkReport(
         scored_ratio=work.scored / work.visible,
         retrieved_tokens=work.retrieved / work.steps,
         most_retrieved_tokens=work.most_retrieved,
         attended_tokens=work.attended / work.steps,
+        recall_at_k=None if recall is None else recall.mean,
+        missed_mass=None if missed is None else missed.mean,
+        audited_steps=None if audit is None else len(audit.findings),
     )
 
 

@@ -62,6 +62,39 @@ class WorkReport(_Group):
     audited_steps: int | None = None
 
 
+class EstimateReport(_Group):
+    """A mean and half the width of its 95% confidence interval, null from one look."""
+
+    mean: float
+    half_width: float | None = None
+
+
+class AuditedHead(_Group):
+    """Means over the looks at one KV head; recall_at_k is null where nothing was searched."""
+
+    layer: int
+    kv_head: int
+    looks: int
+    recall_at_k: float | None
+    missed_mass: float
+    output_error: float
+
+
+class AuditReport(_Group):
+    """What exact attention of single heads, in rotation, found to be missing.
+
+    looks: heads that were looked at, one step each. recall_at_k: of the exact best cold entries, as
+    many as the budget has. missed_mass: of the softmax over all stored entries. output_error:
+    relative L2 distance of a head's output.
+    """
+
+    looks: int
+    recall_at_k: EstimateReport | None = None
+    missed_mass: EstimateReport | None = None
+    output_error: EstimateReport | None = None
+    heads: tuple[AuditedHead, ...] = ()
+
+
 class MemoryBytes(_Group):
     """device_peak: of the accelerator's allocator; host_peak: resident set of the process."""
 
@@ -86,7 +119,7 @@ class Run(_Group):
     index builds that were waited for; index_build_s: all builds, wall time. tpot_ms: mean time per
     token after the first. interrupted: the user ended it early. backends: what computed each op of
     the cache at last. index: what served each layer and
-    KV head of the cold tier at the end, and why, and how far its build is.
+    KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
     """
 
     config: dict[str, Any]
@@ -107,6 +140,7 @@ class Run(_Group):
     bandwidth_gbps: BandwidthGbps = BandwidthGbps()
     backends: dict[str, str] = {}
     index: tuple[dict[str, Any], ...] = ()
+    audit: AuditReport | None = None
     interrupted: bool = False
 
 

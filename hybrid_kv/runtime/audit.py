@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_kv.runtime.retrieve import Retrieved
-from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.runtime.decode import Step
+from hybrid_kv.store import ColdExtent
+from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
 
 _Z = 1.96
@@ -107,6 +107,27 @@ class Audit:
         """Relative L2 distance of a head's output."""
         return Estimate.of([f.output_error for f in self._of(layer_idx)])
 
+    def since(self, first: int) -> Audit:
+        """The findings from number `first` on, alone."""
+        return Audit(self.every, self.layers, self.findings[first:])
+
+    def heads(self) -> list[tuple[Target, int, float | None, float, float]]:
+        """Each head that was looked at: looks, mean recall, missed mass and output error."""
+        table = []
+        for target in sorted({finding.target for finding in self.findings}):
+            own = [finding for finding in self.findings if finding.target == target]
+            recalls = [finding.recall for finding in own if finding.recall is not None]
+            table.append(
+                (
+                    target,
+                    len(own),
+                    fmean(recalls) if recalls else None,
+                    fmean(finding.missed_mass for finding in own),
+                    fmean(finding.output_error for finding in own),
+                )
+            )
+        return table
+
     def _of(self, layer_idx: int | None) -> list[Finding]:
         return [f for f in self.findings if layer_idx in (None, f.target.layer_idx)]
 
@@ -129,42 +150,30 @@ class Look:
     written over meanwhile there is no finding.
 
     Args:
-        q: [Hkv, M, D], the grouped queries of one new token.
-        part: out [Hq, 1, D], lse [Hq, 1]: what the step computed.
-        found: what was retrieved for a budget; None where nothing was searched for.
+        row: of the batch.
+        part: out [B, Hq, 1, D], lse [B, Hq, 1]: what the step computed.
+        step: of one new token; `found` holds what was retrieved.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        layer: LayerKV,
-        row: int,
-        target: Target,
-        q: Tensor,
-        part: PartialAttention,
-        found: tuple[TokenBudget, Retrieved] | None,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        self._target, self._scale, self._softcap = target, scale, softcap
-        head, group = target.kv_head, layer.shape.group_size
-        heads = slice(head * group, (head + 1) * group)
+    def __init__(self, step: Step, row: int, target: Target, part: PartialAttention) -> None:
+        self._target, self._scale, self._softcap = target, step.scale, step.softcap
+        layer, head = step.layer, target.kv_head
+        heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)
         near = layer.resident.row_view(row)
+        taken = (part.out[row, heads, 0], part.lse[row, heads, 0], *(t[head] for t in near))
         self._parcels: tuple[Parcel, ...] = tuple(
-            executor.send(tensor.clone())
-            for tensor in (
-                q[head],
-                part.out[heads, 0],
-                part.lse[heads, 0],
-                *(t[head] for t in near),
-            )
+            step.executor.send(tensor.clone()) for tensor in (step.grouped[row, head], *taken)
         )
         self._cold = [
             (span.extent, span.length, span.extent.rewritten) for span in layer.cold.rows[row]
         ]
-        self._budget = None if found is None else found[0]
-        self._found = [] if found is None else [(e, ids[head].clone()) for e, ids in found[1].parts]
+        self._budget, self._found = None, []
+        if step.found is not None and row in step.found:
+            self._budget, found = step.found[row]
+            self._found = [(extent, ids[head].clone()) for extent, ids in found.parts]
+
+    _budget: TokenBudget | None
+    _found: list[tuple[ColdExtent, Tensor]]
 
     def finding(self) -> Finding | None:
         """Attends exactly; None where the entries are no longer those of the step."""

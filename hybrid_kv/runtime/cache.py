@@ -12,6 +12,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.audit import Look, Target
+from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.decode import Step, decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
@@ -22,6 +24,7 @@ from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Demotion,
+    EntrySet,
     Evidence,
     LayerShape,
     ModelInfo,
@@ -70,6 +73,7 @@ class KVCache:
         self._layers: dict[int, LayerKV] = {}
         self._evidence: dict[int, list[EvidenceCollector]] = {}
         self._leaving: dict[int, Departure] = {}
+        self.auditor = self._new_auditor()
 
     @property
     def layers(self) -> dict[int, LayerKV]:
@@ -127,12 +131,34 @@ class KVCache:
     ) -> PartialAttention:
         layer_idx = layer.shape.layer_idx
         layer.cold.settle()
+        audited = self._audited(layer_idx, q)
         step = Step(
-            self.ops, self.executor, self.phases, self.work, layer, q, scale=scale, softcap=softcap
+            self.ops,
+            self.executor,
+            self.phases,
+            self.work,
+            layer,
+            q,
+            scale=scale,
+            softcap=softcap,
+            found=None if audited is None else {},
         )
-        part = decode(step, self.method.read(layer_idx, q))
+        part = decode(step, self._widened(layer_idx, self.method.read(layer_idx, q)))
+        if audited is not None and self.auditor is not None:
+            self.auditor.begin(Look(step, self.auditor.next_row(layer.num_rows), audited, part))
         self.method.after(layer_idx, q)
         return part
+
+    def _audited(self, layer_idx: int, q: Tensor) -> Target | None:
+        """The head that is looked at in this step of this layer; steps of one token only."""
+        if self.auditor is None or q.shape[2] > 1:
+            return None
+        return self.auditor.due(layer_idx)
+
+    def _widened(self, layer_idx: int, sets: Sequence[EntrySet]) -> Sequence[EntrySet]:
+        """With the larger budgets that the audit asks for."""
+        factor = 1 if self.auditor is None else self.auditor.factor(layer_idx)
+        return sets if factor == 1 else [entries.widened(factor) for entries in sets]
 
     def _append(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         layer = self._layers.get(layer_idx)
@@ -313,13 +339,27 @@ class KVCache:
         self.phases.reset()
         self.builds = IndexBuilds(self.executor, self.phases)
         self.work = Work()
+        if self.auditor is not None:
+            self.auditor.close()
+        self.auditor = self._new_auditor()
 
     def close(self) -> None:
         """Gives up index builds that are not done; what has been stored is served as before."""
         for layer in self.layers.values():
             layer.cold.cancel_builds()
+        if self.auditor is not None:
+            self.auditor.close()
         if self._owns_executor:
             self.executor.close()
+
+    def _new_auditor(self) -> Auditor | None:
+        config = self.config
+        if not config.audit_every:
+            return None
+        # Where findings change what is attended and tokens shall repeat, they must not come late.
+        inline = config.index_build == "wait" and config.audit.action != "warn"
+        runner = SyncExecutor() if inline else ThreadExecutor(1)
+        return Auditor(config.audit_every, config.audit, self.info.layers, runner)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""

@@ -18,7 +18,7 @@ from hybrid_kv.attention import (
 )
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.retrieve import retrieve
+from hybrid_kv.runtime.retrieve import Retrieved, retrieve
 from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor, Parcel
@@ -37,6 +37,7 @@ class Step:
     q: Tensor  # [B, Hq, T, D]
     scale: float
     softcap: float | None
+    found: dict[int, tuple[TokenBudget, Retrieved]] | None = None  # by row, where one looks at it
 
     @property
     def grouped(self) -> Tensor:
@@ -235,6 +236,8 @@ def _attend_cold_row(
     scale, softcap = step.scale, step.softcap
     with step.phases.measure("search"):
         found = retrieve(cold, row, q, budget, scale=scale, softcap=softcap)
+    if step.found is not None:
+        step.found[row] = (budget, found)
     attended, most = int(found.counts.sum()), int(found.counts.max())
     step.work.add(
         Work(attended=attended, retrieved=attended, scored=found.scored, most_retrieved=most)

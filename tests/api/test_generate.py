@@ -346,3 +346,30 @@ def test_a_closed_model_is_plain_transformers_again(
     ids = torch.tensor([IDS])
     out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW)
     assert out[0, len(IDS) :].tolist() == greedy
+
+
+# The audit
+
+
+def test_an_audited_answer_says_what_it_missed(plain: PreTrainedModel) -> None:
+    settings = {**TIERED, "cold": {"top_k": 2, "index": "flat"}, "index_build": "wait"}
+    config = hkv.HybridConfig(**settings, audit_every=1)
+    with hkv.load(plain, tokenizer=tokenizer(), config=config) as llm:
+        conversation = [llm.generate(IDS * 3, max_new_tokens=NEW) for _ in range(2)]
+        assert llm.generate(IDS, max_new_tokens=1).audit is not None
+    for answer in conversation:
+        assert answer.audit is not None
+        recall = answer.audit.recall()
+        assert recall is not None
+        assert recall.mean == 1
+        assert 1 <= recall.looks < NEW
+        (target, looks, head_recall, missed, error), *_ = answer.audit.heads()
+        assert target.layer_idx < 3
+        assert looks >= 1
+        assert head_recall == 1
+        assert 0 < missed < 1
+        assert error > 0
+
+
+def test_nobody_audits_unasked(llm: Any) -> None:
+    assert llm.generate(IDS, max_new_tokens=2).audit is None

@@ -34,6 +34,7 @@ RUN_KEYS = [
     "bandwidth_gbps",
     "backends",
     "index",
+    "audit",
     "interrupted",
 ]
 PHASES = [

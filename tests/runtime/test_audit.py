@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
+from hybrid_kv.runtime.decode import Step
 from hybrid_kv.runtime.retrieve import Retrieved
+from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
+from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget, Work
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(3, 6, 2, 72)
@@ -65,20 +69,13 @@ def test_findings_are_those_of_brute_force(
         parts.append((span.extent, ids))
         start += span.length
     found = TokenBudget(7), Retrieved(parts, torch.zeros(1), 0)
-    executor = CudaExecutor(SyncExecutor(), lambda device: LateLane() if late else None)
+    lane = LateLane() if late else None
+    executor = CudaExecutor(SyncExecutor(), lambda device: lane)
     whole = attention(q, k, v, torch.ones_like(kept), softcap)
+    step = step_of(layer, q, executor=executor, softcap=softcap, found={0: found})
+    shaped = PartialAttention(part.out.reshape(1, 6, 1, 72), part.lse.reshape(1, 6, 1))
     for head in range(2):
-        finding = Look(
-            executor,
-            layer,
-            0,
-            Target(3, head),
-            q,
-            PartialAttention(part.out.reshape(6, 1, 72), part.lse.reshape(6, 1)),
-            found,
-            scale=0.3,
-            softcap=softcap,
-        ).finding()
+        finding = Look(step, 0, Target(3, head), shaped).finding()
         assert finding is not None
         missed = 1 - (part.lse - whole.lse)[head].exp()
         assert finding.missed_mass == pytest.approx(float(missed.mean()), abs=1e-5)
@@ -89,13 +86,21 @@ def test_findings_are_those_of_brute_force(
         assert finding.recall == pytest.approx(float(kept[head].gather(1, best).float().mean()))
 
 
+def step_of(layer: LayerKV, q: Tensor, **fields: Any) -> Step:
+    """A step of one new token with grouped queries q [Hkv, M, D]."""
+    known = {"executor": SyncExecutor(), "scale": 0.3, "softcap": None, **fields}
+    return Step(
+        ops=Ops(), phases=Phases(), work=Work(), layer=layer, q=q.reshape(1, 6, 1, 72), **known
+    )
+
+
 def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
-    found = None
+    found = {}
     if budget is not None and ids is not None:
         parts = [(layer.cold.rows[0][0].extent, ids.expand(2, 3, -1))]
-        found = budget, Retrieved(parts, torch.zeros(1), 0)
-    part = PartialAttention(torch.ones(6, 1, 72), torch.zeros(6, 1))
-    return Look(SyncExecutor(), layer, 0, Target(3, 1), q, part, found, scale=0.3, softcap=None)
+        found[0] = budget, Retrieved(parts, torch.zeros(1), 0)
+    part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
+    return Look(step_of(layer, q, found=found), 0, Target(3, 1), part)
 
 
 def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None:

@@ -1,0 +1,132 @@
+"""Audits beside decoding: looks at one head at a time, and acts on what was found."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Literal
+from warnings import warn
+
+from hybrid_kv.config import AuditParams
+from hybrid_kv.errors import AuditError, RecallWarning
+from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import LayerShape
+
+_FEWEST = 4
+"""Looks before an alarm: an interval from fewer says nothing."""
+_WIDEST = 8
+"""Times the configured budget, where the action is to widen it."""
+
+Scope = int | None
+"""A layer, or None for all of them."""
+
+
+class Auditor:
+    """Audits one cache and raises the alarm that its settings ask for.
+
+    One look is under way at a time, by `executor`; a head whose turn comes meanwhile is passed
+    over. Everything else happens in the thread that decodes.
+
+    Args:
+        every: decode steps from one look to the next.
+        executor: runs the looks; closed with the auditor.
+    """
+
+    def __init__(
+        self, every: int, params: AuditParams, layers: tuple[LayerShape, ...], executor: Executor
+    ) -> None:
+        self.audit = Audit(every, layers)
+        self._params, self._executor = params, executor
+        self._future: Future[None] | None = None
+        self._found: list[Finding | None] = []
+        self._since = 0  # findings that an alarm has judged already
+        self._factors: dict[Scope, int] = {}
+        self._warned = False
+
+    def due(self, layer_idx: int) -> Target | None:
+        """The head of a layer that shall be looked at in the step that begins; mostly None.
+
+        Raises:
+            AuditError: what was found so far is worse than the settings allow, and they say raise.
+        """
+        target = self.audit.due(layer_idx)
+        if target is None or (self._future is not None and not self._future.done()):
+            return None
+        self.settle()
+        return target
+
+    def begin(self, look: Look) -> None:
+        """Starts a look, off the critical path."""
+        self._future = self._executor.background(lambda: self._found.append(look.finding()))
+
+    def next_row(self, num_rows: int) -> int:
+        """The row of the batch that is looked at; one after the other."""
+        return len(self.audit.findings) % num_rows
+
+    def settle(self) -> None:
+        """Waits for the look that is under way, and raises the alarm where it is due.
+
+        Raises:
+            AuditError: see `due`.
+        """
+        if self._future is None:
+            return
+        future, self._future = self._future, None
+        future.result()
+        found, self._found = self._found, []
+        self.audit.findings += [finding for finding in found if finding is not None]
+        for finding in found:
+            if finding is not None:
+                self._judge(finding.target.layer_idx)
+
+    def factor(self, layer_idx: int) -> int:
+        """By which a layer's budget of cold entries is multiplied."""
+        return max(self._factors.get(layer_idx, 1), self._factors.get(None, 1))
+
+    def close(self) -> None:
+        """Ends the look that is under way; its finding is not wanted any more."""
+        self._executor.close()
+
+    def _judge(self, layer_idx: int) -> None:
+        recent = self.audit.since(self._since)
+        for scope in (layer_idx, None):
+            if (problem := self._problem(recent, scope)) is not None:
+                self._act(scope, problem)
+                return
+
+    def _problem(self, audit: Audit, scope: Scope) -> str | None:
+        """What is surely worse than allowed, 95% of the time; None mostly."""
+        where = "all layers" if scope is None else f"layer {scope}"
+        recall, missed = _telling(audit.recall(scope)), _telling(audit.missed_mass(scope))
+        lowest, highest = self._params.min_recall, self._params.max_missed_mass
+        if recall is not None and recall.mean + recall.half_width < lowest:
+            return f"{_said(recall)} of the best cold entries of {where} are found, not {lowest}"
+        if missed is None or highest is None or missed.mean - missed.half_width <= highest:
+            return None
+        return f"{_said(missed)} of the attention of {where} is missed, more than {highest}"
+
+    def _act(self, scope: Scope, problem: str) -> None:
+        action: Literal["warn", "widen", "raise"] = self._params.action
+        if action == "raise":
+            raise AuditError(
+                f"the audit found that {problem}; raise top_k, choose another index, or set "
+                "audit.action to warn"
+            )
+        what = "raise top_k or choose another index"
+        if action == "widen":
+            factor = self._factors.get(scope, 1)
+            if factor < _WIDEST:
+                self._factors[scope] = 2 * factor
+                self._since = len(self.audit.findings)  # the wider search is judged by its own
+            what = f"budgets are widened, up to {_WIDEST} times"
+        if not self._warned:
+            self._warned = True
+            warn(f"the audit found that {problem}; {what}", RecallWarning, stacklevel=2)
+
+
+def _telling(estimate: Estimate | None) -> Estimate | None:
+    return None if estimate is None or estimate.looks < _FEWEST else estimate
+
+
+def _said(estimate: Estimate) -> str:
+    return f"{estimate.mean:.2f} ± {estimate.half_width:.2f}"

@@ -1,0 +1,181 @@
+"""Audits in a running cache: what they find, and what follows."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import AuditError, ConfigError, RecallWarning
+from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.types import LayerShape, ModelInfo, SearchResult
+
+SHAPE = LayerShape(0, 6, 2, 72)
+INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
+SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
+
+
+def cache(top_k: Any = 9, **settings: Any) -> KVCache:
+    config = {"method": "flat", "index_build": "wait", **SMALL, "cold": {"top_k": top_k}}
+    return KVCache(INFO, HybridConfig(**{**config, **settings}))
+
+
+def tokens(new: int, rows: int = 1) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    q, k, v = (torch.randn(rows, heads, new, 72) for heads in (6, 2, 2))
+    return q, (k, v)
+
+
+def decode(kv: KVCache, steps: int, rows: int = 1, prompt: int = 0) -> list[Tensor]:
+    outs = []
+    for new in ([prompt] if prompt else []) + [1] * steps:
+        outs += [kv.attend(layer, *tokens(new, rows), None, scale=0.3).out for layer in (0, 1)]
+    if kv.auditor is not None:
+        kv.auditor.settle()
+    return outs
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that finds the worst keys, unless it is asked for many."""
+    right = FlatIndex._find
+
+    def find(self: FlatIndex, queries: Tensor, count: int, most: int) -> SearchResult:
+        found = right(self, queries, len(self), len(self))
+        if count < 30:
+            ids, scores = found.ids.flip(-1), found.scores.flip(-1)
+            found = found._replace(ids=ids, scores=scores)
+        return found._replace(ids=found.ids[..., :most], scores=found.scores[..., :most])
+
+    monkeypatch.setattr(FlatIndex, "_find", find)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("index_build", ["wait", "background"])
+def test_an_exact_search_is_found_to_be_exact(rows: int, index_build: str) -> None:
+    kv = cache(audit_every=1, index_build=index_build)
+    decode(kv, 20, rows, prompt=70)
+    assert kv.auditor is not None
+    audit = kv.auditor.audit
+    recall, missed = audit.recall(), audit.missed_mass()
+    assert recall is not None and missed is not None  # noqa: PT018
+    assert recall.mean == 1
+    assert 0.05 < missed.mean < 0.95, "9 of more than 58 entries are attended"
+    assert 1 < recall.looks <= 20
+    kv.close()
+
+
+def test_with_the_budget_opened_nothing_is_missed() -> None:
+    kv = cache("all", audit_every=1)
+    decode(kv, 12, prompt=70)
+    assert kv.auditor is not None
+    audit = kv.auditor.audit
+    missed, error = audit.missed_mass(), audit.output_error()
+    assert missed is not None and error is not None  # noqa: PT018
+    assert missed.mean < 1e-6
+    assert error.mean < 1e-5
+    assert audit.recall() is None, "nothing was searched"
+    kv.close()
+
+
+def test_an_audit_changes_no_output() -> None:
+    outs = []
+    for every in (0, 1):
+        torch.manual_seed(1)
+        kv = cache(audit_every=every)
+        outs.append(decode(kv, 20, prompt=70))
+        kv.close()
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_broken_index_is_found_out_once() -> None:
+    kv = cache(audit_every=1, audit={"action": "warn"})
+    with pytest.warns(RecallWarning, match=r"0\.\d\d ± .* of the best cold entries of") as caught:
+        decode(kv, 40, prompt=150)
+    assert len([w for w in caught if w.category is RecallWarning]) == 1
+    kv.close()
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_broken_index_stops_whoever_wants_that() -> None:
+    kv = cache(audit_every=1, audit={"action": "raise"})
+    with pytest.raises(AuditError, match="raise top_k, choose another index, or set"):
+        decode(kv, 30, prompt=150)
+    kv.close()
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_wider_budget_repairs_what_it_can() -> None:
+    """The broken index is right from 30 keys on: 9 x 4 suffice, and 9 x 8 are not tried."""
+    kv = cache(audit_every=1, audit={"action": "widen"})
+    with pytest.warns(RecallWarning, match="budgets are widened, up to 8 times"):
+        decode(kv, 60, prompt=150)
+    assert kv.auditor is not None
+    assert max(kv.auditor.factor(layer) for layer in (0, 1)) == 4
+    before = len(kv.auditor.audit.findings)
+    decode(kv, 20)
+    late = [finding.recall for finding in kv.auditor.audit.findings[before:]]
+    assert late
+    assert min(late, default=0) == 1
+    kv.close()
+
+
+def test_missed_mass_has_a_limit_of_its_own() -> None:
+    kv = cache(2, audit_every=1, audit={"max_missed_mass": 0.01})
+    with pytest.warns(RecallWarning, match="of the attention of .* is missed, more than 0.01"):
+        decode(kv, 30, prompt=150)
+    kv.close()
+
+
+def test_good_results_raise_no_alarm() -> None:
+    kv = cache(audit_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecallWarning)
+        decode(kv, 30, prompt=150)
+    kv.close()
+
+
+def test_a_reset_cache_is_audited_anew() -> None:
+    kv = cache(audit_every=1)
+    decode(kv, 9, prompt=70)
+    kv.reset()
+    assert kv.auditor is not None
+    assert kv.auditor.audit.findings == []
+    decode(kv, 9, prompt=70)
+    assert kv.auditor.audit.findings
+    kv.close()
+
+
+def test_crops_and_forks_between_looks_do_no_harm() -> None:
+    kv = cache(audit_every=1, index_build="background")
+    decode(kv, 5, 2, prompt=70)
+    for _ in range(6):
+        for layer in (0, 1):
+            kv.crop(layer, 9)
+            kv.fork(layer, [1, 1])
+        decode(kv, 12, 2)
+    assert kv.auditor is not None
+    assert all(finding.recall == 1 for finding in kv.auditor.audit.findings)
+    kv.check_integrity()
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"audit_every": -1}, "audit_every"),
+        ({"audit": {"min_recall": 1.5}}, "audit.min_recall"),
+        ({"audit": {"max_missed_mass": 0}}, "audit.max_missed_mass"),
+        ({"audit": {"action": "shout"}}, "audit.action"),
+        ({"audit": {"acton": "warn"}}, "unknown setting 'acton'; did you mean 'action'"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridConfig(**settings)
