@@ -14,7 +14,7 @@ from hybrid_kv.cli.running import opened, run
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.report import Environment
-from hybrid_kv.report.schema import Run
+from hybrid_kv.report.run import Run
 
 _MODEL = "needle"
 _ENDING_TOKENS = 40

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report import Environment, probe_environment
-from hybrid_kv.report.schema import (
+from hybrid_kv.report.run import (
     AuditedHead,
     AuditReport,
     EstimateReport,
@@ -19,8 +19,8 @@ from hybrid_kv.report.schema import (
     PhasesMs,
     Run,
     WorkReport,
-    to_json,
 )
+from hybrid_kv.report.schema import to_json
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM, Generation

@@ -96,7 +96,8 @@ def plan(
 
 def _report(made: Plan, config: dict[str, Any]) -> PlanReport:
     from hybrid_kv.report import probe_environment
-    from hybrid_kv.report.schema import MachineGbps, PlannedOption, PlanReport
+    from hybrid_kv.report.run import MachineGbps
+    from hybrid_kv.report.schema import PlannedOption, PlanReport
 
     facts, machine, chosen = made.facts, made.machine, made.recommended
     rates = machine.rates

@@ -1,7 +1,4 @@
-"""Schema 1 of the JSON that every verb writes; units are in the key names.
-
-A value that was not measured is null, never a guess.
-"""
+"""Schema 1 of the JSON that every verb writes: one document per verb."""
 
 from __future__ import annotations
 
@@ -9,142 +6,17 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.environment import Environment
+from hybrid_kv.report.profile import ProfileRow
+from hybrid_kv.report.run import Group, MachineGbps, Run
 
 SCHEMA: Final = 1
 
 
-class _Group(BaseModel):
-    """Frozen, unknown keys refused, NaN and infinity refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Percentiles(_Group):
-    """Gaps between tokens, in ms."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-class PhasesMs(_Group):
-    """Mean time of one decode step by phase, in ms; `other` is what no phase accounts for."""
-
-    search: float | None = None
-    cold_attention: float | None = None
-    resident_attention: float | None = None
-    select: float | None = None
-    merge: float | None = None
-    transfer: float | None = None
-    wait: float | None = None
-    other: float | None = None
-
-
-class WorkReport(_Group):
-    """What decoding touched.
-
-    scored_ratio: dot products spent on choosing over those of full attention. retrieved_tokens:
-    mean number of cold entries attended per step, layer and query head; most_retrieved_tokens: the
-    largest such number. attended_tokens: mean number of all entries attended, resident ones
-    included. recall_at_k, missed_mass, audited_steps: from the audit, null without one.
-    """
-
-    scored_ratio: float | None = None
-    retrieved_tokens: float | None = None
-    most_retrieved_tokens: int | None = None
-    attended_tokens: float | None = None
-    recall_at_k: float | None = None
-    missed_mass: float | None = None
-    audited_steps: int | None = None
-
-
-class EstimateReport(_Group):
-    """A mean and half the width of its 95% confidence interval, null from one look."""
-
-    mean: float
-    half_width: float | None = None
-
-
-class AuditedHead(_Group):
-    """Means over the looks at one KV head; recall_at_k is null where nothing was searched."""
-
-    layer: int
-    kv_head: int
-    looks: int
-    recall_at_k: float | None
-    missed_mass: float
-    output_error: float
-
-
-class AuditReport(_Group):
-    """What exact attention of single heads, in rotation, found to be missing.
-
-    looks: heads that were looked at, one step each. recall_at_k: of the exact best cold entries, as
-    many as the budget has. missed_mass: of the softmax over all stored entries. output_error:
-    relative L2 distance of a head's output.
-    """
-
-    looks: int
-    recall_at_k: EstimateReport | None = None
-    missed_mass: EstimateReport | None = None
-    output_error: EstimateReport | None = None
-    heads: tuple[AuditedHead, ...] = ()
-
-
-class MemoryBytes(_Group):
-    """device_peak: of the accelerator's allocator; host_peak: resident set of the process."""
-
-    device_peak: int | None = None
-    host_kv: int | None = None
-    host_index: int | None = None
-    host_peak: int | None = None
-
-
-class BandwidthGbps(_Group):
-    """Bytes moved over time, in 1e9 bytes per second."""
-
-    dram: float | None = None
-    h2d: float | None = None
-    d2h: float | None = None
-
-
-class Run(_Group):
-    """One generation: its settings, its text and what it cost.
-
-    config: the flat configuration. context_tokens: of the prompt. prefill_s: ttft_s without the
-    index builds that were waited for; index_build_s: all builds, wall time. tpot_ms: mean time per
-    token after the first. interrupted: the user ended it early. backends: what computed each op of
-    the cache at last. index: what served each layer and
-    KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
-    """
-
-    config: dict[str, Any]
-    method: str
-    model: str
-    context_tokens: int
-    new_tokens: int
-    text: str
-    token_ids: tuple[int, ...]
-    ttft_s: float | None = None
-    prefill_s: float | None = None
-    index_build_s: float | None = None
-    tpot_ms: float | None = None
-    itl_ms: Percentiles | None = None
-    phases_ms: PhasesMs = PhasesMs()
-    work: WorkReport = WorkReport()
-    memory_bytes: MemoryBytes = MemoryBytes()
-    bandwidth_gbps: BandwidthGbps = BandwidthGbps()
-    backends: dict[str, str] = {}
-    index: tuple[dict[str, Any], ...] = ()
-    audit: AuditReport | None = None
-    interrupted: bool = False
-
-
-class _Head(_Group):
+class _Head(Group):
     schema_: Literal[1] = Field(default=1, alias="schema")
     command: str
     environment: Environment
@@ -180,7 +52,7 @@ class DemoReport(_Head):
     runs: tuple[Run, Run]
 
 
-class PluginReport(_Group):
+class PluginReport(Group):
     """A registered plug-in; parameters by dotted name, with default and meaning."""
 
     name: str
@@ -197,7 +69,7 @@ class MethodsReport(_Head):
     indexes: tuple[PluginReport, ...]
 
 
-class Check(_Group):
+class Check(Group):
     """One line of `doctor`: state is 'ok', 'absent' (optional) or 'missing' (needed)."""
 
     name: str
@@ -214,18 +86,7 @@ class DoctorReport(_Head):
     checks: tuple[Check, ...]
 
 
-class MachineGbps(BandwidthGbps):
-    """What a plan rests on.
-
-    device: reading the memory that holds the weights; dram: reading host memory in order; gather:
-    the same in rows of 256 bytes at random places.
-    """
-
-    device: float
-    gather: float
-
-
-class PlannedOption(_Group):
+class PlannedOption(Group):
     """One way of running a context: bytes by purpose, predicted milliseconds by tier."""
 
     mode: Literal["dense", "dense_8bit", "hybrid"]
@@ -261,8 +122,33 @@ class PlanReport(_Head):
     advice: str
 
 
+class ProfileReport(_Head):
+    """`profile`: each method at each context, on one machine.
+
+    arguments: of the verb, all that it takes to repeat the run. layers: of the model that was run;
+    shape_layers: of the shape it stands for, null where it is whole. fill: "prefill", or
+    "synthetic" for attention-like KV that was put in place; its tokens mean nothing. recorder_us:
+    what measuring one phase costs. interrupted: the user ended it; the rows are those that were
+    measured.
+    """
+
+    command: Literal["profile"] = "profile"
+    arguments: dict[str, Any]
+    model: str
+    layers: int
+    shape_layers: int | None = None
+    fill: Literal["prefill", "synthetic"]
+    new_tokens: int
+    warmup_tokens: int
+    threads: dict[str, int]
+    bandwidth_gbps: MachineGbps
+    recorder_us: float
+    rows: tuple[ProfileRow, ...]
+    interrupted: bool = False
+
+
 Report = Annotated[
-    RunReport | ChatReport | DemoReport | MethodsReport | DoctorReport | PlanReport,
+    RunReport | ChatReport | DemoReport | MethodsReport | DoctorReport | PlanReport | ProfileReport,
     Field(discriminator="command"),
 ]
 

@@ -46,6 +46,8 @@ PHASES = [
     "transfer",
     "wait",
     "other",
+    "model",
+    "python",
 ]
 
 

@@ -1,0 +1,61 @@
+"""One row of a profile: a method at a context length."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hybrid_kv.report.run import (
+    AuditReport,
+    Group,
+    MemoryBytes,
+    Percentiles,
+    PhasesMs,
+    WorkReport,
+)
+
+
+class BytesPerToken(Group):
+    """What one decode step reads, by purpose."""
+
+    weights: int | None = None
+    resident_attention: int | None = None
+    select: int | None = None
+    search: int | None = None
+    cold_attention: int | None = None
+    transfer: int | None = None
+
+
+class ProfileRow(Group):
+    """One method at one context length.
+
+    status: "ok", or why there is no result: "failed", "interrupted", "skipped"; `reason` says it in
+    a sentence. fill_s: putting synthetic KV in place, which is no TTFT. step_ms: each measured
+    decode step, wall time; tpot_ms is their mean. limit_ms: bytes_per_token at the machine's
+    measured bandwidths. predicted_ms: by tier, as `plan` says. recorder_ratio: share of a step that
+    measuring took. config: the flat configuration.
+    """
+
+    method: str
+    context_tokens: int
+    status: Literal["ok", "failed", "interrupted", "skipped"]
+    reason: str | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+    fill_s: float | None = None
+    ttft_s: float | None = None
+    prefill_s: float | None = None
+    index_build_s: float | None = None
+    tpot_ms: float | None = None
+    step_ms: tuple[float, ...] = ()
+    itl_ms: Percentiles | None = None
+    phases_ms: PhasesMs = PhasesMs()
+    recorder_ratio: float | None = None
+    work: WorkReport = WorkReport()
+    audit: AuditReport | None = None
+    memory_bytes: MemoryBytes = MemoryBytes()
+    bytes_per_token: BytesPerToken = BytesPerToken()
+    limit_ms: float | None = None
+    predicted_ms: dict[str, float] = Field(default_factory=dict)
+    backends: dict[str, str] = Field(default_factory=dict)
+    index: tuple[dict[str, Any], ...] = ()
