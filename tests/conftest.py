@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
 # Before torch and transformers are imported, or they have read their own values already.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What `auto` measures in a test is nothing for the user's cache, nor the other way round.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
+_CACHE = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,6 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
