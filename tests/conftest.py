@@ -9,8 +9,7 @@ import tempfile
 # Before torch and transformers are imported, or they have read their own values already.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What `auto` measures in a test is nothing for the user's cache, nor the other way round.
-_CACHE = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
-os.environ["XDG_CACHE_HOME"] = _CACHE
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
