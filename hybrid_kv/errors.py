@@ -35,6 +35,12 @@ class CapacityError(HybridKVError, MemoryError):
     exit_code = 2
 
 
+class DeviceMemoryError(CapacityError):
+    """The memory of a GPU ran out; what was kept before is still there."""
+
+    exit_code = 1
+
+
 class UnsupportedModelError(HybridKVError, NotImplementedError):
     """The model's attention cannot be served by a tiered KV cache."""
 
@@ -69,6 +75,10 @@ class RecallWarning(RuntimeWarning):
 
 class IndexBuildWarning(RuntimeWarning):
     """An index could not be built; everything works, more slowly."""
+
+
+class PinnedMemoryWarning(RuntimeWarning):
+    """Host memory could not be page-locked; everything works, with slower transfers."""
 
 
 class IntegrityError(HybridKVError, AssertionError):

@@ -16,6 +16,7 @@ from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import why_unavailable
 from hybrid_kv.ops.native.library import engine_state
+from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.environment import PACKAGES, installed_version
 from hybrid_kv.report.schema import Check, DoctorReport
@@ -47,6 +48,7 @@ def examine() -> DoctorReport:
             *(check_package(name) for name in PACKAGES),
             *check_backends(),
             check_engine(),
+            *check_pinned_memory(),
             *check_crossovers(),
             check_needle(),
         ),
@@ -125,6 +127,20 @@ def check_engine() -> Check:
     return Check(
         name="native engine", state="absent" if state.isa is None else "ok", detail=state.detail
     )
+
+
+def check_pinned_memory() -> Iterator[Check]:
+    """Whether CUDA locks host memory, without which transfers are slower; only with a GPU."""
+    if not torch.cuda.is_available():
+        return
+    limit = lock_limit_bytes()
+    allowed = "no limit" if limit is None else f"a limit of {human_bytes(limit)}"
+    reason = why_not_pinned()
+    found = (
+        "CUDA locks host memory" if reason is None else f"CUDA refuses: {reason}; slow transfers"
+    )
+    detail = f"{found}; the system sets {allowed} (ulimit -l)"
+    yield Check(name="pinned memory", state="absent" if reason else "ok", detail=detail)
 
 
 def check_crossovers() -> Iterator[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 
@@ -11,6 +12,7 @@ from hybrid_kv.cli import examination
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.plugins import INDEXES, METHODS
 from tests.cli.support import call, report_of
+from tests.ops.fake_cudart import Code, fake_cuda
 
 VERBS = ("generate", "chat", "demo", "plan", "methods", "doctor")
 
@@ -104,3 +106,20 @@ def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "not installed; pip install torch" in result.output
     assert "absent" in result.output  # flashinfer is optional
+
+
+def test_doctor_says_whether_memory_can_be_locked_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not list(examination.check_pinned_memory())  # nothing to lock it for
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    with fake_cuda(monkeypatch) as cuda:
+        (check,) = examination.check_pinned_memory()
+        assert (check.name, check.state) == ("pinned memory", "ok")
+        assert "limit of 8.0 MiB" in check.detail
+        cuda.refuses = Code.out_of_memory
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+        (check,) = examination.check_pinned_memory()
+        assert check.state == "absent"
+        assert "CUDA refuses: out of memory (2); slow transfers" in check.detail
+        assert "the system sets no limit" in check.detail

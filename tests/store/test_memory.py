@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 import torch
 
+from hybrid_kv.errors import CapacityError
+from hybrid_kv.ops.native import memory
 from hybrid_kv.store.memory import allocate, enlarge
+from tests.ops.fake_cudart import fake_cuda
 
 HOST = torch.device("cpu")
 
@@ -47,3 +52,54 @@ def test_enlarging_keeps_the_old_places_first() -> None:
     old = torch.arange(6).reshape(2, 3)
     new = enlarge(old, 1, 5, fill=9)
     assert new.tolist() == [[0, 1, 2, 9, 9], [3, 4, 5, 9, 9]]
+
+
+@pytest.mark.parametrize("fill", [None, 0, 7])
+@pytest.mark.parametrize("size", [[3, 2**20], [3, 37]])
+def test_memory_for_a_gpu_is_locked(
+    monkeypatch: pytest.MonkeyPatch, size: list[int], fill: float | None
+) -> None:
+    with fake_cuda(monkeypatch) as cuda:
+        tensor = allocate(size, torch.float16, HOST, fill, pinned=True)
+        assert cuda.calls == ["register" if size[1] > 37 else "pool"]
+        assert fill is None or (tensor == fill).all()
+        longer = enlarge(tensor, 1, size[1] + 5, 9, pinned=True)
+        assert cuda.calls[1:] == cuda.calls[:1]
+        assert (longer[:, size[1] :] == 9).all()
+        del tensor, longer
+        assert not cuda.locked
+
+
+def test_an_array_that_the_system_does_not_grant_is_a_capacity_error() -> None:
+    for num_bytes in (2**60, 2**70):
+        with pytest.raises(CapacityError, match=rf"no array of {num_bytes:,} bytes, .* are free"):
+            allocate([num_bytes], torch.uint8, HOST)
+
+
+def test_other_errors_of_a_mapping_are_not_taken_for_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        allocate([2**22], torch.uint8, HOST)
+
+
+def test_memory_that_would_be_committed_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system grants more than it has, and kills the process that writes to it."""
+    old = allocate([3, 2**20], torch.float16, HOST, 1)
+    empty = SimpleNamespace(available=5 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: empty)
+    with pytest.raises(
+        CapacityError, match=r"grows by 6,291,456 bytes, 5,242,880 are free; shorten"
+    ):
+        enlarge(old, 1, 2**21)
+    with pytest.raises(CapacityError, match="grows by 6,291,456 bytes"):
+        allocate([3, 2**20], torch.float16, HOST, pinned=True)
+    assert (old == 1).all()
+    allocate([3, 2**20], torch.float16, HOST)  # commits nothing yet
+    assert (enlarge(old[:, : 2**19], 1, 2**21)[:, : 2**19] == 1).all()
+    empty.available += 2**20
+    assert enlarge(old, 1, 2**21).shape == (3, 2**21)

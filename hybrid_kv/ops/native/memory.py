@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
 
-_HUGE_PAGE = 2 * 2**20
+from hybrid_kv.errors import CapacityError
+
+HUGE_PAGE_BYTES = 2 * 2**20
+"""Arrays of this size on have a mapping of their own."""
 
 
 def host_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -19,31 +26,52 @@ def host_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     A search reads rows all over a large array, and with small pages most of these reads also miss
     the TLB; so a large one lies on huge pages if the system grants them. Memory that is never
     written is not committed. May be written inside and outside of inference mode.
+
+    Raises:
+        CapacityError: the system grants no such array.
     """
     num_bytes = math.prod(size) * dtype.itemsize
+    if num_bytes >= HUGE_PAGE_BYTES:
+        return as_tensor(map_pages(num_bytes), size, dtype)
     with torch.inference_mode(False):
-        if num_bytes < _HUGE_PAGE:
-            return torch.empty(list(size), dtype=dtype)
-        return _huge_pages(num_bytes).view(dtype).view(list(size))
+        return torch.empty(list(size), dtype=dtype)
 
 
 def host_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """As `host_array`, of zeros; these take no memory either before they are written."""
     num_bytes = math.prod(size) * dtype.itemsize
+    if num_bytes >= HUGE_PAGE_BYTES:
+        return as_tensor(map_pages(num_bytes), size, dtype)
     with torch.inference_mode(False):
-        if num_bytes < _HUGE_PAGE:
-            return torch.zeros(list(size), dtype=dtype)
-        return _huge_pages(num_bytes).view(dtype).view(list(size))
+        return torch.zeros(list(size), dtype=dtype)
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
-    """Fresh zeros [num_bytes] from the system."""
+def as_tensor(pages: npt.NDArray[np.uint8], size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The memory of `pages`, which lives as long as the tensor and its views, under a shape."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(pages).view(dtype).view(list(size))
+
+
+def map_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Fresh zeros [num_bytes] from the system, on huge pages and aligned to them.
+
+    Raises:
+        CapacityError: the system refuses.
+    """
     # Private, as huge pages are seldom granted to shared memory, which is the default here. A
     # copy of the process sees its own memory from then on. There is room to align the start.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
+    try:
+        pages = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise CapacityError(
+            f"host memory ran out: the system grants no array of {num_bytes:,} bytes, "
+            f"{psutil.virtual_memory().available:,} are free; shorten the context or free memory"
+        ) from error
     with suppress(AttributeError, OSError):  # not every system knows them
         pages.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
-    skip = -raw.data_ptr() % _HUGE_PAGE
+    raw = np.frombuffer(pages, dtype=np.uint8)  # keeps `pages` alive
+    skip = -raw.ctypes.data % HUGE_PAGE_BYTES
     return raw[skip : skip + num_bytes]
