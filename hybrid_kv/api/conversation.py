@@ -12,6 +12,8 @@ from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.rollback import Mark, rolled_back
+from hybrid_kv.runtime import memory_errors
 
 
 class Conversation:
@@ -39,6 +41,8 @@ class Conversation:
 
         Raises:
             ConfigError: the text is empty, or the conversation outgrows the model's context.
+            CapacityError, DeviceMemoryError: memory ran out; the conversation is as it was before,
+                as after any error, and can go on.
         """
         if not text.strip():
             raise ConfigError("message is empty; type at least one word")
@@ -50,11 +54,13 @@ class Conversation:
 
     def remember(self, message: dict[str, str], ids: list[int], answer: Generation) -> None:
         """Takes a turn into the history."""
-        if not answer.token_ids:  # given up while the prompt was computed: layers differ in length
-            self.forget_cache()
-            return
         self._seen = ids + answer.token_ids
         self.history += [message, {"role": "assistant", "content": answer.text}]
+
+    def go_back(self, mark: Mark) -> None:
+        """Puts the cache back to before a turn that ended in the middle of a step."""
+        if not mark.go_back():
+            self.forget_cache()
 
     def forget_cache(self) -> None:
         """Drops the cache but not the history: the next turn computes everything anew."""
@@ -102,12 +108,17 @@ class _RememberedTurn(Turn):
         self._conversation, self._message, self._prompt = conversation, message, ids
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        mark = Mark(self.cache)
         try:
             answer = super().run(pieces)
         except BaseException:
-            self._conversation.forget_cache()  # it may hold half a prompt
+            self._conversation.go_back(mark)
             raise
-        self._conversation.remember(self._message, self._prompt, answer)
+        if answer.token_ids:
+            mark.keep()
+            self._conversation.remember(self._message, self._prompt, answer)
+        else:  # given up while the prompt was computed
+            self._conversation.go_back(mark)
         return answer
 
 
@@ -121,8 +132,12 @@ class Context:
         self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
         check_room(llm, self._cache, ids.shape[1])
         self._cache.kv.reserve(ids.shape[1])
-        with torch.inference_mode():
-            llm.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        try:
+            with torch.inference_mode(), memory_errors(lambda: "prefill"):
+                llm.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        except BaseException:
+            self._cache.close()
+            raise
 
     def ask(self, question: str | Tensor, **options: Any) -> Generation:
         """The continuation of context and question; options as in `generate`.
@@ -132,10 +147,11 @@ class Context:
 
         Raises:
             ConfigError: the question is empty or does not fit into the model's context.
+            CapacityError, DeviceMemoryError: memory ran out; the context is as it was before.
         """
         ids = self._question_ids(question)
         turn = Turn(self._llm, self._cache, torch.cat([self.ids, ids.to(self.ids)], 1), options)
-        with self._cache.rolled_back():
+        with rolled_back(self._cache):
             return turn.run()
 
     def _question_ids(self, question: str | Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class LLM:
 
         Raises:
             ConfigError: the prompt is empty or longer than the model's context.
-            CapacityError: the context does not fit into host memory; said before prefill starts.
+            CapacityError: the context does not fit into host memory; said before prefill starts
+                where it can be known then.
+            DeviceMemoryError: the GPU's memory ran out; the message says where and what to lower.
         """
         turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options)
         return turn.stream() if stream else turn.run()
@@ -144,6 +146,7 @@ def load(
     Raises:
         ModelNotFoundError: the model cannot be read.
         UnsupportedModelError: its attention cannot be served.
+        CapacityError, DeviceMemoryError: the weights do not fit.
     """
     if isinstance(model, PreTrainedModel):
         if options:

@@ -21,7 +21,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.support import check_context
-from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
 from hybrid_kv.runtime.stats import INDEX_BUILD, PHASES
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Work, bytes_per_token
@@ -108,7 +108,7 @@ class Turn:
             if self._seed is not None:
                 torch.manual_seed(self._seed)
             try:
-                with watch:
+                with watch, memory_errors(lambda: self._stage(clock)):
                     output = self._generate(clock)
             except PrefillCancelled:
                 output = self._ids
@@ -128,6 +128,10 @@ class Turn:
             **self._options,
         )
         return output
+
+    def _stage(self, clock: TokenClock) -> Stage:
+        beyond = self.cache.get_seq_length() > self._ids.shape[1]  # beams pass no clock
+        return "decode" if clock.times or beyond else "prefill"
 
     def _stopping(self) -> list[StoppingCriteria]:
         criteria: list[StoppingCriteria] = [StopOnEvent(event) for event in self._cancels]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -248,24 +246,6 @@ class HybridCache(Cache):
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding
             for layer in self.layers
         )
-
-    @contextmanager
-    def rolled_back(self) -> Iterator[None]:
-        """A block after which the cache is as it was before."""
-        kv = self.kv.checkpoint()
-        # Layers of transformers' own are small (a sliding window, a recurrent state): copy them.
-        states = [
-            {"_seen": layer._seen, "_pending": None}
-            if isinstance(layer, HybridLayer)
-            else deepcopy(layer.__dict__)
-            for layer in self.layers
-        ]
-        try:
-            yield
-        finally:
-            self.kv.restore(kv)
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.__dict__.update(state)
 
     def reset(self) -> None:
         """Forgets the conversation."""

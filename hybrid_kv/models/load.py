@@ -18,6 +18,7 @@ from transformers import (
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, unknown_name
 from hybrid_kv.models.shapes import random_config
+from hybrid_kv.runtime import memory_errors
 
 NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
 """The small trained model that ships with the package."""
@@ -79,13 +80,15 @@ def load_model(
     Raises:
         ModelNotFoundError: the folder or id cannot be read; the message says what is missing.
         ConfigError: unknown shape, dtype or device.
+        DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
     """
     target, wanted = resolve_device(device), resolve_dtype(dtype)
     name = str(spec)
-    if name.startswith(_RANDOM):
-        return _random(name.removeprefix(_RANDOM), target, wanted, layers, seed), None
-    path = _path_of(name, layers)
-    return _pretrained(name, path, target, wanted, quantization_config)
+    with memory_errors(lambda: "load"):
+        if name.startswith(_RANDOM):
+            return _random(name.removeprefix(_RANDOM), target, wanted, layers, seed), None
+        path = _path_of(name, layers)
+        return _pretrained(name, path, target, wanted, quantization_config)
 
 
 def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig:

@@ -63,14 +63,13 @@ class PagePool:
 
     def allocate(self, arena: int, count: int) -> list[int]:
         """`count` page ids with one reference each; freed places first, so arenas stay compact."""
-        free = self.free[arena]
-        places = [free.pop() for _ in range(min(count, len(free)))]
-        first = self.high[arena]
-        fresh = range(first, first + count - len(places))
-        if fresh.stop > self.capacity:
+        free, first = self.free[arena], self.high[arena]
+        reused = min(count, len(free))
+        fresh = range(first, first + count - reused)
+        if fresh.stop > self.capacity:  # before anything else, as memory may run out
             self._grow(max(fresh.stop, 2 * self.capacity))
         self.high[arena] = fresh.stop
-        places.extend(fresh)
+        places = [*(free.pop() for _ in range(reused)), *fresh]
         self.refs[arena, places] = 1
         return [arena << _ARENA | place for place in places]
 
@@ -123,8 +122,8 @@ class PagePool:
         """From now on keeps key_min and key_max [Hkv, arenas * capacity, D] of every page."""
         if self.key_min is None:
             size = (self.k.shape[0], self.k.shape[1], self.k.shape[3])
-            self.key_min = allocate(size, self.dtype, self.device, 0)
-            self.key_max = allocate(size, self.dtype, self.device, 0)
+            low, high = (allocate(size, self.dtype, self.device, 0) for _ in range(2))
+            self.key_min, self.key_max = low, high
             used = [a * self.capacity + np.arange(h) for a, h in enumerate(self.high)]
             self._digest(np.concatenate(used))
 
@@ -132,17 +131,17 @@ class PagePool:
         self.ops.update_digests(self.pages, slots)
 
     def _grow(self, capacity: int) -> None:
-        # Doubling makes appending amortised O(1).
+        # Doubling makes appending amortised O(1). Where memory runs out, nothing has changed.
         old, arenas = self.capacity, self.num_arenas
 
         def grown(tensor: Tensor, axis: int, fill: int = 0) -> Tensor:
             by_arena = tensor.unflatten(axis, (arenas, old))
             return enlarge(by_arena, axis + 1, capacity, fill).flatten(axis, axis + 1)
 
-        self.k, self.v = grown(self.k, 1), grown(self.v, 1)
-        self.positions = grown(self.positions, 0, HIDDEN)
-        if self.key_min is not None and self.key_max is not None:
+        k, v, positions = grown(self.k, 1), grown(self.v, 1), grown(self.positions, 0, HIDDEN)
+        if self.key_min is not None and self.key_max is not None:  # both of them, or none
             self.key_min, self.key_max = grown(self.key_min, 1), grown(self.key_max, 1)
+        self.k, self.v, self.positions = k, v, positions
         refs = np.zeros((arenas, capacity), dtype=np.int64)
         refs[:, :old] = self.refs
         self.refs, self.capacity = refs, capacity

@@ -61,13 +61,20 @@ class ResidentStore:
     # Writing ------------------------------------------------------------------------------------
 
     def append(self, row: int, k: Tensor, v: Tensor, first_position: int) -> None:
-        """Adds k, v [Hkv, n, D] at consecutive positions from `first_position` on."""
-        count = k.shape[1]
+        """Adds k, v [Hkv, n, D] at consecutive positions from `first_position` on.
+
+        Where memory runs out, nothing was added.
+        """
+        count, before = k.shape[1], self.num_tokens(row)
         if count == 0:
             return
-        self._in_order &= first_position == self.num_tokens(row)
         places = self._reserve(row, count)
-        self.pool.write(places, k, v, first_position)
+        try:
+            self.pool.write(places, k, v, first_position)
+        except BaseException:
+            self.truncate(row, before)
+            raise
+        self._in_order &= first_position == before
 
     def _reserve(self, row: int, count: int) -> npt.NDArray[np.int64]:
         """Token places for `count` new tokens: what the last page has left, then new pages."""

@@ -1,0 +1,76 @@
+"""Putting a cache back to where it stood: always, or after a call that failed in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.types import Demotion
+
+
+@contextmanager
+def rolled_back(cache: HybridCache) -> Iterator[None]:
+    """A block after which the cache is as it was before."""
+    kv, states = cache.kv.checkpoint(), _states(cache)
+    try:
+        yield
+    finally:
+        cache.kv.restore(kv)
+        _set_states(cache, states)
+
+
+class Mark:
+    """Where a cache of one row stands, to go back to if what comes next fails.
+
+    Cheap, unlike `rolled_back`: tokens are taken back by cropping, and what has moved to the cold
+    tier since stays there. Only where a method drops entries, which cropping would not bring back,
+    is the resident tier copied.
+    """
+
+    def __init__(self, cache: HybridCache) -> None:
+        self._cache, self._num_tokens = cache, cache.get_seq_length()
+        self._states = _states(cache)
+        places = [layer.placement for layer in cache.kv.layers.values()]
+        drops = any(place is not None and place.rest is Demotion.DROP for place in places)
+        self._saved = cache.kv.checkpoint() if drops else None
+
+    def go_back(self) -> bool:
+        """Forgets what came since, of which layers may hold different numbers after a failure.
+
+        False where that cannot be done: nothing came before, or rows were forked since. The cache
+        is then of no use any more.
+        """
+        kv = self._cache.kv
+        if self._saved is not None:
+            kv.restore(self._saved)
+        if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.layers.values()):
+            return False
+        for layer_idx, layer in kv.layers.items():
+            kv.crop(layer_idx, layer.lengths[0] - self._num_tokens)
+        _set_states(self._cache, self._states)
+        return True
+
+    def keep(self) -> None:
+        """Stays at what came since: gives up the copy of what was before."""
+        for layer_idx, layer in self._saved.layers.items() if self._saved is not None else ():
+            if self._cache.kv.layers.get(layer_idx) is not layer:
+                layer.cold.release()
+
+
+def _states(cache: HybridCache) -> list[dict[str, Any]]:
+    """What the layers hold beside our stores."""
+    # Layers of transformers' own are small (a sliding window, a recurrent state): copy them.
+    return [
+        {"_seen": layer._seen, "_pending": None}
+        if isinstance(layer, HybridLayer)
+        else deepcopy(layer.__dict__)
+        for layer in cache.layers
+    ]
+
+
+def _set_states(cache: HybridCache, states: list[dict[str, Any]]) -> None:
+    for layer, state in zip(cache.layers, states, strict=True):
+        layer.__dict__.update(state)
