@@ -73,6 +73,10 @@ class RecallWarning(RuntimeWarning):
     """The audit found a worse approximation than the settings allow; decoding goes on."""
 
 
+class BackendWarning(RuntimeWarning):
+    """A device is served by plain torch; everything works, more slowly."""
+
+
 class IndexBuildWarning(RuntimeWarning):
     """An index could not be built; everything works, more slowly."""
 

@@ -64,8 +64,8 @@ class Conversation:
 
     def forget_cache(self) -> None:
         """Drops the cache but not the history: the next turn computes everything anew."""
-        self._cache.close()
-        self._cache = self._llm.runtime.cache()
+        old, self._cache = self._cache, self._llm.runtime.cache()
+        old.close()
 
     def _render(self, message: dict[str, str]) -> list[int]:
         tokenizer = self._llm.tokenizer
@@ -108,7 +108,8 @@ class _RememberedTurn(Turn):
         self._conversation, self._message, self._prompt = conversation, message, ids
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
-        mark = Mark(self.cache)
+        with memory_errors(lambda: "prefill"):
+            mark = Mark(self.cache)
         try:
             answer = super().run(pieces)
         except BaseException:
@@ -151,7 +152,7 @@ class Context:
         """
         ids = self._question_ids(question)
         turn = Turn(self._llm, self._cache, torch.cat([self.ids, ids.to(self.ids)], 1), options)
-        with rolled_back(self._cache):
+        with memory_errors(lambda: "prefill"), rolled_back(self._cache):
             return turn.run()
 
     def _question_ids(self, question: str | Tensor) -> Tensor:

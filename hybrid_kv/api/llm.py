@@ -100,7 +100,7 @@ class LLM:
             raise ConfigError(
                 f"token ids must be 0..{size - 1}, got {int(ids.min())}..{int(ids.max())}"
             )
-        return ids.to(self.model.device)
+        return ids.to(self.runtime.device)
 
     def close(self) -> None:
         """Detaches the model; it is plain transformers again."""

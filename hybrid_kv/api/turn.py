@@ -51,7 +51,7 @@ class Turn:
     def __init__(
         self, llm: Model, cache: HybridCache, ids: Tensor, options: dict[str, Any]
     ) -> None:
-        self._llm, self.cache, self._ids = llm, cache, ids.to(llm.model.device)
+        self._llm, self.cache, self._ids = llm, cache, ids.to(llm.runtime.device)
         options = dict(options)
         stop: str | Sequence[str] | None = options.pop("stop", None)
         self._stop = [stop] if isinstance(stop, str) else list(stop or ())

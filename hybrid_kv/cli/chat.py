@@ -77,10 +77,19 @@ class Session:
                 self._answer(line)
 
     def _answer(self, message: str) -> None:
+        from hybrid_kv.cli.failures import describe
         from hybrid_kv.cli.running import run, write_now
+        from hybrid_kv.errors import CapacityError
 
         write = None if self._output.json_only else write_now
-        outcome = run(partial(self._conversation.send, message), self._options, write, self._output)
+        send = partial(self._conversation.send, message)
+        try:
+            outcome = run(send, self._options, write, self._output)
+        except CapacityError as error:  # the conversation is as it was: something shorter may fit
+            if not sys.stdin.isatty():
+                raise
+            print(describe(error)[1], file=sys.stderr)
+            return
         self.outcomes.append(outcome)
         if write is not None:
             write("\n")

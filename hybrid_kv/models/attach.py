@@ -8,17 +8,24 @@ from inspect import signature
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import BackendUnavailable, ConfigError
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.support import check_context, inspect_model, text_config, text_parts
-from hybrid_kv.ops import device_of
+from hybrid_kv.models.support import (
+    check_backend,
+    check_context,
+    devices_of,
+    inspect_model,
+    text_config,
+    text_parts,
+)
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory, make_executor
 from hybrid_kv.transfer import Executor
@@ -35,12 +42,8 @@ class Attachment:
             raise ConfigError(
                 "model is attached already; close that attachment (leave its `with` block) first"
             )
-        served = device_of(config.backend)
-        if served not in (None, model.device.type):
-            raise BackendUnavailable(
-                f"backend '{config.backend}' serves models on {served}, got {model.device}; "
-                f"use backend='auto'"
-            )
+        self._devices = devices_of(model)
+        check_backend(config.backend, self._devices)
         self.model, self.config = model, config
         self.info = inspect_model(model)
         self._text_config = text_config(model)
@@ -94,11 +97,17 @@ class Attachment:
         return cache
 
     def _executor_for(self, config: HybridConfig) -> Executor:
-        device_type = self.model.device.type
+        on_gpu = any(device.type == "cuda" for device in self._devices)
+        device_type = "cuda" if on_gpu else "cpu"
         if config.index_build == "wait":
             return make_executor(config, device_type)
         self._executor = self._executor or make_executor(config, device_type)
         return self._executor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its tokens: the device of its first weights that lie anywhere."""
+        return self._devices[0] if self._devices else self.model.device
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
@@ -201,6 +210,10 @@ def attach(model: PreTrainedModel, config: HybridConfig | None = None) -> Attach
 
     Raises:
         UnsupportedModelError: the model's attention cannot be served (MLA, DSA, encoder-decoder).
+        BackendUnavailable: the back end asked for cannot serve here, or not this model.
         ConfigError: the model is attached already.
+
+    Warns:
+        BackendWarning: the model is on a GPU for which "auto" finds no kernels.
     """
     return Attachment(model, config or HybridConfig())

@@ -77,7 +77,10 @@ class LayerMajorPrefill:
                 cut_args = [_slice(arg, total, start, stop) for arg in args]
                 cut = {name: _slice(arg, total, start, stop, name) for name, arg in kwargs.items()}
                 result = inner(hidden[:, start:stop], *cut_args, **cut)
-                target[:, start:stop] = result[0] if isinstance(result, tuple) else result
+                out = result[0] if isinstance(result, tuple) else result
+                if start == 0 and out.device != target.device:  # what follows is there as well
+                    target = out.new_empty(target.shape)
+                target[:, start:stop] = out
         return (target, *result[1:]) if isinstance(result, tuple) else target
 
     @contextmanager

@@ -40,16 +40,19 @@ class Mark:
     def go_back(self) -> bool:
         """Forgets what came since, of which layers may hold different numbers after a failure.
 
-        False where that cannot be done: nothing came before, or rows were forked since. The cache
-        is then of no use any more.
+        False where that cannot be done: nothing came before, rows were forked since, or memory runs
+        out again. The cache is then of no use any more.
         """
         kv = self._cache.kv
-        if self._saved is not None:
-            kv.restore(self._saved)
-        if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.layers.values()):
+        try:
+            if self._saved is not None:
+                kv.restore(self._saved)
+            if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.layers.values()):
+                return False
+            for layer_idx, layer in kv.layers.items():
+                kv.crop(layer_idx, layer.lengths[0] - self._num_tokens)
+        except (MemoryError, RuntimeError):
             return False
-        for layer_idx, layer in kv.layers.items():
-            kv.crop(layer_idx, layer.lengths[0] - self._num_tokens)
         _set_states(self._cache, self._states)
         return True
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
+from warnings import warn
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.errors import (
+    BackendUnavailable,
+    BackendWarning,
+    ConfigError,
+    UnsupportedModelError,
+)
 from hybrid_kv.models.hf_cache import tiered_layers
+from hybrid_kv.ops import device_of, get_ops
+from hybrid_kv.ops.choice import FUSED
+from hybrid_kv.ops.devices import backends_on, too_old, triton_state
 from hybrid_kv.types import LayerShape, ModelInfo
 
 
@@ -25,6 +36,45 @@ def text_parts(model: PreTrainedModel, text: PreTrainedConfig) -> list[PreTraine
         for part in model.modules()
         if isinstance(part, PreTrainedModel) and (part is model or text_config(part) is text)
     ]
+
+
+def devices_of(model: PreTrainedModel) -> list[torch.device]:
+    """Where the model's weights lie, in the order of its layers; more than one where it is spread.
+
+    Weights that accelerate fetches when they are needed lie nowhere.
+    """
+    places = dict.fromkeys(weight.device for weight in model.parameters())
+    return [place for place in places if place.type != "meta"]
+
+
+def check_backend(backend: str, devices: Sequence[torch.device]) -> None:
+    """Raises BackendUnavailable where a back end cannot serve a model on these devices.
+
+    Warns:
+        BackendWarning: there are no kernels for a GPU, and none were asked for by name.
+    """
+    get_ops(backend)
+    served = device_of(backend)
+    if served is not None and any(device.type != served for device in devices):
+        raise BackendUnavailable(
+            f"backend '{backend}' serves models on {served}, got one on "
+            f"{', '.join(map(str, devices))}; use backend='auto'"
+        )
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not gpus or backend in ("reference", *FUSED):
+        return
+    if not backends_on("cuda", backend):
+        warn(
+            f"no kernels for the cache's pages serve {gpus[0]}, torch does, more slowly: "
+            f"{triton_state().detail}",
+            BackendWarning,
+            stacklevel=4,
+        )
+    elif old := [reason for gpu in gpus if (reason := too_old(gpu))]:
+        raise BackendUnavailable(
+            f"backend '{backend}' cannot serve here: {old[0]}; use backend='torch_cuda', or keep "
+            "the model off that GPU (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def inspect_model(model: PreTrainedModel) -> ModelInfo:

@@ -41,18 +41,32 @@ def flashinfer_state() -> BackendState:
     return _on_gpu("flashinfer", "hybrid-kv[flashinfer]")
 
 
-def device_states() -> dict[str, BackendState]:
-    """The device back ends by name."""
-    return dict(zip(DEVICE_BACKENDS, (triton_state(), flashinfer_state()), strict=True))
+def device_state(name: str) -> BackendState:
+    """That of one of DEVICE_BACKENDS; the others are not looked at."""
+    return triton_state() if name == "triton" else flashinfer_state()
 
 
 @cache
-def backends_on(device_type: str) -> frozenset[str]:
-    """Names of the device back ends that serve tensors on a type of device."""
+def backends_on(device_type: str, requested: str = "auto") -> frozenset[str]:
+    """Names of the device back ends that serve tensors on a type of device.
+
+    FlashInfer serves only those who ask for it, so for others it is not even imported.
+    """
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return frozenset()  # nothing is imported to learn that
-    states = device_states().items()
-    return frozenset(name for name, state in states if state.device_type == device_type)
+    names = ("triton", "flashinfer") if requested == "flashinfer" else ("triton",)
+    return frozenset(name for name in names if device_state(name).device_type == device_type)
+
+
+def too_old(device: torch.device) -> str | None:
+    """Why kernels of ours cannot run on a CUDA device, None where they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _MIN_CAPABILITY:
+        return None
+    return (
+        f"{device} has compute capability {_dotted(capability)}, {_dotted(_MIN_CAPABILITY)} at "
+        "least is needed"
+    )
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
@@ -63,14 +77,11 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
 def _on_gpu(module: str, extra: str) -> BackendState:
     if not torch.cuda.is_available():
         return BackendState(None, "torch sees no NVIDIA GPU")
-    capability = torch.cuda.get_device_capability()
-    if capability < _MIN_CAPABILITY:
-        return BackendState(
-            None, f"the GPU has compute capability {_dotted(capability)}, 8.0 at least is needed"
-        )
-    if reason := _import_failure(module, extra):
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := too_old(device) or _import_failure(module, extra):
         return BackendState(None, reason)
-    return BackendState("cuda", f"kernels for compute capability {_dotted(capability)}")
+    capability = _dotted(torch.cuda.get_device_capability(device))
+    return BackendState("cuda", f"kernels for compute capability {capability}")
 
 
 def _import_failure(module: str, extra: str) -> str:
@@ -79,10 +90,14 @@ def _import_failure(module: str, extra: str) -> str:
     except ModuleNotFoundError as error:
         if error.name == module:
             return f"{module} is not installed (pip install '{extra}')"
-        return f"the import of {module} fails: {error}"
-    except Exception as error:  # a broken wheel may raise anything
-        return f"the import of {module} fails: {error}"
+        return f"the import of {module} fails: {_first_line(error)}"
+    except (Exception, SystemExit) as error:  # a broken wheel may raise anything
+        return f"the import of {module} fails: {_first_line(error)}"
     return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _dotted(capability: tuple[int, int]) -> str:

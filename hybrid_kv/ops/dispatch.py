@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_kv.errors import BackendUnavailable, unknown_name
 from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
-from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_states
+from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
 from hybrid_kv.types import PagedKV, PartialAttention
 
 _FEW_TOKENS = 16
@@ -114,7 +114,7 @@ class Ops:
                 lengths instead of positions; with one new token the other pages are full.
         """
         plain = flashinfer.expresses(q, pages, slots)
-        name = self._choose("attend_pages", q, here=backends_on(q.device.type), plain=plain)
+        name = self._choose("attend_pages", q, here=self._here(q), plain=plain)
         if name == "flashinfer":
             return flashinfer.attend_pages(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
         if name == "triton":
@@ -129,7 +129,7 @@ class Ops:
 
     def reads_pages(self, q: Tensor) -> bool:
         """Whether pages are attended where they lie: then a few queries need no dense view."""
-        here = backends_on(q.device.type)
+        here = self._here(q)
         return (
             q.shape[2] <= _FEW_TOKENS
             and choose_backend(
@@ -152,7 +152,7 @@ class Ops:
 
         key_min, key_max: [H, P, D], the digests of the pages; see `reference.page_scores`.
         """
-        here = backends_on(q.device.type)
+        here = self._here(q)
         if native.serves(key_min, key_max):
             here = here | {"native"}
         name = self._choose("page_scores", q, here=here)
@@ -253,8 +253,11 @@ class Ops:
 
     # The choice ---------------------------------------------------------------------------------
 
+    def _here(self, tensor: Tensor) -> frozenset[str]:
+        return backends_on(tensor.device.type, self.backend)
+
     def _chosen_triton(self, op: str, tensor: Tensor) -> bool:
-        return self._choose(op, tensor, here=backends_on(tensor.device.type)) == "triton"
+        return self._choose(op, tensor, here=self._here(tensor)) == "triton"
 
     def _choose(
         self,
@@ -298,7 +301,7 @@ def device_of(backend: str) -> str | None:
     """The only type of device whose models a back end is for; None: any, or it is not there."""
     if backend in FUSED:
         return FUSED[backend]
-    return device_states()[backend].device_type if backend in DEVICE_BACKENDS else None
+    return device_state(backend).device_type if backend in DEVICE_BACKENDS else None
 
 
 def why_unavailable(backend: str) -> str | None:
@@ -309,6 +312,6 @@ def why_unavailable(backend: str) -> str | None:
         state = native.engine_state()
         return state.detail if state.isa is None else None
     if backend in DEVICE_BACKENDS:
-        device = device_states()[backend]
+        device = device_state(backend)
         return device.detail if device.device_type is None else None
     return None

@@ -9,12 +9,15 @@ nowhere else. Written for FlashInfer 0.6 and 0.7.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.errors import BackendUnavailable
 from hybrid_kv.ops.devices import on
 from hybrid_kv.types import PagedKV, PartialAttention
 
@@ -48,6 +51,9 @@ def attend_pages(
 
     Returns:
         out [Hkv, G, D] in the dtype of q, lse [Hkv, G] float32, natural.
+
+    Raises:
+        BackendUnavailable: FlashInfer is there and does not work.
     """
     heads, group, dim = q.shape
     num_slots, page_size = pages.k.shape[1:3]
@@ -55,10 +61,28 @@ def attend_pages(
     decoder = _decoder(q.device, heads)
     with on(q):
         first = torch.arange(heads, device=slots.device)[:, None] * num_slots
-        decoder.prepare(plan, slots[:, 0] + first)
+        ids = slots[:, 0] + first
         paged = tuple(t.view(heads * num_slots, 1, page_size, dim) for t in (pages.k, pages.v))
-        out, lse = decoder.run(q, paged)
+        with _named_failures():
+            decoder.prepare(plan, ids)
+            out, lse = decoder.run(q, paged)
     return PartialAttention(out, lse * _LN2)
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """FlashInfer compiles at its first use, for which much has to be in place."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = str(error).strip().split("\n")[0] or "no message"
+        raise BackendUnavailable(
+            f"backend 'flashinfer' failed in its paged decode: {type(error).__name__}: {what}; "
+            "mend its installation (versions of torch, CUDA and FlashInfer must match) or use "
+            "backend='auto'"
+        ) from error
 
 
 class Plan(NamedTuple):
@@ -97,6 +121,7 @@ class PagedDecoder:
         self._ids[:count].copy_(ids.flatten())
         if plan == self._planned:
             return
+        self._planned = None
         ends = torch.arange(self._num_heads + 1, dtype=torch.int32) * plan.num_pages
         # Lengths on the host: tensors on the device would be copied back, which waits for it.
         self._wrapper.plan(
@@ -124,16 +149,16 @@ class PagedDecoder:
 
         # Doubling: lists that grow by a page at a time do not each need a wrapper of their own.
         size, heads, device = max(count, 2 * self._ids.numel()), self._num_heads, self._device
-        self._ids = torch.zeros(size, dtype=torch.int32, device=device)
+        ids = torch.zeros(size, dtype=torch.int32, device=device)
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             paged_kv_indptr_buffer=torch.zeros(heads + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buffer=self._ids,
+            paged_kv_indices_buffer=ids,
             paged_kv_last_page_len_buffer=torch.zeros(heads, dtype=torch.int32, device=device),
         )
-        self._planned = None
+        self._ids, self._planned = ids, None
 
 
 @cache

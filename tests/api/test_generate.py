@@ -113,9 +113,9 @@ def test_index_builds_are_measured_apart(
 ) -> None:
     build = FlatIndex.build
 
-    def slowly(self: FlatIndex, keys: Tensor, samples: Tensor | None) -> None:
+    def slowly(self: FlatIndex, keys: Tensor, *rest: Tensor | None) -> None:
         time.sleep(0.01)
-        build(self, keys, samples)
+        build(self, keys, *rest)
 
     monkeypatch.setattr(FlatIndex, "build", slowly)
     for chunk, before_first_token in ((8, True), ("auto", False)):
@@ -134,9 +134,9 @@ def slow_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Graphs are not built until the event is set."""
     let_go, build = threading.Event(), GraphIndex.build
 
-    def slowly(self: GraphIndex, keys: Tensor, samples: Tensor | None) -> None:
+    def slowly(self: GraphIndex, keys: Tensor, *rest: Tensor | None) -> None:
         assert let_go.wait(60)
-        build(self, keys, samples)
+        build(self, keys, *rest)
 
     monkeypatch.setattr(GraphIndex, "build", slowly)
     monkeypatch.setattr(GraphIndex, "stand_in", lambda *_: StandIn())

@@ -15,7 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, DeviceMemoryError, HybridKVError, ShapeError
 from hybrid_kv.methods.hybrid import Hybrid
 from hybrid_kv.models import load
-from hybrid_kv.store import cold, pool
+from hybrid_kv.store import LayerKV, cold, pool
 from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
 from tests.models.folder import model, tokenizer
@@ -234,6 +234,10 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, at: int
 ) -> None:
     """A pool whose keys had grown and whose values had not could never be used again."""
+    plain = cold.ColdExtent.__init__  # reserves room for more tokens than the model may see
+    monkeypatch.setattr(
+        cold.ColdExtent, "__init__", lambda extent, *of, **_: plain(extent, *of[:2], 8)
+    )
     named = DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else CapacityError
     with opened(method) as llm:
         whole = llm.conversation()
@@ -253,6 +257,30 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
         assert talk.send(TURNS[1], max_new_tokens=40).token_ids == want[1]
         assert talk.send(TURNS[2], max_new_tokens=40).token_ids == want[2]
         talk._cache.check_integrity()
+
+
+@pytest.mark.parametrize("method", ["hybrid", "streaming_llm"])
+def test_no_room_for_what_would_be_gone_back_to_is_said_too(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(_: LayerKV) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    with opened(method) as llm:
+        context, talk = llm.context(" ".join(TURNS)), llm.conversation()
+        want = context.ask("fox", max_new_tokens=5).token_ids
+        talk.send(TURNS[0], max_new_tokens=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerKV, "branch", fail)
+            with pytest.raises(DeviceMemoryError, match="ran out at prefill"):
+                context.ask("fox", max_new_tokens=5)
+            if method == "streaming_llm":
+                with pytest.raises(DeviceMemoryError, match="ran out at prefill"):
+                    talk.send(TURNS[1], max_new_tokens=5)
+            else:  # takes no copy
+                talk.send(TURNS[1], max_new_tokens=5)
+        assert context.ask("fox", max_new_tokens=5).token_ids == want
+        assert len(talk.send(TURNS[2], max_new_tokens=5).token_ids) == 5
 
 
 def test_a_model_that_does_not_fit_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from hybrid_kv.cli import chat
+from hybrid_kv.cli.chat import Session
+from hybrid_kv.cli.options import OutputOptions
+from hybrid_kv.errors import DeviceMemoryError
 from tests.cli.support import call, report_of
 
 OPTIONS = ("--max-new-tokens", 4)
@@ -29,3 +37,46 @@ def test_json_holds_all_turns(model: Path) -> None:
     report = report_of(call("chat", model, *OPTIONS, "--json", "-", stdin="the river\nthe hill\n"))
     assert report.command == "chat"
     assert [turn.context_tokens for turn in report.turns] == [2, 2 + 4 + 2]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_memory_that_runs_out_ends_an_answer_and_not_the_talk_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    lines = ["a long one", "a short one", "/quit"]
+    sent: list[str] = []
+
+    def send(message: str, **_: object) -> _Stream:
+        sent.append(message)
+        if message == "a long one":
+            raise DeviceMemoryError("GPU memory ran out at prefill: shorten the prompt")
+        return _Stream("yes")
+
+    talk = SimpleNamespace(send=send)
+    session = Session(
+        SimpleNamespace(conversation=lambda: talk),  # type: ignore[arg-type]
+        SimpleNamespace(as_options=dict),  # type: ignore[arg-type]
+        OutputOptions(),
+    )
+    monkeypatch.setattr(chat, "read_line", lambda: lines.pop(0))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
+    if not terminal:  # a script wants to know
+        with pytest.raises(DeviceMemoryError):
+            session.run()
+        return
+    session.run()
+    assert sent == ["a long one", "a short one"]
+    printed = capsys.readouterr()
+    assert printed.err == "error: GPU memory ran out at prefill: shorten the prompt\n"
+    assert printed.out == "yes\n"
+    assert len(session.outcomes) == 1
+
+
+class _Stream(list[str]):
+    result = None
+
+    def __init__(self, text: str) -> None:
+        super().__init__([text])
+
+    def close(self) -> None:
+        pass

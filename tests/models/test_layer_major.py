@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,3 +156,34 @@ def test_close_restores_every_forward_that_of_an_instance_too() -> None:
 )
 def test_automatic_chunks_are_an_eighth_within_limits(setting: Any, tokens: int, size: int) -> None:
     assert chunk_size(setting, tokens) == size
+
+
+class _Elsewhere(nn.Module):
+    """A decoder layer whose weights lie on another device than its input."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.self_attn, self.place = nn.Identity(), device
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor]:
+        self.came_from = hidden.device.type
+        return (hidden.to(self.place),)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hidden_states_move_to_another_device_once(in_place: bool) -> None:
+    """They went back to the first device after every layer of the second, by way of the bus."""
+    stack = nn.Module()
+    stack.layers = nn.ModuleList([_Elsewhere(place) for place in ("cpu", "meta", "meta")])
+    prefill = LayerMajorPrefill(stack, 5)
+    prefill.cache = SimpleNamespace(kv=SimpleNamespace(more_prompt=False))
+    prefill.in_place = in_place
+    hidden = torch.ones(1, PROMPT, 8)
+    places = []
+    for layer in stack.layers:
+        (hidden,) = layer(hidden)
+        places.append(hidden.device.type)
+        assert hidden.shape == (1, PROMPT, 8)
+    assert places == ["cpu", "meta", "meta"]
+    assert [layer.came_from for layer in stack.layers] == ["cpu", "cpu", "meta"]
+    prefill.close()

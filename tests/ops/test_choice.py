@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from hybrid_kv.errors import BackendUnavailable
 from hybrid_kv.ops import devices, get_ops
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
 from hybrid_kv.ops.dispatch import Ops, why_unavailable
+from hybrid_kv.types import PagedKV
+from tests.ops.fake_machine import Machine, fake_machine
 
 DEVICE_OPS = [op for op in OPS if op not in ("attend", "attend_causal", "attend_retrieved")]
 EVERYTHING = ("native", "triton", "flashinfer")
@@ -121,34 +122,15 @@ def test_what_served_is_on_record() -> None:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A machine whose GPU and packages can be set; what is known of the real one is forgotten."""
-    made = SimpleNamespace(gpu=True, capability=(9, 0), modules={})
-
-    def load(name: str) -> object:
-        if name not in made.modules:
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-        if isinstance(made.modules[name], Exception):
-            raise made.modules[name]
-        return made.modules[name]
-
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: made.gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: made.capability)
-    monkeypatch.setattr(devices, "import_module", load)
-    found = (devices.triton_state, devices.flashinfer_state, devices.backends_on)
-    for function in found:
-        function.cache_clear()
-    yield made
-    for function in found:
-        function.cache_clear()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with fake_machine(monkeypatch) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_a_device_backend_says_what_it_lacks(machine: SimpleNamespace, name: str) -> None:
+def test_a_device_backend_says_what_it_lacks(machine: Machine, name: str) -> None:
     def refusal() -> str:
-        devices.triton_state.cache_clear()
-        devices.flashinfer_state.cache_clear()
+        machine.forget()
         with pytest.raises(BackendUnavailable) as error:
             get_ops(name)
         return str(error.value)
@@ -160,30 +142,45 @@ def test_a_device_backend_says_what_it_lacks(machine: SimpleNamespace, name: str
     assert refusal() == start + f"the import of {name} fails: libcuda.so.1: cannot open" + end
     machine.modules[name] = ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi")
     assert refusal() == start + f"the import of {name} fails: No module named 'tvm_ffi'" + end
-    machine.capability = (7, 5)
-    needed = "the GPU has compute capability 7.5, 8.0 at least is needed"
+    # A broken wheel may raise anything; a traceback's worth of text is cut to its first line.
+    machine.modules[name] = SystemExit("no CUDA toolkit\nline after line")
+    assert refusal() == start + f"the import of {name} fails: no CUDA toolkit" + end
+    machine.modules[name] = RuntimeError()
+    assert refusal() == start + f"the import of {name} fails: RuntimeError" + end
+    machine.capabilities = [(7, 5)]
+    needed = "cuda:0 has compute capability 7.5, 8.0 at least is needed"
     assert refusal() == start + needed + end
     machine.gpu = False
     assert refusal() == start + "torch sees no NVIDIA GPU" + end
 
 
-def test_a_gpu_and_its_packages_make_device_backends_usable(machine: SimpleNamespace) -> None:
+def test_a_gpu_and_its_packages_make_device_backends_usable(machine: Machine) -> None:
     machine.modules = {"triton": object(), "flashinfer": object()}
-    assert devices.backends_on("cuda") == {"triton", "flashinfer"}
+    assert devices.backends_on("cuda") == devices.backends_on("cuda", "triton") == {"triton"}
+    assert devices.backends_on("cuda", "flashinfer") == {"triton", "flashinfer"}
     assert devices.backends_on("cpu") == frozenset()
     assert why_unavailable("triton") is None
     assert why_unavailable("flashinfer") is None
 
 
-def test_the_interpreter_serves_the_cpu(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashinfer_is_not_even_imported_unasked(machine: Machine) -> None:
+    """A broken one may crash or hang the process."""
+    machine.modules = {"triton": object(), "flashinfer": object()}
+    pages = PagedKV(*torch.zeros(2, 3, 9, 4, 64), torch.zeros(9, 4, dtype=torch.int64))
+    for backend in ("auto", "triton", "native"):
+        devices.backends_on("cuda", backend)
+        Ops(backend).reads_pages(pages.k[None])
+        get_ops(backend)
+    assert machine.imported == ["triton"]
+
+
+def test_the_interpreter_serves_the_cpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.modules, machine.gpu = {"triton": object()}, False
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert devices.backends_on("cpu") == {"triton"}
     assert devices.backends_on("cuda") == frozenset()
     machine.modules = {}
-    devices.triton_state.cache_clear()
+    machine.forget()
     assert "not installed" in str(why_unavailable("triton"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid_kv.errors import BackendUnavailable
 from hybrid_kv.ops import devices, dispatch, flashinfer, reference
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.types import PagedKV
@@ -118,7 +120,7 @@ def test_what_there_is_no_kernel_for_is_left_to_others(
 
 
 def test_a_request_by_name_reaches_it(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "backends_on", lambda _: frozenset({"flashinfer"}))
+    monkeypatch.setattr(dispatch, "backends_on", lambda *_: frozenset({"flashinfer"}))
     ops, pages = Ops("flashinfer"), pool(SHAPE, torch.float16, tail_fill=FILL)
     q, slots = queries(SHAPE, torch.float16), lists(SHAPE, 4)
     seen = newest_positions(SHAPE, pages)
@@ -127,6 +129,64 @@ def test_a_request_by_name_reaches_it(wrapper: type, monkeypatch: pytest.MonkeyP
     exact = reference.attend_pages(q, pages, slots, seen, scale=0.2)
     torch.testing.assert_close(part.lse, exact.lse, **TOLERANCES[torch.float32])
     assert ops.reads_pages(q[None, :, :1])
+
+
+FAILURES = [
+    RuntimeError("ninja: build stopped\nline after line"),
+    ImportError("cannot import name 'BatchDecodeWithPagedKVCacheWrapper'"),
+    AssertionError(),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", ["__init__", "plan", "run"])
+def test_a_flashinfer_that_is_broken_says_so_each_time_and_can_be_mended(
+    wrapper: type, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
+) -> None:
+    """A wrapper that could not be made left a buffer behind, and the next call met None."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    first = str(error).split("\n")[0] or "no message"
+    said = f"'flashinfer' failed in its paged decode: {type(error).__name__}: {first}; mend its"
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapper, step, fail)
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable, match=re.escape(said)) as caught:
+                check(SHAPE, torch.float16, 4)
+            assert caught.value.__cause__ is error
+            assert "use backend='auto'" in str(caught.value)
+    check(SHAPE, torch.float16, 4)
+
+
+def test_a_plan_that_failed_is_made_again(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(SHAPE, torch.float16, 4)
+    plans, plan = wrapper.plans, wrapper.plan
+
+    def half(self: object, *words: object, **options: object) -> None:
+        plan(self, *words, **options)
+        raise RuntimeError("after half of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapper, "plan", half)
+        with pytest.raises(BackendUnavailable):
+            check(SHAPE, torch.float16, 3)
+    check(SHAPE, torch.float16, 4)
+    assert wrapper.plans == plans + 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_memory_that_runs_out_in_flashinfer_is_not_taken_for_a_broken_one(
+    wrapper: type, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(wrapper, "run", fail)
+    with pytest.raises(type(error)) as caught:
+        check(SHAPE, torch.float16, 4)
+    assert caught.value is error
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops import Ops
-from hybrid_kv.store import ResidentStore, pool
+from hybrid_kv.store import ResidentStore, cold, pool
 from hybrid_kv.types import LayerShape
 
 SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=24)
@@ -119,3 +119,24 @@ def test_digests_that_do_not_fit_can_be_enabled_later(monkeypatch: pytest.Monkey
     resident.pool.enable_digests()
     assert resident.page_bounds(0)[1].shape == (2, 4, 24)
     resident.check_integrity()
+
+
+@pytest.mark.parametrize("array", [1, 2, 3])  # keys, values, positions
+def test_a_cold_row_that_cannot_grow_is_as_before(
+    monkeypatch: pytest.MonkeyPatch, array: int
+) -> None:
+    found = cold.ColdStore(SHAPE, torch.float32, 1)
+    old, new = rows(200), rows(100)
+    found.append(0, *old, torch.arange(200), None)
+    full = found.rows[0][0].extent.positions.shape[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(cold, "enlarge", refusing(cold.enlarge, array))
+        with pytest.raises(CapacityError):
+            found.append(0, *rows(full), torch.arange(200, 200 + full), None)
+    found.check_integrity()
+    assert found.num_tokens(0) == 200
+    found.append(0, *new, torch.arange(200, 300), None)
+    found.check_integrity()
+    assert found.positions_of(0) == list(range(300))
+    for held, first, then in zip(found.rows[0][0].extent.first(300), old, new, strict=True):
+        assert torch.equal(held, torch.cat([first, then], 1))
