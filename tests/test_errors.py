@@ -32,6 +32,7 @@ def test_each_error_is_a_builtin_one_too(kind: type[HybridKVError]) -> None:
 def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
     codes = {kind.__name__: kind.exit_code for kind in TYPED}
     assert codes == {
+        "AuditError": 1,
         "BackendUnavailable": 2,
         "CapacityError": 2,
         "ConfigError": 2,
