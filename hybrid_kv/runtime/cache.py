@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -235,9 +236,18 @@ class KVCache:
     def _seal(self, layer_idx: int, evidence: tuple[Evidence, ...]) -> None:
         self._settle_all()
         layer = self._layers[layer_idx]
-        self._evidence.pop(layer_idx, None)
         layer.seal(self.method.seal(layer_idx, evidence))
-        self._demote(layer_idx, [e.queries for e in evidence], is_prompt=True)
+        with self._sealing(layer_idx):
+            self._demote(layer_idx, [e.queries for e in evidence], is_prompt=True)
+
+    @contextmanager
+    def _sealing(self, layer_idx: int) -> Iterator[None]:
+        """A part of ending a prompt, which has not ended and can be ended again if this fails."""
+        try:
+            yield
+        except BaseException:
+            self._layers[layer_idx].unseal()
+            raise
 
     def _demote(
         self, layer_idx: int, samples: Sequence[Tensor | None] = (), *, is_prompt: bool = False
@@ -268,7 +278,10 @@ class KVCache:
         if (leaving := self._leaving.pop(layer_idx, None)) is not None:
             with self.phases.measure("wait"):
                 leaving.wait()
-            leaving.end(self.builds)
+            with self._sealing(layer_idx) if leaving.is_prompt else nullcontext():
+                leaving.end(self.builds)
+            if leaving.is_prompt:
+                self._evidence.pop(layer_idx, None)
 
     def _settle_all(self) -> None:
         for layer_idx in list(self._leaving):
@@ -301,9 +314,16 @@ class KVCache:
             self.seal_if_open(layer_idx)
         self._settle_all()
         saved = dict(self._layers)
-        for layer_idx, layer in saved.items():
-            if layer.placement is not None and layer.placement.rest is not Demotion.KEEP:
-                self._layers[layer_idx] = layer.branch()
+        branches: dict[int, LayerKV] = {}
+        try:
+            for layer_idx, layer in saved.items():
+                if layer.placement is not None and layer.placement.rest is not Demotion.KEEP:
+                    branches[layer_idx] = layer.branch()
+        except BaseException:  # memory ran out: all layers stay what they are
+            for branch in branches.values():
+                branch.cold.release()
+            raise
+        self._layers.update(branches)
         return Checkpoint(saved, {idx: list(layer.lengths) for idx, layer in saved.items()})
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -345,7 +365,8 @@ class KVCache:
 
     def close(self) -> None:
         """Gives up index builds that are not done; what has been stored is served as before."""
-        for layer in self.layers.values():
+        self._leaving.clear()  # whose pages are still resident
+        for layer in self._layers.values():
             layer.cold.cancel_builds()
         if self.auditor is not None:
             self.auditor.close()

@@ -46,43 +46,49 @@ class Departure:
         nearest: FindNearest | None = None,
         is_prompt: bool = False,
     ) -> None:
-        self._layer, self._is_prompt = layer, is_prompt
+        self._layer, self.is_prompt = layer, is_prompt
         outside = {row: layer.overflow(row) for row in range(layer.num_rows)}
-        self._rows = [row for row, overflow in outside.items() if overflow is not None]
         offloads = layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD
-        self._spills = [
-            _Spill.begin(executor, layer, row, overflow, samples[row] if samples else None, nearest)
+        self._rows = {
+            row: _Spill.begin(
+                executor, layer, row, overflow, samples[row] if samples else None, nearest
+            )
+            if offloads
+            else None
             for row, overflow in outside.items()
-            if overflow is not None and offloads
-        ]
+            if overflow is not None
+        }
 
     def __bool__(self) -> bool:
         """Whether there is anything to end."""
-        return bool(self._rows) or self._is_prompt
+        return bool(self._rows) or self.is_prompt
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(parcel.arrived for spill in self._spills for parcel in spill.parcels)
+        return all(parcel.arrived for parcel in self._parcels())
 
     def wait(self) -> None:
         """Returns when all copies have arrived."""
-        for spill in self._spills:
-            for parcel in spill.parcels:
-                parcel.open()
+        for parcel in self._parcels():
+            parcel.open()
+
+    def _parcels(self) -> list[Parcel]:
+        spills = (spill for spill in self._rows.values() if spill is not None)
+        return [parcel for spill in spills for parcel in spill.parcels]
 
     def end(self, runner: BuildRunner) -> None:
         """Hands what has arrived over to the cold tier, whose indexes may be built now.
 
         Raises:
-            NonFiniteError: a key or value is NaN or infinite; the row is as it was before.
+            NonFiniteError: a key or value is NaN or infinite; its row is as it was before.
         """
         layer = self._layer
-        for spill in self._spills:
-            spill.commit(layer, runner)
-        for row in self._rows:
+        for row, spill in self._rows.items():
+            if spill is not None:
+                spill.commit(layer, runner)
             layer.forget_overflow(row)
-        if self._is_prompt:
+        if self.is_prompt:
             if self._rows:
                 layer.compact()
             if layer.placement is not None and layer.placement.digests:

@@ -22,13 +22,19 @@ from hybrid_kv.types import LayerShape, SearchResult
 class ColdExtent:
     """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
 
-    Capacity is reserved generously: host memory that was never written is not committed.
+    Capacity is reserved generously, because host memory that was never written is not committed;
+    pinned memory is, so there is little more of it than is needed.
     """
 
-    def __init__(self, shape: LayerShape, dtype: torch.dtype, capacity: int) -> None:
+    def __init__(
+        self, shape: LayerShape, dtype: torch.dtype, count: int, *, pinned: bool = False
+    ) -> None:
+        self._pinned = pinned
+        capacity = self._generous(count)
         size = (shape.num_kv_heads, capacity, shape.head_dim)
         host = torch.device("cpu")
-        self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
+        self.k = allocate(size, dtype, host, pinned=pinned)
+        self.v = allocate(size, dtype, host, pinned=pinned)
         self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
         self.refs = 1
@@ -39,9 +45,16 @@ class ColdExtent:
         """Room for `count` more entries; amortised O(1) per token."""
         stop = self.length + count
         if stop > self.positions.shape[0]:
-            capacity = max(stop, 2 * self.positions.shape[0])
-            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
+            capacity = self._generous(stop)
+            self.k = enlarge(self.k, 1, capacity, pinned=self._pinned)
+            self.v = enlarge(self.v, 1, capacity, pinned=self._pinned)
             self.positions = enlarge(self.positions, 0, capacity)
+
+    def _generous(self, count: int) -> int:
+        """Room for `count` entries and those that will follow; a share of them, so that growing is
+        amortised.
+        """
+        return count + max(256, count // 16 if self._pinned else count)
 
     @property
     def keys(self) -> Tensor:
@@ -81,10 +94,16 @@ class Reservation:
 
 
 class ColdStore:
-    """Cold entries of all rows of a layer."""
+    """Cold entries of all rows of a layer.
 
-    def __init__(self, shape: LayerShape, dtype: torch.dtype, num_rows: int) -> None:
-        self.shape, self.dtype = shape, dtype
+    Args:
+        pinned: page-locked, for a GPU that fills and reads them by itself.
+    """
+
+    def __init__(
+        self, shape: LayerShape, dtype: torch.dtype, num_rows: int, *, pinned: bool = False
+    ) -> None:
+        self.shape, self.dtype, self._pinned = shape, dtype, pinned
         self.rows: list[list[Span]] = [[] for _ in range(num_rows)]
 
     def num_tokens(self, row: int) -> int:
@@ -96,7 +115,7 @@ class ColdStore:
         """
         count, spans = positions.shape[0], self.rows[row]
         if not spans or spans[-1].extent.refs > 1:
-            span = Span(ColdExtent(self.shape, self.dtype, max(2 * count, 256)), 0)
+            span = Span(ColdExtent(self.shape, self.dtype, count, pinned=self._pinned), 0)
         else:
             span = spans[-1]
         extent = span.extent
@@ -224,7 +243,7 @@ class ColdStore:
 
     def branch(self) -> ColdStore:
         """A store that continues from the same entries; `release` it when it is done."""
-        new = ColdStore(self.shape, self.dtype, 0)
+        new = ColdStore(self.shape, self.dtype, 0, pinned=self._pinned)
         new.rows = [[Span(span.extent, span.length) for span in spans] for spans in self.rows]
         for span in new.spans():
             span.extent.refs += 1

@@ -48,7 +48,7 @@ class LayerKV:
         self.resident = ResidentStore(
             shape, page_size, num_rows, dtype, device, capacity_tokens, ops
         )
-        self.cold = ColdStore(shape, dtype, num_rows)
+        self.cold = ColdStore(shape, dtype, num_rows, pinned=device.type == "cuda")
         self.placement: Placement | None = None
         self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones
         self.dropped = [0] * num_rows
@@ -73,6 +73,10 @@ class LayerKV:
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `overflow` then says what has to move."""
         self.placement = placement
+
+    def unseal(self) -> None:
+        """Takes `seal` back, as long as nothing has moved."""
+        self.placement = None
 
     def overflow(self, row: int) -> Overflow | None:
         """The pages between sinks and window that the placement does not keep, or None.

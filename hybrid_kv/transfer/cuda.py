@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.transfer.executor import Executor, Parcel
 from hybrid_kv.transfer.sync import SyncExecutor
 from hybrid_kv.types import PartialAttention
@@ -73,7 +74,7 @@ class CudaLane:
         target.copy_(source, non_blocking=True)
 
     def stage(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(list(size), dtype=dtype, pin_memory=True)
+        return pinned_empty(size, dtype)
 
 
 class _UnderWay:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.errors import CapacityError, NonFiniteError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.spill import Departure
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import ColdStore, LayerKV
 from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
@@ -213,3 +213,67 @@ def test_on_the_host_the_index_finds_neighbours_itself() -> None:
     attend(kv, *tokens(37))
     kv.seal(0)
     assert "nearest_keys" not in kv.ops.served
+
+
+# Failures
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_prompt_whose_end_fails_can_be_ended_again(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, now, _ = caches(page_size=4, sink_tokens=4, window_tokens=8, spare_tokens=8)
+    prompt, steps = tokens(37, rows), [tokens(1, rows) for _ in range(9)]
+    left, right = iter(range(2 * rows)), ColdStore.commit
+
+    def commit(*arguments: Any) -> None:
+        if next(left, None) == rows - 1:
+            raise CapacityError("host memory ran out")
+        right(*arguments)
+
+    for kv in (late, now):
+        attend(kv, *prompt)
+    monkeypatch.setattr(ColdStore, "commit", commit)
+    with pytest.raises(CapacityError):
+        _sealed_and_settled(late)
+    assert not late.is_sealed(0)
+    late.check_integrity()
+    for step in steps:
+        outs = [attend(kv, *step) for kv in (late, now)]
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+    late.check_integrity()
+    assert late.layers[0].resident.pool.key_min is not None
+
+
+def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, kv, _ = caches(**SMALL)
+    for layer_idx in (0, 1):
+        attend(kv, *tokens(37), layer_idx=layer_idx)
+    branch = LayerKV.branch
+
+    def fail_at_second(layer: LayerKV) -> LayerKV:
+        if layer.shape.layer_idx == 1:
+            raise CapacityError("host memory ran out")
+        return branch(layer)
+
+    monkeypatch.setattr(LayerKV, "branch", fail_at_second)
+    before = dict(kv.layers)
+    with pytest.raises(CapacityError):
+        kv.checkpoint()
+    assert all(kv.layers[layer_idx] is layer for layer_idx, layer in before.items())
+    kv.check_integrity()
+
+
+def test_a_cache_that_is_closed_keeps_what_was_leaving() -> None:
+    late, now, _ = caches(**SMALL)
+    prompt, step = tokens(37), tokens(1)
+    for kv in (late, now):
+        attend(kv, *prompt)
+        kv.seal(0)
+        kv.close()
+    outs = [attend(kv, *step) for kv in (late, now)]
+    late.check_integrity()
+    assert late.layers[0].cold.num_tokens(0) == now.layers[0].cold.num_tokens(0)
+    assert outs[0].isfinite().all()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
+from hybrid_kv.store import cold as cold_module
 from hybrid_kv.types import LayerShape, bytes_per_token
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
 
@@ -284,3 +287,26 @@ def test_searching_without_an_index_is_refused() -> None:
     cold.append(0, k, -k, torch.arange(3), None)
     with pytest.raises(IntegrityError, match="its placement named no index"):
         cold.search(0, torch.randn(2, 1, 3), 2)
+
+
+@pytest.mark.parametrize(("pinned", "most"), [(False, 2.0), (True, 1.1)])
+def test_pinned_memory_is_taken_for_little_more_than_what_comes(
+    pinned: bool, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    allocate_ = cold_module.allocate
+
+    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        asked.append(options.get("pinned", False))
+        return allocate_(*arguments, **options)
+
+    monkeypatch.setattr(cold_module, "allocate", allocate)
+    cold = ColdStore(LayerShape(0, 2, 2, 8), torch.float32, 1, pinned=pinned)
+    for count in (5000, 3000, 7):
+        k = torch.randn(2, count, 8)
+        start = cold.num_tokens(0)
+        cold.append(0, k, -k, torch.arange(start, start + count), None)
+        (span,) = cold.rows[0]
+        assert span.extent.k.shape[1] <= most * span.length
+        assert torch.equal(span.extent.k[:, start : start + count], k)
+    assert asked == [pinned, pinned, False], "positions are the host's own"
