@@ -25,12 +25,15 @@ WHEELS = """\
 Packages that lack can be brought along as wheels. On a machine with a network, for the Python and
 the processor of the one with the GPU:
 
-    python3 -m pip download --no-deps --only-binary=:all: --python-version {python} \\
+    python3 -m pip download --only-binary=:all: --python-version {python} --dest wheels \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
-        --platform manylinux2014_x86_64 --dest wheels {names}
+        --platform manylinux2014_x86_64 {names}
 
 Then, beside the checkout: scripts/gpu_check --wheels wheels. They are unpacked into a temporary
-folder; nothing is installed. One version of each is enough; two are refused."""
+folder; nothing is installed. Keep one version of each: pip refuses two."""
+
+TORCH = """\
+torch is not carried along: install a build with CUDA there, as its own pages say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,6 @@ class Requirement:
     """A package: its name for pip, the module it gives, the least version, and who needs it.
 
     for_all: nothing runs without it; else only what `purpose` says is left out.
-    with_it: packages it needs that a wheel does not bring.
     """
 
     package: str
@@ -46,17 +48,13 @@ class Requirement:
     purpose: str
     least: tuple[int, ...] = ()
     for_all: bool = True
-    with_it: tuple[str, ...] = ()
 
 
 REQUIREMENTS = (
     Requirement("torch", "torch", "everything; a build with CUDA", (2, 9)),
     Requirement("transformers", "transformers", "the models", (5, 17)),
     Requirement("numpy", "numpy", "the package"),
-    Requirement(
-        *("pydantic", "pydantic", "the package's settings", (2,)),
-        with_it=("pydantic-core", "annotated-types", "typing-inspection", "typing-extensions"),
-    ),
+    Requirement("pydantic", "pydantic", "the package's settings", (2,)),
     Requirement("psutil", "psutil", "the package: how much memory the host has"),
     Requirement("safetensors", "safetensors", "the needle model's weights", (0, 8)),
     Requirement("pyyaml", "yaml", "transformers"),
@@ -110,20 +108,15 @@ def missing(findings: Sequence[Finding]) -> list[str]:
     return [found.name for found in findings if found.state == "missing"]
 
 
-def wheels_for(findings: Sequence[Finding]) -> list[str]:
-    """Names that pip must download so that nothing is missing."""
-    lacking = set(missing(findings))
-    names = [r for r in REQUIREMENTS if r.package in lacking]
-    return [name for r in names for name in (r.package, *r.with_it)]
-
-
 def instructions(findings: Sequence[Finding]) -> str:
     """How to bring what is missing; empty where nothing is."""
-    names = wheels_for(findings)
-    if not names:
-        return ""
+    names = missing(findings)
+    carried = [name for name in names if name != "torch"]
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return WHEELS.format(python=python, names=" ".join(names))
+    parts = [TORCH] if "torch" in names else []
+    if carried:
+        parts.append(WHEELS.format(python=python, names=" ".join(carried)))
+    return "\n\n".join(parts)
 
 
 def unpack_wheels(folder: Path, target: Path) -> None:
