@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from hybrid_kv.cli.options import OutputOptions
+import typer
+
+from hybrid_kv.cli.options import OutputOptions, count
 
 if TYPE_CHECKING:
     from hybrid_kv.report.schema import DoctorReport
 
 
-def doctor(*, output: OutputOptions) -> None:
-    """Show versions, devices, memory and back ends; exit code 1 if something needed is missing."""
-    import typer
+def doctor(
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="Whose keys and values the figures are for.")
+    ] = "random:llama-3-8b",
+    context: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Tokens that they are for.")
+    ] = 2**17,
+    measured: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="Measure bandwidths, in about a second."),
+    ] = True,
+    output: OutputOptions,
+) -> None:
+    """Show versions, devices, memory, back ends, and what this machine's bandwidths mean.
 
+    Exit code 1 if something needed is missing.
+    """
     from hybrid_kv.cli.documents import check_target, write_report
     from hybrid_kv.cli.examination import examine
 
     check_target(output)
     report = examine()
+    lacking = any(check.state == "missing" for check in report.checks)
+    if measured and not lacking:
+        report = _with_measurements(report, model, context)
     if not output.json_only:
         _print(report)
     write_report(report, output)
-    if any(check.state == "missing" for check in report.checks):
+    if lacking:
         raise typer.Exit(1)
+
+
+def _with_measurements(report: DoctorReport, model: str, context: int) -> DoctorReport:
+    from hybrid_kv.cli.measurements import measure
+    from hybrid_kv.report.run import MachineGbps
+
+    rates, lines = measure(model, context)
+    gbps = MachineGbps(
+        device=rates.device, dram=rates.dram, gather=rates.gather, h2d=rates.h2d, d2h=rates.d2h
+    )
+    return report.model_copy(
+        update={
+            "model": model,
+            "context_tokens": context,
+            "bandwidth_gbps": gbps,
+            "checks": (*report.checks, *lines),
+        }
+    )
 
 
 def _print(report: DoctorReport) -> None:

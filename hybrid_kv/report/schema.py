@@ -78,11 +78,17 @@ class Check(Group):
 
 
 class DoctorReport(_Head):
-    """`doctor`: what this machine can run."""
+    """`doctor`: what this machine can run.
+
+    model, context_tokens: what the lines on bandwidths speak of; null where none were measured.
+    """
 
     command: Literal["doctor"] = "doctor"
     ram_free_bytes: int
     devices: tuple[str, ...]
+    model: str | None = None
+    context_tokens: int | None = None
+    bandwidth_gbps: MachineGbps | None = None
     checks: tuple[Check, ...]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 
 import hybrid_kv
-from hybrid_kv.cli import examination
+from hybrid_kv.cli import examination, measurements
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.plugins import INDEXES, METHODS
+from hybrid_kv.report.run import MachineGbps
+from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, report_of
 from tests.ops.fake_cudart import Code, fake_cuda
 
@@ -71,8 +74,9 @@ def test_every_common_setting_is_explained() -> None:
 
 def test_doctor_reports_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "check_needle", lambda: examination.check_package("torch"))
-    report = report_of(call("doctor", "--json", "-"))
+    report = report_of(call("doctor", "--no-measure", "--json", "-"))
     assert report.command == "doctor"
+    assert report.bandwidth_gbps is None
     checks = {check.name: check for check in report.checks}
     assert checks["torch"].state == "ok"
     assert checks["backend reference"].state == "ok"
@@ -98,6 +102,36 @@ def test_doctor_says_which_engine_serves(
     assert engine["state"] == state
     assert engine["detail"].startswith(detail)
     assert result.exit_code == (1 if state == "missing" else 0)
+
+
+def test_doctor_says_what_bandwidths_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 10 GB/s: 8,192 tokens x 32 layers x 8 heads x 129 bytes are 27 ms."""
+    rates = Rates(device=100.0, dram=10.0, gather=5.0, h2d=20.0, d2h=25.0)
+    monkeypatch.setattr(measurements, "measure_rates", lambda _: rates)
+    report = report_of(call("doctor", "--context", "8k", "--json", "-"))
+    assert report.bandwidth_gbps == MachineGbps(device=100, dram=10, gather=5, h2d=20, d2h=25)
+    assert (report.model, report.context_tokens) == ("random:llama-3-8b", 8192)
+    lines = {check.name: check.detail for check in report.checks}
+    assert "a scan in 8 bits (258.0 MiB) takes 27.1 ms a token" in lines["host bandwidth"]
+    assert "reading all keys and values (1.0 GiB) 107.4 ms" in lines["host bandwidth"]
+    assert "(50.0 MiB at most) takes 10.5 ms" in lines["host gather"]
+    assert "would take 53.7 ms a token, a prompt's leave in 42.9 ms" in lines["bus to the GPU"]
+    assert "100 GB/s" in lines["GPU bandwidth"]
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(0, "one node"), (1, "one node"), (2, "2 nodes")])
+def test_doctor_counts_numa_nodes(
+    nodes: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(nodes):
+        (tmp_path / f"node{number}").mkdir()
+    (tmp_path / "possible").touch()
+    monkeypatch.setattr(measurements, "_NODES", tmp_path)
+    monkeypatch.setattr(measurements, "measure_rates", lambda _: Rates(1.0, 1.0, 1.0))
+    report = report_of(call("doctor", "--json", "-"))
+    (line,) = [check for check in report.checks if check.name == "NUMA"]
+    assert line.detail.startswith(said)
+    assert not [check for check in report.checks if check.name == "bus to the GPU"]
 
 
 def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""What `doctor` measures, and what it means for a context of some length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hybrid_kv.cli.display import human_bytes, human_seconds
+from hybrid_kv.models.facts import model_facts
+from hybrid_kv.models.load import resolve_device
+from hybrid_kv.report.schema import Check
+from hybrid_kv.runtime.planner import ModelFacts
+from hybrid_kv.runtime.rates import Rates, measure_rates
+
+_NODES = Path("/sys/devices/system/node")
+_TOP_K = 100
+
+
+def measure(model: str, context_tokens: int) -> tuple[Rates, tuple[Check, ...]]:
+    """Bandwidths of this machine, with a line on each for that model and context.
+
+    Takes about a second; reads the model's configuration alone.
+    """
+    facts = model_facts(model)
+    rates = measure_rates(resolve_device(None))
+    return rates, tuple(_lines(facts, context_tokens, rates))
+
+
+def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
+    kv = tokens * facts.kv_bytes_per_token
+    codes = sum(tokens * layer.num_kv_heads * (layer.head_dim + 1) for layer in facts.layers)
+    found = sum(
+        min(tokens, _TOP_K * layer.group_size) * facts.kv_bytes(layer) for layer in facts.layers
+    )
+    name = f"{tokens:,} tokens of {facts.name}"
+    yield _line(
+        "host bandwidth",
+        f"{rates.dram:.1f} GB/s in order; for {name} a scan in 8 bits ({human_bytes(codes)}) takes "
+        f"{_time(codes, rates.dram)} a token, reading all keys and values ({human_bytes(kv)}) "
+        f"{_time(kv, rates.dram)}",
+    )
+    yield _line(
+        "host gather",
+        f"{rates.gather:.1f} GB/s in rows of 256 bytes anywhere; attending {_TOP_K} entries per "
+        f"query head ({human_bytes(found)} at most) takes {_time(found, rates.gather)} a token",
+    )
+    if rates.h2d is not None and rates.d2h is not None:
+        yield _line(
+            "bus to the GPU",
+            f"{rates.h2d:.1f} GB/s in, {rates.d2h:.1f} GB/s out; streaming all keys and values "
+            f"in would take {_time(kv, rates.h2d)} a token, a prompt's leave in "
+            f"{_time(kv, rates.d2h)}",
+        )
+        yield _line(
+            "GPU bandwidth",
+            f"{rates.device:.0f} GB/s; the weights ({human_bytes(facts.read_bytes)}) take "
+            f"{_time(facts.read_bytes, rates.device)} a token, all keys and values on the GPU "
+            f"would take {_time(kv, rates.device)}",
+        )
+    nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
+    yield _line(
+        "NUMA",
+        "one node: memory is equally near to all cores"
+        if nodes == 1
+        else f"{nodes} nodes: cold entries lie where the thread that stored them runs, and half of "
+        "the cores read them from afar; run under `numactl --interleave=all`, or on one node",
+    )
+    threads = torch.get_num_threads()
+    yield _line("threads", f"{threads} of torch's; HYBRID_KV_THREADS sets the search's own")
+
+
+def _line(name: str, detail: str) -> Check:
+    return Check(name=name, state="ok", detail=detail)
+
+
+def _time(count: float, gbps: float) -> str:
+    return human_seconds(count / gbps / 1e9)
