@@ -89,3 +89,8 @@ def test_a_machine_path_is_found(folder: str, before: str) -> None:
 @pytest.mark.parametrize("text", ["docs/home/x", "https://example.org/home/x", "~/work/x", "/work"])
 def test_other_paths_are_let_through(text: str) -> None:
     assert not MACHINE_PATH.search(text)
+
+
+def test_no_merge_was_left_unfinished() -> None:
+    mark = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    assert [path.name for path in tracked() if mark.search(text_of(path))] == []
