@@ -49,10 +49,12 @@ class Index(ABC):
 
     exact: whether this instance always finds the best keys and scores every key; parameters may
         decide.
+    page_tokens: keys are chosen by aligned runs of so many, which then travel together.
     """
 
     Params: ClassVar[type[BaseModel]]
     exact: bool = False
+    page_tokens: int = 1
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -135,6 +137,7 @@ class Placement:
 
     sink_tokens, window_tokens: always resident, at the start and at the end of the context.
     spare_tokens: further resident tokens just before the window.
+    hot_tokens: device room, in each row, for copies of the offloaded pages that are used most.
     rest: what becomes of all other entries, now and whenever the window moves on.
     index: makes the index that finds offloaded keys; None where all of them are attended.
     digests: keep the page digests that a page budget in `read` needs.
@@ -146,6 +149,7 @@ class Placement:
     rest: Demotion = Demotion.KEEP
     index: Callable[[], Index] | None = None
     digests: bool = False
+    hot_tokens: int = 0
 
 
 class Method(ABC):

@@ -36,6 +36,7 @@ class PagesIndex(KeyIndex):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
+        self.page_tokens = params.page_size
         self._digests = torch.empty(0, 0, 0)  # [Hkv, capacity, 2 D]: maximum, minimum
         self._described: PageDigests | None = None  # the pages in use, for the engine
 

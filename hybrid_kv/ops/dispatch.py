@@ -89,8 +89,10 @@ class Ops:
         here = ("native",) if native.serves(k, v) else ()
         if self._choose("attend_retrieved", q, here=here) == "native":
             return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)
-        heads, rows = torch.arange(len(ids))[:, None, None], ids.clamp_min(0)
-        bias = torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[:, :, None]
+        heads = torch.arange(len(ids), device=ids.device)[:, None, None]
+        rows = ids.clamp_min(0)
+        bias = torch.zeros(ids.shape, device=ids.device).masked_fill_(ids < 0, -torch.inf)
+        bias = bias[:, :, None]
         part = self.attend(
             q[:, :, None], k[heads, rows], v[heads, rows], scale=scale, bias=bias, softcap=softcap
         )

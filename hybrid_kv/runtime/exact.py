@@ -55,7 +55,7 @@ def _attend_row(
 ) -> PartialAttention:
     # Table order is the order of positions and the new tokens are its end, so causality holds by
     # place; all cold entries are older than every new token.
-    k, v = layer.resident.row_view(row)
+    k, v = layer.owned_view(row)
     parts = [attend_causal(ops, q[None], k[None], v[None], scale=scale, softcap=softcap)]
     grouped = group_queries(q[None], layer.shape.num_kv_heads)
     for span in layer.cold.rows[row]:

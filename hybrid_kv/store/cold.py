@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
 from hybrid_kv.store.memory import allocate, enlarge
-from hybrid_kv.types import LayerShape, SearchResult
+from hybrid_kv.types import LayerShape, PagedKV, SearchResult
 
 
 class ColdExtent:
@@ -66,6 +67,15 @@ class ColdExtent:
         """[Hkv, length, D], a view."""
         return self.v[:, : self.length]
 
+    def pages(self, size: int) -> PagedKV:
+        """All memory as pages of `size` entries, views; the last ones may not be filled yet."""
+        count = self.positions.shape[0] // size
+        k, v, positions = (
+            tensor.narrow(axis, 0, count * size).unflatten(axis, (count, size))
+            for tensor, axis in ((self.k, 1), (self.v, 1), (self.positions, 0))
+        )
+        return PagedKV(k, v, positions)
+
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, D] of the oldest entries, views."""
         return self.k[:, :length], self.v[:, :length]
@@ -108,6 +118,14 @@ class ColdStore:
 
     def num_tokens(self, row: int) -> int:
         return sum(span.length for span in self.rows[row])
+
+    def first_pages(self, row: int, size: int) -> list[int]:
+        """By span: the number of its first page of `size` entries; each span begins a page.
+
+        One more stands at the end: the number of pages, those filled in part included.
+        """
+        counts = (-(-span.length // size) for span in self.rows[row])
+        return list(accumulate(counts, initial=0))
 
     def reserve(self, row: int, positions: Tensor) -> Reservation:
         """Room for entries at positions [n] behind those of the row; until it is committed or given

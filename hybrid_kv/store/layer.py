@@ -2,11 +2,13 @@
 
 Positions count a row's stored tokens from 0; padding is never stored. In every row the order is
 sinks, cold entries, spare pages, window: what leaves the window is always the oldest page behind
-the sinks, so the cold tier is one run of positions.
+the sinks, so the cold tier is one run of positions. Hot pages are copies of cold pages and own nothing:
+their entries are the cold tier's.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdStore
+from hybrid_kv.store.hot import HotPages
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
 
@@ -52,6 +55,7 @@ class LayerKV:
         self.placement: Placement | None = None
         self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones
         self.dropped = [0] * num_rows
+        self.hot = [HotPages(page_size, 0) for _ in range(num_rows)]
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
@@ -73,6 +77,8 @@ class LayerKV:
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `overflow` then says what has to move."""
         self.placement = placement
+        capacity = placement.hot_tokens // self.page_size
+        self.hot = [HotPages(self.page_size, capacity) for _ in range(self.num_rows)]
 
     def unseal(self) -> None:
         """Takes `seal` back, as long as nothing has moved."""
@@ -104,7 +110,7 @@ class LayerKV:
         place = self.placement
         if place is None or place.rest is Demotion.KEEP:
             return 0, 0
-        start = place.sink_tokens // self.page_size
+        start = self.hot_range(row).stop
         pages, fill = len(self.resident.tables[row]), self.resident.tail_fill[row]
         # The last page is always kept; whole pages before it fill the window up.
         kept = 1 + -(-max(0, place.window_tokens + place.spare_tokens - fill) // self.page_size)
@@ -112,18 +118,71 @@ class LayerKV:
 
     def compact(self) -> None:
         """Gives the memory of demoted pages back (once, after the prompt is sealed)."""
-        self.resident = self.resident.select(range(self.num_rows))
+        self.resident = self.resident.select(range(self.num_rows), self._hot_tokens)
+
+    # Hot pages ----------------------------------------------------------------------------------
+
+    @property
+    def _hot_tokens(self) -> int:
+        return 0 if self.placement is None else self.placement.hot_tokens
+
+    def hot_range(self, row: int) -> range:
+        """Where in a row's page table the hot pages stand: behind the sinks."""
+        sinks = 0 if self.placement is None else self.placement.sink_tokens // self.page_size
+        return range(sinks, sinks + len(self.hot[row]))
+
+    def owned_view(self, row: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of the entries that the resident tier owns, oldest first."""
+        return self.resident.row_view(row, self.hot_range(row))
+
+    def promote(self, row: int) -> int:
+        """Ends a step: copies the cold pages to the device that have become worth it.
+
+        Returns:
+            How many pages.
+        """
+        promotions = self.hot[row].next_step()
+        if not promotions:
+            return 0
+        pool, hot = self.resident.pool, self.hot[row]
+        fresh = pool.allocate(row, len(promotions))
+        first_pages = self.cold.first_pages(row, self.page_size)
+        for number, span in enumerate(self.cold.rows[row]):
+            first, stop = first_pages[number : number + 2]
+            pages = {new: p.page - first for new, p in zip(fresh, promotions, strict=True)}
+            pages = {new: slot for new, slot in pages.items() if 0 <= slot < stop - first}
+            if pages:
+                source = span.extent.pages(self.page_size)
+                pool.load(list(pages), source, list(pages.values()))
+        for page, promotion in zip(fresh, promotions, strict=True):
+            index = self.hot_range(row).start + promotion.place
+            self.resident.put_page(row, index, page, instead=promotion.place < len(hot))
+            hot.take(promotion)
+        return len(promotions)
+
+    def cool(self, row: int) -> None:
+        """Forgets the hot pages of a row."""
+        hot = self.hot_range(row)
+        self.resident.remove_pages(row, hot.start, hot.stop)
+        self.hot[row].clear()
+
+    # Rows ---------------------------------------------------------------------------------------
 
     def crop(self, row: int, count: int) -> None:
         """Forgets the newest `count` tokens of a row, from whichever tier holds them."""
         self.lengths[row] -= count
         moved = self.cold.num_tokens(row) + self.dropped[row] > 0
         sinks = self.placement.sink_tokens if self.placement is not None and moved else 0
+        owned = self.resident.num_tokens(row) - len(self.hot[row]) * self.page_size
+        near = min(count, owned - sinks)
+        if near < count:  # cold entries go as well, and with them the pages that were copied
+            self.cool(row)
         resident = self.resident.num_tokens(row)
-        near = min(count, resident - sinks)
         far = min(count - near, self.cold.num_tokens(row))
         lost = min(count - near - far, self.dropped[row])
-        self.cold.truncate(row, self.cold.num_tokens(row) - far)
+        if far:
+            self.cold.truncate(row, self.cold.num_tokens(row) - far)
+            self.hot[row].truncate(self.cold.first_pages(row, self.page_size)[-1])
         self.dropped[row] -= lost
         self.resident.truncate(row, resident - near - (count - near - far - lost))
 
@@ -133,7 +192,8 @@ class LayerKV:
         Until the branch is released, each of the two counts references of the other as well.
         """
         new = copy(self)
-        new.resident = self.resident.select(range(self.num_rows))
+        new.resident = self.resident.select(range(self.num_rows), self._hot_tokens)
+        new.hot = [hot.copy() for hot in self.hot]
         new.cold = self.cold.branch()
         new.lengths, new.dropped = list(self.lengths), list(self.dropped)
         return new
@@ -143,7 +203,8 @@ class LayerKV:
         if len(sources) == self.num_rows:
             self.resident.fork(sources)
         else:
-            self.resident = self.resident.select(sources)
+            self.resident = self.resident.select(sources, self._hot_tokens)
+        self.hot = [self.hot[source].copy() for source in sources]
         self.cold.fork(sources)
         self.num_rows = len(sources)
         self.lengths = [self.lengths[source] for source in sources]
@@ -155,6 +216,9 @@ class LayerKV:
         self.cold.check_integrity()
         for row in range(self.num_rows):
             near, far = self.resident.positions_of(row), self.cold.positions_of(row)
+            self._check_hot(row, near)
+            hot = self.hot_range(row)
+            del near[hot.start * self.page_size : hot.stop * self.page_size]
             owned = set(near) | set(far)
             if len(owned) != len(near) + len(far):
                 twice = sorted(set(near) & set(far)) or "a position within one tier"
@@ -166,3 +230,25 @@ class LayerKV:
                 )
             if owned and max(owned) >= self.lengths[row]:
                 raise IntegrityError(f"row {row}: position {max(owned)} lies beyond its end")
+
+    def _check_hot(self, row: int, near: Sequence[int]) -> None:
+        """Every hot page is a copy of the cold page that it says it is."""
+        size, first_pages = self.page_size, self.cold.first_pages(row, self.page_size)
+        if len(self.hot[row]) > self.hot[row].capacity:
+            raise IntegrityError(
+                f"row {row}: {len(self.hot[row])} hot pages, room for {self.hot[row].capacity}"
+            )
+        for index, page in zip(self.hot_range(row), self.hot[row].pages, strict=True):
+            number = bisect_right(first_pages, page) - 1
+            slot = page - first_pages[number]
+            if number >= len(self.cold.rows[row]) or (
+                (slot + 1) * size > self.cold.rows[row][number].length
+            ):
+                raise IntegrityError(f"row {row}: hot page {page} is no full cold page")
+            backing = self.cold.rows[row][number].extent.pages(size)
+            k, v = self.resident.read_pages(row, index, index + 1, size)
+            same = list(near[index * size : (index + 1) * size]) == backing.positions[slot].tolist()
+            for copied, original in ((k, backing.k), (v, backing.v)):
+                same &= torch.equal(copied, original[:, slot].to(copied.device))
+            if not same:
+                raise IntegrityError(f"row {row}: hot page {page} differs from its cold page")

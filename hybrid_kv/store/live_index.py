@@ -125,6 +125,11 @@ class LiveIndex:
     def is_building(self) -> bool:
         return self._build is not None
 
+    @property
+    def page_tokens(self) -> int:
+        """See `Index.page_tokens`."""
+        return self._serving.page_tokens
+
     def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
         """See `Index.search`."""
         self.searches += 1

@@ -114,6 +114,18 @@ class PagePool:
         """Stores k, v [Hkv, n, D] in token places (slot * page_size + offset), n > 0."""
         self.ops.append(self.pages, k, v, places, first_position)
 
+    def load(self, pages: Sequence[int], source: PagedKV, source_slots: Sequence[int]) -> None:
+        """Fills pages with copies of full ones of another pool, on this device or on the host."""
+        slots = self.slots(pages)
+        wanted = torch.tensor(source_slots)
+        from_, to = (x.to(self.device) for x in (wanted, torch.from_numpy(slots)))
+        heads = self.shape.num_kv_heads
+        self.ops.copy_pages(source, self.pages, from_.expand(heads, -1), to.expand(heads, -1))
+        self.positions[to] = source.positions[wanted.to(source.positions.device)].to(
+            self.device, torch.int64
+        )
+        self._digest(slots)
+
     def hide(self, page: int, offset: int) -> None:
         """Forgets the tokens of a private page from `offset` on; its digest stays a valid bound."""
         self.positions[int(self.slots([page])[0]), offset:] = HIDDEN

@@ -1,7 +1,8 @@
 """The resident tier of one layer: page tables over a pool, one per batch row.
 
-A row's pages are in logical order: sinks, spare pages, window. Attention does not care about order,
-so views come in slot order and visibility is decided by positions.
+A row's pages are in logical order: sinks, hot pages (copies of cold ones, in any order), spare pages,
+window. Attention does not care about order, so views come in slot order and visibility is decided by
+positions.
 """
 
 from __future__ import annotations
@@ -126,10 +127,14 @@ class ResidentStore:
         self.tail_fill = [self.tail_fill[source] for source in sources]
         self._forked, self._in_order = True, False
 
-    def select(self, sources: Sequence[int]) -> ResidentStore:
-        """A new store whose row r is a copy of row sources[r]; any number of rows."""
+    def select(self, sources: Sequence[int], room_tokens: int = 0) -> ResidentStore:
+        """A new store whose row r is a copy of row sources[r]; any number of rows.
+
+        Args:
+            room_tokens: more that each row can take without growing.
+        """
         pool = self.pool
-        most = max((self.num_tokens(source) for source in sources), default=0)
+        most = room_tokens + max((self.num_tokens(source) for source in sources), default=0)
         new = ResidentStore(
             pool.shape,
             self.page_size,
@@ -162,6 +167,14 @@ class ResidentStore:
         self.tail_fill[row] = self.page_size if whole else other.tail_fill[source]
         expected = range(self.num_tokens(row))
         self._in_order &= self.positions_of(row) == list(expected)
+
+    def put_page(self, row: int, index: int, page: int, *, instead: bool) -> None:
+        """Enters a page of the pool into a row's table, before or instead of the one at `index`."""
+        table = self.tables[row]
+        if instead:
+            self.pool.release(table[index : index + 1])
+        table[index : index + instead] = [page]
+        self._in_order = False
 
     # Reading ------------------------------------------------------------------------------------
 
@@ -198,13 +211,22 @@ class ResidentStore:
         k, v = (t[:, where].transpose(0, 1).flatten(2, 3) for t in (pool.k, pool.v))
         return ResidentView(k, v, positions.flatten(1))
 
-    def row_view(self, row: int) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, N, D] of one row, oldest first; a copy unless its pages lie in order."""
-        return self.read_pages(row, 0, len(self.tables[row]), self.num_tokens(row))
+    def row_view(self, row: int, without: range = range(0)) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of one row in table order; a copy unless its pages lie in order.
+
+        Args:
+            without: full pages that are left out, by their place in the table.
+        """
+        table = self.tables[row][: without.start] + self.tables[row][without.stop :]
+        count = self.num_tokens(row) - len(without) * self.page_size
+        return self._read(table, count)
 
     def read_pages(self, row: int, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, n, D] of the pages start..stop of a row, at most `limit` tokens."""
-        slots = self.pool.slots(self.tables[row][start:stop])
+        return self._read(self.tables[row][start:stop], limit)
+
+    def _read(self, pages: list[int], limit: int) -> tuple[Tensor, Tensor]:
+        slots = self.pool.slots(pages)
         where: slice | Tensor = torch.from_numpy(slots).to(self.pool.device)
         if len(slots) and (np.diff(slots) == 1).all():
             where = slice(int(slots[0]), int(slots[-1]) + 1)

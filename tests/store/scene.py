@@ -36,8 +36,10 @@ def keys_of(tags: Tensor) -> Tensor:
 def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}
-    k, v = store.resident.row_view(row)
+    k, v = store.owned_view(row)
     positions = store.resident.positions_of(row)
+    hot = store.hot_range(row)
+    del positions[hot.start * store.page_size : hot.stop * store.page_size]
     _enter(found, positions, k, v, "resident")
     for span in store.cold.rows[row]:
         k, v = span.extent.first(span.length)

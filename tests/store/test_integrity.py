@@ -14,11 +14,17 @@ from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, Feed, flat_index, layer
 
 
+SIZES = (PAGE, 2 * PAGE, PAGE)
+
+
 def tiered() -> LayerKV:
-    """Two rows of 37 tokens: a page of sinks, 5 cold pages, 4 pages of spare and window."""
+    """Two rows of 37 tokens: a page of sinks, 5 cold pages, 4 pages of spare and window.
+
+    Row 1 has the cold pages 2 and 3 on the device as well.
+    """
     store = layer(rows=2)
     Feed(store).append(37)
-    store.seal(Placement(PAGE, 2 * PAGE, PAGE, Demotion.OFFLOAD, flat_index(), digests=True))
+    store.seal(Placement(*SIZES, Demotion.OFFLOAD, flat_index(), digests=True, hot_tokens=2 * PAGE))
     for row in range(2):
         overflow = store.overflow(row)
         assert overflow is not None
@@ -26,6 +32,8 @@ def tiered() -> LayerKV:
         store.forget_overflow(row)
     store.compact()
     store.resident.pool.enable_digests()
+    store.hot[1].book(torch.full((2, 3, 2), 2 * PAGE) + PAGE * torch.arange(2), 0, 5, None)
+    assert store.promote(1) == 2
     return store
 
 
@@ -112,6 +120,22 @@ def the_index_lacks_a_key(store: LayerKV) -> None:
     extent.index.rebuild(extent.keys[:, :-1])
 
 
+def a_hot_page_is_not_what_the_host_holds(store: LayerKV) -> None:
+    store.cold.rows[1][0].extent.v[1, 3 * PAGE] += 1
+
+
+def a_hot_page_stands_for_another(store: LayerKV) -> None:
+    store.hot[1].pages[0] = 1
+
+
+def a_hot_page_has_no_backing(store: LayerKV) -> None:
+    store.hot[1].pages[0] = 5
+
+
+def a_hot_page_was_forgotten_by_half(store: LayerKV) -> None:
+    store.hot[1].clear()
+
+
 def order_is_claimed_and_not_there(store: LayerKV) -> None:
     store.resident._in_order = True
 
@@ -138,6 +162,10 @@ def order_is_claimed_and_not_there(store: LayerKV) -> None:
         an_extent_counts_one_row_too_few,
         a_row_sees_more_than_the_extent_has,
         the_index_lacks_a_key,
+        a_hot_page_is_not_what_the_host_holds,
+        a_hot_page_stands_for_another,
+        a_hot_page_has_no_backing,
+        a_hot_page_was_forgotten_by_half,
         order_is_claimed_and_not_there,
     ],
 )

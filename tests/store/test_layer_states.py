@@ -1,7 +1,7 @@
 """Random lives of a layer, held against a list of tokens per row.
 
 After every step each token has one owner with its own key, value and position, unless the placement
-said to drop it; views, digests, counts and cold searches agree with the lists.
+said to drop it; views, digests, counts, hot copies and cold searches agree with the lists.
 """
 
 from __future__ import annotations
@@ -52,12 +52,20 @@ class LayerLife(RuleBasedStateMachine):
         spare=pages,
         digests=st.booleans(),
         indexed=st.booleans(),
+        hot=pages,
     )
     def seal(
-        self, rest: Demotion, sinks: int, window: int, spare: int, digests: bool, indexed: bool
+        self,
+        rest: Demotion,
+        sinks: int,
+        window: int,
+        spare: int,
+        digests: bool,
+        indexed: bool,
+        hot: int,
     ) -> None:
         index = flat_index() if indexed else None
-        self.store.seal(Placement(sinks, window, spare, rest, index, digests))
+        self.store.seal(Placement(sinks, window, spare, rest, index, digests, hot))
         if digests:
             self.store.resident.pool.enable_digests()
         self.demote()
@@ -81,6 +89,20 @@ class LayerLife(RuleBasedStateMachine):
                 self.lost[row] |= set(positions)
             self.store.forget_overflow(row)
             assert self.store.overflow(row) is None
+
+    @rule(seed=st.integers(0, 99))
+    def promote(self, seed: int) -> None:
+        """What the runtime does after a step whose searches found random entries."""
+        draw = torch.Generator().manual_seed(seed)
+        for row in range(self.store.num_rows):
+            firsts = self.store.cold.first_pages(row, PAGE)
+            for first, span in zip(firsts, self.store.cold.rows[row], strict=False):
+                ids = torch.randint(-1, span.length, (2, 3, 5), generator=draw)
+                covered = self.store.hot[row].book(ids, first, span.length // PAGE, None)
+                hot = {page - first for page in self.store.hot[row].pages}
+                expected = torch.tensor([i // PAGE in hot for i in ids.flatten().tolist()])
+                assert torch.equal(covered, expected.view(ids.shape))
+            self.store.promote(row)
 
     @rule(count=st.integers(0, 15) | st.integers(0, 99))
     def crop(self, count: int) -> None:
@@ -140,7 +162,9 @@ class LayerLife(RuleBasedStateMachine):
     def the_view_shows_what_is_resident(self) -> None:
         view = self.store.resident.view()
         for row, history in enumerate(self.feed.history):
-            kept = {p for p, (_, tier) in owned(self.store, row).items() if tier == "resident"}
+            kept = [p for p, (_, tier) in owned(self.store, row).items() if tier == "resident"]
+            table, hot = self.store.resident.positions_of(row), self.store.hot_range(row)
+            kept += table[hot.start * PAGE : hot.stop * PAGE]
             positions = torch.arange(view.k.shape[2])
             if view.positions is not None:
                 positions = view.positions[row]
