@@ -195,7 +195,7 @@ class HybridConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
-        for name in ("sink_tokens", "window_tokens", "spare_tokens"):
+        for name in ("sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"):
             tokens = getattr(self.params, name, 0)
             if tokens % self.page_size:
                 below = tokens // self.page_size * self.page_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -24,6 +24,8 @@ from hybrid_kv.types import (
     SearchResult,
 )
 
+StandIn: TypeAlias = Literal["auto", "scan", "pages"]
+
 __all__ = [
     "INDEXES",
     "METHODS",
@@ -33,6 +35,7 @@ __all__ = [
     "Placement",
     "Plugin",
     "Registry",
+    "StandIn",
 ]
 
 
@@ -50,11 +53,14 @@ class Index(ABC):
     exact: whether this instance always finds the best keys and scores every key; parameters may
         decide.
     page_tokens: keys are chosen by aligned runs of so many, which then travel together.
+    on_device: pages are chosen where the queries are, by `choose_pages`, and attended whole; no
+        search is made.
     """
 
     Params: ClassVar[type[BaseModel]]
     exact: bool = False
     page_tokens: int = 1
+    on_device: bool = False
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -117,6 +123,18 @@ class Index(ABC):
                 search has ranked them by exact score without further work.
         """
 
+    def choose_pages(self, queries: Tensor, new: int) -> Tensor:
+        """The pages of `page_tokens` keys that T new tokens attend; only where `on_device` is true.
+
+        Args:
+            queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.
+            new: T.
+
+        Returns:
+            [Hkv, T, C] int64 page numbers on the same device, each once in a list.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
+
     @abstractmethod
     def __len__(self) -> int:
         """Rows indexed."""
@@ -138,6 +156,9 @@ class Placement:
     sink_tokens, window_tokens: always resident, at the start and at the end of the context.
     spare_tokens: further resident tokens just before the window.
     hot_tokens: device room, in each row, for copies of the offloaded pages that are used most.
+    fetch: found entries are copied to the device and attended there, not on the host.
+    stand_in: what serves while an index is built: a "scan" on the host, or page digests on the
+        device ("pages"); "auto" takes these on a GPU, where they fit.
     rest: what becomes of all other entries, now and whenever the window moves on.
     index: makes the index that finds offloaded keys; None where all of them are attended.
     digests: keep the page digests that a page budget in `read` needs.
@@ -150,6 +171,8 @@ class Placement:
     index: Callable[[], Index] | None = None
     digests: bool = False
     hot_tokens: int = 0
+    fetch: bool = False
+    stand_in: StandIn = "auto"
 
 
 class Method(ABC):

@@ -209,7 +209,9 @@ class Work:
 
     attended: entries attended; visible: entries full attention would attend; scored: dot products
     spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers
-    x heads. most_retrieved: by a single query head in one step and layer, not a sum.
+    x heads. most_retrieved: by a single query head in one step and layer, not a sum. hot: entries
+    that a search found and the device attended in hot pages, not counted as retrieved;
+    promoted_pages: copied to the device to be hot; fetched_bytes: of found entries, attended there.
     """
 
     attended: int = 0
@@ -218,6 +220,15 @@ class Work:
     retrieved: int = 0
     steps: int = 0
     most_retrieved: int = 0
+    hot: int = 0
+    promoted_pages: int = 0
+    fetched_bytes: int = 0
+
+    @property
+    def hot_ratio(self) -> float | None:
+        """Of the entries that were found, those that hot pages served; None if none was found."""
+        found = self.hot + self.retrieved
+        return self.hot / found if found else None
 
     def add(self, other: Work) -> None:
         """Counts what `other` counted as well."""

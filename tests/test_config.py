@@ -342,6 +342,6 @@ class TestBuiltInMethods:
             "unknown full setting 'window_tokens'"
         )
 
-    @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens"])
+    @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"])
     def test_tiers_hold_whole_pages(self, name: str) -> None:
         assert refusal(**{name: 40}).endswith("got 40; use 32 or 48")

@@ -34,10 +34,10 @@ class Trial:
 class HeadReport:
     """What serves one KV head, and why.
 
-    serves: "graph" or "flat"; beam: of the graph, 0 for flat; trials: what was measured; top_mass:
-    softmax mass of the exact top keys over all cold keys (low: no index helps, widen the budget);
-    effective_dim: of the keys as queries see them (high: hard for a graph); lists_s, project_s:
-    seconds for the exact answers of the sampled queries, and for the graph from them.
+    serves: "graph", "flat" or "pages"; beam: of the graph, else 0; trials: what was measured;
+    top_mass: softmax mass of the exact top keys over all cold keys (low: no index helps, widen the
+    budget); effective_dim: of the keys as queries see them (high: hard for a graph); lists_s,
+    project_s: seconds for the exact answers of the sampled queries, and for the graph from them.
     """
 
     serves: str

@@ -34,6 +34,9 @@ class PagesIndex(KeyIndex):
 
         page_size: config.Count = 16
 
+    _device = torch.device("cpu")
+    """Where the digests lie."""
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.page_tokens = params.page_size
@@ -65,17 +68,26 @@ class PagesIndex(KeyIndex):
             self._digests = grown
         full = len(self) // size
         whole = self._keys[:, first * size : full * size].unflatten(1, (full - first, size))
-        self._digests[:, first:full] = torch.cat([whole.amax(2), whole.amin(2)], -1)
+        self._write_whole(first, whole)
         if full < self._num_pages:
             rest = self._keys[:, full * size :]
             self._digests[:, full] = torch.cat([rest.amax(1), rest.amin(1)], -1)
         highs, lows = self._digests[:, : self._num_pages].chunk(2, -1)
-        served = highs.dtype in DTYPES and engine() is not None
+        served = highs.device.type == "cpu" and highs.dtype in DTYPES and engine() is not None
         self._described = PageDigests(lows, highs) if served else None
+
+    def _write_whole(self, first: int, pages: Tensor) -> None:
+        """Digests of full pages [Hkv, P, S, D], block by block where the digests lie."""
+        step = max(1, SCRATCH_BYTES // max(1, pages[:, :1].nbytes))
+        for start in range(0, pages.shape[1], step):
+            # Another device gets the keys: it reduces them faster than the host does.
+            block = pages[:, start : start + step].to(self._device)
+            places = slice(first + start, first + start + block.shape[1])
+            self._digests[:, places] = torch.cat([block.amax(2), block.amin(2)], -1)
 
     def _empty_digests(self, pages: int) -> Tensor:
         heads, _, dim = self._keys.shape
-        return self._keys.new_empty(heads, pages, 2 * dim)
+        return self._keys.new_empty(heads, pages, 2 * dim, device=self._device)
 
     def upper_bounds(self, queries: Tensor) -> Tensor:
         """[Hkv, M, P] float32, no score of a page is higher, for queries [Hkv, M, D]."""

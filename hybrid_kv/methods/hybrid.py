@@ -1,4 +1,4 @@
-"""The default: Quest over spare resident pages, retrieval over the cold tier."""
+"""The default: Quest over spare and hot resident pages, retrieval over the cold tier."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ class Hybrid(RetrievalAttention):
     """Retrieval attention that fills spare device memory with pages and reads the best of them."""
 
     class Params(RetrievalParams):
-        """spare_tokens: resident beyond sinks and window; page_budget: pages of those per step."""
+        """spare_tokens: resident beyond sinks and window; hot_tokens: device room for copies of the
+        cold pages that are found most; page_budget: pages of those two read per step.
+        """
 
         cold: _AutoCold = _AutoCold()
         spare_tokens: Tokens = 0
+        hot_tokens: Tokens = 0
         page_budget: BudgetField = 32
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         placement = super().seal(layer_idx, evidence)
-        spare = self.params.spare_tokens
-        return replace(placement, spare_tokens=spare, digests=spare > 0)
+        spare, hot = self.params.spare_tokens, self.params.hot_tokens
+        return replace(placement, spare_tokens=spare, hot_tokens=hot, digests=spare + hot > 0)
 
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        budget: Budget = self.params.page_budget if self.params.spare_tokens else "all"
+        some = self.params.spare_tokens + self.params.hot_tokens > 0
+        budget: Budget = self.params.page_budget if some else "all"
         return [EntrySet(Tier.RESIDENT, budget), EntrySet(Tier.COLD, self.params.cold.budget)]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
-from hybrid_kv.plugins import METHODS, Method, Placement
+from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
 from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tier, TokenBudget
 
 
@@ -17,13 +17,17 @@ class ColdParams(Params):
     """top_k: cold entries attended per query head and step; max_tokens: up to so many of those that
     the search ranked anyway, its whole beam (null: top_k); beta: only entries whose logit is within
     this of the best one's, which may widen the search up to max_tokens (null: no limit); index: how
-    they are found.
+    they are found; attend: what was found is attended in place by the "cpu", or by the device after
+    a "fetch"; stand_in: what serves while a graph is built, a "scan" on the host or "pages" that
+    digests on the device choose ("auto": pages on a GPU where all digests fit).
     """
 
     top_k: BudgetField = 100
     max_tokens: Count | None = None
     beta: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     index: IndexConfig = Field(default="graph", validate_default=True)
+    attend: Literal["cpu", "fetch"] = "cpu"
+    stand_in: StandIn = "auto"
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
@@ -78,6 +82,8 @@ class RetrievalAttention(Method):
             window_tokens=self.params.window_tokens,
             rest=Demotion.OFFLOAD,
             index=self.params.cold.index.build,
+            fetch=self.params.cold.attend == "fetch",
+            stand_in=self.params.cold.stand_in,
         )
 
     def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:

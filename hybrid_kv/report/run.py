@@ -49,13 +49,19 @@ class WorkReport(Group):
     scored_ratio: dot products spent on choosing over those of full attention. retrieved_tokens:
     mean number of cold entries attended per step, layer and query head; most_retrieved_tokens: the
     largest such number. attended_tokens: mean number of all entries attended, resident ones
-    included. recall_at_k, missed_mass, audited_steps: from the audit, null without one.
+    included. hot_ratio: entries that the device attended in hot pages over all that were found;
+    promoted_pages: copied to become hot; fetched_bytes: of found entries that were attended on the
+    device; these two are sums. recall_at_k, missed_mass, audited_steps: from the audit, null
+    without one.
     """
 
     scored_ratio: float | None = None
     retrieved_tokens: float | None = None
     most_retrieved_tokens: int | None = None
     attended_tokens: float | None = None
+    hot_ratio: float | None = None
+    promoted_pages: int | None = None
+    fetched_bytes: int | None = None
     recall_at_k: float | None = None
     missed_mass: float | None = None
     audited_steps: int | None = None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_kv.runtime.decode import Step
+from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import ColdExtent
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
@@ -159,7 +159,7 @@ class Look:
         self._target, self._scale, self._softcap = target, step.scale, step.softcap
         layer, head = step.layer, target.kv_head
         heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)
-        near = layer.resident.row_view(row)
+        near = layer.owned_view(row)
         taken = (part.out[row, heads, 0], part.lse[row, heads, 0], *(t[head] for t in near))
         self._parcels: tuple[Parcel, ...] = tuple(
             step.executor.send(tensor.clone()) for tensor in (step.grouped[row, head], *taken)

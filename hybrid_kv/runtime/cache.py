@@ -16,11 +16,13 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.audit import Look, Target
 from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.builds import IndexBuilds
-from hybrid_kv.runtime.decode import Step, decode
+from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.spill import Departure
+from hybrid_kv.runtime.stand_in import stand_in_for
 from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
@@ -148,6 +150,9 @@ class KVCache:
         if audited is not None and self.auditor is not None:
             self.auditor.begin(Look(step, self.auditor.next_row(layer.num_rows), audited, part))
         self.method.after(layer_idx, q)
+        with self.phases.measure("transfer"):
+            for row in range(layer.num_rows):
+                self.work.promoted_pages += layer.promote(row)
         return part
 
     def _audited(self, layer_idx: int, q: Tensor) -> Target | None:
@@ -237,6 +242,7 @@ class KVCache:
         self._settle_all()
         layer = self._layers[layer_idx]
         layer.seal(self.method.seal(layer_idx, evidence))
+        layer.stand_in = stand_in_for(layer, len(self.info.layers))
         with self._sealing(layer_idx):
             self._demote(layer_idx, [e.queries for e in evidence], is_prompt=True)
 

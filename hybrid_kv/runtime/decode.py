@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import (
-    attend,
-    attend_causal,
-    attend_retrieved,
-    empty_partial,
-    group_queries,
-    merge_partials,
-)
+from hybrid_kv.attention import attend, attend_causal, empty_partial, merge_partials
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.retrieve import Retrieved, retrieve
-from hybrid_kv.runtime.stats import Phases
-from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import Executor, Parcel
-from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, TokenBudget, Work
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step of one layer works with."""
-
-    ops: Ops
-    executor: Executor
-    phases: Phases
-    work: Work
-    layer: LayerKV
-    q: Tensor  # [B, Hq, T, D]
-    scale: float
-    softcap: float | None
-    found: dict[int, tuple[TokenBudget, Retrieved]] | None = None  # by row, where one looks at it
-
-    @property
-    def grouped(self) -> Tensor:
-        return group_queries(self.q, self.layer.shape.num_kv_heads)
-
-    @property
-    def query_positions(self) -> Tensor:
-        """[B, T]; every new token of a decode step is a real one."""
-        new = self.q.shape[2]
-        ends = torch.tensor(self.layer.lengths, device=self.q.device)[:, None]
-        return ends - new + torch.arange(new, device=self.q.device)
+from hybrid_kv.runtime.cold import ask_cold, attend_cold
+from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.transfer import Parcel
+from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, TokenBudget
 
 
 def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
@@ -64,10 +28,12 @@ def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
     near = [_page_budget(entries) for entries in sets if entries.tier is Tier.RESIDENT]
     # The queries leave first: they travel while the device is told to select and attend, and the
     # host searches while the device does.
-    queries = send_queries(step) if cold else None
-    parts = [attend_resident(step, budget) for budget in near]
-    if queries is not None:
-        parts += [attend_cold(step, queries, budget) for budget in cold]
+    asked = ask_cold(step, cold) if cold else None
+    chosen = choose_resident(step, near[0]) if near else _no_pages(step)
+    hot = send_hot(step, chosen)
+    parts = [attend_resident(step, chosen)] if near else []
+    if asked is not None:
+        parts += [attend_cold(step, asked, budget, hot) for budget in cold]
     with step.phases.measure("merge"):
         parts = parts or [empty_partial(step.grouped)]
         out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
@@ -92,24 +58,50 @@ def _page_budget(entries: EntrySet) -> Budget:
     return entries.budget
 
 
-def attend_resident(step: Step, page_budget: Budget) -> PartialAttention:
-    """Sinks, window and the chosen other resident pages; [B, Hkv, M, D] and [B, Hkv, M]."""
+def choose_resident(step: Step, page_budget: Budget) -> list[Tensor] | None:
+    """By row the table indices [Hkv, T, C] of the pages to attend, the newest page last: sinks,
+    window and the best others. None: all pages of all rows.
+    """
+    rows = range(step.layer.num_rows)
+    if page_budget == "all" or all(_free_pages(step, row) <= page_budget for row in rows):
+        return None
+    with step.phases.measure("select"):
+        return [_choose_pages(step, row, page_budget) for row in rows]
+
+
+def _no_pages(step: Step) -> list[Tensor]:
+    shape = (step.layer.shape.num_kv_heads, step.q.shape[2], 0)
+    none = torch.empty(shape, dtype=torch.int64, device=step.q.device)
+    return [none] * step.layer.num_rows
+
+
+def send_hot(step: Step, chosen: list[Tensor] | None) -> list[Parcel | None]:
+    """By row, on its way to the host: which hot pages [Hkv, T, H] bool are among the chosen ones.
+
+    None: all of them, if the row has any.
+    """
     layer = step.layer
-    if page_budget == "all" or all(
-        _free_pages(step, row) <= page_budget for row in range(layer.num_rows)
-    ):
-        if step.ops.reads_pages(step.q):
-            return _stacked([_attend_all_pages(step, row) for row in range(layer.num_rows)])
+    parcels: list[Parcel | None] = [None] * layer.num_rows
+    for row, pages in enumerate(chosen or ()):
+        if hot := layer.hot_range(row):
+            size = (*pages.shape[:2], len(layer.resident.tables[row]))
+            taken = torch.zeros(size, dtype=torch.bool, device=pages.device)
+            taken.scatter_(-1, pages, value=True)
+            parcels[row] = step.executor.send(taken[..., hot.start : hot.stop])
+    return parcels
+
+
+def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention:
+    """The chosen resident pages; [B, Hkv, M, D] and [B, Hkv, M]."""
+    resident, rows = step.layer.resident, range(step.layer.num_rows)
+    if chosen is not None:
+        slots = [resident.slots(row)[pages] for row, pages in enumerate(chosen)]
+    elif step.ops.reads_pages(step.q):
+        every = (step.layer.shape.num_kv_heads, step.q.shape[2], -1)
+        slots = [resident.slots(row).expand(every) for row in rows]
+    else:
         return _attend_all_resident(step)
-    return _stacked([_attend_pages(step, row, page_budget) for row in range(layer.num_rows)])
-
-
-def _stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
-    if len(rows) == 1:
-        return PartialAttention(rows[0].out[None], rows[0].lse[None])
-    return PartialAttention(
-        torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
-    )
+    return stacked([_attend_slots(step, row, slots[row]) for row in rows])
 
 
 def _attend_all_resident(step: Step) -> PartialAttention:
@@ -157,18 +149,6 @@ def _free_pages(step: Step, row: int) -> int:
     return max(0, len(step.layer.resident.tables[row]) - sum(_pinned_pages(step, row)))
 
 
-def _attend_all_pages(step: Step, row: int) -> PartialAttention:
-    heads, new = step.layer.shape.num_kv_heads, step.q.shape[2]
-    slots = step.layer.resident.slots(row)
-    return _attend_slots(step, row, slots.expand(heads, new, -1))
-
-
-def _attend_pages(step: Step, row: int, page_budget: int) -> PartialAttention:
-    with step.phases.measure("select"):
-        pages = _choose_pages(step, row, page_budget)
-    return _attend_slots(step, row, step.layer.resident.slots(row)[pages])
-
-
 def _attend_slots(step: Step, row: int, slots: Tensor) -> PartialAttention:
     """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list."""
     resident, new = step.layer.resident, step.q.shape[2]
@@ -199,68 +179,6 @@ def _choose_pages(step: Step, row: int, page_budget: int) -> Tensor:
     return step.ops.choose_pages(
         q, key_min, key_max, new=new, oldest=head, newest=tail, count=count
     )
-
-
-def send_queries(step: Step) -> Parcel | None:
-    """The grouped queries on their way to the host; None where no row has cold entries."""
-    if not any(step.layer.cold.rows):
-        return None
-    with step.phases.measure("transfer"):
-        return step.executor.send(step.grouped)
-
-
-def attend_cold(step: Step, queries: Parcel, budget: TokenBudget | None) -> PartialAttention:
-    """Retrieved cold entries (None: all of them), attended on the host.
-
-    Returns:
-        out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
-    """
-    with step.phases.measure("wait"):
-        q = queries.open()
-    rows = [_attend_cold_row(step, row, q[row], budget) for row in range(step.layer.num_rows)]
-    with step.phases.measure("transfer"):
-        return step.executor.deliver(_stacked(rows), step.q.device)
-
-
-def _attend_cold_row(
-    step: Step, row: int, q: Tensor, budget: TokenBudget | None
-) -> PartialAttention:
-    cold = step.layer.cold
-    stored, new = cold.num_tokens(row), step.q.shape[2]
-    if stored == 0:
-        return empty_partial(q)
-    if budget is None or budget.top_k >= stored:
-        every = stored * new * step.layer.shape.num_q_heads
-        step.work.add(Work(attended=every, retrieved=every, most_retrieved=stored))
-        return _attend_all_cold(step, row, q)
-    scale, softcap = step.scale, step.softcap
-    with step.phases.measure("search"):
-        found = retrieve(cold, row, q, budget, scale=scale, softcap=softcap)
-    if step.found is not None:
-        step.found[row] = (budget, found)
-    attended, most = int(found.counts.sum()), int(found.counts.max())
-    step.work.add(
-        Work(attended=attended, retrieved=attended, scored=found.scored, most_retrieved=most)
-    )
-    with step.phases.measure("cold_attention"):
-        return merge_partials(
-            [
-                attend_retrieved(
-                    step.ops, q, extent.keys, extent.values, ids, scale=scale, softcap=softcap
-                )
-                for extent, ids in found.parts
-            ]
-        )
-
-
-def _attend_all_cold(step: Step, row: int, q: Tensor) -> PartialAttention:
-    with step.phases.measure("cold_attention"):
-        parts = []
-        for span in step.layer.cold.rows[row]:
-            entries = (tensor[None] for tensor in span.extent.first(span.length))
-            part = attend(step.ops, q[None], *entries, scale=step.scale, softcap=step.softcap)
-            parts.append(PartialAttention(part.out[0], part.lse[0]))
-        return merge_partials(parts)
 
 
 def _count(step: Step, entries: int) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.store import ColdExtent, ColdStore
+from hybrid_kv.store import ColdExtent, ColdStore, Span
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
 class Retrieved(NamedTuple):
     """What one row's queries attend.
 
-    parts: extents with ids [Hkv, M, K] of their entries, -1 for none.
-    counts: [Hkv, M] entries of each query, all parts together.
+    parts: the row's extents with ids [Hkv, M, K] of their entries, -1 for none.
     scored: dot products spent on finding them.
     """
 
     parts: list[tuple[ColdExtent, Tensor]]
-    counts: Tensor
-    scored: int
+    scored: int = 0
+
+    @property
+    def counts(self) -> Tensor:
+        """[Hkv, M] entries of each query, all parts together."""
+        return torch.stack([(ids >= 0).sum(-1) for _, ids in self.parts]).sum(0)
 
 
 def retrieve(
@@ -32,16 +36,48 @@ def retrieve(
     *,
     scale: float,
     softcap: float | None = None,
+    chosen: Mapping[int, Tensor] | None = None,
 ) -> Retrieved:
     """Searches a row that has cold entries, again and wider where `budget.beta` asks for more.
 
     Args:
         queries: [Hkv, M, D] on the host.
         scale, softcap: what turns a score into a logit.
+        chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
+            already; the budget is that of the others.
     """
+    spans, chosen = cold.rows[row], chosen or {}
+    if len(chosen) == len(spans):
+        return Retrieved([(span.extent, chosen[n]) for n, span in enumerate(spans)])
+    searched, scored = _search(cold, row, queries, budget, scale, softcap, chosen)
+    rest = iter(searched)
+    parts = [
+        (span.extent, chosen[number] if number in chosen else next(rest))
+        for number, span in enumerate(spans)
+    ]
+    return Retrieved(parts, scored)
+
+
+def entries_of(pages: Tensor, span: Span, group_size: int) -> Tensor:
+    """Ids [Hkv, M, C * S] of the entries in pages [Hkv, T, C] of an extent; -1 beyond the row's."""
+    size = 1 if span.extent.index is None else span.extent.index.page_tokens
+    ids = (pages[..., None] * size + torch.arange(size)).flatten(2)
+    return ids.masked_fill(ids >= span.length, -1).repeat(1, group_size, 1)
+
+
+def _search(
+    cold: ColdStore,
+    row: int,
+    queries: Tensor,
+    budget: TokenBudget,
+    scale: float,
+    softcap: float | None,
+    without: Mapping[int, Tensor],
+) -> tuple[list[Tensor], int]:
+    """Ids by extent that is searched, and the dot products spent."""
     top_k, scored = budget.top_k, 0
     while True:
-        found = cold.search(row, queries, top_k, budget.most)
+        found = cold.search(row, queries, top_k, budget.most, without)
         scored += sum(result.scored for _, result in found)
         ids = [result.ids for _, result in found]
         if budget.beta is not None:
@@ -53,9 +89,7 @@ def retrieve(
             if cut and top_k < budget.most:
                 top_k = min(4 * top_k, budget.most)
                 continue
-        parts = [(extent, kept) for (extent, _), kept in zip(found, ids, strict=True)]
-        counts = torch.stack([(kept >= 0).sum(-1) for kept in ids]).sum(0)
-        return Retrieved(parts, counts, scored)
+        return ids, scored
 
 
 def _near_the_best(

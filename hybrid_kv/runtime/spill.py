@@ -150,7 +150,7 @@ class _Spill:
         samples, nearest = (
             None if parcel is None else parcel.open() for parcel in (self.samples, self.nearest)
         )
-        layer.cold.commit(new, make_index, samples, runner, nearest)
+        layer.cold.commit(new, make_index, samples, runner, nearest, layer.stand_in)
 
 
 def _all_finite(*tensors: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Where entries live: resident pages, cold extents, and the layer that owns both."""
 
-from hybrid_kv.store.cold import ColdExtent, ColdStore, Reservation, check_finite
+from hybrid_kv.store.cold import ColdExtent, ColdStore, Reservation, Span, check_finite
 from hybrid_kv.store.layer import LayerKV, Overflow
 from hybrid_kv.store.resident import ResidentStore, ResidentView
 
@@ -12,5 +12,6 @@ __all__ = [
     "Reservation",
     "ResidentStore",
     "ResidentView",
+    "Span",
     "check_finite",
 ]

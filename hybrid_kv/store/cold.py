@@ -6,7 +6,7 @@ a shared extent starts one of its own, so nothing is ever copied or overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -153,6 +153,7 @@ class ColdStore:
         samples: Tensor | None = None,
         runner: BuildRunner | None = None,
         nearest: Tensor | None = None,
+        stand_in: MakeIndex | None = None,
     ) -> None:
         """Makes reserved entries, which are written by now, part of their row.
 
@@ -161,6 +162,7 @@ class ColdStore:
             samples: [Hkv, G, M, D] queries for an index that learns from them.
             runner: where an index is built; None for here, at once.
             nearest: [Hkv, G, M, K] int32, the best of the new entries for each sample, if known.
+            stand_in: what serves while an index is built; None for what it names itself.
 
         Raises:
             Exception: the index failed; the row does not see the new entries.
@@ -173,7 +175,7 @@ class ColdStore:
             extent.index.add(extent.keys)
         elif make_index is not None:
             runner = runner or InlineRunner()
-            extent.index = LiveIndex(make_index, extent.keys, samples, runner, nearest)
+            extent.index = LiveIndex(make_index, extent.keys, samples, runner, nearest, stand_in)
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
             self.rows[new.row].append(span)
@@ -217,20 +219,30 @@ class ColdStore:
                 span.extent.index.cancel()
 
     def search(
-        self, row: int, queries: Tensor, top_k: int, most: int | None = None
+        self,
+        row: int,
+        queries: Tensor,
+        top_k: int,
+        most: int | None = None,
+        without: Container[int] = (),
     ) -> list[tuple[ColdExtent, SearchResult]]:
         """The best `top_k` entries of a row per query, by extent.
 
         Args:
             queries: [Hkv, M, D] on the host.
             most: as for `Index.search`.
+            without: numbers of extents that are not searched.
 
         Returns:
-            For each extent a result whose ids are rows of that extent, -1 (and score -inf) where
-            another extent had the better entry.
+            For each other extent a result whose ids are rows of that extent, -1 (and score -inf)
+            where another extent had the better entry.
         """
         most = top_k if most is None else most
-        found = [(span.extent, _search_span(span, queries, top_k, most)) for span in self.rows[row]]
+        found = [
+            (span.extent, _search_span(span, queries, top_k, most))
+            for number, span in enumerate(self.rows[row])
+            if number not in without
+        ]
         if len(found) < 2:
             return found
         scores = torch.cat([result.scores for _, result in found], -1)

@@ -2,8 +2,8 @@
 
 Positions count a row's stored tokens from 0; padding is never stored. In every row the order is
 sinks, cold entries, spare pages, window: what leaves the window is always the oldest page behind
-the sinks, so the cold tier is one run of positions. Hot pages are copies of cold pages and own nothing:
-their entries are the cold tier's.
+the sinks, so the cold tier is one run of positions. Hot pages are copies of cold pages and own
+nothing: their entries are the cold tier's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.hot import HotPages
+from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
 
@@ -56,6 +57,7 @@ class LayerKV:
         self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones
         self.dropped = [0] * num_rows
         self.hot = [HotPages(page_size, 0) for _ in range(num_rows)]
+        self.stand_in: MakeIndex | None = None
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""

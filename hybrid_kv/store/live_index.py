@@ -80,6 +80,7 @@ class LiveIndex:
         samples: [Hkv, G, M, D] queries for an index that learns from them.
         nearest: [Hkv, G, M, K] int32, their best keys where a device has found them.
         runner: where builds run; a finished one takes over at once, a later one in `settle`.
+        make_stand_in: what serves while it is built, instead of what the index itself names.
 
     Raises:
         Exception: what the build raises while it is waited for. Memory that runs out while an index
@@ -93,6 +94,7 @@ class LiveIndex:
         samples: Tensor | None,
         runner: BuildRunner,
         nearest: Tensor | None = None,
+        make_stand_in: MakeIndex | None = None,
     ) -> None:
         self._make, self._runner = make, runner
         self._build: _Build | None = None
@@ -113,6 +115,8 @@ class LiveIndex:
                 return
             if not isinstance(error, MemoryError):
                 raise error
+        if make_stand_in is not None:
+            stand_in = make_stand_in()
         runner.here(partial(stand_in.build, keys, None))
         self._serving, self._build, self._state = stand_in, begun, "in progress"
         self._given_up = weakref.finalize(self, begun.cancel)
@@ -124,6 +128,16 @@ class LiveIndex:
     @property
     def is_building(self) -> bool:
         return self._build is not None
+
+    @property
+    def on_device(self) -> bool:
+        """See `Index.on_device`."""
+        return self._serving.on_device
+
+    def choose_pages(self, queries: Tensor, new: int) -> Tensor:
+        """See `Index.choose_pages`."""
+        self.searches += 1
+        return self._serving.choose_pages(queries, new)
 
     @property
     def page_tokens(self) -> int:

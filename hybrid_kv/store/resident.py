@@ -1,8 +1,8 @@
 """The resident tier of one layer: page tables over a pool, one per batch row.
 
-A row's pages are in logical order: sinks, hot pages (copies of cold ones, in any order), spare pages,
-window. Attention does not care about order, so views come in slot order and visibility is decided by
-positions.
+A row's pages are in logical order: sinks, hot pages (copies of cold ones, in any order), spare
+pages, window. Attention does not care about order, so views come in slot order and visibility is
+decided by positions.
 """
 
 from __future__ import annotations

@@ -91,3 +91,12 @@ def test_retrieving_nothing_gives_an_empty_part(size: tuple[int, int, int]) -> N
     part = attend_retrieved(OPS, torch.randn(*size[:2], 8), k, k, ids, scale=1.0)
     assert part.out.shape == (*size[:2], 8)
     assert (part.lse == -torch.inf).all()
+
+
+def test_retrieved_entries_are_attended_on_the_device_where_they_lie() -> None:
+    """No tensor of another device takes part; the meta device stands for a GPU."""
+    q, k, v = (torch.empty(2, rows, 72, device="meta") for rows in (3, 37, 37))
+    ids = torch.empty(2, 3, 5, dtype=torch.int64, device="meta")
+    part = attend_retrieved(OPS, q, k, v, ids, scale=0.2)
+    assert part.out.device.type == part.lse.device.type == "meta"
+    assert part.out.shape == q.shape

@@ -144,12 +144,18 @@ def full_budget(method: str, tokens: int) -> dict[str, Any]:
 
 
 def variants(method: str) -> dict[str, dict[str, Any]]:
-    """Ways of attending everything: all of it resident, or most of it in pages and cold entries."""
+    """Ways of attending everything: all of it resident, or most of it in pages and cold entries,
+    some of which have copies on the device or are fetched to it.
+    """
     found = {"resident": full_budget(method, LONGEST)}
     sizes = {"sink_tokens": PAGE, "window_tokens": 2 * PAGE, "spare_tokens": 2 * PAGE}
     names = {path.split(".")[-1] for path in _parameters(METHODS[method].params)}
     if names & {"top_k", "page_budget"}:
         found["tiered"] = {**_open(method, **sizes, dense_layers=0), "prefill_chunk_tokens": 10}
+    if "hot_tokens" in names:
+        sizes |= {"spare_tokens": 0, "hot_tokens": 3 * PAGE}
+        found["hot"] = {**_open(method, **sizes), "prefill_chunk_tokens": 10}
+        found["fetched"] = {**found["hot"], "cold.attend": "fetch"}
     return found
 
 
@@ -189,13 +195,30 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
 
 
 ADAPTIVE = [method for method in METHODS if "cold.beta" in _parameters(METHODS[method].params)]
+HOT = {"hot_tokens": 3 * PAGE, "page_budget": "all"}
+ON_THE_DEVICE = {
+    "hot": HOT,
+    "fetched": {"cold.attend": "fetch"},
+    "hot_and_fetched_by_pages": {
+        **HOT,
+        "cold.attend": "fetch",
+        "cold.index.kind": "pages",
+        "cold.index.page_size": PAGE,
+    },
+}
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES)[:2])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("method", ADAPTIVE)
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        *(pytest.param(method, {}, id=method) for method in ADAPTIVE),
+        *(pytest.param("hybrid", more, id=name) for name, more in ON_THE_DEVICE.items()),
+    ],
+)
 def test_a_beta_that_nothing_misses_attends_everything(
-    architecture: str, call: str, method: str
+    architecture: str, call: str, method: str, further: dict[str, Any]
 ) -> None:
     """The search starts with one entry and has to widen until it has found them all."""
     settings = {
@@ -206,6 +229,7 @@ def test_a_beta_that_nothing_misses_attends_everything(
         "cold.top_k": 1,
         "cold.max_tokens": LONGEST,
         "cold.beta": 1e9,
+        **further,
     }
     model = build(architecture)
     with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
@@ -213,6 +237,8 @@ def test_a_beta_that_nothing_misses_attends_everything(
         found = generate(model, call, cache, check=cache.check_integrity)
         assert cache.work.attended == cache.work.visible
         assert cache.work.scored > 0
+        assert (cache.work.hot > 0) == (cache.work.promoted_pages > 0) == ("hot_tokens" in further)
+        assert (cache.work.fetched_bytes > 0) == ("cold.attend" in further)
     assert_equal(found, reference(architecture, call))
 
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import Ops
+from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
-from hybrid_kv.runtime.decode import Step
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget, Work
+from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget, Work
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(3, 6, 2, 72)
@@ -68,7 +70,7 @@ def test_findings_are_those_of_brute_force(
         ids = torch.arange(span.length).expand(here.shape).masked_fill(~here, -1)
         parts.append((span.extent, ids))
         start += span.length
-    found = TokenBudget(7), Retrieved(parts, torch.zeros(1), 0)
+    found = TokenBudget(7), Retrieved(parts)
     lane = LateLane() if late else None
     executor = CudaExecutor(SyncExecutor(), lambda device: lane)
     whole = attention(q, k, v, torch.ones_like(kept), softcap)
@@ -98,7 +100,7 @@ def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | No
     found = {}
     if budget is not None and ids is not None:
         parts = [(layer.cold.rows[0][0].extent, ids.expand(2, 3, -1))]
-        found[0] = budget, Retrieved(parts, torch.zeros(1), 0)
+        found[0] = budget, Retrieved(parts)
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     return Look(step_of(layer, q, found=found), 0, Target(3, 1), part)
 
@@ -161,3 +163,26 @@ def test_estimates_have_their_confidence() -> None:
     assert single.mean == 0.25
     assert math.isnan(single.half_width)
     assert Estimate.of([]) is None
+
+
+def test_hot_pages_are_no_further_entries() -> None:
+    settings = {"sink_tokens": 4, "window_tokens": 8, "hot_tokens": 12, "page_budget": "all"}
+    config = HybridConfig(
+        page_size=4,
+        cold={"top_k": "all"},
+        audit_every=1,
+        audit={"action": "widen"},
+        index_build="wait",
+        **settings,
+    )
+    cache = KVCache(ModelInfo((SHAPE,)), config)
+    for new in (37, 1, 1, 1, 1, 1):
+        q, k, v = torch.randn(1, 6, new, 72), torch.randn(1, 2, new, 72), torch.randn(1, 2, new, 72)
+        cache.attend(3, q, (k, v), None, scale=0.3)
+    assert cache.auditor is not None
+    cache.close()
+    findings = cache.auditor.audit.findings
+    assert cache.work.hot > 0
+    assert len(findings) > 1
+    assert all(finding.missed_mass < 1e-5 for finding in findings)
+    assert all(finding.output_error < 1e-5 for finding in findings)

@@ -80,10 +80,15 @@ def test_nothing_found_is_nothing_fetched() -> None:
     assert not part.out.any()
 
 
-def test_one_head_may_find_nothing() -> None:
+@pytest.mark.parametrize("few", [0, 1, 4])
+def test_one_head_may_find_less_than_another(few: int) -> None:
     ids, there = some_ids(37), extent()
-    ids[0] = -1
+    ids[0, :, few:] = -1
     found = fetch(get_ops("auto"), SyncExecutor(), there, ids, CPU)
-    taken = found.v[1][found.ids[1][0]]
-    assert torch.equal(taken, there.v[1, ids[1][0]])
-    assert (found.ids[0] == -1).all()
+    assert torch.equal(found.ids < 0, ids < 0)
+    for head in range(2):
+        is_one = ids[head] >= 0
+        for taken, stored in ((found.k, there.k), (found.v, there.v)):
+            assert torch.equal(
+                taken[head, found.ids[head][is_one]], stored[head, ids[head][is_one]]
+            )

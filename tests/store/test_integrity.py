@@ -13,7 +13,6 @@ from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, Feed, flat_index, layer
 
-
 SIZES = (PAGE, 2 * PAGE, PAGE)
 
 

@@ -1,0 +1,52 @@
+"""What one decode step of one layer works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.attention import group_queries
+from hybrid_kv.ops import Ops
+from hybrid_kv.runtime.retrieve import Retrieved
+from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import PartialAttention, TokenBudget, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one layer: its means, its queries, and where it counts what it did."""
+
+    ops: Ops
+    executor: Executor
+    phases: Phases
+    work: Work
+    layer: LayerKV
+    q: Tensor  # [B, Hq, T, D]
+    scale: float
+    softcap: float | None
+    found: dict[int, tuple[TokenBudget, Retrieved]] | None = None  # by row, where one looks at it
+
+    @property
+    def grouped(self) -> Tensor:
+        return group_queries(self.q, self.layer.shape.num_kv_heads)
+
+    @property
+    def query_positions(self) -> Tensor:
+        """[B, T]; every new token of a decode step is a real one."""
+        new = self.q.shape[2]
+        ends = torch.tensor(self.layer.lengths, device=self.q.device)[:, None]
+        return ends - new + torch.arange(new, device=self.q.device)
+
+
+def stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
+    """The rows' parts as one part of a batch."""
+    if len(rows) == 1:
+        return PartialAttention(rows[0].out[None], rows[0].lse[None])
+    return PartialAttention(
+        torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
+    )

@@ -1,0 +1,193 @@
+"""While a graph is built: pages chosen on the device serve, exactly what they hold is attended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hybrid_kv
+from hybrid_kv import attach
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.accuracy import ask_all, prefill
+from hybrid_kv.eval.needle import make_sample
+from hybrid_kv.index import device_pages
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.plugins import Placement, StandIn
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.stand_in import digest_bytes, resident_bytes, stand_in_for
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.types import LayerShape, ModelInfo, Needs
+from tests.oracle import softmax_attention, spread
+from tests.store.scene import HeldBuild, layer
+from tests.tolerances import TOLERANCES
+
+PAGE, SINKS, PROMPT, SCALE = 16, 16, 1300, 0.3
+SHAPE = LayerShape(0, 6, 2, 72)
+NEEDLE = Path(hybrid_kv.__file__).parent / "assets" / "needle"
+
+needs_engine = pytest.mark.skipif(
+    engine_state().isa is None, reason=f"no native engine: {engine_state().detail}"
+)
+
+
+class Later(SyncExecutor):
+    """Holds builds back until a test lets them go."""
+
+    def __init__(self) -> None:
+        self.held: list[HeldBuild] = []
+
+    def background(self, work: Callable[[], None]) -> Future[None]:
+        self.held.append(HeldBuild(work))
+        return self.held[-1].future
+
+
+class Scene:
+    """A cache whose graph is not built yet, and everything it ever stored."""
+
+    def __init__(self, **settings: Any) -> None:
+        cold = {"top_k": 5, "stand_in": "pages", "index": {"kind": "graph", "min_keys": 500}}
+        cold |= settings.pop("cold", {})
+        config = HybridConfig(
+            page_size=PAGE, sink_tokens=SINKS, window_tokens=2 * PAGE, cold=cold, **settings
+        )
+        self.executor = Later()
+        self.cache = KVCache(ModelInfo((SHAPE,)), config, self.executor)
+        self.k, self.v = torch.randn(2, 2, PROMPT, 72)
+        self.cache.attend(
+            0, torch.randn(1, 6, PROMPT, 72), (self.k[None], self.v[None]), None, scale=SCALE
+        )
+
+    def step(self, new: int = 1) -> tuple[Tensor, Tensor]:
+        """The queries [Hq, T, D] of a step and its output."""
+        q, k, v = torch.randn(6, new, 72), torch.randn(2, new, 72), torch.randn(2, new, 72)
+        part = self.cache.attend(0, q[None], (k[None], v[None]), None, scale=SCALE)
+        self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+        self.cache.check_integrity()
+        return q, part.out[0]
+
+    def crop(self, count: int) -> None:
+        self.cache.crop(0, count)
+        self.k, self.v = self.k[:, :-count], self.v[:, :-count]
+
+    def expect(self, q: Tensor, out: Tensor, seen: Tensor | None = None) -> None:
+        """Attention over the entries seen [Hkv, T, n] (None: all), each token up to itself."""
+        new, length = q.shape[1], self.k.shape[1]
+        visible = torch.arange(length) <= torch.arange(length - new, length)[:, None]
+        visible = visible.expand(6, -1, -1)
+        if seen is not None:
+            visible = visible & seen.repeat_interleave(3, 0)
+        k, v = (spread(t[None], 6)[0] for t in (self.k, self.v))
+        exact, _ = softmax_attention(q, k, v, scale=SCALE, softcap=None, visible=visible)
+        torch.testing.assert_close(out.double(), exact, **TOLERANCES[torch.float32])
+
+    @property
+    def serving(self) -> set[str]:
+        (span,) = self.cache.layers[0].cold.rows[0]
+        assert span.extent.index is not None
+        return {head["serves"] for head in span.extent.index.describe()}
+
+
+@needs_engine
+@pytest.mark.parametrize("new", [1, 3])
+def test_the_tokens_of_the_best_pages_are_attended(
+    new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_pages, "_TOKENS", 8 * PAGE - 3)
+    scene = Scene(method="retrieval_attention")
+    scene.step()  # seals
+    cold = scene.cache.layers[0].cold.num_tokens(0)
+    q, out = scene.step(new)
+    assert scene.serving == {"pages"}
+    pages = scene.k[:, SINKS : SINKS + cold].unflatten(1, (-1, PAGE)).double()
+    grouped = q.unflatten(0, (2, 3)).double()[:, :, :, None]
+    bounds = torch.maximum(
+        grouped * pages.amin(2)[:, None, None], grouped * pages.amax(2)[:, None, None]
+    )
+    best = bounds.sum(-1).amax(1)  # [Hkv, T, P]
+    best[..., -1] = torch.inf  # the newest page is always read
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(8).indices, value=True)
+    seen = torch.ones(2, new, scene.k.shape[1], dtype=torch.bool)
+    seen[..., SINKS : SINKS + cold] = chosen.repeat_interleave(PAGE, -1)
+    scene.expect(q, out, seen)
+
+
+@needs_engine
+@pytest.mark.parametrize("more", [{}, {"cold": {"attend": "fetch"}}, {"hot_tokens": 5 * PAGE}])
+def test_with_all_pages_chosen_nothing_is_missed_also_after_a_crop(more: dict[str, Any]) -> None:
+    scene = Scene(method="hybrid", page_budget="all", **more)
+    for new in (1, 3, 20):
+        scene.expect(*scene.step(new))
+    scene.crop(101)  # into the cold tier, within a page
+    scene.expect(*scene.step())
+    assert scene.serving == {"pages"}, "the row sees less of the same extent"
+    assert scene.cache.work.scored > 0
+
+
+@needs_engine
+def test_questions_are_answered_while_graphs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the context is read; with a fiftieth, most answers are wrong."""
+    monkeypatch.setattr(SyncExecutor, "background", lambda self, work: Future())
+    model = AutoModelForCausalLM.from_pretrained(NEEDLE).eval()
+    sample = make_sample("key_value", 3000, num_records=48, num_questions=20, seed=91)
+    cold = {"top_k": 16, "stand_in": "pages", "index": {"kind": "graph", "min_keys": 500}}
+    config = HybridConfig(page_size=PAGE, sink_tokens=SINKS, window_tokens=4 * PAGE, cold=cold)
+    with attach(model, config) as runtime:
+        prompt = prefill(runtime, sample.context, Needs(64, 64))
+        found = {}
+        for tokens in (64, 1024):
+            monkeypatch.setattr(device_pages, "_TOKENS", tokens)
+            found[tokens] = ask_all(runtime, config, prompt, sample.questions)
+    assert found[64].correct < 12
+    assert found[1024].correct == found[1024].asked == 20
+    assert found[1024].attended_ratio < 0.4
+
+
+@needs_engine
+def test_the_graph_takes_over_when_it_is_ready() -> None:
+    scene = Scene(method="retrieval_attention")
+    scene.step()
+    assert scene.serving == {"pages"}
+    for build in scene.executor.held:
+        build.run()
+    before = scene.cache.work.retrieved
+    scene.step()
+    assert scene.serving <= {"graph", "flat"}
+    assert scene.cache.work.retrieved - before == 6 * 5, "top_k of each query head"
+
+
+def sealed(stand_in: StandIn) -> LayerKV:
+    store = layer(rows=2)
+    store.lengths = [37, 5]
+    index = lambda: pytest.fail("nothing is built")  # noqa: E731
+    store.seal(Placement(index=index, stand_in=stand_in, hot_tokens=12))
+    return store
+
+
+def test_on_a_cpu_the_index_names_its_stand_in_unless_pages_are_asked_for() -> None:
+    assert stand_in_for(sealed("auto"), 1) is None
+    assert stand_in_for(sealed("scan"), 1) is None
+    make = stand_in_for(sealed("pages"), 1)
+    assert make is not None
+    assert make().on_device
+
+
+@pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
+def test_on_a_gpu_pages_serve_where_the_digests_of_all_layers_fit_beside_what_stays(
+    lacking: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layers, token = sealed("auto"), 7, 2 * 2 * 3 * 4
+    assert digest_bytes(store) == (10 + 2) * token
+    # By row: 3 hot pages and the 2 of the window, with a digest each.
+    assert resident_bytes(store) == 2 * (3 + 2) * (4 + 1) * token
+    store.resident.pool.device = torch.device("cuda")
+    room = (layers * (12 + 50) * token - lacking, 2**40)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: room)
+    assert (stand_in_for(store, layers) is not None) == fits
