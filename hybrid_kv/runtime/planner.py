@@ -224,34 +224,53 @@ class _Planner:
         # resident pages by then, so that prefill's memory comes on top of them.
         prefill = self._prefill(tokens) + 2 * tokens * facts.largest_layer_bytes
         resident = pinned * per_token + facts.window_bytes
-        spare, settings = self._spare_tokens(tokens - pinned, resident + prefill)
-        resident += spare * per_token + spare * per_token // self._config.page_size
+        taken = facts.weight_bytes + resident + prefill
+        digests = self._stand_in_bytes(tokens - pinned, self._device_free() - taken)
+        spare, hot, settings = self._extra_tokens(tokens - pinned, taken + digests)
+        extra = (spare + hot) * per_token
+        resident += extra + extra // self._config.page_size
         cold = tokens - pinned - spare
         index = sum(
             cold * self._method.index_bytes_per_token(layer, cold) for layer in facts.layers
         )
         device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
+        if digests:
+            device["digests"] = digests
         host = {"kv": cold * per_token, "index": index}
-        ms = self._hybrid_ms(cold, pinned, spare)
+        ms = self._hybrid_ms(cold, pinned, spare + hot)
         return self._place("hybrid", device, host, ms, settings)
 
-    def _spare_tokens(self, rest: int, taken: int) -> tuple[int, dict[str, int | str]]:
-        """Further tokens that the device can hold beside weights and `taken` bytes."""
-        wanted, page = getattr(self._config, "spare_tokens", None), self._config.page_size
-        if wanted is None:
-            return 0, {}
-        if wanted or self._machine.device_bytes is None:
-            return min(wanted, rest), {}
-        free = self._device_free() - self._facts.weight_bytes - taken
-        pages = max(0, free) // (self._facts.kv_bytes_per_token * (page + 1))
-        spare = min(pages * page, rest // page * page)
-        return spare, {"spare_tokens": spare} if spare else {}
+    def _stand_in_bytes(self, rest: int, free: int) -> int:
+        """Of the digests that serve on the device while graphs are built, where they fit."""
+        cold = getattr(self._config, "cold", None)
+        if cold is None or cold.index.kind not in ("auto", "graph") or cold.stand_in == "scan":
+            return 0
+        needed = -(-rest // self._config.page_size) * self._facts.kv_bytes_per_token
+        return needed if 0 < needed <= free or cold.stand_in == "pages" else 0
 
-    def _hybrid_ms(self, cold: int, pinned: int, spare: int) -> dict[str, float]:
+    def _extra_tokens(self, rest: int, taken: int) -> tuple[int, int, dict[str, int | str]]:
+        """Spare and hot tokens that the device holds beside `taken` bytes, and what sets them.
+
+        Memory that is free becomes hot pages where the method has them: they are those that are
+        found most, spare ones those that left the window last.
+        """
+        config, page = self._config, self._config.page_size
+        names = [name for name in ("spare_tokens", "hot_tokens") if hasattr(config, name)]
+        wanted = {name: min(getattr(config, name), rest) for name in names}
+        if names and not any(wanted.values()) and self._machine.device_bytes is not None:
+            free = self._device_free() - taken
+            pages = max(0, free) // (self._facts.kv_bytes_per_token * (page + 1))
+            found = min(pages * page, rest // page * page)
+            settings = {names[-1]: found} if found else {}
+            wanted |= settings
+            return wanted.get("spare_tokens", 0), wanted.get("hot_tokens", 0), {**settings}
+        return wanted.get("spare_tokens", 0), wanted.get("hot_tokens", 0), {}
+
+    def _hybrid_ms(self, cold: int, pinned: int, extra: int) -> dict[str, float]:
         facts, rates, config = self._facts, self._machine.rates, self._config
         chosen = getattr(config, "page_budget", 0)
-        paged = spare if chosen == "all" else min(spare, chosen * self._config.page_size)
-        digests = spare // self._config.page_size  # two rows a page, as many bytes as a token
+        paged = extra if chosen == "all" else min(extra, chosen * self._config.page_size)
+        digests = extra // self._config.page_size  # two rows a page, as many bytes as a token
         search = self._searched_bytes(cold)
         if search is None:
             return {}

@@ -34,7 +34,7 @@ def test_128k_on_a_24_gb_card_is_hybrid() -> None:
 
 def test_people_see_bytes_times_and_the_advice() -> None:
     output = call(*PLAN, "--context", "128k").output
-    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB index", "cold_attention", "spare_tokens="):
+    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB index", "cold_attention", "hot_tokens="):
         assert part in output
     assert "hybrid: cold keys and values in host memory" in output
 
@@ -47,7 +47,7 @@ def test_settings_of_the_method_count() -> None:
     wide = planned(*PLAN, "--context", "128k", "--set", "window_tokens=16k").options[2]
     slim = planned(*PLAN, "--context", "128k", "--method", "retrieval_attention").options[2]
     assert slim.settings == {}
-    assert wide.settings["spare_tokens"] < planned(*PLAN).options[2].settings["spare_tokens"]
+    assert wide.settings["hot_tokens"] < planned(*PLAN).options[2].settings["hot_tokens"]
 
 
 def test_this_machine_is_planned_for_by_default() -> None:

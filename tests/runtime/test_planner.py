@@ -62,23 +62,42 @@ def test_every_token_is_in_one_tier() -> None:
     assert plain.device_bytes["kv"] + plain.host_bytes["kv"] == 16 * GIB
 
 
-def test_free_device_memory_becomes_spare_pages_with_digests() -> None:
+def test_free_device_memory_becomes_hot_pages_with_digests() -> None:
     option = option_of(128 << 10, "hybrid")
-    spare = option.settings["spare_tokens"]
-    assert isinstance(spare, int)
-    assert spare > 16_000
-    assert spare % 16 == 0
-    digests = spare * LLAMA_8B.kv_bytes_per_token // 16
-    assert option.device_bytes["kv"] + option.host_bytes["kv"] == 16 * GIB + digests
-    one_page_more = sum(option.device_bytes.values()) + 17 * LLAMA_8B.kv_bytes_per_token
+    hot, token = option.settings["hot_tokens"], LLAMA_8B.kv_bytes_per_token
+    assert isinstance(hot, int)
+    assert hot > 8_000
+    assert hot % 16 == 0
+    assert option.device_bytes["kv"] == 640 * token + hot * token * 17 // 16
+    assert option.host_bytes["kv"] == 16 * GIB - 640 * token, "the host keeps what is copied"
+    one_page_more = sum(option.device_bytes.values()) + 17 * token
     assert one_page_more > 0.98 * 24 * GIB - 600 * 2**20
-    assert HybridConfig(**option.settings).spare_tokens == spare
+    assert HybridConfig(**option.settings).hot_tokens == hot
 
 
-def test_spare_tokens_that_were_asked_for_are_kept() -> None:
+def test_digests_that_serve_until_the_graph_is_ready_are_counted_where_they_fit() -> None:
+    tokens = 128 << 10
+    option = option_of(tokens, "hybrid")
+    digests = option.device_bytes["digests"]
+    assert digests == (tokens - 640) // 16 * LLAMA_8B.kv_bytes_per_token
+    scanned = option_of(tokens, "hybrid", cold={"stand_in": "scan"})
+    assert "digests" not in scanned.device_bytes
+    gained = scanned.settings["hot_tokens"] - option.settings["hot_tokens"]
+    assert gained == pytest.approx(digests / LLAMA_8B.kv_bytes_per_token * 16 / 17, abs=16)
+    small = replace(DESKTOP, device_bytes=19 * GIB)
+    assert "digests" not in option_of(tokens, "hybrid", small).device_bytes
+    assert "digests" in option_of(tokens, "hybrid", small, cold={"stand_in": "pages"}).device_bytes
+    assert "digests" not in option_of(tokens, "hybrid", method="flat").device_bytes
+
+
+def test_spare_and_hot_tokens_that_were_asked_for_are_kept() -> None:
     option = option_of(128 << 10, "hybrid", spare_tokens=1024)
     assert option.settings == {}
     assert option.host_bytes["kv"] == ((128 << 10) - 1024 - 640) * LLAMA_8B.kv_bytes_per_token
+    hot = option_of(128 << 10, "hybrid", hot_tokens=1024)
+    assert hot.settings == {}
+    assert hot.device_bytes["kv"] == option.device_bytes["kv"]
+    assert hot.host_bytes["kv"] == ((128 << 10) - 640) * LLAMA_8B.kv_bytes_per_token
 
 
 def test_a_short_context_has_nothing_to_search() -> None:
