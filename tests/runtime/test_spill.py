@@ -51,14 +51,28 @@ def _knows(method: str, key: str) -> bool:
     return key == "page_size" or key in METHODS[method].params.model_fields
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+HOT = {"hot_tokens": 12, "page_budget": 1}
+FEW = {"top_k": 5, "index": "flat"}
+
+
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        *(pytest.param(method, {}, id=method) for method in sorted(METHODS)),
+        pytest.param("hybrid", {**HOT, "cold": FEW}, id="hot"),
+        pytest.param("hybrid", {**HOT, "cold": {**FEW, "attend": "fetch"}}, id="fetched"),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_method_depends_on_when_copies_arrive(method: str, rows: int) -> None:
-    late, now, lane = caches(method, **settings_of(method))
+def test_no_method_depends_on_when_copies_arrive(
+    method: str, further: dict[str, Any], rows: int
+) -> None:
+    late, now, lane = caches(method, **settings_of(method), **further)
     for new in (37, *[1] * 19, 3, 1, 40, *[1] * 6):
         q, entries = tokens(new, rows)
         outs = [attend(kv, q, entries) for kv in (late, now)]
         torch.testing.assert_close(*outs, rtol=0, atol=0)
+    assert (now.work.hot > 0) == ("hot_tokens" in further)
     late.check_integrity()
     assert not lane.pending
 

@@ -23,11 +23,12 @@ from hybrid_kv.plugins import Placement, StandIn
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.stand_in import digest_bytes, resident_bytes, stand_in_for
 from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from tests.oracle import softmax_attention, spread
 from tests.store.scene import HeldBuild, layer
 from tests.tolerances import TOLERANCES
+from tests.transfer.late import LateLane
 
 PAGE, SINKS, PROMPT, SCALE = 16, 16, 1300, 0.3
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -52,14 +53,15 @@ class Later(SyncExecutor):
 class Scene:
     """A cache whose graph is not built yet, and everything it ever stored."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, lane: LateLane | None = None, **settings: Any) -> None:
         cold = {"top_k": 5, "stand_in": "pages", "index": {"kind": "graph", "min_keys": 500}}
         cold |= settings.pop("cold", {})
         config = HybridConfig(
             page_size=PAGE, sink_tokens=SINKS, window_tokens=2 * PAGE, cold=cold, **settings
         )
         self.executor = Later()
-        self.cache = KVCache(ModelInfo((SHAPE,)), config, self.executor)
+        moving = CudaExecutor(self.executor, lambda device: lane)
+        self.cache = KVCache(ModelInfo((SHAPE,)), config, moving)
         self.k, self.v = torch.randn(2, 2, PROMPT, 72)
         self.cache.attend(
             0, torch.randn(1, 6, PROMPT, 72), (self.k[None], self.v[None]), None, scale=SCALE
@@ -121,8 +123,11 @@ def test_the_tokens_of_the_best_pages_are_attended(
 
 @needs_engine
 @pytest.mark.parametrize("more", [{}, {"cold": {"attend": "fetch"}}, {"hot_tokens": 5 * PAGE}])
-def test_with_all_pages_chosen_nothing_is_missed_also_after_a_crop(more: dict[str, Any]) -> None:
-    scene = Scene(method="hybrid", page_budget="all", **more)
+@pytest.mark.parametrize("late", [False, True])
+def test_with_all_pages_chosen_nothing_is_missed_also_after_a_crop(
+    more: dict[str, Any], late: bool
+) -> None:
+    scene = Scene(LateLane() if late else None, method="hybrid", page_budget="all", **more)
     for new in (1, 3, 20):
         scene.expect(*scene.step(new))
     scene.crop(101)  # into the cold tier, within a page
