@@ -51,6 +51,7 @@ class HotPages:
         self.pages: list[int] = []  # by place
         self._place_of = np.full(0, -1, dtype=np.int64)  # by page, -1 for none
         self._scores = np.zeros(0)
+        self._last = np.zeros(0, dtype=np.int64)  # scratch
         self._weight = 1.0  # of an entry found now: it grows, so that no step decays all scores
         self._found: list[Pages] = []  # since the last step
 
@@ -93,6 +94,7 @@ class HotPages:
         if num_pages > known:
             more = max(num_pages, 2 * known) - known
             self._scores = np.pad(self._scores, (0, more))
+            self._last = np.pad(self._last, (0, more))
             self._place_of = np.pad(self._place_of, (0, more), constant_values=-1)
 
     def next_step(self) -> list[Promotion]:
@@ -104,9 +106,7 @@ class HotPages:
             self._weight = 1.0
         if not found or not self.capacity:
             return []
-        pages = np.unique(np.concatenate(found))
-        pages = pages[self._place_of[pages] < 0]
-        best = pages[np.argsort(-self._scores[pages], kind="stable")[:_PER_STEP]]
+        best = self._best_cold(np.concatenate(found))
         fresh = range(len(self.pages), self.capacity)[: len(best)]
         lowest = self._scores[self.pages].argsort(kind="stable")[: len(best) - len(fresh)]
         promotions = [Promotion(int(page), place) for page, place in zip(best, fresh, strict=False)]
@@ -115,6 +115,20 @@ class HotPages:
                 break
             promotions.append(Promotion(int(page), int(place)))
         return promotions
+
+    def _best_cold(self, found: Pages) -> Pages:
+        """The pages with the highest scores among those found that are not hot, best first.
+
+        Thousands of entries: a sort would cost more than all the rest of a step.
+        """
+        number = np.arange(len(found))
+        self._last[found] = number  # of the entries in a page one remains, which stands for it
+        cold = found[(self._last[found] == number) & (self._place_of[found] < 0)]
+        scores, best = self._scores[cold], np.empty(min(_PER_STEP, len(cold)), dtype=np.int64)
+        for place in range(len(best)):
+            at = scores.argmax()
+            best[place], scores[at] = cold[at], -1.0
+        return best
 
     def take(self, promotion: Promotion) -> None:
         """A page is hot from now on, instead of the one that had its place."""
@@ -142,4 +156,5 @@ class HotPages:
         new = copy(self)
         new.pages, new._found = list(self.pages), list(self._found)
         new._place_of, new._scores = self._place_of.copy(), self._scores.copy()
+        new._last = self._last.copy()
         return new
