@@ -36,7 +36,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
 INFO = ModelInfo(tuple(LayerShape(idx, 32, 8, 128) for idx in range(2)))
-ENGINE_CALLS = ("hkv_flat_search", "hkv_graph_search", "hkv_attend")
+ENGINE_CALLS = ("hkv_flat_search", "hkv_graph_search", "hkv_attend", "hkv_attend_rows", "hkv_merge")
 
 
 class Arithmetic:

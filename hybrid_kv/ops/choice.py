@@ -15,14 +15,15 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # What beside the definition computes an op, the first choice of "auto" first.
 _CANDIDATES = {
-    "attend": ("torch_cpu", "torch_cuda"),
+    "attend": ("native", "torch_cpu", "torch_cuda"),
+    "attend_visible": ("native",),
     "attend_causal": ("torch_cpu", "torch_cuda"),
     "attend_retrieved": ("native",),
     "page_scores": ("native", "triton"),
     "choose_pages": ("triton",),
     # FlashInfer compiles for minutes at its first use, so it serves those who ask for it.
     "attend_pages": ("triton", "flashinfer"),
-    "merge": ("triton",),
+    "merge": ("native", "triton"),
     "append": ("triton",),
     "update_digests": ("triton",),
     "copy_pages": ("triton",),
@@ -40,6 +41,7 @@ def choose_backend(
     here: Collection[str] = (),
     plain: bool = True,
     pairs: int = 1,
+    few: bool = True,
 ) -> str:
     """The back end that computes one call.
 
@@ -53,7 +55,9 @@ def choose_backend(
         here: the back ends beside torch's that are installed and reach the tensors.
         plain: attend, attend_causal: what torch has fused kernels for (no softcap, no sliding
             window); attend_pages: what FlashInfer has kernels for.
-        pairs: queries times keys; a fused kernel takes neither without the other.
+        pairs: queries times keys; torch's kernels take neither without the other.
+        few: attend, attend_visible: few queries, and no bias; the engine reads each key once for
+            all of them, torch's kernel is made for many.
     """
     candidates = _CANDIDATES[op]
     if requested in ("reference", *FUSED):
@@ -65,7 +69,7 @@ def choose_backend(
         if name in FUSED:
             fits = device_type == FUSED[name] and dtype in _FUSED_DTYPES and plain and pairs > 0
         elif name == "native":
-            fits = device_type == "cpu" and name in here
+            fits = device_type == "cpu" and name in here and few
         elif name == "triton":
             # On the CPU Triton is its interpreter, which is for tests.
             fits = name in here and dtype in _FUSED_DTYPES and (device_type != "cpu" or by_name)

@@ -18,6 +18,8 @@ from hybrid_kv.types import PagedKV, PartialAttention
 
 _FEW_TOKENS = 16
 """New tokens up to which each may read the pages for itself."""
+_FEW_QUERIES = 64
+"""Queries of a KV head up to which the engine attends: a decode step's, not a prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,42 @@ class Ops:
         bias: Tensor | None = None,
         softcap: float | None = None,
     ) -> PartialAttention:
+        here = ("native",) if native.serves(k, v) else ()
+        few = bias is None and _is_few(q)
         pairs = q.shape[2] * k.shape[2]
         plain = softcap is None and (q.device.type != "cuda" or torch_cuda.expresses(q, bias))
-        name = self._choose("attend", q, plain=plain, pairs=pairs)
+        name = self._choose("attend", q, here=here, plain=plain, pairs=pairs, few=few)
+        if name == "native":
+            return native.attend_rows(q, k, v, scale=scale, softcap=softcap)
         if name == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
         if name == "torch_cuda":
             return torch_cuda.attend(q, k, v, scale=scale)
         return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
+
+    def attend_visible(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        newest: Sequence[int],
+        *,
+        new: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        here = ("native",) if native.serves(k, v) else ()
+        if self._choose("attend_visible", q, here=here, few=_is_few(q)) == "native":
+            visible = native.Visible(positions, newest, new)
+            return native.attend_rows(q, k, v, scale=scale, softcap=softcap, visible=visible)
+        return reference.attend_visible(
+            *(q, k, v, positions, newest),
+            new=new,
+            scale=scale,
+            softcap=softcap,
+            attend=self.attend,
+        )
 
     def attend_causal(
         self,
@@ -141,7 +171,13 @@ class Ops:
         )
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
-        if self._chosen_triton("merge", parts[0].out):
+        here = backends_on(parts[0].out.device.type)
+        if native.serves_merge(parts, dtype):
+            here = here | {"native"}
+        name = self._choose("merge", parts[0].out, here=here)
+        if name == "native":
+            return native.merge(parts, dtype)
+        if name == "triton":
             from hybrid_kv.ops.triton import merge
 
             return merge.merge(parts, dtype)
@@ -269,6 +305,7 @@ class Ops:
         here: Sequence[str] | frozenset[str] = (),
         plain: bool = True,
         pairs: int = 1,
+        few: bool = True,
     ) -> str:
         name = choose_backend(
             self.backend,
@@ -278,9 +315,14 @@ class Ops:
             here=here,
             plain=plain,
             pairs=pairs,
+            few=few,
         )
         self.served[op] = name
         return name
+
+
+def _is_few(q: Tensor) -> bool:
+    return q.shape[-2] <= _FEW_QUERIES
 
 
 def get_ops(backend: str) -> Ops:

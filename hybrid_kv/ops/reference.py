@@ -185,6 +185,39 @@ def best_pages(scores: Tensor, oldest: int, newest: int, count: int) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, 1), value=last)
 
 
+def attend_visible(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    newest: Sequence[int],
+    *,
+    new: int,
+    scale: float,
+    softcap: float | None = None,
+    attend: Callable[..., PartialAttention] = attend,
+) -> PartialAttention:
+    """Attention of every query over the entries at its own position and before.
+
+    Args:
+        q: [B, H, M, D], M = G * T with row g * T + t.
+        k, v: [B, H, N, D].
+        positions: [B, N] int64 of the entries.
+        newest: [B] position of each row's newest token; the others come before it.
+        new: T.
+        attend: what attends with a bias.
+
+    Returns:
+        out [B, H, M, D], lse [B, H, M].
+    """
+    last = torch.tensor(newest, device=positions.device)[:, None]
+    of_queries = last + torch.arange(1 - new, 1, device=positions.device)
+    hidden = positions[:, None] > of_queries[:, :, None]
+    bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, -torch.inf)
+    bias = bias.repeat(1, q.shape[2] // new, 1)[:, None]
+    return attend(q, k, v, scale=scale, softcap=softcap, bias=bias)
+
+
 def attend_pages(
     q: Tensor,
     pages: PagedKV,

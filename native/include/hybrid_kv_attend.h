@@ -1,4 +1,4 @@
-/* Partial attention of queries over entries of their own, read where they lie.
+/* Partial attention over keys and values that are read where they lie, and the merge of parts.
  *
  * out and the natural log-sum-exp are what hybrid_kv merges with other parts; a query without
  * entries gets 0 and -inf.
@@ -12,19 +12,55 @@
 extern "C" {
 #endif
 
-typedef struct hkv_attend_head {
-  hkv_keys keys;
-  hkv_keys values; /* as many rows and the same dtype as keys; dim may differ */
-} hkv_attend_head;
+/* Keys and values of all KV heads of all batch rows, equally far apart. */
+typedef struct hkv_kv {
+  hkv_keys keys;         /* of the first head of the first batch row */
+  hkv_keys values;       /* as many rows and the same dtype as keys; dim may differ */
+  int64_t key_step[2];   /* elements from one batch row to the next, and from one head */
+  int64_t value_step[2]; /* the same */
+} hkv_kv;
 
-/* queries: [heads, num_queries, dim of keys]; all heads have the same dims.
+/* Entries of their own for every query, of one batch row.
+ *
+ * queries: [heads, num_queries, dim of keys].
  * ids: [heads, num_queries, num_ids] rows; negative ones are absent.
  * softcap: logits become softcap * tanh(logit / softcap); 0 for none.
  * out: [heads, num_queries, dim of values]; lse: [heads, num_queries].
  */
-HKV_API int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_attend_head *head,
-                       const float *queries, int64_t num_queries, const int64_t *ids,
-                       int64_t num_ids, float scale, float softcap, float *out, float *lse);
+HKV_API int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const float *queries,
+                       int64_t num_queries, const int64_t *ids, int64_t num_ids, float scale,
+                       float softcap, float *out, float *lse);
+
+/* What hides entries: a query sees those at its own position and before. */
+typedef struct hkv_visible {
+  const int64_t *positions; /* [batch, count of keys] */
+  int64_t row_step;         /* from one batch row to the next */
+  const int64_t *newest;    /* [batch] position of the newest token */
+  int64_t new_tokens;       /* query m is that of token m % new_tokens, the last one the newest */
+} hkv_visible;
+
+/* Every row of a KV head for each of its queries; made for few of them.
+ *
+ * queries: [batch, heads, num_queries, dim of keys] of `query_dtype`.
+ * visible: NULL where every query sees every row.
+ * out: [batch, heads, num_queries, dim of values]; lse: [batch, heads, num_queries].
+ */
+HKV_API int hkv_attend_rows(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
+                            const void *queries, int32_t query_dtype, int64_t num_queries,
+                            const hkv_visible *visible, float scale, float softcap, float *out,
+                            float *lse);
+
+typedef struct hkv_part {
+  const void *out;  /* [rows, dim] of `dtype`, normalised within the part */
+  const float *lse; /* [rows] */
+  int32_t dtype;
+} hkv_part;
+
+/* Attention over the union of disjoint parts: out [rows, dim] of `dtype` and lse [rows], which may
+ * be those of a part of the same dtype. Where every part is empty so is the result.
+ */
+HKV_API int hkv_merge(hkv_pool *pool, int32_t num_parts, const hkv_part *parts, int64_t rows,
+                      int32_t dim, int32_t dtype, void *out, float *lse);
 
 #ifdef __cplusplus
 }

@@ -4,20 +4,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "attend_checks.h"
 #include "convert.h"
 #include "error.h"
 #include "pool.h"
-#include "quantise.h"
 #include "row_scores.h"
+#include "softmax.h"
 
 namespace hkv {
 namespace {
-
-constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Scratch {
   std::vector<float> query, logits, sums;
@@ -29,36 +27,8 @@ Scratch &scratch() {
   return own;
 }
 
-template <typename Value>
-void grow(std::vector<Value> &values, int64_t size) {
-  if (static_cast<int64_t>(values.size()) < size) values.resize(size);
-}
-
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-/// exp of values up to 0, to about an ulp; 0 where float32 would become subnormal.
-inline Floats exp_of_negative(Floats x) {
-  const Floats lowest = Floats{} - 87.0f;
-  const Ints tiny = x < lowest;
-  x = tiny ? lowest : x;
-  // x = n ln 2 + r, |r| <= ln 2 / 2; ln 2 in two parts, so that n times the first is exact.
-  const Floats scaled = x * 1.44269504088896341f - 0.5f;
-  const Ints n = __builtin_convertvector(scaled, Ints);  // towards zero: rounds x <= 0 to nearest
-  const Floats whole = __builtin_convertvector(n, Floats);
-  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Floats power = (Floats)((n + 127) << 23);
-  const Floats result = p * power;
-  return tiny ? Floats{} : result;
-}
-
 struct Attend {
-  const hkv_attend_head *head;
+  const hkv_kv *kv;
   const float *queries;
   int64_t num_queries;
   const int64_t *ids;
@@ -70,13 +40,12 @@ struct Attend {
 
  private:
   template <typename Element>
-  void attend(const hkv_attend_head &from, int64_t row) const;
-  int64_t take_ids(const hkv_attend_head &from, int64_t row) const;
-  float to_weights(float *logits, int64_t count, float &total) const;
+  void attend(const Entries &from, int64_t row) const;
+  int64_t take_ids(const Entries &from, int64_t row) const;
 };
 
 /// The ids that are there, in order.
-int64_t Attend::take_ids(const hkv_attend_head &from, int64_t row) const {
+int64_t Attend::take_ids(const Entries &from, int64_t row) const {
   std::vector<uint32_t> &kept = scratch().ids;
   grow(kept, num_ids);
   int64_t count = 0;
@@ -87,33 +56,6 @@ int64_t Attend::take_ids(const hkv_attend_head &from, int64_t row) const {
     count += id >= 0;
   }
   return count;
-}
-
-/// Dot products become exp(logit - largest), padded with 0 to whole vectors; returns the largest.
-float Attend::to_weights(float *logits, int64_t count, float &total) const {
-  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-  std::fill(logits + count, logits + padded, logits[count - 1]);  // changes no maximum
-  Floats most = Floats{} + kNone;
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    Floats scaled = load_floats(logits + i) * scale;
-    if (softcap > 0.0f)
-      for (int lane = 0; lane < kLanes; ++lane)
-        scaled[lane] = softcap * std::tanh(scaled[lane] / softcap);
-    store_floats(logits + i, scaled);
-    most = scaled > most ? scaled : most;
-  }
-  float largest = kNone;
-  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
-  std::fill(logits + count, logits + padded, kNone);
-  Floats sums{};
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    const Floats weights = exp_of_negative(load_floats(logits + i) - largest);
-    store_floats(logits + i, weights);
-    sums += weights;
-  }
-  total = 0.0f;
-  for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
-  return largest;
 }
 
 /// sums [Vectors] += weights of rows, from one vector of each row on; asks for later rows meanwhile.
@@ -169,13 +111,13 @@ void add_values(const hkv_keys &values, const uint32_t *ids, const float *weight
 }
 
 template <typename Element>
-void Attend::attend(const hkv_attend_head &from, int64_t row) const {
+void Attend::attend(const Entries &from, int64_t row) const {
   Scratch &own = scratch();
   const RowVectors key_vectors(from.keys.dim), value_vectors(from.values.dim);
   float *to = out + row * from.values.dim;
   const int64_t count = take_ids(from, row);
   std::fill_n(to, from.values.dim, 0.0f);
-  lse[row] = kNone;
+  lse[row] = kNoLogit;
   if (count == 0) return;
   grow(own.query, key_vectors.padded());
   grow(own.sums, value_vectors.padded());
@@ -186,8 +128,9 @@ void Attend::attend(const hkv_attend_head &from, int64_t row) const {
   const int64_t first = std::min(rows_ahead<Element>(from.values.dim), count);
   for (int64_t i = 0; i < first; ++i)  // arrive during the softmax
     prefetch_row(values + int64_t{own.ids[i]} * from.values.stride, from.values.dim);
-  float total;
-  const float largest = to_weights(own.logits.data(), count, total);
+  to_logits(own.logits.data(), count, scale, softcap);
+  const float largest = largest_of(own.logits.data(), count);
+  const float total = to_weights(own.logits.data(), count, largest);
   std::fill_n(own.sums.data(), value_vectors.padded(), 0.0f);
   add_values<Element>(from.values, own.ids.data(), own.logits.data(), count, own.sums.data());
   for (int d = 0; d < from.values.dim; ++d) {
@@ -198,40 +141,27 @@ void Attend::attend(const hkv_attend_head &from, int64_t row) const {
 }
 
 void Attend::item(int64_t row) const {
-  const hkv_attend_head &from = head[row / num_queries];
+  const Entries from = entries_of(*kv, 0, row / num_queries);
   with_dtype(from.keys.dtype, [&](auto *element) {
     attend<std::remove_const_t<std::remove_pointer_t<decltype(element)>>>(from, row);
   });
 }
 
 void check(int32_t heads, const Attend &job) {
-  require(heads >= 0 && job.num_queries >= 0 && job.num_ids >= 0, "sizes must be at least 0");
-  require(heads == 0 || job.head != nullptr, "head must not be NULL");
-  const bool empty = heads == 0 || job.num_queries == 0;
-  require(empty || (job.queries && job.out && job.lse), "arrays must not be NULL");
-  require(empty || job.num_ids == 0 || job.ids != nullptr, "ids must not be NULL");
-  require(job.softcap >= 0.0f, "softcap must be at least 0");
-  for (int32_t at = 0; at < heads; ++at) {
-    const hkv_attend_head &one = job.head[at];
-    check_keys(one.keys);
-    check_keys(one.values);
-    require(one.keys.count == one.values.count, "there must be as many values as keys");
-    require(one.keys.dtype == one.values.dtype, "values must have the dtype of the keys");
-    require(one.keys.count <= std::numeric_limits<int32_t>::max(),
-            "a head must have fewer than 2^31 keys");
-    require(one.keys.dim == job.head[0].keys.dim && one.values.dim == job.head[0].values.dim,
-            "all heads must have the same dims");
-  }
+  require(job.num_ids >= 0, "sizes must be at least 0");
+  check_attention(1, heads, job.kv, job.queries, job.num_queries, job.softcap, job.out, job.lse);
+  const bool empty = heads == 0 || job.num_queries == 0 || job.num_ids == 0;
+  require(empty || job.ids != nullptr, "ids must not be NULL");
 }
 
 }  // namespace
 }  // namespace hkv
 
-extern "C" int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_attend_head *head,
-                          const float *queries, int64_t num_queries, const int64_t *ids,
-                          int64_t num_ids, float scale, float softcap, float *out, float *lse) {
+extern "C" int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const float *queries,
+                          int64_t num_queries, const int64_t *ids, int64_t num_ids, float scale,
+                          float softcap, float *out, float *lse) {
   return hkv::guarded([&] {
-    const hkv::Attend job{head, queries, num_queries, ids, num_ids, scale, softcap, out, lse};
+    const hkv::Attend job{kv, queries, num_queries, ids, num_ids, scale, softcap, out, lse};
     hkv::check(heads, job);
     hkv::parallel_for(pool, heads * num_queries, [&job](int64_t row, int) { job.item(row); });
   });

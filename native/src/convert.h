@@ -103,6 +103,40 @@ void convert(const Element *from, int64_t count, float *to) {
   for (; i < count; ++i) to[i] = to_float(from[i]);
 }
 
+inline void round_to(float value, float &to) { to = value; }
+
+/// To nearest, ties to even; NaN stays one.
+inline void round_to(float value, Bfloat &to) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  to.bits = static_cast<uint16_t>(is_nan ? bits >> 16 | 0x40u
+                                         : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+inline void round_to(float value, Half &to) {
+#if defined(__F16C__)
+  to.bits = static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) {
+    bits = 0x7e00u;
+  } else if (bits >= 0x477ff000u) {  // 65520 and above round to infinity
+    bits = 0x7c00u;
+  } else if (bits >= 0x38800000u) {
+    bits = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13;
+  } else {  // adding 0.5 lines the mantissa up with that of a subnormal, and rounds it
+    const float sum = bits_to_float(bits) + 0.5f;
+    std::memcpy(&bits, &sum, sizeof bits);
+    bits -= 0x3f000000u;
+  }
+  to.bits = static_cast<uint16_t>(sign | bits);
+#endif
+}
+
 /// Calls body with a null pointer whose type is that of the elements.
 template <typename Body>
 void with_dtype(int32_t dtype, Body &&body) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "hybrid_kv_attend.h"
 #include "hybrid_kv_rows.h"
 
 /// Numbers that are the same on every machine.
@@ -122,6 +123,11 @@ class Rows {
   int32_t dim_, dtype_;
   int64_t stride_;
 };
+
+/// Keys and values of one head of one batch row.
+inline hkv_kv kv_of(const Rows &keys, const Rows &values) {
+  return {keys.keys(), values.keys(), {0, 0}, {0, 0}};
+}
 
 /// Quantised keys of one head in memory of their own.
 class Quantised {

@@ -80,7 +80,7 @@ void attend(const Rows &rows, const std::vector<float> &queries, int32_t num_que
             Random &random) {
   const int32_t value_dim = static_cast<int32_t>(1 + random.below(140));
   const Rows values(strange_floats(rows.count() * value_dim, random), value_dim, rows.keys().dtype);
-  const hkv_attend_head head{rows.keys(), values.keys()};
+  const hkv_kv head = kv_of(rows, values);
   const int64_t num_ids = random.below(60);
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < num_queries * num_ids; ++i)

@@ -49,7 +49,7 @@ void check_case(int32_t dim, int32_t value_dim, int32_t dtype, int64_t num_ids, 
   Random random(4);
   for (int64_t i = 0; i < num_queries * num_ids; ++i) ids.push_back(random.below(count + 2) - 2);
   const Result right = expected(keys, values, queries, ids, num_queries, 0.5f, softcap);
-  const hkv_attend_head head{keys.keys(), values.keys()};
+  const hkv_kv head = kv_of(keys, values);
   Result got{std::vector<float>(right.out.size()), std::vector<float>(right.lse.size())};
   CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), num_queries, ids.data(), num_ids, 0.5f,
                       softcap, got.out.data(), got.lse.data()));
@@ -69,7 +69,7 @@ CLAIM(attention_is_that_of_the_definition) {
 
 CLAIM(no_ids_give_nothing) {
   const Rows keys(random_floats(5 * 9, 1), 9);
-  const hkv_attend_head head{keys.keys(), keys.keys()};
+  const hkv_kv head = kv_of(keys, keys);
   const std::vector<float> queries = random_floats(2 * 9, 2);
   const int64_t absent[] = {-1, INT64_MIN};
   for (const int64_t num_ids : {0, 1}) {
@@ -83,7 +83,7 @@ CLAIM(no_ids_give_nothing) {
 
 CLAIM(logits_far_apart_neither_overflow_nor_vanish) {
   const Rows keys({1000.0f, -1000.0f, 999.0f}, 1), values({1.0f, 2.0f, 3.0f}, 1);
-  const hkv_attend_head head{keys.keys(), values.keys()};
+  const hkv_kv head = kv_of(keys, values);
   const float query = 3.0f;
   const int64_t ids[] = {1, 0, 2};
   float out = 0, lse = 0;
@@ -98,7 +98,7 @@ CLAIM(weights_are_exponentials_over_their_whole_range) {
   const int64_t ids[] = {0, 1};
   for (float logit = 0.0f; logit > -86.0f; logit -= 0.37f) {
     const Rows keys({0.0f, logit}, 1);
-    const hkv_attend_head head{keys.keys(), values.keys()};
+    const hkv_kv head = kv_of(keys, values);
     float out = 0, lse = 0;
     CHECK_OK(hkv_attend(nullptr, 1, &head, &query, 1, ids, 2, 1.0f, 0.0f, &out, &lse));
     const double weight = std::exp(static_cast<double>(logit));
@@ -112,7 +112,7 @@ CLAIM(what_is_not_finite_does_not_crash) {
     std::vector<float> values = random_floats(7 * 36, 1);
     values[40] = strange;
     const Rows keys(values, 36);
-    const hkv_attend_head head{keys.keys(), keys.keys()};
+    const hkv_kv head = kv_of(keys, keys);
     const std::vector<float> query(36, strange);
     const int64_t ids[] = {0, 1, 2, 3, 4, 5, 6};
     std::vector<float> out(36), lse(1);
@@ -123,12 +123,12 @@ CLAIM(what_is_not_finite_does_not_crash) {
 
 CLAIM(attention_refuses_what_does_not_fit) {
   const Rows keys(random_floats(5 * 9, 1), 9);
-  const hkv_attend_head good{keys.keys(), keys.keys()};
+  const hkv_kv good = kv_of(keys, keys);
   const std::vector<float> query = random_floats(9, 2);
   std::vector<float> out(9);
   float lse = 0;
   const int64_t id = 0;
-  const auto call = [&](const hkv_attend_head *head, int32_t heads, int64_t queries,
+  const auto call = [&](const hkv_kv *head, int32_t heads, int64_t queries,
                         int64_t num_ids, float softcap) {
     return hkv_attend(nullptr, heads, head, query.data(), queries, &id, num_ids, 1.0f, softcap,
                       out.data(), &lse);
@@ -137,7 +137,7 @@ CLAIM(attention_refuses_what_does_not_fit) {
   CHECK_REFUSED(call(&good, 1, -1, 1, 0.0f), "sizes");
   CHECK_REFUSED(call(&good, 1, 1, -1, 0.0f), "sizes");
   CHECK_REFUSED(call(&good, 1, INT64_MIN, 1, 0.0f), "sizes");
-  CHECK_REFUSED(call(nullptr, 1, 1, 1, 0.0f), "head must not be NULL");
+  CHECK_REFUSED(call(nullptr, 1, 1, 1, 0.0f), "kv must not be NULL");
   CHECK_REFUSED(call(&good, 1, 1, 1, -1.0f), "softcap");
   CHECK_REFUSED(call(&good, 1, 1, 1, std::nanf("")), "softcap");
   CHECK_REFUSED(hkv_attend(nullptr, 1, &good, nullptr, 1, &id, 1, 1.0f, 0.0f, out.data(), &lse),
@@ -145,16 +145,13 @@ CLAIM(attention_refuses_what_does_not_fit) {
   CHECK_REFUSED(
       hkv_attend(nullptr, 1, &good, query.data(), 1, nullptr, 1, 1.0f, 0.0f, out.data(), &lse),
       "ids must not be NULL");
-  hkv_attend_head head = good;
+  hkv_kv head = good;
   head.values.count = 4;
   CHECK_REFUSED(call(&head, 1, 1, 1, 0.0f), "as many values as keys");
   head = good, head.values.dtype = HKV_F16;
   CHECK_REFUSED(call(&head, 1, 1, 1, 0.0f), "dtype of the keys");
   head = good, head.values.data = nullptr;
   CHECK_REFUSED(call(&head, 1, 1, 1, 0.0f), "NULL");
-  hkv_attend_head heads[] = {good, good};
-  heads[1].keys.dim = 8;
-  CHECK_REFUSED(call(heads, 2, 0, 1, 0.0f), "same dims");
   for (const int64_t bad : {int64_t{5}, INT64_MAX})
     CHECK_REFUSED(
         hkv_attend(nullptr, 1, &good, query.data(), 1, &bad, 1, 1.0f, 0.0f, out.data(), &lse),

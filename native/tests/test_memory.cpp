@@ -113,13 +113,19 @@ CLAIM(scans_survive_lack_of_memory) {
 
 CLAIM(attention_survives_lack_of_memory) {
   const Rows rows(random_floats(37 * 36, 1), 36);
-  const hkv_attend_head head{rows.keys(), rows.keys()};
+  const hkv_kv head = kv_of(rows, rows);
   const std::vector<float> queries = random_floats(2 * 36, 2);
   const std::vector<int64_t> ids(2 * 30, 5);
   std::vector<float> out(2 * 36), lse(2);
   check_every_allocation([&] {
     return hkv_attend(nullptr, 1, &head, queries.data(), 2, ids.data(), 30, 1.0f, 0.0f, out.data(),
                       lse.data());
+  });
+  const Rows many(random_floats(5000 * 4, 1), 4, HKV_F16);
+  const hkv_kv kv = kv_of(many, many);
+  check_every_allocation([&] {
+    return hkv_attend_rows(nullptr, 1, 1, &kv, queries.data(), HKV_F32, 2, nullptr, 1.0f, 0.0f,
+                           out.data(), lse.data());
   });
 }
 

@@ -52,7 +52,7 @@ constexpr int64_t kKeys = 37, kQueries = 19;
 /// Attention of every query over all keys; the same for any number of threads.
 std::vector<float> attend(hkv_pool *pool, const Rows &keys, const Rows &values,
                           const std::vector<float> &queries) {
-  const hkv_attend_head head{keys.keys(), values.keys()};
+  const hkv_kv head = kv_of(keys, values);
   std::vector<int64_t> ids;
   for (int64_t query = 0; query < kQueries; ++query)
     for (int64_t key = 0; key < kKeys; ++key) ids.push_back((key * 7 + query) % kKeys);
@@ -112,7 +112,7 @@ CLAIM(an_error_of_a_worker_reaches_the_caller_and_the_pool_lives_on) {
       values(random_floats(kKeys * kDim, 2), kDim);
   const std::vector<float> queries = random_floats(kQueries * kDim, 3);
   const std::vector<float> expected = attend(nullptr, keys, values, queries);
-  const hkv_attend_head head{keys.keys(), values.keys()};
+  const hkv_kv head = kv_of(keys, values);
   std::vector<float> out(kQueries * kDim), lse(kQueries);
   ScopedPool pool(3);
   for (int64_t bad = 0; bad < kQueries; ++bad) {

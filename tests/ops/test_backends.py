@@ -10,6 +10,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import get_ops, reference
 from hybrid_kv.ops.choice import BACKENDS
 from hybrid_kv.ops.dispatch import why_unavailable
+from hybrid_kv.types import HIDDEN
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance
 
@@ -45,6 +46,31 @@ def test_attention_is_that_of_float64(
     q, k, v = tensors(queries, keys, dtype)
     part = get_ops(backend).attend(q, k, v, scale=0.2)
     check(part, softmax_attention(q, k, v, scale=0.2), tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("group", "new"), [(1, 1), (3, 1), (4, 5), (3, 30)])
+def test_a_query_sees_its_own_position_and_those_before(
+    backend: str,
+    dtype: torch.dtype,
+    tolerance: Tolerance,
+    group: int,
+    new: int,
+    softcap: float | None,
+) -> None:
+    q, k, v = tensors(group * new, 37, dtype)
+    positions = torch.stack([torch.randperm(50)[:37] for _ in range(2)])
+    positions[0, :5] = HIDDEN
+    newest = [30, new + 8]
+    positions[1][positions[1] < 10] += 60  # the oldest queries of this row see nothing
+    of_queries = torch.tensor(newest)[:, None] + torch.arange(1 - new, 1)
+    visible = positions[:, None] <= of_queries.repeat(1, group)[..., None]
+    part = get_ops(backend).attend_visible(
+        q, k, v, positions, newest, new=new, scale=0.2, softcap=softcap
+    )
+    exact = softmax_attention(q, k, v, scale=0.2, softcap=softcap, visible=visible[:, None])
+    assert exact[1].isinf().any()
+    check(part, exact, tolerance)
 
 
 def test_one_head_of_dim_one_is_served(backend: str) -> None:

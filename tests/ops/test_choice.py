@@ -14,7 +14,8 @@ from hybrid_kv.ops.dispatch import Ops, why_unavailable
 from hybrid_kv.types import PagedKV
 from tests.ops.fake_machine import Machine, fake_machine
 
-DEVICE_OPS = [op for op in OPS if op not in ("attend", "attend_causal", "attend_retrieved")]
+HOST_OPS = ("attend", "attend_visible", "attend_causal", "attend_retrieved")
+DEVICE_OPS = [op for op in OPS if op not in HOST_OPS]
 EVERYTHING = ("native", "triton", "flashinfer")
 HALF = torch.bfloat16
 
@@ -45,6 +46,19 @@ def test_dense_attention_is_fused_where_it_can_be(
         requested, "attend", device_type=device, dtype=dtype, plain=plain, pairs=pairs
     )
     assert found == chosen
+
+
+@pytest.mark.parametrize("op", ["attend", "attend_visible"])
+@pytest.mark.parametrize("requested", ["auto", "native", "triton", "flashinfer"])
+def test_few_queries_are_the_engine_s_and_many_are_not(op: str, requested: str) -> None:
+    def chosen(device: str = "cpu", *, few: bool = True, plain: bool = True) -> str:
+        return choose_backend(
+            requested, op, device_type=device, dtype=HALF, here=("native",), few=few, plain=plain
+        )
+
+    assert chosen() == chosen(plain=False) == "native"
+    assert chosen(few=False) == ("torch_cpu" if op == "attend" else "reference")
+    assert chosen("cuda") == "reference"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -114,11 +128,23 @@ def test_retrieved_entries_are_the_engine_s_whatever_serves_the_device(requested
 def test_what_served_is_on_record() -> None:
     ops = Ops("auto")
     q = torch.randn(1, 2, 3, 8)
-    ops.attend(q, q, q, scale=1.0)
+    bias = torch.zeros(3)
+    ops.attend(q, q, q, scale=1.0, bias=bias)
     assert ops.served == {"attend": "torch_cpu"}
-    ops.attend(q, q, q, scale=1.0, softcap=2.0)
+    ops.attend(q, q, q, scale=1.0, bias=bias, softcap=2.0)
     ops.nearest_keys(q[0], q[0], 1)
     assert ops.served == {"attend": "reference", "nearest_keys": "reference"}
+
+
+@pytest.mark.skipif(why_unavailable("native") is not None, reason="no engine")
+def test_the_engine_serves_a_decode_step_but_no_prompt() -> None:
+    ops = Ops("auto")
+    for queries, served in ((64, "native"), (65, "torch_cpu")):
+        q = torch.randn(1, 2, queries, 8, dtype=HALF)
+        part = ops.attend(q, q, q, scale=1.0)
+        assert ops.served["attend"] == served
+        ops.merge([part, part], HALF)
+        assert ops.served["merge"] == "native"
 
 
 @pytest.fixture

@@ -5,20 +5,33 @@ Here is what the dispatch needs: whether the engine serves some tensors, and its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops.native import attend as _attend
+from hybrid_kv.ops.native.attend import RetrievedAttention, Visible
 from hybrid_kv.ops.native.library import engine, engine_state
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
 from hybrid_kv.types import PartialAttention
 
-__all__ = ["attend_retrieved", "engine_state", "page_scores", "serves"]
+__all__ = [
+    "Visible",
+    "attend_retrieved",
+    "attend_rows",
+    "engine_state",
+    "merge",
+    "page_scores",
+    "serves",
+    "serves_merge",
+]
 
 
 def serves(k: Tensor, v: Tensor) -> bool:
-    """Whether the engine is there and reads two arrays [H, N, D] of one dtype where they lie."""
+    """Whether the engine is there and reads [..., N, D], two of one dtype, where they lie."""
     return (
         k.device.type == "cpu"
         and k.dtype == v.dtype
@@ -35,6 +48,40 @@ def attend_retrieved(
     """See `Ops.attend_retrieved`; out and lse are float32."""
     attention = RetrievedAttention(k, v)
     return attention.attend(q.float(), ids, scale=scale, softcap=softcap, pool=default_pool())
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    visible: Visible | None = None,
+) -> PartialAttention:
+    """See `Ops.attend` and `Ops.attend_visible`; out and lse are float32."""
+    return _attend.attend_rows(
+        q, k, v, scale=scale, softcap=softcap, visible=visible, pool=default_pool()
+    )
+
+
+def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
+    """Whether the engine is there and merges parts of these dtypes."""
+    return (
+        dtype in DTYPES
+        and all(
+            part.out.dtype in DTYPES
+            and part.out.device.type == "cpu"
+            and part.lse.dtype == torch.float32
+            for part in parts
+        )
+        and engine() is not None
+    )
+
+
+def merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+    """See `Ops.merge`."""
+    return _attend.merge(parts, dtype, pool=default_pool())
 
 
 def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""The engine's partial attention over retrieved ids: reads keys and values where they lie."""
+"""The engine's partial attention and the merge of parts: reads keys and values where they lie."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,25 +14,94 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.pool import Pool
-from hybrid_kv.ops.native.rows import KeysStruct, describe, find_engine, pool_handle
+from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine, is_readable, pool_handle
 from hybrid_kv.types import PartialAttention
 
 
-class AttendHeadStruct(Structure):
-    """`hkv_attend_head`: keys and values of one head."""
+class KVStruct(Structure):
+    """`hkv_kv`: keys and values of all KV heads of all batch rows."""
 
-    _fields_ = (("keys", KeysStruct), ("values", KeysStruct))
+    _fields_ = (
+        *(("keys", KeysStruct), ("values", KeysStruct)),
+        *((f"{name}_step", c_int64 * 2) for name in ("key", "value")),
+    )
+
+
+class VisibleStruct(Structure):
+    """`hkv_visible`."""
+
+    _fields_ = (
+        *(("positions", c_void_p), ("row_step", c_int64)),
+        *(("newest", c_void_p), ("new_tokens", c_int64)),
+    )
+
+
+class PartStruct(Structure):
+    """`hkv_part`."""
+
+    _fields_ = (("out", c_void_p), ("lse", c_void_p), ("dtype", c_int32))
+
+
+class Visible(NamedTuple):
+    """What hides entries: a query sees those at its own position and before.
+
+    positions: [B, N] int64 of the entries. newest: [B] position of each row's newest token. new:
+    T; query m is that of token m % T.
+    """
+
+    positions: Tensor
+    newest: Sequence[int]
+    new: int
 
 
 @cache
 def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
+    kv, results = (POINTER(KVStruct), c_void_p), (c_float, c_float, c_void_p, c_void_p)
+    library.declare(
+        engine, "hkv_attend", c_void_p, c_int32, *kv, c_int64, c_void_p, c_int64, *results
+    )
     library.declare(
         engine,
-        "hkv_attend",
-        *(c_void_p, c_int32, POINTER(AttendHeadStruct), c_void_p, c_int64, c_void_p, c_int64),
-        *(c_float, c_float, c_void_p, c_void_p),
+        "hkv_attend_rows",
+        *(c_void_p, c_int32, c_int32, *kv, c_int32, c_int64, POINTER(VisibleStruct), *results),
+    )
+    library.declare(
+        engine,
+        "hkv_merge",
+        *(c_void_p, c_int32, POINTER(PartStruct), c_int64, c_int32, c_int32, c_void_p, c_void_p),
     )
     return engine
+
+
+def _described(keys: Tensor, values: Tensor) -> KVStruct:
+    """Of keys [..., H, N, D] and values [..., H, N, Dv], which must outlive it.
+
+    Raises:
+        ShapeError, ConfigError: they cannot be read or do not fit together.
+    """
+    if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
+        sizes = ", ".join(map(str, keys.shape[:-1]))
+        raise ShapeError(
+            f"values must be [{sizes}, Dv] {keys.dtype} as the keys, got {list(values.shape)} "
+            f"{values.dtype}"
+        )
+    if keys.dtype not in DTYPES:
+        raise ConfigError(
+            f"keys must be float32, float16 or bfloat16, got {keys.dtype}; convert them first"
+        )
+    structs, steps = [], []
+    for name, rows in (("keys", keys), ("values", values)):
+        stride = rows.stride()
+        if rows.device.type != "cpu" or not is_readable(rows):
+            raise ShapeError(
+                f"{name} must be on the host with contiguous rows, got shape {list(rows.shape)} "
+                f"with strides {list(stride)} on {rows.device}"
+            )
+        count, dim = rows.shape[-2:]
+        row = stride[-2] if count > 1 else dim
+        structs.append(KeysStruct(rows.data_ptr(), count, row, dim, DTYPES[rows.dtype]))
+        steps.append((stride[0] if len(stride) > 3 else 0, stride[-3]))
+    return KVStruct(*structs, *steps)
 
 
 class RetrievedAttention:
@@ -46,16 +117,10 @@ class RetrievedAttention:
 
     def __init__(self, keys: Tensor, values: Tensor, *, engine: ctypes.CDLL | None = None) -> None:
         self._engine = _declared(find_engine(engine))
-        described = zip(describe("keys", keys), describe("values", values), strict=False)
-        if keys.shape[:2] != values.shape[:2] or keys.dtype != values.dtype:
-            raise ShapeError(
-                f"values must be [{keys.shape[0]}, {keys.shape[1]}, Dv] {keys.dtype} as the keys, "
-                f"got {list(values.shape)} {values.dtype}"
-            )
+        if keys.dim() != 3:
+            raise ShapeError(f"keys must be [H, N, D], got shape {list(keys.shape)}")
+        self._kv = _described(keys, values)
         self.keys, self.values = keys, values
-        self._structs = (AttendHeadStruct * len(keys))(
-            *(AttendHeadStruct(*pair) for pair in described)
-        )
 
     def attend(
         self,
@@ -94,19 +159,124 @@ class RetrievedAttention:
                 f"queries must be float32 and ids int64, got {queries.dtype} and {ids.dtype}"
             )
         queries, ids = queries.contiguous(), ids.contiguous()
-        out = torch.empty(*queries.shape[:2], self.values.shape[2])
-        lse = torch.empty(queries.shape[:2])
+        part = _empty(queries.shape, self.values.shape[-1])
         status = self._engine.hkv_attend(
             pool_handle(pool),
             heads,
-            self._structs,
+            byref(self._kv),
             queries.data_ptr(),
             queries.shape[1],
             ids.data_ptr(),
             ids.shape[2],
             scale,
             softcap or 0.0,
-            *(out.data_ptr(), lse.data_ptr()),
+            *(part.out.data_ptr(), part.lse.data_ptr()),
         )
         library.check(self._engine, status)
-        return PartialAttention(out, lse)
+        return part
+
+
+def attend_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    visible: Visible | None = None,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> PartialAttention:
+    """Every query over every entry of its KV head, or those that it sees; for few queries.
+
+    Args:
+        queries: [B, H, M, D] of a dtype of DTYPES.
+        keys: [B, H, N, D], values: [B, H, N, Dv], of one dtype, rows contiguous.
+        visible: None where every query sees every entry.
+
+    Returns:
+        out [B, H, M, Dv] float32, lse [B, H, M] float32.
+
+    Raises:
+        ShapeError, ConfigError: an argument does not fit.
+        BackendUnavailable: there is no engine.
+    """
+    engine = _declared(find_engine(engine))
+    batch, heads, count, dim = keys.shape
+    if queries.dim() != 4 or queries.shape[:2] != keys.shape[:2] or queries.shape[3] != dim:
+        raise ShapeError(
+            f"queries must be [{batch}, {heads}, M, {dim}] as the keys, got shape "
+            f"{list(queries.shape)}"
+        )
+    if queries.dtype not in DTYPES:
+        raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
+    hidden = None if visible is None else _visible(visible, batch, count)
+    queries = queries.contiguous()
+    part = _empty(queries.shape, values.shape[-1])
+    status = engine.hkv_attend_rows(
+        *(pool_handle(pool), batch, heads, byref(_described(keys, values))),
+        *(queries.data_ptr(), DTYPES[queries.dtype], queries.shape[2]),
+        *(None if hidden is None else byref(hidden), scale, softcap or 0.0),
+        *(part.out.data_ptr(), part.lse.data_ptr()),
+    )
+    library.check(engine, status)
+    return part
+
+
+def _visible(visible: Visible, batch: int, count: int) -> VisibleStruct:
+    positions, newest, new = visible
+    if positions.shape != (batch, count) or len(newest) != batch:
+        raise ShapeError(
+            f"positions must be [{batch}, {count}] and newest [{batch}] as the keys, got "
+            f"{list(positions.shape)} and [{len(newest)}]"
+        )
+    if positions.dtype != torch.int64 or (count > 1 and positions.stride(1) != 1):
+        raise ConfigError(
+            f"positions must be int64 in contiguous rows, got {positions.dtype} with strides "
+            f"{list(positions.stride())}"
+        )
+    array = (c_int64 * batch)(*newest)
+    # The cast keeps the array alive.
+    pointer = ctypes.cast(array, c_void_p)
+    return VisibleStruct(positions.data_ptr(), positions.stride(0), pointer, new)
+
+
+def _empty(queries: torch.Size, dim: int) -> PartialAttention:
+    """Results of undefined content for queries [..., M, D] and values of `dim` channels."""
+    return PartialAttention(torch.empty(*queries[:-1], dim), torch.empty(queries[:-1]))
+
+
+def merge(
+    parts: Sequence[PartialAttention],
+    dtype: torch.dtype,
+    *,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> PartialAttention:
+    """See `reference.merge`; out of dtypes of DTYPES, lse float32.
+
+    Raises:
+        ConfigError: another dtype.
+        BackendUnavailable: there is no engine.
+    """
+    engine = _declared(find_engine(engine))
+    outs = [part.out.contiguous() for part in parts]
+    lses = [part.lse.contiguous() for part in parts]
+    if any(out.dtype not in DTYPES for out in outs) or dtype not in DTYPES:
+        raise ConfigError(
+            f"out must be float32, float16 or bfloat16, got {[out.dtype for out in outs]} to be "
+            f"merged to {dtype}"
+        )
+    structs = (PartStruct * len(parts))(
+        *(
+            PartStruct(out.data_ptr(), lse.data_ptr(), DTYPES[out.dtype])
+            for out, lse in zip(outs, lses, strict=True)
+        )
+    )
+    out, lse = torch.empty(outs[0].shape, dtype=dtype), torch.empty(lses[0].shape)
+    status = engine.hkv_merge(
+        *(pool_handle(pool), len(parts), structs, lse.numel(), out.shape[-1], DTYPES[dtype]),
+        *(out.data_ptr(), lse.data_ptr()),
+    )
+    library.check(engine, status)
+    return PartialAttention(out, lse)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISAS = ("baseline", "avx2", "avx512")
 """From the least to the most demanding; each runs wherever a later one does."""
 _FOLDER = Path(__file__).parent

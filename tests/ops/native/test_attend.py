@@ -1,4 +1,4 @@
-"""Attention over retrieved ids against the float64 oracle, on every instruction set."""
+"""Attention and merge against the float64 oracle, on every instruction set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.native.attend import RetrievedAttention
+from hybrid_kv.ops import reference
+from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows, merge
+from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention
 
@@ -112,3 +114,143 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         RetrievedAttention(keys, values[:, :29], engine=engine)
     with pytest.raises(ShapeError, match=r"values must be \[2, 30, Dv\] torch.float32"):
         RetrievedAttention(keys, values.half(), engine=engine)
+
+
+def rows_of(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[B, H, N, D] in the middle of a larger array, the batch rows behind the heads."""
+    batch, heads, count, dim = size
+    by_head = strided(torch.randn(heads * batch, count, dim).to(dtype))
+    return by_head.unflatten(0, (heads, batch)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 9), (72, 80), (128, 64), (256, 256)])
+@pytest.mark.parametrize(
+    ("queries", "count"), [(1, 1), (3, 37), (4, 0), (4, 640), (6, 256), (0, 5)]
+)
+def test_every_query_attends_every_row(
+    engine: ctypes.CDLL, dim: int, value_dim: int, queries: int, count: int, dtype: torch.dtype
+) -> None:
+    keys, values = (
+        rows_of(2, 3, count, dim, dtype=dtype),
+        rows_of(2, 3, count, value_dim, dtype=dtype),
+    )
+    q = torch.randn(2, 3, queries, dim).to(dtype)
+    out, lse = attend_rows(q, keys, values, scale=0.1, engine=engine)
+    wanted, wanted_lse = softmax_attention(q, keys, values, scale=0.1)
+    if count == 0:
+        wanted = torch.zeros_like(out)
+    torch.testing.assert_close(out, wanted.float(), **ATTENTION)
+    torch.testing.assert_close(lse, wanted_lse.float(), **ATTENTION)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 5, 15, 16, 17, 40])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_any_number_of_queries_shares_the_rows(
+    engine: ctypes.CDLL, queries: int, softcap: float | None
+) -> None:
+    keys, values, q = rows_of(1, 2, 300, 72), rows_of(1, 2, 300, 72), torch.randn(1, 2, queries, 72)
+    out, lse = attend_rows(q, keys, values, scale=3.0, softcap=softcap, engine=engine)
+    wanted, wanted_lse = softmax_attention(q, keys, values, scale=3.0, softcap=softcap)
+    torch.testing.assert_close(out, wanted.float(), **ATTENTION)
+    torch.testing.assert_close(lse, wanted_lse.float(), **ATTENTION)
+
+
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_positions_hide_what_is_later(engine: ctypes.CDLL, new: int) -> None:
+    keys, values, q = rows_of(2, 2, 600, 24), rows_of(2, 2, 600, 24), torch.randn(2, 2, 3 * new, 24)
+    positions = torch.stack([torch.randperm(600) + 1, torch.randperm(600)])[:, :]
+    positions[1, :300] = HIDDEN
+    newest = [4, 599]
+    out, lse = attend_rows(
+        q, keys, values, scale=0.1, visible=Visible(positions, newest, new), engine=engine
+    )
+    of_queries = (torch.tensor(newest)[:, None] + torch.arange(1 - new, 1)).repeat(1, 3)
+    visible = (positions[:, None] <= of_queries[..., None])[:, None]
+    wanted, wanted_lse = softmax_attention(q, keys, values, scale=0.1, visible=visible)
+    torch.testing.assert_close(out, wanted.float(), **ATTENTION)
+    torch.testing.assert_close(lse, wanted_lse.float(), **ATTENTION)
+    assert bool(lse[0].isinf().any()) == (new == 5)  # its first token sees position 0, which is not
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_change_no_bit_of_a_long_attention(engine: ctypes.CDLL, threads: int) -> None:
+    keys, values, q = rows_of(1, 1, 9001, 24), rows_of(1, 1, 9001, 24), torch.randn(1, 1, 5, 24)
+    alone = attend_rows(q, keys, values, scale=0.3, engine=engine)
+    wanted, wanted_lse = softmax_attention(q, keys, values, scale=0.3)
+    torch.testing.assert_close(alone.out, wanted.float(), **ATTENTION)
+    torch.testing.assert_close(alone.lse, wanted_lse.float(), **ATTENTION)
+    with pool_of(engine, threads) as pool:
+        together = attend_rows(q, keys, values, scale=0.3, pool=pool, engine=engine)
+    assert torch.equal(together.out, alone.out)
+    assert torch.equal(together.lse, alone.lse)
+
+
+def test_rows_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
+    keys, q = torch.zeros(2, 3, 30, 8), torch.zeros(2, 3, 4, 8)
+    positions = torch.zeros(2, 30, dtype=torch.int64)
+
+    def call(q: Tensor = q, visible: Visible | None = None, softcap: float | None = None) -> None:
+        attend_rows(q, keys, keys, scale=1.0, softcap=softcap, visible=visible, engine=engine)
+
+    with pytest.raises(ShapeError, match=r"queries must be \[2, 3, M, 8\]"):
+        call(q[..., :7])
+    with pytest.raises(ConfigError, match="queries must be float32, float16 or bfloat16"):
+        call(q.double())
+    with pytest.raises(ShapeError, match=r"positions must be \[2, 30\] and newest \[2\]"):
+        call(visible=Visible(positions, [1], 1))
+    with pytest.raises(ConfigError, match="positions must be int64 in contiguous rows"):
+        call(visible=Visible(positions.int(), [1, 1], 1))
+    with pytest.raises(ConfigError, match="new tokens must be 1"):
+        call(visible=Visible(positions, [1, 1], 0))
+    with pytest.raises(ConfigError, match="softcap must be at least 0"):
+        call(softcap=-1.0)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("dim", [1, 24, 72, 300])
+def test_a_merge_is_that_of_the_reference(
+    engine: ctypes.CDLL, num_parts: int, dim: int, dtype: torch.dtype
+) -> None:
+    kinds = [torch.float32, dtype]
+    parts = [
+        PartialAttention(torch.randn(2, 3, 7, dim).to(kinds[part % 2]), 9 * torch.randn(2, 3, 7))
+        for part in range(num_parts)
+    ]
+    parts[-1].lse[0, 1] = -torch.inf  # next to parts with entries
+    parts[-1].lse[1, :, :3] = 80.0
+    for part in parts:
+        part.lse[0, 0] = -torch.inf
+    merged, expected = merge(parts, dtype, engine=engine), reference.merge(parts, dtype)
+    assert merged.out.dtype == dtype
+    assert (merged.out[0, 0] == 0).all()
+    assert (merged.lse[0, 0] == -torch.inf).all()
+    torch.testing.assert_close(merged.out, expected.out)
+    torch.testing.assert_close(merged.lse, expected.lse)
+
+
+def test_a_merge_rounds_as_torch_does(engine: ctypes.CDLL) -> None:
+    odd = torch.tensor([0.0, -0.0, 1e-8, 3e-8, 6.1e-5, 65519.0, 65520.0, 3.3e38, torch.inf])
+    sizes = (1e-7, 1e-4, 1.0, 1e4)
+    values = torch.cat([torch.randn(40_000).exp() * size for size in sizes] + [odd, -odd])[:, None]
+    part = PartialAttention(values, torch.zeros(len(values)))
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal(merge([part], dtype, engine=engine).out, values.to(dtype))
+    nan = PartialAttention(torch.full((1, 1), torch.nan), torch.zeros(1))
+    assert merge([nan], torch.bfloat16, engine=engine).out.isnan().all()
+    assert merge([nan], torch.float16, engine=engine).out.isnan().all()
+
+
+def test_a_merge_of_many_rows_is_shared_by_threads(engine: ctypes.CDLL) -> None:
+    parts = [PartialAttention(torch.randn(3, 500, 24), torch.randn(3, 500)) for _ in range(2)]
+    alone = merge(parts, torch.float32, engine=engine)
+    with pool_of(engine, 3) as pool:
+        together = merge(parts, torch.float32, pool=pool, engine=engine)
+    assert torch.equal(together.out, alone.out)
+    assert torch.equal(together.lse, alone.lse)
+    torch.testing.assert_close(alone.out, reference.merge(parts, torch.float32).out)
+
+
+def test_a_merge_refuses_other_dtypes(engine: ctypes.CDLL) -> None:
+    part = PartialAttention(torch.zeros(3, 8).double(), torch.zeros(3))
+    with pytest.raises(ConfigError, match="out must be float32, float16 or bfloat16"):
+        merge([part], torch.float32, engine=engine)
