@@ -18,7 +18,7 @@ from hybrid_kv.runtime.retrieve import Retrieved, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import ColdExtent
 from hybrid_kv.transfer import Parcel
-from hybrid_kv.types import PartialAttention, TokenBudget, Work
+from hybrid_kv.types import PartialAttention, TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,10 @@ def _leave_hot(
             step.work.hot += int(covered.sum())
             parts.append((extent, ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
-    counts = found.counts
-    count = int(counts.sum())
-    step.work.add(Work(attended=count, retrieved=count, most_retrieved=int(counts.max())))
+    work, (count, most) = step.work, found.counted()
+    work.attended += count
+    work.retrieved += count
+    work.most_retrieved = max(work.most_retrieved, most)
     return found.parts
 
 

@@ -117,19 +117,15 @@ def _attend_all_resident(step: Step) -> PartialAttention:
             return PartialAttention(
                 causal.out.reshape(grouped.shape), causal.lse.reshape(grouped.shape[:3])
             )
-        bias = None
-        if view.positions is not None:
-            bias = _hide_later(view.positions[:, None], step.query_positions[:, :, None])
-            bias = bias.repeat(1, layer.shape.group_size, 1)[:, None]
-        return attend(
-            step.ops, grouped, view.k, view.v, scale=step.scale, softcap=step.softcap, bias=bias
+        if view.positions is None:
+            return attend(step.ops, grouped, view.k, view.v, scale=step.scale, softcap=step.softcap)
+        newest = [length - 1 for length in layer.lengths]
+        return step.ops.attend_visible(
+            *(grouped, view.k, view.v, view.positions, newest),
+            new=new,
+            scale=step.scale,
+            softcap=step.softcap,
         )
-
-
-def _hide_later(positions: Tensor, query_positions: Tensor) -> Tensor:
-    hidden = positions > query_positions
-    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    return bias.masked_fill_(hidden, -torch.inf)
 
 
 def _pinned_pages(step: Step, row: int) -> tuple[int, int]:

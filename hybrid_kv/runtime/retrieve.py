@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +23,13 @@ class Retrieved(NamedTuple):
     parts: list[tuple[ColdExtent, Tensor]]
     scored: int = 0
 
-    @property
-    def counts(self) -> Tensor:
-        """[Hkv, M] entries of each query, all parts together."""
-        return torch.stack([(ids >= 0).sum(-1) for _, ids in self.parts]).sum(0)
+    def counted(self) -> tuple[int, int]:
+        """Entries of all queries together, and of a single query at most."""
+        found = [ids.numpy() >= 0 for _, ids in self.parts]
+        total = sum(map(np.count_nonzero, found))
+        if total == sum(part.size for part in found):  # nearly always as many as asked for
+            return total, sum(part.shape[-1] for part in found)
+        return total, int(np.max(sum(part.sum(-1) for part in found)))
 
 
 def retrieve(

@@ -61,6 +61,11 @@ class PagePool:
         slots: npt.NDArray[np.int64] = (ids >> _ARENA) * self.capacity + (ids & _LOCAL)
         return slots
 
+    def slot(self, page: int) -> int:
+        """As `slots`, of one page."""
+        slot: int = (page >> _ARENA) * self.capacity + (page & _LOCAL)
+        return slot
+
     def allocate(self, arena: int, count: int) -> list[int]:
         """`count` page ids with one reference each; freed places first, so arenas stay compact."""
         free, first = self.free[arena], self.high[arena]

@@ -83,6 +83,10 @@ class ResidentStore:
         room = size - self.tail_fill[row]
         if room:
             self._own_tail(row)
+        if count <= room:  # nearly every decode step
+            first = self.pool.slot(table[-1]) * size + self.tail_fill[row]
+            self.tail_fill[row] += count
+            return np.arange(first, first + count)
         first = len(table) - 1 if room else len(table)
         table.extend(self.pool.allocate(row, -(-max(0, count - room) // size)))
         places = self.pool.slots(table[first:])[:, None] * size + np.arange(size)

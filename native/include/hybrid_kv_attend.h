@@ -22,14 +22,14 @@ typedef struct hkv_kv {
 
 /* Entries of their own for every query, of one batch row.
  *
- * queries: [heads, num_queries, dim of keys].
+ * queries: [heads, num_queries, dim of keys] of `query_dtype`.
  * ids: [heads, num_queries, num_ids] rows; negative ones are absent.
  * softcap: logits become softcap * tanh(logit / softcap); 0 for none.
  * out: [heads, num_queries, dim of values]; lse: [heads, num_queries].
  */
-HKV_API int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const float *queries,
-                       int64_t num_queries, const int64_t *ids, int64_t num_ids, float scale,
-                       float softcap, float *out, float *lse);
+HKV_API int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const void *queries,
+                       int32_t query_dtype, int64_t num_queries, const int64_t *ids,
+                       int64_t num_ids, float scale, float softcap, float *out, float *lse);
 
 /* What hides entries: a query sees those at its own position and before. */
 typedef struct hkv_visible {

@@ -29,7 +29,8 @@ Scratch &scratch() {
 
 struct Attend {
   const hkv_kv *kv;
-  const float *queries;
+  const void *queries;
+  int32_t query_dtype;
   int64_t num_queries;
   const int64_t *ids;
   int64_t num_ids;
@@ -122,7 +123,8 @@ void Attend::attend(const Entries &from, int64_t row) const {
   grow(own.query, key_vectors.padded());
   grow(own.sums, value_vectors.padded());
   grow(own.logits, count + kLanes);
-  key_vectors.pad(queries + row * from.keys.dim, own.query.data());
+  key_vectors.pad(floats_of(queries, query_dtype, row * from.keys.dim, from.keys.dim),
+                  own.query.data());
   score_listed<Element>(from.keys, own.query.data(), own.ids.data(), count, own.logits.data());
   const Element *values = static_cast<const Element *>(from.values.data);
   const int64_t first = std::min(rows_ahead<Element>(from.values.dim), count);
@@ -133,10 +135,8 @@ void Attend::attend(const Entries &from, int64_t row) const {
   const float total = to_weights(own.logits.data(), count, largest);
   std::fill_n(own.sums.data(), value_vectors.padded(), 0.0f);
   add_values<Element>(from.values, own.ids.data(), own.logits.data(), count, own.sums.data());
-  for (int d = 0; d < from.values.dim; ++d) {
-    const int vector = d / kLanes;
-    to[d] = own.sums[vector * kLanes + d - value_vectors.start(vector)] / total;
-  }
+  value_vectors.unpad(own.sums.data(), to);
+  for (int d = 0; d < from.values.dim; ++d) to[d] /= total;
   lse[row] = largest + std::log(total);
 }
 
@@ -149,7 +149,8 @@ void Attend::item(int64_t row) const {
 
 void check(int32_t heads, const Attend &job) {
   require(job.num_ids >= 0, "sizes must be at least 0");
-  check_attention(1, heads, job.kv, job.queries, job.num_queries, job.softcap, job.out, job.lse);
+  check_attention(1, heads, job.kv, job.queries, job.query_dtype, job.num_queries, job.softcap,
+                  job.out, job.lse);
   const bool empty = heads == 0 || job.num_queries == 0 || job.num_ids == 0;
   require(empty || job.ids != nullptr, "ids must not be NULL");
 }
@@ -157,11 +158,12 @@ void check(int32_t heads, const Attend &job) {
 }  // namespace
 }  // namespace hkv
 
-extern "C" int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const float *queries,
-                          int64_t num_queries, const int64_t *ids, int64_t num_ids, float scale,
-                          float softcap, float *out, float *lse) {
+extern "C" int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const void *queries,
+                          int32_t query_dtype, int64_t num_queries, const int64_t *ids,
+                          int64_t num_ids, float scale, float softcap, float *out, float *lse) {
   return hkv::guarded([&] {
-    const hkv::Attend job{kv, queries, num_queries, ids, num_ids, scale, softcap, out, lse};
+    const hkv::Attend job{kv,      queries, query_dtype, num_queries, ids,
+                          num_ids, scale,   softcap,     out,         lse};
     hkv::check(heads, job);
     hkv::parallel_for(pool, heads * num_queries, [&job](int64_t row, int) { job.item(row); });
   });

@@ -83,9 +83,11 @@ class Few {
     const RowVectors vectors(from_->values.dim);
     const float *sums = sums_.data() + query * vectors.padded(), total = totals_[query];
     const bool empty = total == 0.0f;  // but not where it is NaN
-    for (int d = 0; d < vectors.dim; ++d) {
-      const int vector = d / kLanes;
-      out[d] = empty ? 0.0f : sums[vector * kLanes + d - vectors.start(vector)] / total;
+    if (empty) {
+      std::fill_n(out, vectors.dim, 0.0f);
+    } else {
+      vectors.unpad(sums, out);
+      for (int d = 0; d < vectors.dim; ++d) out[d] /= total;
     }
     *lse = empty ? kNoLogit : largest_[query] + std::log(total);
   }
@@ -165,15 +167,15 @@ struct Job {
     const int64_t count = std::min<int64_t>(kSlice, num_queries - first_query);
     const int64_t row = place * num_queries + first_query;
     const Entries from = entries_of(kv, batch_row, place % heads);
-    few.begin(from, floats_of(row, count), count);
+    const int64_t dim = kv.keys.dim;
+    few.begin(from, floats_of(queries, query_dtype, row * dim, count * dim), count);
     const int64_t *positions = nullptr;
     int64_t newest[kSlice];
     if (visible != nullptr) {
       positions = visible->positions + batch_row * visible->row_step;
       const int64_t tokens = visible->new_tokens;
       for (int64_t query = 0; query < count; ++query)
-        newest[query] =
-            visible->newest[batch_row] - (tokens - 1 - (first_query + query) % tokens);
+        newest[query] = visible->newest[batch_row] - (tokens - 1 - (first_query + query) % tokens);
     }
     const int64_t last = std::min(kv.keys.count, (piece + 1) * kPiece);
     for (int64_t at = piece * kPiece; at < last; at += kChunk)
@@ -181,16 +183,6 @@ struct Job {
               newest, scale, softcap);
     for (int64_t query = 0; query < count; ++query)
       few.end(query, out + (row + query) * kv.values.dim, lse + row + query);
-  }
-
-  const float *floats_of(int64_t row, int64_t count) const {
-    thread_local std::vector<float> floats;
-    const int64_t dim = kv.keys.dim;
-    grow(floats, count * dim);
-    with_dtype(query_dtype, [&](auto *element) {
-      convert(static_cast<decltype(element)>(queries) + row * dim, count * dim, floats.data());
-    });
-    return floats.data();
   }
 };
 
@@ -229,8 +221,7 @@ extern "C" int hkv_attend_rows(hkv_pool *pool, int32_t batch, int32_t heads, con
                                const hkv_visible *visible, float scale, float softcap, float *out,
                                float *lse) {
   return hkv::guarded([&] {
-    hkv::check_attention(batch, heads, kv, queries, num_queries, softcap, out, lse);
-    hkv::with_dtype(query_dtype, [](auto *) {});
+    hkv::check_attention(batch, heads, kv, queries, query_dtype, num_queries, softcap, out, lse);
     const bool empty = batch == 0 || heads == 0 || num_queries == 0;
     if (visible != nullptr) hkv::check(*visible, empty || kv->keys.count == 0);
     if (empty) return;

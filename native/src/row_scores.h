@@ -31,13 +31,22 @@ struct RowVectors {
   /// from [dim] -> to [padded()], zeros where a vector of a row repeats elements.
   void pad(const float *from, float *to) const {
     std::fill_n(to, padded(), 0.0f);
-    for (int d = 0; d < dim; ++d) {
-      const int vector = d / kLanes;
-      to[vector * kLanes + d - start(vector)] = from[d];
-    }
+    std::copy_n(from, in_order(), to);
+    std::copy_n(from + in_order(), dim - in_order(), to + own_part());
+  }
+
+  /// from [padded()] -> to [dim], each element once.
+  void unpad(const float *from, float *to) const {
+    std::copy_n(from, in_order(), to);
+    std::copy_n(from + own_part(), dim - in_order(), to + in_order());
   }
 
   const int dim, count, last;
+
+ private:
+  /// Elements before the last vector, and where that one has those that are its own.
+  int in_order() const { return (count - 1) * kLanes; }
+  int own_part() const { return in_order() + in_order() - last; }
 };
 
 /// Reads vector `vector` of a row.

@@ -51,8 +51,8 @@ void check_case(int32_t dim, int32_t value_dim, int32_t dtype, int64_t num_ids, 
   const Result right = expected(keys, values, queries, ids, num_queries, 0.5f, softcap);
   const hkv_kv head = kv_of(keys, values);
   Result got{std::vector<float>(right.out.size()), std::vector<float>(right.lse.size())};
-  CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), num_queries, ids.data(), num_ids, 0.5f,
-                      softcap, got.out.data(), got.lse.data()));
+  CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, num_queries, ids.data(), num_ids,
+                      0.5f, softcap, got.out.data(), got.lse.data()));
   for (size_t i = 0; i < right.out.size(); ++i) CHECK(std::fabs(got.out[i] - right.out[i]) < 1e-4f);
   for (size_t i = 0; i < right.lse.size(); ++i)
     CHECK(got.lse[i] == right.lse[i] || std::fabs(got.lse[i] - right.lse[i]) < 1e-4f);
@@ -74,8 +74,9 @@ CLAIM(no_ids_give_nothing) {
   const int64_t absent[] = {-1, INT64_MIN};
   for (const int64_t num_ids : {0, 1}) {
     std::vector<float> out(2 * 9, 1.0f), lse(2, 1.0f);
-    CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), 2, num_ids > 0 ? absent : nullptr,
-                        num_ids, 1.0f, 0.0f, out.data(), lse.data()));
+    CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, 2,
+                        num_ids > 0 ? absent : nullptr, num_ids, 1.0f, 0.0f, out.data(),
+                        lse.data()));
     for (const float value : out) CHECK(value == 0.0f);
     for (const float value : lse) CHECK(value == kNone);
   }
@@ -87,7 +88,7 @@ CLAIM(logits_far_apart_neither_overflow_nor_vanish) {
   const float query = 3.0f;
   const int64_t ids[] = {1, 0, 2};
   float out = 0, lse = 0;
-  CHECK_OK(hkv_attend(nullptr, 1, &head, &query, 1, ids, 3, 1.0f, 0.0f, &out, &lse));
+  CHECK_OK(hkv_attend(nullptr, 1, &head, &query, HKV_F32, 1, ids, 3, 1.0f, 0.0f, &out, &lse));
   CHECK(std::fabs(lse - (3000.0f + std::log1p(std::exp(-3.0f)))) < 1e-2f);
   CHECK(std::fabs(out - (1.0f + 2.0f * std::exp(-3.0f) / (1.0f + std::exp(-3.0f)))) < 1e-4f);
 }
@@ -100,7 +101,7 @@ CLAIM(weights_are_exponentials_over_their_whole_range) {
     const Rows keys({0.0f, logit}, 1);
     const hkv_kv head = kv_of(keys, values);
     float out = 0, lse = 0;
-    CHECK_OK(hkv_attend(nullptr, 1, &head, &query, 1, ids, 2, 1.0f, 0.0f, &out, &lse));
+    CHECK_OK(hkv_attend(nullptr, 1, &head, &query, HKV_F32, 1, ids, 2, 1.0f, 0.0f, &out, &lse));
     const double weight = std::exp(static_cast<double>(logit));
     CHECK(std::fabs(static_cast<double>(out) - weight / (1 + weight)) <= 1e-6 * weight);
   }
@@ -116,8 +117,8 @@ CLAIM(what_is_not_finite_does_not_crash) {
     const std::vector<float> query(36, strange);
     const int64_t ids[] = {0, 1, 2, 3, 4, 5, 6};
     std::vector<float> out(36), lse(1);
-    CHECK_OK(hkv_attend(nullptr, 1, &head, query.data(), 1, ids, 7, strange, 0.0f, out.data(),
-                        lse.data()));
+    CHECK_OK(hkv_attend(nullptr, 1, &head, query.data(), HKV_F32, 1, ids, 7, strange, 0.0f,
+                        out.data(), lse.data()));
   }
 }
 
@@ -128,10 +129,10 @@ CLAIM(attention_refuses_what_does_not_fit) {
   std::vector<float> out(9);
   float lse = 0;
   const int64_t id = 0;
-  const auto call = [&](const hkv_kv *head, int32_t heads, int64_t queries,
-                        int64_t num_ids, float softcap) {
-    return hkv_attend(nullptr, heads, head, query.data(), queries, &id, num_ids, 1.0f, softcap,
-                      out.data(), &lse);
+  const auto call = [&](const hkv_kv *head, int32_t heads, int64_t queries, int64_t num_ids,
+                        float softcap) {
+    return hkv_attend(nullptr, heads, head, query.data(), HKV_F32, queries, &id, num_ids, 1.0f,
+                      softcap, out.data(), &lse);
   };
   CHECK_REFUSED(call(&good, -1, 1, 1, 0.0f), "sizes");
   CHECK_REFUSED(call(&good, 1, -1, 1, 0.0f), "sizes");
@@ -140,11 +141,12 @@ CLAIM(attention_refuses_what_does_not_fit) {
   CHECK_REFUSED(call(nullptr, 1, 1, 1, 0.0f), "kv must not be NULL");
   CHECK_REFUSED(call(&good, 1, 1, 1, -1.0f), "softcap");
   CHECK_REFUSED(call(&good, 1, 1, 1, std::nanf("")), "softcap");
-  CHECK_REFUSED(hkv_attend(nullptr, 1, &good, nullptr, 1, &id, 1, 1.0f, 0.0f, out.data(), &lse),
-                "NULL");
   CHECK_REFUSED(
-      hkv_attend(nullptr, 1, &good, query.data(), 1, nullptr, 1, 1.0f, 0.0f, out.data(), &lse),
-      "ids must not be NULL");
+      hkv_attend(nullptr, 1, &good, nullptr, HKV_F32, 1, &id, 1, 1.0f, 0.0f, out.data(), &lse),
+      "NULL");
+  CHECK_REFUSED(hkv_attend(nullptr, 1, &good, query.data(), HKV_F32, 1, nullptr, 1, 1.0f, 0.0f,
+                           out.data(), &lse),
+                "ids must not be NULL");
   hkv_kv head = good;
   head.values.count = 4;
   CHECK_REFUSED(call(&head, 1, 1, 1, 0.0f), "as many values as keys");
@@ -153,9 +155,9 @@ CLAIM(attention_refuses_what_does_not_fit) {
   head = good, head.values.data = nullptr;
   CHECK_REFUSED(call(&head, 1, 1, 1, 0.0f), "NULL");
   for (const int64_t bad : {int64_t{5}, INT64_MAX})
-    CHECK_REFUSED(
-        hkv_attend(nullptr, 1, &good, query.data(), 1, &bad, 1, 1.0f, 0.0f, out.data(), &lse),
-        "an id is not below");
+    CHECK_REFUSED(hkv_attend(nullptr, 1, &good, query.data(), HKV_F32, 1, &bad, 1, 1.0f, 0.0f,
+                             out.data(), &lse),
+                  "an id is not below");
   CHECK_OK(call(nullptr, 0, 1, 1, 0.0f));
   CHECK_OK(call(&good, 1, 0, 1, 0.0f));
 }

@@ -33,8 +33,7 @@ void expect(const Rows &keys, const Rows &values, const float *query, const int6
     const double right = total == 0 ? 0.0 : sums[static_cast<size_t>(d)] / total;
     CHECK(std::fabs(static_cast<double>(out[d]) - right) < 1e-4);
   }
-  CHECK(total == 0 ? lse == kNone
-                   : std::fabs(static_cast<double>(lse) - std::log(total)) < 1e-4);
+  CHECK(total == 0 ? lse == kNone : std::fabs(static_cast<double>(lse) - std::log(total)) < 1e-4);
 }
 
 void check_case(int32_t dim, int32_t value_dim, int32_t dtype, int64_t count, int64_t num_queries,

@@ -25,24 +25,14 @@ void *allocate(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-void *operator new(std::size_t bytes) {
-  return allocate(bytes, alignof(std::max_align_t));
-}
+void *operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
 void *operator new(std::size_t bytes, std::align_val_t alignment) {
   return allocate(bytes, static_cast<std::size_t>(alignment));
 }
-void operator delete(void *memory) noexcept {
-  std::free(memory);
-}
-void operator delete(void *memory, std::size_t) noexcept {
-  std::free(memory);
-}
-void operator delete(void *memory, std::align_val_t) noexcept {
-  std::free(memory);
-}
-void operator delete(void *memory, std::size_t, std::align_val_t) noexcept {
-  std::free(memory);
-}
+void operator delete(void *memory) noexcept { std::free(memory); }
+void operator delete(void *memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void *memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void *memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -118,8 +108,8 @@ CLAIM(attention_survives_lack_of_memory) {
   const std::vector<int64_t> ids(2 * 30, 5);
   std::vector<float> out(2 * 36), lse(2);
   check_every_allocation([&] {
-    return hkv_attend(nullptr, 1, &head, queries.data(), 2, ids.data(), 30, 1.0f, 0.0f, out.data(),
-                      lse.data());
+    return hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, 2, ids.data(), 30, 1.0f, 0.0f,
+                      out.data(), lse.data());
   });
   const Rows many(random_floats(5000 * 4, 1), 4, HKV_F16);
   const hkv_kv kv = kv_of(many, many);

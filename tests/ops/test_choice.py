@@ -58,7 +58,7 @@ def test_few_queries_are_the_engine_s_and_many_are_not(op: str, requested: str) 
 
     assert chosen() == chosen(plain=False) == "native"
     assert chosen(few=False) == ("torch_cpu" if op == "attend" else "reference")
-    assert chosen("cuda") == "reference"
+    assert chosen("cuda") == ("torch_cuda" if op == "attend" else "reference")
 
 
 @pytest.mark.parametrize("op", OPS)

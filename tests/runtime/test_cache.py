@@ -120,6 +120,10 @@ class Spy:
                 spied.attended.append(k.shape[2])
                 return ops.attend(q, k, v, **options)
 
+            def attend_visible(self, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+                spied.attended.append(k.shape[2])
+                return ops.attend_visible(q, k, *args, **options)
+
             def attend_causal(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
                 spied.attended.append(k.shape[2])
                 return ops.attend_causal(q, k, v, **options)

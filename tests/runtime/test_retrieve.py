@@ -34,7 +34,7 @@ def store(lengths: list[int], **index: Any) -> tuple[ColdStore, Tensor]:
 def attended(found: Retrieved, lengths: list[int]) -> list[list[set[int]]]:
     """Rows of the whole key array that each query of each head attends."""
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    heads, queries = found.counts.shape
+    heads, queries, _ = found.parts[0][1].shape
     sets: list[list[set[int]]] = [[set() for _ in range(queries)] for _ in range(heads)]
     for start, (_, ids) in zip(starts, found.parts, strict=True):
         for head in range(heads):
@@ -69,7 +69,8 @@ def test_beta_counts_logits_from_the_best_of_all_extents(
     found = retrieve(cold, 0, queries, budget, scale=SCALE, softcap=softcap)
     wanted = expected(queries, keys, budget, softcap)
     assert attended(found, lengths) == wanted
-    assert found.counts.tolist() == [[len(ids) for ids in of_head] for of_head in wanted]
+    counts = [len(ids) for of_head in wanted for ids in of_head]
+    assert found.counted() == (sum(counts), max(counts))
 
 
 def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
@@ -95,9 +96,9 @@ def test_the_search_widens_until_the_bound_or_the_last_entry_within_beta(
     found = retrieve(cold, 0, queries, all_of_them, scale=SCALE)
     assert attended(found, [397]) == expected(queries, keys, all_of_them)
     bounded = retrieve(cold, 0, queries, TokenBudget(2, 90, 1e6), scale=SCALE)
-    assert bounded.counts.tolist() == [[90] * 3] * 2
+    assert bounded.counted() == (6 * 90, 90)
     once = retrieve(cold, 0, queries, TokenBudget(2, 397, 0.0), scale=SCALE)
-    assert once.counts.tolist() == [[1] * 3] * 2
+    assert once.counted() == (6 * 1, 1)
     assert once.scored < bounded.scored < found.scored
 
 
@@ -106,6 +107,6 @@ def test_a_fixed_budget_searches_once() -> None:
     queries = torch.randn(2, 3, 12)
     fixed = retrieve(cold, 0, queries, TokenBudget(9), scale=SCALE)
     whole = retrieve(cold, 0, queries, TokenBudget(9, 397), scale=SCALE)
-    assert fixed.counts.tolist() == [[9] * 3] * 2
-    assert whole.counts.tolist() == [[41] * 3] * 2, "9 and the 32 that are ranked to be safe"
+    assert fixed.counted() == (6 * 9, 9)
+    assert whole.counted() == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
     assert whole.scored == fixed.scored

@@ -33,7 +33,7 @@ __all__ = [
 def serves(k: Tensor, v: Tensor) -> bool:
     """Whether the engine is there and reads [..., N, D], two of one dtype, where they lie."""
     return (
-        k.device.type == "cpu"
+        k.is_cpu
         and k.dtype == v.dtype
         and k.dtype in DTYPES
         and is_readable(k)
@@ -47,7 +47,7 @@ def attend_retrieved(
 ) -> PartialAttention:
     """See `Ops.attend_retrieved`; out and lse are float32."""
     attention = RetrievedAttention(k, v)
-    return attention.attend(q.float(), ids, scale=scale, softcap=softcap, pool=default_pool())
+    return attention.attend(q, ids, scale=scale, softcap=softcap, pool=default_pool())
 
 
 def attend_rows(
@@ -67,16 +67,10 @@ def attend_rows(
 
 def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
     """Whether the engine is there and merges parts of these dtypes."""
-    return (
-        dtype in DTYPES
-        and all(
-            part.out.dtype in DTYPES
-            and part.out.device.type == "cpu"
-            and part.lse.dtype == torch.float32
-            for part in parts
-        )
-        and engine() is not None
-    )
+    for out, lse in parts:
+        if not (out.is_cpu and out.dtype in DTYPES and lse.dtype == torch.float32):
+            return False
+    return dtype in DTYPES and engine() is not None
 
 
 def merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:

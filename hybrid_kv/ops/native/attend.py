@@ -19,12 +19,13 @@ from hybrid_kv.types import PartialAttention
 
 
 class KVStruct(Structure):
-    """`hkv_kv`: keys and values of all KV heads of all batch rows."""
+    """`hkv_kv`, its structs unfolded, which are slow to make one by one."""
 
-    _fields_ = (
-        *(("keys", KeysStruct), ("values", KeysStruct)),
-        *((f"{name}_step", c_int64 * 2) for name in ("key", "value")),
-    )
+    _fields_ = tuple(
+        (f"{what}_{field}", kind)
+        for what in ("key", "value")
+        for field, kind in KeysStruct._fields_
+    ) + tuple((f"{what}_{step}_step", c_int64) for what in ("key", "value") for step in "bh")
 
 
 class VisibleStruct(Structure):
@@ -32,7 +33,7 @@ class VisibleStruct(Structure):
 
     _fields_ = (
         *(("positions", c_void_p), ("row_step", c_int64)),
-        *(("newest", c_void_p), ("new_tokens", c_int64)),
+        *(("newest", POINTER(c_int64)), ("new_tokens", c_int64)),
     )
 
 
@@ -58,7 +59,9 @@ class Visible(NamedTuple):
 def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
     kv, results = (POINTER(KVStruct), c_void_p), (c_float, c_float, c_void_p, c_void_p)
     library.declare(
-        engine, "hkv_attend", c_void_p, c_int32, *kv, c_int64, c_void_p, c_int64, *results
+        engine,
+        "hkv_attend",
+        *(c_void_p, c_int32, *kv, c_int32, c_int64, c_void_p, c_int64, *results),
     )
     library.declare(
         engine,
@@ -79,29 +82,33 @@ def _described(keys: Tensor, values: Tensor) -> KVStruct:
     Raises:
         ShapeError, ConfigError: they cannot be read or do not fit together.
     """
-    if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
-        sizes = ", ".join(map(str, keys.shape[:-1]))
+    *outer, count, dim = keys.shape
+    *value_outer, value_count, value_dim = values.shape
+    dtype = DTYPES.get(keys.dtype)
+    if outer != value_outer or count != value_count or keys.dtype != values.dtype:
         raise ShapeError(
-            f"values must be [{sizes}, Dv] {keys.dtype} as the keys, got {list(values.shape)} "
-            f"{values.dtype}"
+            f"values must be [{', '.join(map(str, keys.shape[:-1]))}, Dv] {keys.dtype} as the "
+            f"keys, got {list(values.shape)} {values.dtype}"
         )
-    if keys.dtype not in DTYPES:
+    if dtype is None:
         raise ConfigError(
             f"keys must be float32, float16 or bfloat16, got {keys.dtype}; convert them first"
         )
-    structs, steps = [], []
     for name, rows in (("keys", keys), ("values", values)):
-        stride = rows.stride()
-        if rows.device.type != "cpu" or not is_readable(rows):
+        if not (rows.is_cpu and is_readable(rows)):
             raise ShapeError(
                 f"{name} must be on the host with contiguous rows, got shape {list(rows.shape)} "
-                f"with strides {list(stride)} on {rows.device}"
+                f"with strides {list(rows.stride())} on {rows.device}"
             )
-        count, dim = rows.shape[-2:]
-        row = stride[-2] if count > 1 else dim
-        structs.append(KeysStruct(rows.data_ptr(), count, row, dim, DTYPES[rows.dtype]))
-        steps.append((stride[0] if len(stride) > 3 else 0, stride[-3]))
-    return KVStruct(*structs, *steps)
+    *key_steps, key_row, _ = keys.stride()
+    *value_steps, value_row, _ = values.stride()
+    if count < 2:  # then torch gives any stride
+        key_row, value_row = dim, value_dim
+    return KVStruct(
+        *(keys.data_ptr(), count, key_row, dim, dtype),
+        *(values.data_ptr(), count, value_row, value_dim, dtype),
+        *(key_steps[0], key_steps[-1], value_steps[0], value_steps[-1]),
+    )
 
 
 class RetrievedAttention:
@@ -134,7 +141,7 @@ class RetrievedAttention:
         """Every query over entries of its own.
 
         Args:
-            queries: [H, M, D] float32.
+            queries: [H, M, D] of a dtype of DTYPES.
             ids: [H, M, K] int64 rows, negative for none; K may be 0.
             softcap: logits become `softcap * tanh(logit / softcap)`.
 
@@ -154,26 +161,28 @@ class RetrievedAttention:
                 f"ids must be [{heads}, {queries.shape[1]}, K] as the queries, got shape "
                 f"{list(ids.shape)}"
             )
-        if queries.dtype != torch.float32 or ids.dtype != torch.int64:
+        if queries.dtype not in DTYPES or ids.dtype != torch.int64:
             raise ConfigError(
-                f"queries must be float32 and ids int64, got {queries.dtype} and {ids.dtype}"
+                f"queries must be float32, float16 or bfloat16 and ids int64, got {queries.dtype} "
+                f"and {ids.dtype}"
             )
         queries, ids = queries.contiguous(), ids.contiguous()
-        part = _empty(queries.shape, self.values.shape[-1])
+        out = torch.empty((heads, queries.shape[1], self.values.shape[2]))
+        lse = torch.empty((heads, queries.shape[1]))
         status = self._engine.hkv_attend(
             pool_handle(pool),
             heads,
             byref(self._kv),
-            queries.data_ptr(),
+            *(queries.data_ptr(), DTYPES[queries.dtype]),
             queries.shape[1],
             ids.data_ptr(),
             ids.shape[2],
             scale,
             softcap or 0.0,
-            *(part.out.data_ptr(), part.lse.data_ptr()),
+            *(out.data_ptr(), lse.data_ptr()),
         )
         library.check(self._engine, status)
-        return part
+        return PartialAttention(out, lse)
 
 
 def attend_rows(
@@ -203,7 +212,7 @@ def attend_rows(
     """
     engine = _declared(find_engine(engine))
     batch, heads, count, dim = keys.shape
-    if queries.dim() != 4 or queries.shape[:2] != keys.shape[:2] or queries.shape[3] != dim:
+    if queries.dim() != 4 or (*queries.shape[:2], queries.shape[3]) != (batch, heads, dim):
         raise ShapeError(
             f"queries must be [{batch}, {heads}, M, {dim}] as the keys, got shape "
             f"{list(queries.shape)}"
@@ -212,15 +221,17 @@ def attend_rows(
         raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
     hidden = None if visible is None else _visible(visible, batch, count)
     queries = queries.contiguous()
-    part = _empty(queries.shape, values.shape[-1])
+    num_queries = queries.shape[2]
+    out = torch.empty((batch, heads, num_queries, values.shape[3]))
+    lse = torch.empty((batch, heads, num_queries))
     status = engine.hkv_attend_rows(
         *(pool_handle(pool), batch, heads, byref(_described(keys, values))),
-        *(queries.data_ptr(), DTYPES[queries.dtype], queries.shape[2]),
+        *(queries.data_ptr(), DTYPES[queries.dtype], num_queries),
         *(None if hidden is None else byref(hidden), scale, softcap or 0.0),
-        *(part.out.data_ptr(), part.lse.data_ptr()),
+        *(out.data_ptr(), lse.data_ptr()),
     )
     library.check(engine, status)
-    return part
+    return PartialAttention(out, lse)
 
 
 def _visible(visible: Visible, batch: int, count: int) -> VisibleStruct:
@@ -236,14 +247,7 @@ def _visible(visible: Visible, batch: int, count: int) -> VisibleStruct:
             f"{list(positions.stride())}"
         )
     array = (c_int64 * batch)(*newest)
-    # The cast keeps the array alive.
-    pointer = ctypes.cast(array, c_void_p)
-    return VisibleStruct(positions.data_ptr(), positions.stride(0), pointer, new)
-
-
-def _empty(queries: torch.Size, dim: int) -> PartialAttention:
-    """Results of undefined content for queries [..., M, D] and values of `dim` channels."""
-    return PartialAttention(torch.empty(*queries[:-1], dim), torch.empty(queries[:-1]))
+    return VisibleStruct(positions.data_ptr(), positions.stride(0), array, new)
 
 
 def merge(
@@ -260,20 +264,18 @@ def merge(
         BackendUnavailable: there is no engine.
     """
     engine = _declared(find_engine(engine))
-    outs = [part.out.contiguous() for part in parts]
-    lses = [part.lse.contiguous() for part in parts]
-    if any(out.dtype not in DTYPES for out in outs) or dtype not in DTYPES:
-        raise ConfigError(
-            f"out must be float32, float16 or bfloat16, got {[out.dtype for out in outs]} to be "
-            f"merged to {dtype}"
-        )
-    structs = (PartStruct * len(parts))(
-        *(
-            PartStruct(out.data_ptr(), lse.data_ptr(), DTYPES[out.dtype])
-            for out, lse in zip(outs, lses, strict=True)
-        )
-    )
-    out, lse = torch.empty(outs[0].shape, dtype=dtype), torch.empty(lses[0].shape)
+    structs, kept = (PartStruct * len(parts))(), []
+    for struct, part in zip(structs, parts, strict=True):
+        out, lse = part.out.contiguous(), part.lse.contiguous()
+        kept.append((out, lse))
+        if not (out.dtype in DTYPES and lse.dtype == torch.float32 and dtype in DTYPES):
+            raise ConfigError(
+                f"out must be float32, float16 or bfloat16 and lse float32, got {out.dtype} and "
+                f"{lse.dtype} to be merged to {dtype}"
+            )
+        struct.out, struct.lse = out.data_ptr(), lse.data_ptr()
+        struct.dtype = DTYPES[out.dtype]
+    out, lse = torch.empty_like(kept[0][0], dtype=dtype), torch.empty_like(kept[0][1])
     status = engine.hkv_merge(
         *(pool_handle(pool), len(parts), structs, lse.numel(), out.shape[-1], DTYPES[dtype]),
         *(out.data_ptr(), lse.data_ptr()),

@@ -234,8 +234,8 @@ class GraphSearcher:
     ) -> Searched:
         heads = queries.shape[0]
         ids = torch.empty(heads, params.queries, params.top_k, dtype=torch.int64)
-        scores = torch.empty(ids.shape)
-        counts = torch.zeros(2, heads, dtype=torch.int64)
+        scores = torch.empty(heads, params.queries, params.top_k)
+        rows, dots = (c_int64 * heads)(), (c_int64 * heads)()
         status = self._engine.hkv_graph_search(
             pool_handle(pool),
             heads,
@@ -243,11 +243,10 @@ class GraphSearcher:
             byref(params),
             queries.data_ptr(),
             None if warm is None else warm.data_ptr(),
-            *(ids.data_ptr(), scores.data_ptr(), counts[0].data_ptr(), counts[1].data_ptr()),
+            *(ids.data_ptr(), scores.data_ptr(), rows, dots),
         )
         library.check(self._engine, status)
-        rows, dots = counts.sum(1).tolist()
-        return Searched(ids, scores, rows, dots)
+        return Searched(ids, scores, sum(rows), sum(dots))
 
 
 def _checked_warm(warm: Tensor, queries: Tensor) -> Tensor:

@@ -82,8 +82,9 @@ def pool_handle(pool: Pool | None) -> c_void_p | None:
 
 def is_readable(rows: Tensor) -> bool:
     """Whether the engine can read [..., N, D] where it lies: whole rows that do not overlap."""
-    count, dim = rows.shape[-2:]
-    return (dim == 1 or rows.stride(-1) == 1) and (count < 2 or rows.stride(-2) >= dim)
+    *_, count, dim = rows.shape
+    *_, row, element = rows.stride()
+    return (dim == 1 or element == 1) and (count < 2 or row >= dim)
 
 
 def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
