@@ -210,8 +210,8 @@ class GraphIndex(KeyIndex):
         checked = self.params.check_top_k
         fixed = self.params.beam
         beams = self._beams if fixed == "auto" else [fixed] * len(self._graphs)
-        # The check was for its own number of keys; to find more, more have to be expanded.
-        beams = [-(-beam * max(count, checked) // checked) for beam in beams]
+        if count > checked:  # the check was for so many keys; to find more, more are expanded
+            beams = [-(-beam * count // checked) for beam in beams]
         ranked = num_candidates(self._rerank, count, len(self))
         if most > count:
             ranked = max(ranked, min(most, max(beams)))

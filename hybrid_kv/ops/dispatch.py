@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +165,7 @@ class Ops:
         here = self._here(q)
         return (
             q.shape[2] <= _FEW_TOKENS
-            and choose_backend(
+            and _chosen(
                 self.backend, "attend_pages", device_type=q.device.type, dtype=q.dtype, here=here
             )
             != "reference"
@@ -302,23 +303,26 @@ class Ops:
         op: str,
         tensor: Tensor,
         *,
-        here: Sequence[str] | frozenset[str] = (),
+        here: tuple[str, ...] | frozenset[str] = (),
         plain: bool = True,
         pairs: int = 1,
         few: bool = True,
     ) -> str:
-        name = choose_backend(
+        name = _chosen(
             self.backend,
             op,
             device_type=tensor.device.type,
             dtype=tensor.dtype,
             here=here,
             plain=plain,
-            pairs=pairs,
+            pairs=min(pairs, 1),
             few=few,
         )
         self.served[op] = name
         return name
+
+
+_chosen = cache(choose_backend)  # each step asks a few times in the same words
 
 
 def _is_few(q: Tensor) -> bool:

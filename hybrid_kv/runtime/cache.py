@@ -264,6 +264,8 @@ class KVCache:
             samples: per row observed queries [Hq, M, D] for a new index; empty after the prompt.
         """
         layer = self._layers[layer_idx]
+        if not is_prompt and not layer.overflows:  # nearly every step
+            return
         far = layer.resident.pool.device.type != "cpu"  # on the host the index finds them quicker
         nearest = self._nearest_keys if far and self.method.needs.nearest_keys else None
         with self.phases.measure("transfer"):

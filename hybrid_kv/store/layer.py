@@ -86,6 +86,11 @@ class LayerKV:
         """Takes `seal` back, as long as nothing has moved."""
         self.placement = None
 
+    @property
+    def overflows(self) -> bool:
+        """Whether any row has an `overflow`."""
+        return any(start < stop for start, stop in map(self._outside, range(self.num_rows)))
+
     def overflow(self, row: int) -> Overflow | None:
         """The pages between sinks and window that the placement does not keep, or None.
 

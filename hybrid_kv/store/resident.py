@@ -55,6 +55,7 @@ class ResidentStore:
         self.tail_fill = [page_size] * num_rows  # tokens in the last page; page_size when none
         self._in_order = True  # slot n of every row holds its position n
         self._forked = False  # some row reads pages of another row's arena
+        self._last_view: tuple[Tensor, int, ResidentView] | None = None  # pool.k, slots per row
 
     def num_tokens(self, row: int) -> int:
         return len(self.tables[row]) * self.page_size - (self.page_size - self.tail_fill[row])
@@ -192,16 +193,22 @@ class ResidentStore:
         """Every resident entry; zero-copy unless rows share pages after a fork."""
         if self._forked:
             return self._gathered_view()
-        pool, rows = self.pool, self.num_rows
         if self.in_order:
-            count, positions = self.num_tokens(0), None
-        else:
-            count = max(pool.high) * self.page_size
-            positions = pool.positions.view(rows, -1)[:, :count]
-        heads, dim = pool.shape.num_kv_heads, pool.shape.head_dim
-        k = pool.k.view(heads, rows, -1, dim).transpose(0, 1)[:, :, :count]
-        v = pool.v.view(heads, rows, -1, dim).transpose(0, 1)[:, :, :count]
-        return ResidentView(k, v, positions)
+            return ResidentView(*self._slots(self.num_tokens(0)), None)
+        pool, count = self.pool, max(self.pool.high) * self.page_size
+        last = self._last_view
+        if last is None or last[0] is not pool.k or last[1] != count:  # the same for many steps
+            positions = pool.positions.view(self.num_rows, -1)[:, :count]
+            view = ResidentView(*self._slots(count), positions)
+            self._last_view = last = pool.k, count, view
+        return last[2]
+
+    def _slots(self, count: int) -> tuple[Tensor, Tensor]:
+        """k, v [B, Hkv, count, D]: the first slots of every arena, views."""
+        pool = self.pool
+        size = (pool.shape.num_kv_heads, self.num_rows, -1, pool.shape.head_dim)
+        k, v = (memory.view(size).transpose(0, 1)[:, :, :count] for memory in (pool.k, pool.v))
+        return k, v
 
     def _gathered_view(self) -> ResidentView:
         pool, most = self.pool, max(len(table) for table in self.tables)

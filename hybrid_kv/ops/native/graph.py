@@ -51,7 +51,7 @@ class _Query(Structure):
     """`hkv_graph_query`."""
 
     _fields_ = (
-        ("beams", c_void_p),
+        ("beams", POINTER(c_int32)),
         *((name, c_int32) for name in ("queries", "top_k", "pool_size")),
         *((name, c_int32) for name in ("width", "num_warm")),
         ("beta", c_float),
@@ -215,15 +215,12 @@ class GraphSearcher:
         queries = queries.to(torch.float32).contiguous()
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {top_k}")
-        beams = (c_int32 * heads)(*beam_of_each(beam, heads))  # kept alive here
+        beams = (c_int32 * heads)(*beam_of_each(beam, heads))
+        pool_size = num_ranked(top_k) if pool_size is None else pool_size
+        num_warm = 0 if warm is None else warm.shape[-1]
         params = _Query(
-            beams=ctypes.cast(beams, c_void_p),
-            queries=queries.shape[1],
-            top_k=top_k,
-            pool_size=num_ranked(top_k) if pool_size is None else pool_size,
-            width=width,
-            num_warm=0 if warm is None else warm.shape[-1],
-            beta=math.inf if beta is None else beta,
+            *(beams, queries.shape[1], top_k, pool_size, width, num_warm),
+            math.inf if beta is None else beta,
         )
         if warm is not None:
             warm = _checked_warm(warm, queries)
