@@ -4,9 +4,9 @@
 
 Attention-like KV of two layers of the Llama-3-8B shape is filled in; then the runtime is asked as a
 model would ask it, layer by layer, without the model's own products. Arithmetic is what runs inside
-the native engine (search, attention, merge) and torch's attention; all else is overhead. Times are CPU times of the calling
-thread with one thread everywhere, so that a busy machine changes little. The last line on
-stdout is one JSON document.
+the native engine (search, attention, merge) and torch's attention; all else is overhead. Times are
+CPU times of the calling thread with one thread everywhere, so that a busy machine changes less. The
+last line on stdout is one JSON document.
 """
 
 from __future__ import annotations

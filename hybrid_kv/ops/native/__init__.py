@@ -14,7 +14,7 @@ from hybrid_kv.ops.native import attend as _attend
 from hybrid_kv.ops.native.attend import RetrievedAttention, Visible
 from hybrid_kv.ops.native.library import engine, engine_state
 from hybrid_kv.ops.native.pages import PageDigests
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
 from hybrid_kv.types import PartialAttention
 
@@ -47,7 +47,7 @@ def attend_retrieved(
 ) -> PartialAttention:
     """See `Ops.attend_retrieved`; out and lse are float32."""
     attention = RetrievedAttention(k, v)
-    return attention.attend(q, ids, scale=scale, softcap=softcap, pool=default_pool())
+    return attention.attend(q, ids, scale=scale, softcap=softcap, pool=pool_here())
 
 
 def attend_rows(
@@ -61,7 +61,7 @@ def attend_rows(
 ) -> PartialAttention:
     """See `Ops.attend` and `Ops.attend_visible`; out and lse are float32."""
     return _attend.attend_rows(
-        q, k, v, scale=scale, softcap=softcap, visible=visible, pool=default_pool()
+        q, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool_here()
     )
 
 
@@ -75,9 +75,9 @@ def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
 
 def merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
     """See `Ops.merge`."""
-    return _attend.merge(parts, dtype, pool=default_pool())
+    return _attend.merge(parts, dtype, pool=pool_here())
 
 
 def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
     """See `Ops.page_scores`."""
-    return PageDigests(key_min, key_max).scores(q.float(), pool=default_pool())
+    return PageDigests(key_min, key_max).scores(q.float(), pool=pool_here())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops import reference
+from hybrid_kv.ops import Ops, reference
+from hybrid_kv.ops.native import attend as attend_module
+from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows, merge
+from hybrid_kv.ops.native.pool import Pool, default_pool, work_alone
 from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
 from tests.oracle import softmax_attention
@@ -254,3 +258,30 @@ def test_a_merge_refuses_other_dtypes(engine: ctypes.CDLL) -> None:
     part = PartialAttention(torch.zeros(3, 8).double(), torch.zeros(3))
     with pytest.raises(ConfigError, match="out must be float32, float16 or bfloat16"):
         merge([part], torch.float32, engine=engine)
+
+
+def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if library.engine() is None:
+        pytest.skip("no engine")
+    pools: list[Pool | None] = []
+    monkeypatch.setattr(attend_module, "pool_handle", pools.append)
+    rows, ids = torch.randn(1, 2, 9, 8), torch.zeros(2, 9, 1, dtype=torch.int64)
+
+    def work() -> None:
+        ops = Ops()
+        part = ops.attend(rows, rows, rows, scale=1.0)
+        ops.merge([part, part], torch.float32)
+        ops.attend_retrieved(rows[0], rows[0], rows[0], ids, scale=1.0)
+
+    def work_in_the_background() -> None:
+        work_alone()
+        work()
+
+    thread = threading.Thread(target=work_in_the_background)
+    thread.start()
+    thread.join()
+    assert pools == [None] * 3
+    work()
+    assert pools[3:] == [default_pool()] * 3
