@@ -235,7 +235,7 @@ class Ops:
         pages: PagedKV,
         k: Tensor,
         v: Tensor,
-        places: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | range,
         first_position: int,
     ) -> None:
         """Stores k, v [Hkv, n, D] at consecutive positions and keeps the digests of their pages.
@@ -250,12 +250,12 @@ class Ops:
             digests.append_token(pages, k[:, 0], v[:, 0], start, first_position)
             return
         rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
-        if count > 1 and (np.diff(places) != 1).any():
+        if not isinstance(places, range) and count > 1 and (np.diff(places) != 1).any():
             rows = torch.from_numpy(places).to(pages.k.device)
         positions = torch.arange(first_position, first_position + count, device=pages.k.device)
         reference.append(pages, k, v, rows, positions)
         if pages.key_min is not None:
-            self.update_digests(pages, np.unique(places // pages.k.shape[2]))
+            self.update_digests(pages, np.unique(np.asarray(places) // pages.k.shape[2]))
 
     def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
         if pages.key_min is None or len(slots) == 0:

@@ -114,7 +114,7 @@ class PagePool:
         return PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
 
     def write(
-        self, places: npt.NDArray[np.int64], k: Tensor, v: Tensor, first_position: int
+        self, places: npt.NDArray[np.int64] | range, k: Tensor, v: Tensor, first_position: int
     ) -> None:
         """Stores k, v [Hkv, n, D] in token places (slot * page_size + offset), n > 0."""
         self.ops.append(self.pages, k, v, places, first_position)

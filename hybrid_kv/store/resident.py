@@ -78,7 +78,7 @@ class ResidentStore:
             raise
         self._in_order &= first_position == before
 
-    def _reserve(self, row: int, count: int) -> npt.NDArray[np.int64]:
+    def _reserve(self, row: int, count: int) -> npt.NDArray[np.int64] | range:
         """Token places for `count` new tokens: what the last page has left, then new pages."""
         table, size = self.tables[row], self.page_size
         room = size - self.tail_fill[row]
@@ -87,7 +87,7 @@ class ResidentStore:
         if count <= room:  # nearly every decode step
             first = self.pool.slot(table[-1]) * size + self.tail_fill[row]
             self.tail_fill[row] += count
-            return np.arange(first, first + count)
+            return range(first, first + count)
         first = len(table) - 1 if room else len(table)
         table.extend(self.pool.allocate(row, -(-max(0, count - room) // size)))
         places = self.pool.slots(table[first:])[:, None] * size + np.arange(size)
