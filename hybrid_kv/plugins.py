@@ -113,7 +113,9 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
+    def search(
+        self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
+    ) -> SearchResult:
         """The best `min(top_k, N)` keys of each query by dot product.
 
         Args:
@@ -121,6 +123,8 @@ class Index(ABC):
             top_k: at least 1; sets how much work is done.
             most: at least top_k, which None stands for; up to so many keys are returned if the
                 search has ranked them by exact score without further work.
+            near: [Hkv, M, W] int64, keys that were found for like queries, such as the step
+                before's, -1 for none. Where a search may begin; most kinds have no use for it.
         """
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:

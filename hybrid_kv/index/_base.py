@@ -79,11 +79,13 @@ class KeyIndex(Index):
             self._append(known.shape[1])
 
     @_without_gradients
-    def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
+    def search(
+        self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
+    ) -> SearchResult:
         """See `Index.search`.
 
         Raises:
-            ShapeError: queries do not fit the keys.
+            ShapeError: queries do not fit the keys, or near the queries.
             ConfigError: top_k is below 1, or most below top_k.
         """
         keys = self._keys
@@ -93,7 +95,11 @@ class KeyIndex(Index):
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:
             return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
-        return self._find(queries.float(), size[2], min(most, keys.shape[1]))
+        queries, most = queries.float(), min(most, keys.shape[1])
+        if near is None:
+            return self._find(queries, size[2], most)
+        _checks.check_near(near, queries)
+        return self._find_near(queries, size[2], most, near)
 
     def cancel(self) -> None:
         """See `Index.cancel`; a kind whose `_rebuild` takes long looks with `_check_cancelled`."""
@@ -119,3 +125,7 @@ class KeyIndex(Index):
         Returns:
             As many columns as were ranked for `count`, but `most` at most.
         """
+
+    def _find_near(self, queries: Tensor, count: int, most: int, near: Tensor) -> SearchResult:
+        """As `_find`, for a kind whose searches may begin at keys [Hkv, M, W]."""
+        return self._find(queries, count, most)

@@ -60,6 +60,15 @@ def check_nearest(nearest: Tensor, samples: Tensor | None, keys: Tensor) -> None
         )
 
 
+def check_near(near: Tensor, queries: Tensor) -> None:
+    """Raises ShapeError unless near is [Hkv, M, W] int64 for queries [Hkv, M, D]."""
+    if near.dim() != 3 or near.shape[:2] != queries.shape[:2] or near.dtype != torch.int64:
+        raise ShapeError(
+            f"near must be int64 {[*queries.shape[:2], 'W']} as the queries are, got {near.dtype} "
+            f"of shape {list(near.shape)}; leave it out for other queries"
+        )
+
+
 def check_counts(top_k: int, most: int) -> None:
     """Raises ConfigError unless 1 <= top_k <= most."""
     if top_k < 1:

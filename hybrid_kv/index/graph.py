@@ -204,6 +204,12 @@ class GraphIndex(KeyIndex):
             self._beams = _beams_of(reports)
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        return self._search(queries, count, most, None)
+
+    def _find_near(self, queries: Tensor, count: int, most: int, near: Tensor) -> SearchResult:
+        return self._search(queries, count, most, near)
+
+    def _search(self, queries: Tensor, count: int, most: int, near: Tensor | None) -> SearchResult:
         if self._scan is not None:
             return self._scan.find(queries, count, most)
         assert self._searcher is not None
@@ -216,7 +222,12 @@ class GraphIndex(KeyIndex):
         if most > count:
             ranked = max(ranked, min(most, max(beams)))
         found = self._searcher.search(
-            queries, min(most, ranked), beam=beams, pool_size=ranked, pool=pool_here()
+            queries,
+            min(most, ranked),
+            beam=beams,
+            pool_size=ranked,
+            warm=near,
+            pool=pool_here(),
         )
         if self._growth is not None and queries.shape[1] % self._group_size == 0:
             per_position = (self._group_size, -1)  # of several new tokens the newest one counts

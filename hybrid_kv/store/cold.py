@@ -83,10 +83,14 @@ class ColdExtent:
 
 @dataclass(slots=True)
 class Span:
-    """The first `length` entries of an extent, as one row sees it."""
+    """The first `length` entries of an extent, as one row sees it.
+
+    near: [Hkv, M, K] what its latest search found, where the next one begins.
+    """
 
     extent: ColdExtent
     length: int
+    near: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,7 @@ class ColdStore:
                 spans.pop().extent.refs -= 1
             else:
                 spans[-1].length -= excess
+                spans[-1].near = None
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from what row sources[r] holds; any number of rows."""
@@ -352,7 +357,11 @@ def _search_span(span: Span, queries: Tensor, top_k: int, most: int) -> SearchRe
     if extent.index is None:
         raise IntegrityError("the cold tier was searched, but its placement named no index")
     beyond = extent.length - span.length  # entries that this row does not see any more
-    result = extent.index.search(queries, top_k + beyond, most + beyond)
+    near = span.near
+    if near is not None and near.shape[1] != queries.shape[1]:
+        near = None
+    result = extent.index.search(queries, top_k + beyond, most + beyond, near)
+    span.near = result.ids[..., :top_k]
     if not beyond:
         return result
     hidden = result.ids >= span.length

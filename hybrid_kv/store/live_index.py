@@ -144,10 +144,12 @@ class LiveIndex:
         """See `Index.page_tokens`."""
         return self._serving.page_tokens
 
-    def search(self, queries: Tensor, top_k: int, most: int | None = None) -> SearchResult:
+    def search(
+        self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
+    ) -> SearchResult:
         """See `Index.search`."""
         self.searches += 1
-        return self._serving.search(queries, top_k, most)
+        return self._serving.search(queries, top_k, most, near)
 
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""

@@ -354,3 +354,31 @@ def test_neighbours_that_do_not_fit_are_refused(nearest: Tensor, message: str) -
         IndexConfig(kind="graph", **SETTINGS).build().build(keys, samples, nearest)
     with pytest.raises(ShapeError, match="nearest must be absent without samples"):
         IndexConfig(kind="flat").build().build(keys, None, nearest)
+
+
+# Where a search begins
+
+
+@needs_engine
+def test_a_search_that_begins_near_finds_more_for_the_same_beam() -> None:
+    keys, samples, later = attention_like()
+    index = build(keys, samples, target_recall=0.1, beam=1)
+    step = later[:, :GROUP]
+    cold = index.search(step, 20)
+    best = exact_lists(keys, step[:, None], 20)[:, 0].long()
+    warm = index.search(step, 20, near=best)
+    check_result(warm, step, keys, 20)
+    assert recall(cold, step, keys, 20) < 0.9
+    assert recall(warm, step, keys, 20) > 0.97
+
+
+@pytest.mark.parametrize("kind", ["flat", "graph"])
+def test_where_a_search_begins_must_fit_its_queries(kind: str) -> None:
+    keys, _, later = attention_like()
+    index = IndexConfig(kind=kind).build()
+    index.build(keys, None)
+    ids = torch.full((*later.shape[:2], 3), -1)
+    assert torch.equal(index.search(later, 9, near=ids).ids, index.search(later, 9).ids)
+    for bad in (ids[:, 1:], ids.int(), ids[0]):
+        with pytest.raises(ShapeError, match="near must be int64"):
+            index.search(later, 9, near=bad)

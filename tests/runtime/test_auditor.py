@@ -14,6 +14,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import AuditError, ConfigError, RecallWarning
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, SearchResult
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -38,6 +39,13 @@ def decode(kv: KVCache, steps: int, rows: int = 1, prompt: int = 0) -> list[Tens
     if kv.auditor is not None:
         kv.auditor.settle()
     return outs
+
+
+@pytest.fixture(autouse=True)
+def _every_turn_is_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks in the background are passed over while one is under way: a busy machine takes few."""
+    if "background" not in request.node.name:
+        monkeypatch.setattr("hybrid_kv.runtime.cache.ThreadExecutor", lambda _=1: SyncExecutor())
 
 
 @pytest.fixture
@@ -152,7 +160,7 @@ def test_a_reset_cache_is_audited_anew() -> None:
     kv.close()
 
 
-def test_crops_and_forks_between_looks_do_no_harm() -> None:
+def test_crops_and_forks_in_the_background_of_looks_do_no_harm() -> None:
     kv = cache(audit_every=1, index_build="background")
     decode(kv, 5, 2, prompt=70)
     for _ in range(6):

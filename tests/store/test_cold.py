@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
 from hybrid_kv.store import cold as cold_module
-from hybrid_kv.types import LayerShape, bytes_per_token
+from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
 
 
@@ -310,3 +310,54 @@ def test_pinned_memory_is_taken_for_little_more_than_what_comes(
         assert span.extent.k.shape[1] <= most * span.length
         assert torch.equal(span.extent.k[:, start : start + count], k)
     assert asked == [pinned, pinned, False], "positions are the host's own"
+
+
+# Where a search begins
+
+
+class Asked(FlatIndex):
+    """Notes where it was told to begin."""
+
+    near: ClassVar[list[Tensor | None]] = []
+
+    def search(self, *arguments: Any, **options: Any) -> SearchResult:
+        self.near.append(arguments[3] if len(arguments) > 3 else None)
+        return super().search(*arguments, **options)
+
+
+def asked(cold: ColdStore, queries: Tensor, top_k: int = 2) -> list[Tensor | None]:
+    """What each extent's search was told by a search of row 0."""
+    Asked.near.clear()
+    cold.search(0, queries, top_k)
+    return list(Asked.near)
+
+
+def asking() -> tuple[ColdStore, Tensor]:
+    cold, positions = store(), torch.arange(9)
+    k = keys_of(positions)
+    cold.append(0, k, -k, positions, lambda: Asked(FlatIndex.Params()))
+    return cold, LARGEST.expand(2, 1, 3)
+
+
+def test_a_search_begins_where_the_last_one_ended() -> None:
+    cold, queries = asking()
+    assert asked(cold, queries) == [None]
+    (near,) = asked(cold, queries)
+    assert near is not None
+    assert near.shape == (2, 1, 2)
+    assert near[0, 0].tolist() == [8, 7]
+
+
+@pytest.mark.parametrize("change", ["more queries", "crop", "branch", "fork"])
+def test_a_search_for_something_else_begins_anew(change: str) -> None:
+    cold, queries = asking()
+    asked(cold, queries)
+    if change == "more queries":
+        queries = queries.expand(2, 3, 3)
+    elif change == "crop":
+        cold.truncate(0, 5)
+    elif change == "branch":
+        cold = cold.branch()
+    else:
+        cold.fork([0])
+    assert asked(cold, queries) == [None]
