@@ -153,7 +153,7 @@ def _attend_slots(step: Step, row: int, slots: Tensor) -> PartialAttention:
             step.grouped[row],
             resident.pool.pages,
             slots,
-            step.query_positions[row],
+            step.query_positions(row),
             scale=step.scale,
             softcap=step.softcap,
             tail_fill=resident.tail_fill[row],

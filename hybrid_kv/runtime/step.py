@@ -35,12 +35,10 @@ class Step:
     def grouped(self) -> Tensor:
         return group_queries(self.q, self.layer.shape.num_kv_heads)
 
-    @property
-    def query_positions(self) -> Tensor:
-        """[B, T]; every new token of a decode step is a real one."""
-        new = self.q.shape[2]
-        ends = torch.tensor(self.layer.lengths, device=self.q.device)[:, None]
-        return ends - new + torch.arange(new, device=self.q.device)
+    def query_positions(self, row: int) -> Tensor:
+        """[T]; every new token of a decode step is a real one."""
+        end = self.layer.lengths[row]
+        return torch.arange(end - self.q.shape[2], end, device=self.q.device)
 
 
 def stacked(rows: Sequence[PartialAttention]) -> PartialAttention:

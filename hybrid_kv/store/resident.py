@@ -55,6 +55,7 @@ class ResidentStore:
         self.tail_fill = [page_size] * num_rows  # tokens in the last page; page_size when none
         self._in_order = True  # slot n of every row holds its position n
         self._forked = False  # some row reads pages of another row's arena
+        self._last_slots: dict[int, tuple[int, list[int], Tensor]] = {}  # with capacity and table
         self._last_view: tuple[Tensor, int, ResidentView] | None = None  # pool.k, slots per row
 
     def num_tokens(self, row: int) -> int:
@@ -245,8 +246,15 @@ class ResidentStore:
         return k, v
 
     def slots(self, row: int) -> Tensor:
-        """[P] int64: where in the pool the pages of a row lie, in table order."""
-        return torch.from_numpy(self.pool.slots(self.tables[row])).to(self.pool.device)
+        """[P] int64 on the pool's device: where the pages of a row lie, in table order; read only.
+
+        Kept until the table changes, which most steps do not do: a GPU need not be sent it again.
+        """
+        table, last = self.tables[row], self._last_slots.get(row)
+        if last is None or last[0] != self.pool.capacity or last[1] != table:
+            where = torch.from_numpy(self.pool.slots(table)).to(self.pool.device)
+            self._last_slots[row] = last = self.pool.capacity, list(table), where
+        return last[2]
 
     def page_bounds(self, row: int) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of a row's pages in table order."""

@@ -8,7 +8,7 @@ import math
 import torch
 
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import ColdStore, LayerKV
+from hybrid_kv.store import ColdStore, LayerKV, ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
 from tests.store.scene import flat_index
 
@@ -81,3 +81,25 @@ def test_a_token_adds_one_row_to_the_index_and_builds_nothing_anew() -> None:
         store.append(0, one_token()[0], one_token()[0], torch.tensor([position]), make)
     assert built == [1]
     store.check_integrity()
+
+
+def test_where_the_pages_lie_is_worked_out_when_a_table_changes_and_not_before() -> None:
+    store = ResidentStore(SHAPE, 4, 2, torch.float32, torch.device("cpu"), 8)
+    k = torch.randn(2, 2, SHAPE.num_kv_heads, 40, SHAPE.head_dim)
+
+    def fill(row: int, start: int, stop: int) -> torch.Tensor:
+        store.append(row, k[0, row, :, start:stop], k[1, row, :, start:stop], start)
+        keys = store.pool.k[:, store.slots(row)].flatten(1, 2)[:, :stop]
+        assert torch.equal(keys, k[0, row, :, :stop])
+        return store.slots(row)
+
+    first = fill(1, 0, 6)
+    assert fill(1, 6, 8) is first, "the last page had room"
+    grown = fill(1, 8, 9)
+    assert grown is not first
+    fill(0, 0, 33)  # the pool grows, and row 1 lies elsewhere
+    assert torch.equal(store.pool.k[:, store.slots(1)].flatten(1, 2)[:, :9], k[0, 1, :, :9])
+    store.truncate(1, 3)
+    assert len(store.slots(1)) == 1
+    store.fork([0, 0])
+    assert torch.equal(store.slots(0), store.slots(1))
