@@ -18,7 +18,7 @@ from hybrid_kv.runtime.retrieve import Retrieved, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import ColdExtent
 from hybrid_kv.transfer import Parcel
-from hybrid_kv.types import PartialAttention, TokenBudget
+from hybrid_kv.types import PartialAttention, TokenBudget, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,15 @@ def _leave_hot(
             step.work.hot += int(covered.sum())
             parts.append((extent, ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
-    work, (count, most) = step.work, found.counted()
-    work.attended += count
-    work.retrieved += count
-    work.most_retrieved = max(work.most_retrieved, most)
+    _count(step.work, *found.counted())
     return found.parts
+
+
+def _count(work: Work, entries: int, most: int) -> None:
+    """Books cold entries attended by all query heads of a row together, and by one at most."""
+    work.attended += entries
+    work.retrieved += entries
+    work.most_retrieved = max(work.most_retrieved, most)
 
 
 def _attend_found(step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
@@ -152,18 +156,13 @@ def _attend_found(step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> Par
 
 
 def _attend_all(step: Step, row: int, q: Tensor, taken: Tensor | None) -> PartialAttention:
-    spans = step.layer.cold.rows[row]
-    every = [(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1)) for span in spans]
-    left, parts = _leave_hot(step, row, Retrieved(every), taken), []
-    for span, (_, ids) in zip(spans, left, strict=True):
-        k, v = span.extent.first(span.length)
-        bias = None
-        if step.layer.hot[row].capacity:
-            bias = torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None]
+    spans, parts = step.layer.cold.rows[row], []
+    for span, hidden in zip(spans, _hide_hot(step, row, q, taken), strict=True):
+        (k, v), bias = span.extent.first(span.length), hidden
         if _fetches(step):
             with step.phases.measure("transfer"):
                 k, v = (step.executor.to_device(entries, q.device) for entries in (k, v))
-                bias = None if bias is None else step.executor.to_device(bias, q.device)
+                bias = None if hidden is None else step.executor.to_device(hidden, q.device)
             step.work.fetched_bytes += k.nbytes + v.nbytes
         with step.phases.measure("cold_attention"):
             part = attend(
@@ -175,3 +174,17 @@ def _attend_all(step: Step, row: int, q: Tensor, taken: Tensor | None) -> Partia
             )
         parts.append(PartialAttention(part.out[0], part.lse[0]))
     return merge_partials(parts, ops=step.ops)
+
+
+def _hide_hot(step: Step, row: int, q: Tensor, taken: Tensor | None) -> list[Tensor | None]:
+    """For each extent of a row a bias [1, Hkv, M, N] that hides what the device attends, if it does
+    attend any; counts what is left.
+    """
+    spans = step.layer.cold.rows[row]
+    if not step.layer.hot[row].capacity:
+        stored = step.layer.cold.num_tokens(row)
+        _count(step.work, stored * q.shape[0] * q.shape[1], stored)
+        return [None] * len(spans)
+    every = [(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1)) for span in spans]
+    left = _leave_hot(step, row, Retrieved(every), taken)
+    return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids in left]
