@@ -224,7 +224,7 @@ class HybridConfig(PluginConfig):
         if "method" in settings:
             tree["method"] = settings["method"]
         plugin = METHODS[str(tree.get("method", cls.model_fields["method"].default))]
-        paths = {*cls.model_fields, *_paths(plugin.params)} - {"params"}
+        paths = cls._settings_of(plugin.name)
         values: dict[str, object] = {}
         for key, value in settings.items():
             path = _full_path(key, paths, plugin.name)
@@ -235,6 +235,16 @@ class HybridConfig(PluginConfig):
         for path in sorted(values, key=lambda path: path.count(".")):
             _place(tree, path, values[path])
         return cls(**tree)
+
+    @classmethod
+    def knows(cls, method: str, key: str) -> bool:
+        """Whether a method has the setting that a dotted key, or the last part of one, names."""
+        paths = cls._settings_of(method)
+        return key in paths or any(path.endswith(f".{key}") for path in paths)
+
+    @classmethod
+    def _settings_of(cls, method: str) -> set[str]:
+        return {*cls.model_fields, *_paths(METHODS[method].params)} - {"params"}
 
 
 def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from math import isnan
 from pathlib import Path
@@ -31,11 +32,18 @@ if TYPE_CHECKING:
 
 def check_target(output: OutputOptions) -> None:
     """Raises ConfigError if the report could not be written; said before the work begins."""
-    if output.json is None or output.json_only:
-        return
-    path = Path(output.json)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json must name a file in an existing folder, got '{output.json}'")
+    if output.json is not None and not output.json_only:
+        check_file("--json", output.json)
+
+
+def check_file(option: str, name: str) -> None:
+    """Raises ConfigError unless a file of this name could be written."""
+    path = Path(name)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise ConfigError(f"{option} must name a file in an existing folder, got '{name}'")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} must name a file that can be written, got '{name}'")
 
 
 def write_report(report: Any, output: OutputOptions) -> None:
@@ -81,11 +89,11 @@ def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
         tpot_ms=got.tpot_ms if len(got.token_times_s) > 1 else None,
         itl_ms=_gaps(got.token_times_s),
         phases_ms=_phases(got),
-        work=_work(got.work, got.audit),
+        work=describe_work(got.work, got.audit),
         memory_bytes=_memory(llm, got),
         backends=got.backends,
         index=tuple(got.index),
-        audit=None if got.audit is None else _audit(got.audit),
+        audit=None if got.audit is None else describe_audit(got.audit),
         interrupted=outcome.interrupted,
     )
 
@@ -107,7 +115,8 @@ def _phases(got: Generation) -> PhasesMs:
     return PhasesMs(**phases, other=max(0.0, got.tpot_ms - sum(phases.values())))
 
 
-def _audit(audit: Audit) -> AuditReport:
+def describe_audit(audit: Audit) -> AuditReport:
+    """What the looks at single heads found."""
     return AuditReport(
         looks=len(audit.findings),
         recall_at_k=_estimate(audit.recall()),
@@ -134,7 +143,8 @@ def _estimate(estimate: Estimate | None) -> EstimateReport | None:
     return EstimateReport(mean=estimate.mean, half_width=None if isnan(width) else width)
 
 
-def _work(work: Work, audit: Audit | None) -> WorkReport:
+def describe_work(work: Work, audit: Audit | None) -> WorkReport:
+    """What decoding touched; all null where it did not decode."""
     if not work.steps:
         return WorkReport()
     recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())

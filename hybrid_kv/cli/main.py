@@ -19,6 +19,7 @@ from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
+from hybrid_kv.cli.profile import profile
 
 
 class Verbs(TyperGroup):
@@ -70,7 +71,7 @@ def _root(
     """Long contexts on one small GPU: a KV cache in two tiers, device and host memory."""
 
 
-for _verb in (generate, chat, demo, plan, methods, doctor):
+for _verb in (generate, chat, demo, profile, plan, methods, doctor):
     app.command()(grouped(_verb))
 
 

@@ -45,6 +45,44 @@ ModelArgument = Annotated[
 ]
 
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The same settings as YAML; --method and --set override it.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda or cuda:1. [dim]default: the first GPU, else cpu[/]",
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16 or float16. [dim]default: as stored[/]",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which method runs, with which settings, on what."""
@@ -58,42 +96,10 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="The same settings as YAML; --method and --set override it.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            help="cpu, cuda or cuda:1. [dim]default: the first GPU, else cpu[/]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="NAME",
-            help="float32, bfloat16 or float16. [dim]default: as stored[/]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
+    settings: Settings = None
+    config: ConfigFile = None
+    device: Device = None
+    dtype: Dtype = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ permuted and signs flipped, which changes no score and no statistic of a channel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ class SyntheticContext:
         max_steps: decode steps for which there are queries.
         profile: of the heads, a name of `PROFILES`.
         made_heads: KV heads that are made; the rest are turned copies.
+        keep: keeps K and V of every layer, so that further caches are filled quicker.
 
     Raises:
         ConfigError: a number is below 1, or the layers differ in head_dim or group size.
@@ -49,6 +52,7 @@ class SyntheticContext:
         profile: str = "paper",
         made_heads: int = 2,
         seed: int = 0,
+        keep: bool = False,
     ) -> None:
         shapes = {(shape.head_dim, shape.group_size) for shape in info.layers}
         if len(shapes) != 1:
@@ -80,64 +84,104 @@ class SyntheticContext:
             for head in self._made
         ]  # [G, max_steps, D] each
         self._steps: dict[int, Tensor] = {}  # [Hq, max_steps, D] by layer, made when asked for
+        self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = (
+            {} if keep else None
+        )
+        self._prompt: dict[tuple[int, str, int], Tensor] = {}  # [G, M, D] of made heads
         self._values = torch.randn(
             num_tokens, head_dim, generator=torch.Generator().manual_seed(seed)
         )
 
     def kv(self, layer_idx: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k, v [1, Hkv, N, D] of a layer."""
+        """k, v [1, Hkv, N, D] of a layer; not to be written."""
+        if self._kept is None:
+            return self._make_kv(layer_idx, dtype)
+        if (layer_idx, dtype) not in self._kept:
+            self._kept[layer_idx, dtype] = self._make_kv(layer_idx, dtype)
+        return self._kept[layer_idx, dtype]
+
+    def _make_kv(self, layer_idx: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = (1, self._shape(layer_idx).num_kv_heads, *self._values.shape)
         k, v = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        # Turning changes no digit, so that it may come after rounding, where it is quicker.
+        values = self._values.to(dtype)
+        keys = [head.keys.to(dtype) for head in self._made]
         for head in range(size[1]):
-            k[0, head] = self._turned(layer_idx, head, self._source(layer_idx, head).keys)
-            v[0, head] = self._turned(layer_idx, head, self._values)
+            self._turn(layer_idx, head, keys[self._number(layer_idx, head)], k[0, head])
+            self._turn(layer_idx, head, values, v[0, head])
         return k, v
 
     def evidence(self, layer_idx: int, needs: Needs, dtype: torch.dtype) -> Evidence:
         """What a prefill of the text would have left of the queries that `needs` names."""
         total = self.num_tokens
-        sampled = torch.arange(min(needs.sampled_queries, total))
-        sampled = sampled * total // max(1, len(sampled))
-        last = torch.arange(total - min(needs.last_queries, total), total)
+        spread = min(needs.sampled_queries, total)
+        last = min(needs.last_queries, total)
         return Evidence(
             total,
-            self._prompt_queries(layer_idx, sampled, dtype) if needs.sampled_queries else None,
-            self._prompt_queries(layer_idx, last, dtype) if needs.last_queries else None,
+            self._prompt_queries(layer_idx, "spread", spread, dtype) if spread else None,
+            self._prompt_queries(layer_idx, "last", last, dtype) if last else None,
         )
 
     def query(self, layer_idx: int, step: int) -> Tensor:
         """[1, Hq, 1, D] float32, of the decode step that many tokens after the context."""
         if layer_idx not in self._steps:
-            heads = range(self._shape(layer_idx).num_kv_heads)
-            asked = [self._asked[self._number(layer_idx, head)] for head in heads]
-            turned = [self._turned(layer_idx, head, asked[head]) for head in heads]
+            turned = [
+                self._turned(layer_idx, head, self._asked[number])
+                for head, number in enumerate(self._numbers(layer_idx))
+            ]
             self._steps[layer_idx] = torch.cat(turned)
         return self._steps[layer_idx][None, :, step, None]
 
-    def _prompt_queries(self, layer_idx: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = self._shape(layer_idx)
-        queries = [
-            self._turned(layer_idx, head, self._source(layer_idx, head).build_queries(member, rows))
-            for head in range(shape.num_kv_heads)
-            for member in range(shape.group_size)
+    def _prompt_queries(self, layer_idx: int, where: str, count: int, dtype: torch.dtype) -> Tensor:
+        """[Hq, count, D] at positions that are spread over the prompt, or the last ones of it."""
+        turned = [
+            self._turned(layer_idx, head, self._asked_of(number, where, count))
+            for head, number in enumerate(self._numbers(layer_idx))
         ]
-        return torch.stack(queries).to(dtype)
+        return torch.cat(turned).to(dtype)
+
+    def _asked_of(self, number: int, where: str, count: int) -> Tensor:
+        """[G, count, D] of a made head, which all its copies share."""
+        key = (number, where, count)
+        if key not in self._prompt:
+            total, made = self.num_tokens, self._made[number]
+            spread = torch.arange(count) * total // count
+            rows = spread if where == "spread" else torch.arange(total - count, total)
+            members = range(made.num_q_heads)
+            self._prompt[key] = torch.stack([made.build_queries(g, rows) for g in members])
+        return self._prompt[key]
 
     def _shape(self, layer_idx: int) -> LayerShape:
         return self._shapes[layer_idx]
 
+    def _numbers(self, layer_idx: int) -> list[int]:
+        """Which made head each KV head of a layer is a copy of."""
+        heads = range(self._shape(layer_idx).num_kv_heads)
+        return [self._number(layer_idx, head) for head in heads]
+
     def _number(self, layer_idx: int, head: int) -> int:
         return (layer_idx + head) % len(self._made)
 
-    def _source(self, layer_idx: int, head: int) -> SyntheticHead:
-        return self._made[self._number(layer_idx, head)]
-
     def _turned(self, layer_idx: int, head: int, vectors: Tensor) -> Tensor:
-        """Channels permuted and flipped, alike for all vectors of a layer's KV head."""
+        """Channels permuted and flipped, alike for all vectors [..., D] of a layer's KV head."""
+        turned = torch.empty_like(vectors)
+        self._turn(layer_idx, head, vectors, turned)
+        return turned
+
+    def _turn(self, layer_idx: int, head: int, vectors: Tensor, into: Tensor) -> None:
         generator = torch.Generator().manual_seed(_TURNS * layer_idx + head)
         order = torch.randperm(vectors.shape[-1], generator=generator)
         signs = 2.0 * torch.randint(2, order.shape, generator=generator) - 1
-        return vectors[..., order] * signs
+        torch.index_select(vectors, -1, order, out=into)
+        into *= signs.to(into.dtype)
+
+
+def context_bytes(layers: Sequence[LayerShape], num_tokens: int, itemsize: int) -> int:
+    """The most host memory that a `SyntheticContext` takes, K and V that it keeps not counted."""
+    widest = max((shape.head_dim for shape in layers), default=0)
+    # Of two heads keys and meanings in float32, tokens and targets; one head's values; and all of
+    # them rounded.
+    return num_tokens * (widest * (2 * 6 + 4 + 3 * itemsize) + 256)
 
 
 class FilledKV(KVCache):
@@ -160,10 +204,17 @@ class FilledKV(KVCache):
         return super()._decode(layer, asked.to(q.device, q.dtype), scale, softcap)
 
 
-def filled_cache(runtime: Attachment, context: SyntheticContext) -> HybridCache:
+def filled_cache(
+    runtime: Attachment,
+    context: SyntheticContext,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> HybridCache:
     """A cache of the attachment that holds the context in all its layers, sealed, indexes built.
 
     Continue it with `generate` on N + 1 token ids, of which only the last is computed.
+
+    Args:
+        on_layer: called with (layers done, all layers) as they are filled; may raise to give up.
 
     Raises:
         ConfigError: the model has layers that are not tiered.
@@ -182,4 +233,6 @@ def filled_cache(runtime: Attachment, context: SyntheticContext) -> HybridCache:
         evidence = (context.evidence(layer_idx, needs, dtype),) if needs != Needs() else ()
         k, v = (tensor.to(runtime.model.device) for tensor in context.kv(layer_idx, dtype))
         layer.fill(k, v, evidence)
+        if on_layer is not None:
+            on_layer(layer_idx + 1, len(cache.layers))
     return cache

@@ -34,7 +34,9 @@ class ProfileRow(Group):
     a sentence. fill_s: putting synthetic KV in place, which is no TTFT. step_ms: each measured
     decode step, wall time; tpot_ms is their mean. limit_ms: bytes_per_token at the machine's
     measured bandwidths. predicted_ms: by tier, as `plan` says. recorder_ratio: share of a step that
-    measuring took. config: the flat configuration.
+    measuring took. device_phases_ms: the device's own time by phase, null without one.
+    resident_kv_bytes: KV of the resident tier, which is host memory too where there is no device.
+    config: the flat configuration.
     """
 
     method: str
@@ -50,10 +52,12 @@ class ProfileRow(Group):
     step_ms: tuple[float, ...] = ()
     itl_ms: Percentiles | None = None
     phases_ms: PhasesMs = PhasesMs()
+    device_phases_ms: PhasesMs = PhasesMs()
     recorder_ratio: float | None = None
     work: WorkReport = WorkReport()
     audit: AuditReport | None = None
     memory_bytes: MemoryBytes = MemoryBytes()
+    resident_kv_bytes: int | None = None
     bytes_per_token: BytesPerToken = BytesPerToken()
     limit_ms: float | None = None
     predicted_ms: dict[str, float] = Field(default_factory=dict)

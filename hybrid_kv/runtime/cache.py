@@ -21,7 +21,7 @@ from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.spill import Departure
 from hybrid_kv.runtime.stand_in import stand_in_for
-from hybrid_kv.runtime.stats import Phases
+from hybrid_kv.runtime.stats import ATTENTION, Phases
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
@@ -109,6 +109,19 @@ class KVCache:
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
         """
+        self.phases.layer_idx = layer_idx
+        with self.phases.measure(ATTENTION):
+            return self._attend(layer_idx, q, new, valid, scale, softcap)
+
+    def _attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> PartialAttention:
         few = q.shape[2] <= max(1, self.config.dense_extend_tokens)
         short = few and valid is None and not self.more_prompt
         if short:
@@ -286,7 +299,8 @@ class KVCache:
         if (leaving := self._leaving.pop(layer_idx, None)) is not None:
             with self.phases.measure("wait"):
                 leaving.wait()
-            with self._sealing(layer_idx) if leaving.is_prompt else nullcontext():
+            sealing = self._sealing(layer_idx) if leaving.is_prompt else nullcontext()
+            with self.phases.measure("transfer"), sealing:
                 leaving.end(self.builds)
             if leaving.is_prompt:
                 self._evidence.pop(layer_idx, None)

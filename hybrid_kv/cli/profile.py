@@ -1,0 +1,287 @@
+"""`hybrid-kv profile`: where the time of a token goes, by context and method."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid_kv.cli.display import waiting
+from hybrid_kv.cli.failures import INTERRUPTED
+from hybrid_kv.cli.options import (
+    ConfigFile,
+    Device,
+    Dtype,
+    LayersOption,
+    OutputOptions,
+    Settings,
+    count,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.eval.profiling import ProfileArguments, Row
+    from hybrid_kv.report.schema import ProfileReport
+
+_SWEEP = "Sweep"
+Told = Callable[["Row", str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """What is measured."""
+
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Prompt tokens. [dim]default: 4k,8k,16k,32k,64k,128k[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="[dim]default: full,flat,ivf,hnsw,quest,graph,hybrid; graph is "
+            "retrieval_attention[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    fill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="prefill computes a random prompt, synthetic puts made-up KV in place, which "
+            "takes no prefill. [dim]default: prefill[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="Decode steps that are measured. [dim]default: 32[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Steps before them. [dim]default: 4[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    audit_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Steps from one look of the audit to the next, in a pass of its own; 0 for none. "
+            "[dim]default: 2[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    row_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="A row that would take longer is skipped, or measured shorter; 0 for no limit. "
+            "[dim]default: 120 with --fill synthetic, else none[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Of weights, prompts and made-up KV. [dim]default: 0[/]",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileModelOptions:
+    """What is measured on, with which settings of the methods."""
+
+    settings: Settings = None
+    config: ConfigFile = None
+    device: Device = None
+    dtype: Dtype = None
+
+
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a hub id, 'needle', or 'random:SHAPE'; none with --repeat.",
+        ),
+    ] = None,
+    *,
+    asked: SweepOptions,
+    options: ProfileModelOptions,
+    cut: LayersOption,
+    repeat: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.json", help="Run that profile again and compare.", rich_help_panel=_SWEEP
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a Chrome trace of a few steps of each row.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    output: OutputOptions,
+) -> None:
+    """Measure where the time of a token goes, by context and method."""
+    from hybrid_kv.cli.documents import check_file, check_target, write_report
+    from hybrid_kv.cli.profile_report import describe_profile, read_profile
+    from hybrid_kv.cli.profile_tables import print_profile, print_repetition
+    from hybrid_kv.cli.running import silence_transformers
+    from hybrid_kv.eval.profiling import open_bench, sweep
+
+    check_target(output)
+    if trace is not None:
+        check_file("--trace", trace)
+    before: ProfileReport | None = None
+    if repeat is None:
+        arguments = _arguments(model, asked, options, cut)
+    else:
+        _refuse_beside_repeat(model, asked, options, cut)
+        before, arguments = read_profile(repeat)
+    silence_transformers(output)
+    with waiting(f"loading {arguments.model}, measuring the machine", output):
+        bench = open_bench(arguments)
+    rows: list[Row] = []
+    with _progress(len(arguments.contexts) * len(arguments.methods), output) as tell:
+        for row in sweep(bench, tell, traces=trace is not None):
+            rows.append(row)
+    report = describe_profile(bench, rows)
+    if not output.json_only:
+        print_profile(report)
+        if before is not None:
+            print_repetition(before, report)
+    write_report(report, output)
+    if trace is not None:
+        _write_trace(trace, rows, report)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any(row.status == "failed" for row in rows):
+        raise typer.Exit(1)
+
+
+def _arguments(
+    model: str | None, asked: SweepOptions, options: ProfileModelOptions, cut: LayersOption
+) -> ProfileArguments:
+    from hybrid_kv.cli.settings import parse_settings, read_settings
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.eval.profiling import ProfileArguments
+    from hybrid_kv.eval.profiling.arguments import SYNTHETIC_LIMIT_S
+
+    if model is None:
+        raise ConfigError("MODEL is missing; name one, or a profile to --repeat")
+    stored = read_settings(options.config) if options.config is not None else {}
+    limit = asked.row_limit
+    if limit is None and asked.fill == "synthetic":
+        limit = SYNTHETIC_LIMIT_S
+    given = {
+        "model": model,
+        "contexts": None if asked.context is None else _each(asked.context, count),
+        "methods": None if asked.methods is None else _each(asked.methods, str),
+        "fill": asked.fill,
+        "layers": cut.layers,
+        "new_tokens": asked.new_tokens,
+        "warmup_tokens": asked.warmup,
+        "audit_every": asked.audit_every,
+        "row_limit_s": limit or None,
+        "settings": {**stored, **parse_settings(options.settings or ())},
+        "device": options.device,
+        "dtype": options.dtype,
+        "seed": asked.seed,
+    }
+    return ProfileArguments.of({key: value for key, value in given.items() if value is not None})
+
+
+def _each(text: str, parse: Callable[[str], Any]) -> tuple[Any, ...]:
+    return tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _refuse_beside_repeat(model: str | None, *groups: Any) -> None:
+    """Raises ConfigError for what would change the profile that is repeated."""
+    from hybrid_kv.errors import ConfigError
+
+    given = ["MODEL"] if model is not None else []
+    for group in groups:
+        names = (field.name for field in fields(group))
+        given += [name for name in names if getattr(group, name) is not None]
+    if given:
+        shown = ", ".join(given[:1] if model is not None else _as_options(given))
+        raise ConfigError(
+            f"--repeat takes everything from its file, got {shown} as well; leave it out, or leave "
+            "out --repeat"
+        )
+
+
+def _as_options(names: list[str]) -> list[str]:
+    return ["--set" if name == "settings" else f"--{name.replace('_', '-')}" for name in names]
+
+
+@contextmanager
+def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
+    """A bar over the rows, on a terminal.
+
+    It is drawn when it is told something and by no thread, so that it takes nothing from a step.
+    """
+    if not sys.stderr.isatty() or output.quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from hybrid_kv.cli.profile_tables import short_count
+
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    task, seen = bar.add_task("", total=total), list[Any]()
+
+    def tell(row: Row, what: str, done: int, whole: int) -> None:
+        if not any(row is other for other in seen):
+            seen.append(row)
+        part = f" {100 * done // whole}%" if done else ""
+        text = f"{row.method} at {short_count(row.context_tokens)}: {what}{part}"
+        bar.update(task, completed=len(seen) - 1, description=text)
+        bar.refresh()
+
+    with bar:
+        yield tell
+
+
+def _write_trace(name: str, rows: list[Row], report: ProfileReport) -> None:
+    from hybrid_kv.cli.profile_tables import short_count, title
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.eval.profiling import chrome_trace
+
+    parts = [(f"{row.method}, {short_count(row.context_tokens)}", row.spans) for row in rows]
+    trace = chrome_trace(parts, {"model": title(report), "fill": report.fill})
+    try:
+        Path(name).write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"trace '{name}' cannot be written: {error.strerror}; choose another file"
+        ) from None

@@ -1,0 +1,221 @@
+"""All rows of a profile, one after the other; none of them ends the others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import CapacityError, ConfigError, HybridKVError
+from hybrid_kv.eval.filling import SyntheticContext, context_bytes
+from hybrid_kv.eval.profiling.arguments import ProfileArguments
+from hybrid_kv.eval.profiling.forecast import BuildForecast
+from hybrid_kv.eval.profiling.room import USABLE, host_bytes, lack_of_room
+from hybrid_kv.eval.profiling.row import Overtime, Progress, Row, RowMeasurement, Surroundings
+from hybrid_kv.eval.profiling.traffic import index_of
+from hybrid_kv.models.facts import model_facts
+from hybrid_kv.models.load import load_config, load_model, resolve_device
+from hybrid_kv.models.support import inspect_model
+from hybrid_kv.runtime.planner import Machine, ModelFacts, make_plan
+from hybrid_kv.runtime.rates import Rates, measure_rates
+from hybrid_kv.types import ModelInfo
+
+
+@dataclass(slots=True)
+class Bench:
+    """A loaded model on a measured machine, and what is known before anything is filled.
+
+    shape_layers: of the shape that the model was cut from; None where it is whole.
+    """
+
+    asked: ProfileArguments
+    model: PreTrainedModel
+    facts: ModelFacts
+    rates: Rates
+    shape_layers: int | None
+    configs: dict[str, HybridConfig]
+    forecast: BuildForecast = field(default_factory=BuildForecast)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    @property
+    def info(self) -> ModelInfo:
+        return inspect_model(self.model)
+
+
+def open_bench(asked: ProfileArguments) -> Bench:
+    """Checks that the contexts fit, loads the model and measures the machine, in this order.
+
+    Raises:
+        ConfigError: a context is longer than the model was made for.
+        CapacityError: a context fits into the host's memory with none of the methods.
+        ModelNotFoundError, UnsupportedModelError: as `load_model`.
+    """
+    device = resolve_device(asked.device)
+    facts = model_facts(asked.model, dtype=asked.dtype, layers=asked.layers)
+    configs = asked.configs()
+    longest, limit = asked.contexts[-1] + asked.steps, facts.max_context_tokens
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"contexts must be at most {limit - asked.steps} tokens for this model, which takes "
+            f"{limit} with the {asked.steps} decode steps, got {asked.contexts[-1]}"
+        )
+    free = psutil.virtual_memory().available
+    for num_tokens in asked.contexts:
+        lacks = [
+            _lack(asked, facts, config, num_tokens, free, device) for config in configs.values()
+        ]
+        if all(lacks):
+            raise CapacityError(str(lacks[0]))
+    whole = None
+    if asked.layers is not None:
+        config = load_config(asked.model).get_text_config(decoder=True)
+        whole = None if config.num_hidden_layers == asked.layers else config.num_hidden_layers
+    model, _ = load_model(
+        asked.model, device=device, dtype=asked.dtype, layers=asked.layers, seed=asked.seed
+    )
+    return Bench(asked, model, facts, measure_rates(device), whole, configs)
+
+
+def _lack(
+    asked: ProfileArguments,
+    facts: ModelFacts,
+    config: HybridConfig,
+    num_tokens: int,
+    free: int,
+    device: torch.device,
+) -> str | None:
+    needed = host_bytes(asked, facts, config, num_tokens, on_device=device.type != "cpu")
+    return lack_of_room(num_tokens, config.method, needed, free)
+
+
+def sweep(
+    bench: Bench,
+    report: Callable[[Row, str, int, int], None] | None = None,
+    *,
+    traces: bool = False,
+) -> Iterator[Row]:
+    """The rows, context by context, each as soon as it is measured.
+
+    A row that fails says why, and the next one follows. After Ctrl-C the row that it has met is the
+    last one, with what it had measured.
+
+    Args:
+        report: called with the row under way, what is done, how much of it, and how much there is;
+            not while steps are measured.
+        traces: whether rows keep the spans of a few steps more.
+    """
+    for num_tokens in bench.asked.contexts:
+        context: SyntheticContext | None = None
+        for method, config in bench.configs.items():
+            row = Row(method, num_tokens, config, _predicted(bench, config, num_tokens))
+            row.reason = bench.asked.changed(config)
+            tell = _teller(row, report)
+            try:
+                if context is None and bench.asked.fill == "synthetic":
+                    tell("making up the context", 0, 1)
+                    context = _make_context(bench, num_tokens)
+                _measure(bench, row, context, tell, traces=traces)
+            except KeyboardInterrupt:
+                row.status, row.reason = "interrupted", "ended by the user"
+            yield row
+            if row.status == "interrupted":
+                return
+            gc.collect()  # caches hold each other and gigabytes
+        del context
+
+
+def _teller(row: Row, report: Callable[[Row, str, int, int], None] | None) -> Progress:
+    def tell(what: str, done: int, total: int) -> None:
+        if report is not None:
+            report(row, what, done, total)
+
+    return tell
+
+
+def _measure(
+    bench: Bench, row: Row, context: SyntheticContext | None, report: Progress, *, traces: bool
+) -> None:
+    around = Surroundings(bench.asked, bench.model, bench.facts, bench.rates, report, traces)
+    try:
+        _keep_to_limits(bench, row, context)
+        RowMeasurement(around, row, context).run()
+    except Overtime as reason:
+        row.status, row.reason = "skipped", str(reason)
+    except Exception as error:
+        row.status, row.reason = "failed", _sentence(error)
+    if row.index_build_s is not None:
+        bench.forecast.note(row.method, row.context_tokens, row.index_build_s)
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, HybridKVError) else f"{type(error).__name__}: {text}"
+
+
+def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) -> None:
+    """Raises Overtime where the memory that is free now, or the time of a row, is too short."""
+    asked, index = bench.asked, index_of(row.config)
+    weightless = host_bytes(
+        asked, bench.facts, row.config, row.context_tokens, on_device=True
+    )  # the model is loaded, and so is the context where it is made up
+    if context is not None:
+        weightless.pop("the made-up context", None)
+    free = psutil.virtual_memory().available
+    if (lack := lack_of_room(row.context_tokens, row.method, weightless, free)) is not None:
+        raise Overtime(lack)
+    if asked.row_limit_s is None or index is None:
+        return
+    if context is not None and not bench.forecast.knows(row.method) and _is_stubborn(row.config):
+        keys, _ = context.kv(bench.info.layers[0].layer_idx, bench.model.dtype)
+        heads = sum(shape.num_kv_heads for shape in bench.info.layers)
+        bench.forecast.probe(row.method, index, keys[0, :1], heads)
+    expected = bench.forecast.seconds(row.method, row.context_tokens)
+    if expected is not None and expected > asked.row_limit_s:
+        raise Overtime(
+            f"building its {index.kind} index over {row.context_tokens:,} tokens would take about "
+            f"{expected:,.0f} s, judged by shorter ones; the row limit is {asked.row_limit_s:g} s; "
+            "raise --row-limit"
+        )
+
+
+def _is_stubborn(config: HybridConfig) -> bool:
+    """Whether a build of the method's index cannot be ended once it has begun (Faiss)."""
+    index = index_of(config)
+    return index is not None and index.kind in ("ivf", "hnsw")
+
+
+def _make_context(bench: Bench, num_tokens: int) -> SyntheticContext:
+    """The KV that all rows of a context share, kept ready where there is plenty of room."""
+    facts, shapes = bench.facts, bench.info.layers
+    kv = num_tokens * facts.kv_bytes_per_token
+    making = context_bytes(shapes, num_tokens, facts.dtype_bytes)
+    free = psutil.virtual_memory().available
+    return SyntheticContext(
+        bench.info,
+        num_tokens,
+        max_steps=bench.asked.steps,
+        seed=bench.asked.seed,
+        keep=making + 3 * kv < USABLE * free / 2,
+    )
+
+
+def _predicted(bench: Bench, config: HybridConfig, num_tokens: int) -> dict[str, float]:
+    """Milliseconds by tier as `plan` says; {} for methods that it does not model."""
+    device = bench.model.device
+    size = None
+    if device.type == "cuda":
+        size = torch.cuda.get_device_properties(device).total_memory
+    machine = Machine(str(device), size, psutil.virtual_memory().available, bench.rates)
+    if config.method != "full" and index_of(config) is None:
+        return {}
+    plan = make_plan(bench.facts, machine, num_tokens, config)
+    mode = "dense" if config.method == "full" else "hybrid"
+    return dict(next(option.ms for option in plan.options if option.mode == mode))

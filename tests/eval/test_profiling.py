@@ -1,0 +1,425 @@
+"""Profiles: phases that add up, rows that stand alone, limits that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.config import IndexConfig
+from hybrid_kv.errors import CapacityError, ConfigError
+from hybrid_kv.eval.filling import SyntheticContext, context_bytes
+from hybrid_kv.eval.profiling import ProfileArguments, Row, chrome_trace, open_bench, sweep
+from hybrid_kv.eval.profiling import bench as sweep_module
+from hybrid_kv.eval.profiling import row as row_module
+from hybrid_kv.eval.profiling import steps as steps_module
+from hybrid_kv.eval.profiling.forecast import BuildForecast
+from hybrid_kv.eval.profiling.room import lack_of_room
+from hybrid_kv.eval.profiling.steps import StepWatch
+from hybrid_kv.eval.profiling.traffic import bytes_per_step
+from hybrid_kv.models.facts import model_facts
+from hybrid_kv.models.load import load_model
+from hybrid_kv.runtime import stats
+from hybrid_kv.runtime.rates import Rates
+from hybrid_kv.runtime.recorder import DEVICE, HOST, Span
+from hybrid_kv.types import LayerShape, ModelInfo, Work
+
+TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
+SMALL = {"new_tokens": 5, "warmup_tokens": 1}
+SLIM = {"window_tokens": 32, "sink_tokens": 16}
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "measure_rates", lambda _: Rates(50, 50, 20))
+
+
+def rows_of(**values: Any) -> dict[tuple[str, int], Row]:
+    asked = ProfileArguments.of({**TINY, **SMALL, **values})
+    return {(row.method, row.context_tokens): row for row in sweep(open_bench(asked))}
+
+
+def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock that moves by its own looks alone: what is lost shows, and nothing flakes.
+    now = 0.0
+
+    def look() -> float:
+        nonlocal now
+        now += 1e-4
+        return now
+
+    monkeypatch.setattr(stats, "perf_counter", look)
+    monkeypatch.setattr(steps_module, "perf_counter", look)
+    rows = rows_of(
+        contexts=(200,), methods=("full", "flat", "quest"), fill="synthetic", settings=SLIM
+    )
+    for row in rows.values():
+        assert row.steps is not None
+        phases, taken = row.steps.phases_s(), row.steps.step_s
+        mean = sum(taken) / len(taken)
+        assert sum(phases.values()) == pytest.approx(mean)
+        assert abs(phases["other"]) <= 0.03 * mean, row.method
+        assert phases["model"] > 0
+        assert phases["python"] > 0
+        assert phases["resident_attention"] > 0
+    flat = rows["flat", 200].steps
+    assert flat is not None
+    assert flat.phases_s()["search"] > 0
+
+
+def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    for module in (stats, steps_module):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    with hkv.attach(model, hkv.HybridConfig(method="full")) as runtime:
+        cache = runtime.cache()
+        phases, watch = cache.kv.phases, StepWatch(model, cache, 1)
+        watch.put(torch.zeros(1, 3))  # the prompt
+        for _ in range(4):
+            now += 0.5  # generate's own
+            watch._switch("forward")
+            now += 2.0
+            with phases.measure("attention"):
+                now += 0.25  # the runtime's own
+                with phases.measure("search"):
+                    now += 4.0
+            watch._switch("between")
+            now += 0.125
+            watch.put(torch.zeros(1))
+    assert watch.steps.step_s == [6.875, 6.875]
+    parts = watch.steps.phases_s()
+    assert parts["search"] == 4.0
+    assert parts["model"] == 2.0
+    assert parts["python"] == 0.875
+    assert parts["other"] == 0.0
+
+
+def test_warm_up_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(contexts=(100,), methods=("full",), warmup_tokens=3, new_tokens=6, audit_every=0)
+    row = rows["full", 100]
+    assert row.steps is not None
+    assert row.work is not None
+    assert len(row.steps.times_s) == 1 + 3 + 6
+    assert row.steps.step_s == [b - a for a, b in pairwise(row.steps.times_s[3:])]
+    assert row.work.steps == 6 * 2 * 6  # of measured steps, two layers and six query heads
+    assert row.tpot_ms == pytest.approx(1e3 * sum(row.steps.step_s) / 6)
+    assert row.audit is None
+
+
+@pytest.mark.parametrize("fill", ["prefill", "synthetic"])
+def test_rows_say_what_was_measured(fill: str) -> None:
+    rows = rows_of(contexts=(150, 333), methods=("flat", "full"), fill=fill, settings=SLIM)
+    assert list(rows) == [("flat", 150), ("full", 150), ("flat", 333), ("full", 333)]
+    row = rows["flat", 333]
+    assert row.status == "ok"
+    assert row.reason is None
+    assert (row.ttft_s is None, row.fill_s is None) == (fill == "synthetic", fill == "prefill")
+    assert row.index_build_s is not None
+    assert row.index_build_s > 0
+    if row.ttft_s is not None and row.prefill_s is not None:
+        assert 0 < row.prefill_s < row.ttft_s
+    assert row.host_kv_bytes
+    assert row.predicted_ms["search"] > 0
+    assert row.limit_ms is not None
+    assert row.limit_ms > 0
+    assert row.recorder_ratio is not None
+    assert row.recorder_ratio > 0
+    assert row.audit is not None
+    assert len(row.audit.findings) == 2  # in 5 steps every second
+    recall, missed = row.audit.recall(), rows["full", 333].audit.missed_mass()  # type: ignore[union-attr]
+    assert recall is not None
+    assert recall.mean == 1.0
+    assert missed is not None
+    assert missed.mean < 1e-5
+    assert rows["full", 333].host_kv_bytes == 0
+    assert rows["full", 333].audit.recall() is None  # type: ignore[union-attr]
+
+
+def test_the_audit_takes_no_part_in_the_times() -> None:
+    with_looks = rows_of(contexts=(300,), methods=("flat",), audit_every=1, settings=SLIM)[
+        "flat", 300
+    ]
+    assert with_looks.steps is not None
+    assert with_looks.audit is not None
+    assert len(with_looks.steps.step_s) == 5
+    assert len(with_looks.audit.findings) == 5
+    assert "audit" not in with_looks.steps.phases_s()
+    assert with_looks.work is not None
+    assert with_looks.work.steps == 5 * 2 * 6
+
+
+def test_a_method_that_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = sweep_module.RowMeasurement._fill
+
+    def broken(self: Any, runtime: Any) -> Any:
+        if self.row.method == "flat":
+            raise RuntimeError("the disk\nis on fire")
+        return fill(self, runtime)
+
+    monkeypatch.setattr(sweep_module.RowMeasurement, "_fill", broken)
+    rows = rows_of(contexts=(90,), methods=("full", "flat", "quest"))
+    assert [row.status for row in rows.values()] == ["ok", "failed", "ok"]
+    assert rows["flat", 90].reason == "RuntimeError: the disk is on fire"
+    assert rows["flat", 90].tpot_ms is None
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, seen = StepWatch.put, []
+
+    def ended(self: StepWatch, value: Any) -> None:
+        put(self, value)
+        seen.append(value)
+        if len(seen) == 15:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepWatch, "put", ended)
+    # A row hands over its prompt and 7 tokens, so that the second one ends with its sixth.
+    rows = list(rows_of(contexts=(90,), methods=("full", "flat", "quest"), audit_every=0).values())
+    assert [(row.method, row.status) for row in rows] == [("full", "ok"), ("flat", "interrupted")]
+    assert rows[1].steps is not None
+    assert len(rows[1].steps.step_s) == 4
+    assert rows[1].tpot_ms is not None
+
+
+def test_a_row_that_takes_too_long_is_measured_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module.RowMeasurement, "_is_over", lambda self: True)
+    row = rows_of(
+        contexts=(90,), methods=("flat",), new_tokens=20, audit_every=0, row_limit_s=99.0
+    )["flat", 90]
+    assert row.status == "ok"
+    assert row.steps is not None
+    assert len(row.steps.step_s) == 4
+    assert row.reason == "4 of 20 steps were measured, the row limit is 99 s"
+
+
+def test_filling_that_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 10**6, 40))
+    monkeypatch.setattr(row_module, "perf_counter", lambda: float(next(now)))
+    for fill in ("synthetic", "prefill"):
+        row = rows_of(contexts=(900,), methods=("full",), fill=fill, row_limit_s=60.0)["full", 900]
+        assert row.status == "skipped", fill
+        assert row.reason is not None
+        assert "the row limit is 60 s; raise --row-limit" in row.reason
+        assert row.tpot_ms is None
+
+
+def test_builds_that_cannot_be_ended_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: BuildForecast, name: str, index: IndexConfig, *rest: Any) -> None:
+        assert index.kind == "hnsw"
+        self.note(name, 100, 60.0)
+
+    monkeypatch.setattr(BuildForecast, "probe", slow)
+    rows = rows_of(contexts=(400,), methods=("hnsw", "flat"), fill="synthetic", row_limit_s=120.0)
+    assert rows["hnsw", 400].status == "skipped"
+    assert rows["hnsw", 400].reason == (
+        "building its hnsw index over 400 tokens would take about 317 s, judged by shorter ones; "
+        "the row limit is 120 s; raise --row-limit"
+    )
+    assert rows["flat", 400].status == "ok"
+
+
+def test_a_forecast_follows_what_was_measured() -> None:
+    forecast = BuildForecast()
+    assert forecast.seconds("ivf", 1000) is None
+    assert not forecast.knows("ivf")
+    forecast.note("ivf", 1000, 2.0)
+    assert forecast.seconds("ivf", 2000) == pytest.approx(2.0 * 2**1.2)
+    forecast.note("ivf", 4000, 16.0)  # an exponent of 1.5
+    assert forecast.seconds("ivf", 16000) == pytest.approx(128.0)
+    forecast.note("ivf", 8000, 3200.0)  # a busy machine: no steeper than a square
+    assert forecast.seconds("ivf", 16000) == pytest.approx(12800.0)
+    assert forecast.seconds("hnsw", 16000) is None
+
+
+def test_a_probe_builds_small_indexes() -> None:
+    forecast = BuildForecast()
+    keys = torch.randn(1, 2100, 16)
+    forecast.probe("flat", IndexConfig(kind="flat"), keys, num_heads=16)
+    assert forecast.knows("flat")
+
+
+def test_contexts_beyond_memory_are_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweep_module, "load_model", lambda *a, **k: pytest.fail("loaded"))
+    free = type("Memory", (), {"available": 2**30})
+    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", lambda: free)
+    asked = ProfileArguments.of(
+        {**TINY, "contexts": (1024, 2**20), "methods": ("full",), "fill": "synthetic"}
+    )
+    with pytest.raises(CapacityError, match=r"1,048,576 tokens .* GiB of host memory \(.* KV \+"):
+        open_bench(asked)
+
+
+def test_only_the_methods_that_do_not_fit_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ProfileArguments.of({**TINY, **SMALL, "contexts": (2000,), "methods": ("full", "hnsw")})
+    bench = open_bench(asked)
+    free = type("Memory", (), {"available": 2_600_000})
+    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", lambda: free)
+    rows = list(sweep(bench))
+    assert [row.status for row in rows] == ["ok", "skipped"]
+    assert rows[1].reason is not None
+    assert "GiB are free; profile a shorter context or fewer layers" in rows[1].reason
+
+
+def test_the_arithmetic_of_memory_is_shown() -> None:
+    needed = {"weights": 2**30, "KV": 3 * 2**30}
+    assert lack_of_room(5, "full", needed, 8 * 2**30) is None
+    assert lack_of_room(5, "full", needed, 2 * 2**30) == (
+        "context of 5 tokens with method full needs 4.0 GiB of host memory (1.0 weights + 3.0 KV), "
+        "2.0 GiB are free; profile a shorter context or fewer layers"
+    )
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    def refused(**values: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            ProfileArguments.of({**TINY, **values})
+        return str(error.value)
+
+    assert "did you mean 'graph'" in refused(methods=("grap",))
+    assert "contexts must be numbers of at least 1, got [0]" in refused(contexts=(0,))
+    assert "new_tokens" in refused(new_tokens=0)
+    assert "unknown" in refused(steps=3) or "extra" in refused(steps=3).lower()
+    assert "known to none of the methods full" in refused(methods=("full",), settings={"top_k": 3})
+    assert "--audit-every" in refused(settings={"audit_every": 3})
+    asked = ProfileArguments.of({**TINY, "methods": ("graph", "full", "graph"), "contexts": (9, 3)})
+    assert asked.methods == ("retrieval_attention", "full")
+    assert asked.contexts == (3, 9)
+    assert ProfileArguments.of(json.loads(asked.model_dump_json())) == asked
+
+
+def test_settings_go_to_the_methods_that_know_them() -> None:
+    asked = ProfileArguments.of({**TINY, "settings": {"top_k": 7, "cold.index.precision": "int8"}})
+    configs = asked.configs()
+    assert configs["flat"].cold.top_k == 7
+    assert configs["flat"].cold.index.precision == "int8"
+    assert {config.index_build for config in configs.values()} == {"wait"}
+
+
+def test_quest_of_a_model_cut_down_is_not_dense_and_says_so() -> None:
+    asked = ProfileArguments.of({**TINY, "layers": 2, "methods": ("quest", "full")})
+    quest, full = asked.configs().values()
+    assert quest.dense_layers == 0
+    assert "dense_layers=0" in str(asked.changed(quest))
+    assert asked.changed(full) is None
+    deep = ProfileArguments.of({**TINY, "model": "random:llama-3-8b", "layers": 5})
+    assert deep.configs()["quest"].dense_layers == 2
+    kept = ProfileArguments.of({**TINY, "layers": 2, "settings": {"dense_layers": 2}})
+    assert kept.configs()["quest"].dense_layers == 2
+    assert kept.changed(kept.configs()["quest"]) is None
+
+
+def test_traffic_is_counted_work_times_the_size_of_what_is_read() -> None:
+    facts = model_facts("random:tiny", dtype="float32")
+    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    config = hkv.HybridConfig(method="flat", window_tokens=32, sink_tokens=16)
+    with hkv.attach(model, config) as runtime, torch.inference_mode():
+        cache = runtime.cache()
+        model(torch.randint(0, 500, (1, 200)), past_key_values=cache)
+        cache.kv.seal(0)
+        cache.kv.seal(1)
+        # Two layers of 6 query and 2 KV heads: in one step each attended 60 near and 100 cold ones.
+        work = Work(attended=12 * 160, retrieved=12 * 100, scored=12 * 152, steps=12)
+        read = bytes_per_step(facts, cache.kv, work, selects=False, on_device=False)
+    row = 2 * 16 * 4
+    assert read == {
+        "weights": facts.read_bytes,
+        "resident_attention": 4 * 60 * row,
+        "select": 0,
+        "search": 4 * 152 * row // 2,
+        "cold_attention": 4 * 144 * row,  # no more than there are: 200 - 16 - 40 of each KV head
+        "transfer": 0,
+    }
+    assert bytes_per_step(facts, cache.kv, Work(), selects=False, on_device=False) == {}
+
+
+def test_a_trace_nests_step_layer_and_phase() -> None:
+    asked = ProfileArguments.of(
+        {**TINY, **SMALL, "contexts": (200,), "methods": ("flat", "full"), "settings": SLIM}
+    )
+    rows = list(sweep(open_bench(asked), traces=True))
+    trace = chrome_trace([(row.method, row.spans) for row in rows], {"model": "tiny"})
+    assert json.loads(json.dumps(trace)) == trace
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["flat", "full"]
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    chain = ["step", "forward", "layer 1", "attention 1", "search"]
+    inner = [e for e in events if e["cat"] == "search" and e["args"]["layer"] == 1]
+    assert len(inner) == len([e for e in events if e["cat"] == "step"]) == 3
+    for event in inner:
+        around = [e["name"] for e in events if _holds(e, event)]
+        assert around == chain
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events)
+
+
+def _holds(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+    last = inner["ts"] + inner["dur"]
+    return bool(
+        outer["tid"] == inner["tid"]
+        and outer["ts"] <= inner["ts"]
+        and last <= outer["ts"] + outer["dur"] + 1e-6
+    )
+
+
+def test_a_trace_has_a_lane_for_the_device() -> None:
+    spans = [
+        Span(2.0, 2.5, "merge", 0, HOST),
+        Span(2.25, 2.75, "merge", 0, DEVICE),
+    ]
+    events = chrome_trace([("nothing", []), ("row", spans)], {})["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert set(lanes) == {HOST, DEVICE}
+    device = next(e for e in events if e["ph"] == "X" and e["tid"] == lanes[DEVICE])
+    assert (device["ts"], device["dur"], device["pid"]) == (250_000, 500_000, 0)
+
+
+def test_a_kept_context_gives_equal_tensors() -> None:
+    info = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 16)))
+    made, kept = (SyntheticContext(info, 300, max_steps=3, keep=keep) for keep in (False, True))
+    for dtype in (torch.float32, torch.bfloat16):
+        for first, second in zip(made.kv(1, dtype), kept.kv(1, dtype), strict=True):
+            assert torch.equal(first, second)
+    assert kept.kv(1, torch.bfloat16)[0] is kept.kv(1, torch.bfloat16)[0]
+    assert made.kv(1, torch.bfloat16)[0] is not made.kv(1, torch.bfloat16)[0]
+
+
+def test_memory_of_a_made_up_context_is_bounded_from_above() -> None:
+    info = ModelInfo((LayerShape(0, 8, 2, 128),))
+    context = SyntheticContext(info, 5000, max_steps=3)
+    held = context._values.nbytes + sum(
+        value.nbytes
+        for head in context._made
+        for value in vars(head).values()
+        if hasattr(value, "nbytes") and 5000 <= len(value) < 6000
+    )
+    assert 0 < held < context_bytes(info.layers, 5000, 2) < 3 * held
+
+
+def watch_reports(tell: list[str]) -> Callable[[Row, str, int, int], None]:
+    return lambda row, what, done, total: tell.append(what)
+
+
+def test_nothing_is_told_while_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    put = StepWatch.put
+
+    def heard(self: StepWatch, value: Any) -> None:
+        told.append("token")
+        put(self, value)
+
+    monkeypatch.setattr(StepWatch, "put", heard)
+    asked = ProfileArguments.of(
+        {**TINY, **SMALL, "contexts": (50,), "methods": ("full",), "audit_every": 0}
+    )
+    list(sweep(open_bench(asked), watch_reports(told)))
+    prompt = told.index("token")
+    first = told.index("token", prompt + 1)
+    assert "prefill" in told[prompt:first]
+    assert told[first:] == ["token"] * (1 + 1 + 5)
