@@ -6,7 +6,9 @@ text; the model's own are computed, and then replaced. Times and work are those 
 the model writes means nothing.
 
 A few heads are made with `hybrid_kv.eval.synthetic`; the others are copies of them with channels
-permuted and signs flipped, which changes no score and no statistic of a channel.
+permuted and signs flipped, which changes no score and no statistic of a channel. So the exact best
+keys of the prompt's queries, which graphs are built from, are found once for all copies and caches;
+builds are shorter by that, as they are where a GPU finds them.
 """
 
 from __future__ import annotations
@@ -21,10 +23,16 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native.pool import pool_here
+from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.spill import FindNearest
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
 
+_QUERIES_AT_ONCE = 8192
 _TURNS = 7919
 """Spreads (layer, head) over the seeds of permutations."""
 
@@ -88,6 +96,7 @@ class SyntheticContext:
             {} if keep else None
         )
         self._prompt: dict[tuple[int, str, int], Tensor] = {}  # [G, M, D] of made heads
+        self._nearest: dict[tuple[int, ...], Tensor] = {}  # [G, M, K] of made heads
         self._values = torch.randn(
             num_tokens, head_dim, generator=torch.Generator().manual_seed(seed)
         )
@@ -121,6 +130,26 @@ class SyntheticContext:
             self._prompt_queries(layer_idx, "spread", spread, dtype) if spread else None,
             self._prompt_queries(layer_idx, "last", last, dtype) if last else None,
         )
+
+    def nearest(
+        self, layer_idx: int, first: int, samples: Tensor, keys: Tensor, count: int
+    ) -> Tensor:
+        """The best keys of a layer's prompt queries, found once per made head, on the host.
+
+        Args:
+            first: position of the first key.
+            samples: [Hkv, G, M, D]; keys: [Hkv, N, D].
+
+        Returns:
+            [Hkv, G, M, count] int32, best first.
+        """
+        found = []
+        for head, number in enumerate(self._numbers(layer_idx)):
+            place = (number, first, keys.shape[1], samples.shape[2], count)
+            if place not in self._nearest:
+                self._nearest[place] = _best_keys(samples[head], keys[head], count)
+            found.append(self._nearest[place])
+        return torch.stack(found)
 
     def query(self, layer_idx: int, step: int) -> Tensor:
         """[1, Hq, 1, D] float32, of the decode step that many tokens after the context."""
@@ -184,6 +213,20 @@ def context_bytes(layers: Sequence[LayerShape], num_tokens: int, itemsize: int) 
     return num_tokens * (widest * (2 * 6 + 4 + 3 * itemsize) + 256)
 
 
+def _best_keys(samples: Tensor, keys: Tensor, count: int) -> Tensor:
+    """[G, M, count] int32 for samples [G, M, D]; found in 8 bits, then exactly, as indexes do."""
+    one = keys[None].contiguous()
+    quantised = QuantisedKeys(1, keys.shape[1], with_rows=True, with_blocks=True)
+    quantised.build(one, pool_here())
+    scan = FlatScan(one, quantised)
+    flat = samples.flatten(0, 1).contiguous()
+    parts = [
+        scan.nearest(0, some, count, rerank=count + count // 2, pool=pool_here())
+        for some in flat.split(_QUERIES_AT_ONCE)
+    ]
+    return torch.cat(parts).view(*samples.shape[:2], count)
+
+
 class FilledKV(KVCache):
     """A cache whose decode steps ask with the queries of a synthetic context."""
 
@@ -202,6 +245,19 @@ class FilledKV(KVCache):
             )
         asked = self._context.query(layer.shape.layer_idx, step)
         return super()._decode(layer, asked.to(q.device, q.dtype), scale, softcap)
+
+    def _finder(self, layer: LayerKV) -> FindNearest | None:
+        count = self.method.needs.nearest_keys
+        on_host = layer.resident.pool.device.type == "cpu"
+        if not on_host or not count or engine_state().isa is None:
+            return super()._finder(layer)
+        first = layer.placement.sink_tokens if layer.placement is not None else 0
+
+        def find(samples: Tensor, keys: Tensor) -> Tensor:
+            most = min(count, keys.shape[1])
+            return self._context.nearest(layer.shape.layer_idx, first, samples, keys, most)
+
+        return find
 
 
 def filled_cache(

@@ -19,7 +19,7 @@ from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.spill import Departure
+from hybrid_kv.runtime.spill import Departure, FindNearest
 from hybrid_kv.runtime.stand_in import stand_in_for
 from hybrid_kv.runtime.stats import ATTENTION, Phases
 from hybrid_kv.runtime.step import Step
@@ -279,14 +279,18 @@ class KVCache:
         layer = self._layers[layer_idx]
         if not is_prompt and not layer.overflows:  # nearly every step
             return
-        far = layer.resident.pool.device.type != "cpu"  # on the host the index finds them quicker
-        nearest = self._nearest_keys if far and self.method.needs.nearest_keys else None
+        nearest = self._finder(layer)
         with self.phases.measure("transfer"):
             leaving = Departure(self.executor, layer, samples, nearest=nearest, is_prompt=is_prompt)
         if leaving:
             self._leaving[layer_idx] = leaving
             if leaving.arrived:
                 self._settle(layer_idx)
+
+    def _finder(self, layer: LayerKV) -> FindNearest | None:
+        """What finds the best keys of a new index's samples; on the host the index is quicker."""
+        far = layer.resident.pool.device.type != "cpu"
+        return self._nearest_keys if far and self.method.needs.nearest_keys else None
 
     def _nearest_keys(self, samples: Tensor, keys: Tensor) -> Tensor:
         """The best of keys [Hkv, N, D] for samples [Hkv, G, M, D]: [Hkv, G, M, K] int32."""

@@ -7,7 +7,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.filling import SyntheticContext, filled_cache
+from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
 from hybrid_kv.models.load import load_model
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from tests.tolerances import TOLERANCES
@@ -98,3 +98,45 @@ def test_what_cannot_be_filled_is_refused() -> None:
     mixed = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 32)))
     with pytest.raises(ConfigError, match="agree in head_dim and group size"):
         SyntheticContext(mixed, 100)
+
+
+def test_copies_share_the_best_keys_of_the_prompts_queries() -> None:
+    info = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 16)))
+    context = SyntheticContext(info, TOKENS, max_steps=2)
+    needs = Needs(sampled_queries=37, nearest_keys=9)
+    for layer_idx in (0, 1):
+        k = context.kv(layer_idx, torch.float32)[0][0, :, 16:1300]
+        samples = context.evidence(layer_idx, needs, torch.float32).sampled_queries
+        assert samples is not None
+        samples = samples.unflatten(0, (2, 3))
+        found = context.nearest(layer_idx, 16, samples, k, 9)
+        assert found.shape == (2, 3, 37, 9)
+        exact = torch.einsum("hgmd,hnd->hgmn", samples, k).topk(9).values
+        scores = torch.einsum("hgmd,hgmkd->hgmk", samples, _rows(k, found))
+        assert float((scores >= exact[..., -1:] - 1e-4).float().mean()) > 0.995
+    assert len(context._nearest) == 2  # one for each head that was made
+
+
+def _rows(k: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.stack([k[head][ids[head].long()] for head in range(len(k))])
+
+
+def test_graphs_of_filled_caches_are_those_that_find_their_own_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    index = {"kind": "graph", "min_keys": 300, "sampled_queries": 400, "recent_queries": 100}
+    index["max_scanned"] = 1
+    config = hkv.HybridConfig(
+        method="retrieval_attention", window_tokens=64, sink_tokens=16, cold={"index": index}
+    )
+    reports = []
+    with hkv.attach(model, config) as runtime:
+        for shared in (True, False):
+            if not shared:
+                monkeypatch.delattr(FilledKV, "_finder")
+            cache = filled_cache(runtime, SyntheticContext(INFO, TOKENS, max_steps=2))
+            heads = [h for layer in cache.kv.layers.values() for h in layer.cold.describe_indexes()]
+            reports.append([(h["serves"], h["beam"]) for h in heads])
+    assert reports[0] == reports[1]
+    assert {serves for serves, _ in reports[0]} == {"graph"}
