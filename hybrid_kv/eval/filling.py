@@ -109,6 +109,11 @@ class SyntheticContext:
             self._kept[layer_idx, dtype] = self._make_kv(layer_idx, dtype)
         return self._kept[layer_idx, dtype]
 
+    def forget_kv(self) -> bool:
+        """Gives back what `keep` has kept, and keeps nothing any more; whether there was any."""
+        kept, self._kept = self._kept, None
+        return bool(kept)
+
     def _make_kv(self, layer_idx: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = (1, self._shape(layer_idx).num_kv_heads, *self._values.shape)
         k, v = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -60,3 +61,32 @@ def test_help_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_ctrl_c_ends_a_profile_with_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    words = ["profile", "random:tiny", "--device", "cpu", "--context", "100", "--methods"]
+    words += ["full,flat", "--new-tokens", "30", "--warmup", "2", "--json", str(file)]
+    code = (
+        "import os, signal\n"
+        "from hybrid_kv.cli.main import app\n"
+        "from hybrid_kv.eval.profiling.steps import StepWatch\n"
+        "put, seen = StepWatch.put, []\n"
+        "def counting(self, value):\n"
+        "    put(self, value)\n"
+        "    seen.append(value)\n"
+        "    if len(seen) == 20:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "StepWatch.put = counting\n"
+        f"app({words!r})\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert run.returncode == 130, run.stderr
+    assert "Traceback" not in run.stderr
+    assert "full at 100: interrupted: ended by the user" in run.stdout
+    report = json.loads(file.read_text())
+    assert report["interrupted"]
+    assert [row["status"] for row in report["rows"]] == ["interrupted"]
+    assert len(report["rows"][0]["step_ms"]) == 16  # 20 less the prompt, the first and 2

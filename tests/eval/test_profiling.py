@@ -268,6 +268,29 @@ def test_only_the_methods_that_do_not_fit_are_skipped(monkeypatch: pytest.Monkey
     assert "GiB are free; profile a shorter context or fewer layers" in rows[1].reason
 
 
+def test_kept_kv_is_given_back_before_a_row_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ProfileArguments.of(
+        {**TINY, **SMALL, "contexts": (2000,), "methods": ("full", "hnsw"), "fill": "synthetic"}
+    )
+    opened, forgotten = open_bench(asked), list[bool]()
+    free = [10**9, 10**9, 10, 10**9]  # when the context is made, for full, and twice for hnsw
+    forget = SyntheticContext.forget_kv
+
+    def heard(self: SyntheticContext) -> bool:
+        forgotten.append(forget(self))
+        return forgotten[-1]
+
+    def available() -> Any:
+        return type("Memory", (), {"available": free.pop(0) if free else 10**9})
+
+    monkeypatch.setattr(SyntheticContext, "forget_kv", heard)
+    monkeypatch.setattr(sweep_module, "_predicted", lambda *_: {})
+    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", available)
+    rows = list(sweep(opened))
+    assert [row.status for row in rows] == ["ok", "ok"]
+    assert forgotten == [True]
+
+
 def test_the_arithmetic_of_memory_is_shown() -> None:
     needed = {"weights": 2**30, "KV": 3 * 2**30}
     assert lack_of_room(5, "full", needed, 8 * 2**30) is None
@@ -388,6 +411,9 @@ def test_a_kept_context_gives_equal_tensors() -> None:
             assert torch.equal(first, second)
     assert kept.kv(1, torch.bfloat16)[0] is kept.kv(1, torch.bfloat16)[0]
     assert made.kv(1, torch.bfloat16)[0] is not made.kv(1, torch.bfloat16)[0]
+    assert kept.forget_kv()
+    assert not kept.forget_kv()
+    assert kept.kv(1, torch.bfloat16)[0] is not kept.kv(1, torch.bfloat16)[0]
 
 
 def test_memory_of_a_made_up_context_is_bounded_from_above() -> None:

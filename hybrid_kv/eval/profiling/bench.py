@@ -163,14 +163,11 @@ def _sentence(error: Exception) -> str:
 def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) -> None:
     """Raises Overtime where the memory that is free now, or the time of a row, is too short."""
     asked, index = bench.asked, index_of(row.config)
-    weightless = host_bytes(
-        asked, bench.facts, row.config, row.context_tokens, on_device=True
-    )  # the model is loaded, and so is the context where it is made up
-    if context is not None:
-        weightless.pop("the made-up context", None)
-    free = psutil.virtual_memory().available
-    if (lack := lack_of_room(row.context_tokens, row.method, weightless, free)) is not None:
-        raise Overtime(lack)
+    if (lack := _lack_now(bench, row, context)) is not None:
+        if context is None or not context.forget_kv():
+            raise Overtime(lack)
+        if (lack := _lack_now(bench, row, context)) is not None:
+            raise Overtime(lack)
     if asked.row_limit_s is None or index is None:
         return
     if context is not None and not bench.forecast.knows(row.method) and _is_stubborn(row.config):
@@ -186,6 +183,15 @@ def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) ->
         )
 
 
+def _lack_now(bench: Bench, row: Row, context: SyntheticContext | None) -> str | None:
+    """As `_lack`, with the model loaded, and the context made where it is made up."""
+    needed = host_bytes(bench.asked, bench.facts, row.config, row.context_tokens, on_device=True)
+    if context is not None:
+        needed.pop("the made-up context", None)
+    free = psutil.virtual_memory().available
+    return lack_of_room(row.context_tokens, row.method, needed, free)
+
+
 def _is_stubborn(config: HybridConfig) -> bool:
     """Whether a build of the method's index cannot be ended once it has begun (Faiss)."""
     index = index_of(config)
@@ -195,15 +201,16 @@ def _is_stubborn(config: HybridConfig) -> bool:
 def _make_context(bench: Bench, num_tokens: int) -> SyntheticContext:
     """The KV that all rows of a context share, kept ready where there is plenty of room."""
     facts, shapes = bench.facts, bench.info.layers
-    kv = num_tokens * facts.kv_bytes_per_token
     making = context_bytes(shapes, num_tokens, facts.dtype_bytes)
+    # Once here and once in a cache, with a layer that is on its way, and an index.
+    kept = num_tokens * (9 * facts.kv_bytes_per_token // 4 + facts.largest_layer_bytes)
     free = psutil.virtual_memory().available
     return SyntheticContext(
         bench.info,
         num_tokens,
         max_steps=bench.asked.steps,
         seed=bench.asked.seed,
-        keep=making + 3 * kv < USABLE * free / 2,
+        keep=making + kept < USABLE * free,
     )
 
 
