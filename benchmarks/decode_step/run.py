@@ -33,6 +33,7 @@ from hybrid_kv.eval.filling import FilledKV, SyntheticContext
 from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.stats import ATTENTION, PHASES
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
 INFO = ModelInfo(tuple(LayerShape(idx, 32, 8, 128) for idx in range(2)))
@@ -83,7 +84,7 @@ def step(cache: KVCache) -> None:
 
 
 def measure(cache: KVCache, steps: int) -> dict[str, Any]:
-    """Medians per layer, in microseconds, and the share of arithmetic.
+    """Medians per layer, in microseconds, the share of arithmetic, and mean wall times by phase.
 
     The lowest tenth of the overhead is there as well: other work on the machine empties caches,
     which small pieces of Python feel most.
@@ -97,6 +98,7 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
         setattr(engine, name, arithmetic.wrap(call))
     torch_cpu.attend = arithmetic.wrap(attend)
     whole, inside = [], []
+    before = dict(cache.phases.seconds)
     try:
         for _ in range(steps):
             arithmetic.take()
@@ -108,6 +110,7 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
         torch_cpu.attend = attend
         for name, call in calls.items():
             setattr(engine, name, call)
+    per_layer = 1e6 / (steps * len(INFO.layers))
     outside = [a - b for a, b in zip(whole, inside, strict=True)]
     return {
         "layer_us": median(whole),
@@ -115,6 +118,10 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
         "overhead_us": median(outside),
         "overhead_p10_us": quantiles(outside, n=10)[0],
         "arithmetic_share": median(inside) / median(whole),
+        **{
+            f"{name}_wall_us": per_layer * (cache.phases.seconds[name] - before[name])
+            for name in (*PHASES, ATTENTION)
+        },
     }
 
 
