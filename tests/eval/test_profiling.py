@@ -26,7 +26,7 @@ from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import stats
 from hybrid_kv.runtime.rates import Rates
-from hybrid_kv.runtime.recorder import DEVICE, HOST, Span
+from hybrid_kv.runtime.recorder import DEVICE, HOST, DeviceClock, Span
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 
 TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
@@ -167,6 +167,20 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.M
     assert [row.status for row in rows.values()] == ["ok", "failed", "ok"]
     assert rows["flat", 90].reason == "RuntimeError: the disk is on fire"
     assert rows["flat", 90].tpot_ms is None
+
+
+def test_a_context_that_cannot_be_made_fails_its_rows_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short(info: Any, num_tokens: int, **rest: Any) -> SyntheticContext:
+        if num_tokens > 100:
+            raise MemoryError("no more of it")
+        return SyntheticContext(info, num_tokens, **rest)
+
+    monkeypatch.setattr(sweep_module, "SyntheticContext", short)
+    rows = rows_of(contexts=(90, 200), methods=("full", "flat"), fill="synthetic")
+    assert [row.status for row in rows.values()] == ["ok", "ok", "failed", "failed"]
+    assert rows["flat", 200].reason == "MemoryError: no more of it"
 
 
 def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +403,38 @@ def _holds(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
         and outer["ts"] <= inner["ts"]
         and last <= outer["ts"] + outer["dur"] + 1e-6
     )
+
+
+def test_a_device_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+
+    class Event:
+        def record(self) -> None:
+            nonlocal told
+            told += 1
+            self.place = told
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * (end.place - self.place)  # a second from one event to the next
+
+    clock = lambda device, now: DeviceClock(Event, now())  # noqa: E731
+    monkeypatch.setattr(row_module, "device_clock", clock)
+    asked = ProfileArguments.of(
+        {**TINY, **SMALL, "contexts": (200,), "methods": ("full",), "audit_every": 0}
+    )
+    row = next(iter(sweep(open_bench(asked), traces=True)))
+    assert row.steps is not None
+    device = row.steps.device_phases_s()
+    # In each of two layers: attention begins, its parts begin and end, attention ends.
+    parts = sum(row.steps.device_s[name] for name in ("resident_attention", "select", "merge")) / 5
+    assert parts == device["resident_attention"] + device["select"] + device["merge"]
+    assert device["merge"] == 2
+    assert device["model"] == 3  # before, between and behind the layers
+    assert {span.lane for span in row.spans} == {HOST, DEVICE}
+    assert sum(row.steps.phases_s().values()) == pytest.approx(1e-3 * row.tpot_ms)  # type: ignore[operator]
 
 
 def test_a_trace_has_a_lane_for_the_device() -> None:

@@ -112,24 +112,20 @@ def sweep(
             not while steps are measured.
         traces: whether rows keep the spans of a few steps more.
     """
+    contexts = _Contexts(bench)
     for num_tokens in bench.asked.contexts:
-        context: SyntheticContext | None = None
         for method, config in bench.configs.items():
             row = Row(method, num_tokens, config, _predicted(bench, config, num_tokens))
             row.reason = bench.asked.changed(config)
             tell = _teller(row, report)
             try:
-                if context is None and bench.asked.fill == "synthetic":
-                    tell("making up the context", 0, 1)
-                    context = _make_context(bench, num_tokens)
-                _measure(bench, row, context, tell, traces=traces)
+                _measure(bench, row, contexts, tell, traces=traces)
             except KeyboardInterrupt:
                 row.status, row.reason = "interrupted", "ended by the user"
             yield row
             if row.status == "interrupted":
                 return
             gc.collect()  # caches hold each other and gigabytes
-        del context
 
 
 def _teller(row: Row, report: Callable[[Row, str, int, int], None] | None) -> Progress:
@@ -140,11 +136,44 @@ def _teller(row: Row, report: Callable[[Row, str, int, int], None] | None) -> Pr
     return tell
 
 
+class _Contexts:
+    """The made-up KV that all rows of a context share, one context at a time."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._made: SyntheticContext | None = None
+
+    def of(self, num_tokens: int, report: Progress) -> SyntheticContext | None:
+        """The context of that length; None where prompts are computed."""
+        if self._bench.asked.fill != "synthetic":
+            return None
+        if self._made is None or self._made.num_tokens != num_tokens:
+            self._made = None  # whose memory the next one may need
+            report("making up the context", 0, 1)
+            self._made = self._make(num_tokens)
+        return self._made
+
+    def _make(self, num_tokens: int) -> SyntheticContext:
+        facts, info = self._bench.facts, self._bench.info
+        making = context_bytes(info.layers, num_tokens, facts.dtype_bytes)
+        # K and V are kept ready where there is room for them here and in a cache, with a layer that
+        # is on its way, and an index.
+        kept = num_tokens * (9 * facts.kv_bytes_per_token // 4 + facts.largest_layer_bytes)
+        return SyntheticContext(
+            info,
+            num_tokens,
+            max_steps=self._bench.asked.steps,
+            seed=self._bench.asked.seed,
+            keep=making + kept < USABLE * psutil.virtual_memory().available,
+        )
+
+
 def _measure(
-    bench: Bench, row: Row, context: SyntheticContext | None, report: Progress, *, traces: bool
+    bench: Bench, row: Row, contexts: _Contexts, report: Progress, *, traces: bool
 ) -> None:
     around = Surroundings(bench.asked, bench.model, bench.facts, bench.rates, report, traces)
     try:
+        context = contexts.of(row.context_tokens, report)
         _keep_to_limits(bench, row, context)
         RowMeasurement(around, row, context).run()
     except Overtime as reason:
@@ -196,22 +225,6 @@ def _is_stubborn(config: HybridConfig) -> bool:
     """Whether a build of the method's index cannot be ended once it has begun (Faiss)."""
     index = index_of(config)
     return index is not None and index.kind in ("ivf", "hnsw")
-
-
-def _make_context(bench: Bench, num_tokens: int) -> SyntheticContext:
-    """The KV that all rows of a context share, kept ready where there is plenty of room."""
-    facts, shapes = bench.facts, bench.info.layers
-    making = context_bytes(shapes, num_tokens, facts.dtype_bytes)
-    # Once here and once in a cache, with a layer that is on its way, and an index.
-    kept = num_tokens * (9 * facts.kv_bytes_per_token // 4 + facts.largest_layer_bytes)
-    free = psutil.virtual_memory().available
-    return SyntheticContext(
-        bench.info,
-        num_tokens,
-        max_steps=bench.asked.steps,
-        seed=bench.asked.seed,
-        keep=making + kept < USABLE * free,
-    )
 
 
 def _predicted(bench: Bench, config: HybridConfig, num_tokens: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.planner import ModelFacts
 from hybrid_kv.runtime.rates import Rates
 from hybrid_kv.runtime.recorder import Recorder, Span, device_clock
-from hybrid_kv.runtime.stats import INDEX_BUILD, cost_of_measuring
+from hybrid_kv.runtime.stats import INDEX_BUILD, Phases, cost_of_measuring
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token
 
@@ -191,11 +191,8 @@ class RowMeasurement:
     def _timed(self, cache: HybridCache) -> Tensor:
         """Warm-up and the measured steps; all ids."""
         asked, row = self._asked, self.row
-        clock = device_clock(self._model.device, perf_counter)
-        recorder = None if clock is None else Recorder(keep_spans=False, clock=clock)
-        watch = StepWatch(self._model, cache, asked.warmup_tokens, recorder)
-        cache.kv.phases.observe(recorder)
-        row.measuring_s = cost_of_measuring(cache.kv.phases)
+        row.measuring_s = self._cost_of_measuring()
+        watch = StepWatch(self._model, cache, asked.warmup_tokens, self._recorder())
         cache.kv.reserve(row.context_tokens + asked.steps)
         row.steps, row.work = watch.steps, watch.work
         count, begin = 1 + asked.warmup_tokens + asked.new_tokens, perf_counter()
@@ -216,6 +213,17 @@ class RowMeasurement:
                 f"{asked.row_limit_s:g} s"
             )
         return ids
+
+    def _recorder(self) -> Recorder | None:
+        """What the timed pass is observed by: a device's clock, or nobody where there is none."""
+        clock = device_clock(self._model.device, perf_counter)
+        return None if clock is None else Recorder(keep_spans=False, clock=clock)
+
+    def _cost_of_measuring(self) -> float:
+        """Seconds for one piece of work, observed as in the timed pass."""
+        phases, recorder = Phases(), self._recorder()
+        phases.observe(recorder)
+        return cost_of_measuring(phases, 20_000 if recorder is None else 1000)
 
     def _prompt(self) -> Tensor:
         """[1, N] random ids; one more behind a made-up context, which is the one computed."""
