@@ -20,6 +20,7 @@ from hybrid_kv.eval.profiling import row as row_module
 from hybrid_kv.eval.profiling import steps as steps_module
 from hybrid_kv.eval.profiling.forecast import BuildForecast
 from hybrid_kv.eval.profiling.room import lack_of_room
+from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
 from hybrid_kv.eval.profiling.traffic import bytes_per_step
 from hybrid_kv.models.facts import model_facts
@@ -221,6 +222,22 @@ def test_filling_that_would_take_too_long_is_given_up(monkeypatch: pytest.Monkey
         assert row.reason is not None
         assert "the row limit is 60 s; raise --row-limit" in row.reason
         assert row.tpot_ms is None
+
+
+def test_what_took_too_long_once_is_not_tried_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def slow(self: Any, done: int, total: int) -> None:
+        tried.append(self.row.context_tokens)
+        raise Overtime("filling would take about 300 s", 300.0)
+
+    monkeypatch.setattr(row_module.RowMeasurement, "_layer_filled", slow)
+    rows = rows_of(
+        contexts=(100, 200), methods=("graph",), fill="synthetic", row_limit_s=120.0
+    ).values()
+    assert [row.status for row in rows] == ["skipped", "skipped"]
+    assert tried == [100]
+    assert "would take about 689 s" in str(list(rows)[1].reason)
 
 
 def test_builds_that_cannot_be_ended_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:

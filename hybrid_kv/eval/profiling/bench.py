@@ -178,6 +178,8 @@ def _measure(
         RowMeasurement(around, row, context).run()
     except Overtime as reason:
         row.status, row.reason = "skipped", str(reason)
+        if reason.expected_s is not None:
+            bench.forecast.note(row.method, row.context_tokens, reason.expected_s)
     except Exception as error:
         row.status, row.reason = "failed", _sentence(error)
     if row.index_build_s is not None:

@@ -35,7 +35,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class Overtime(Exception):  # noqa: N818 (an event, not a failure)
-    """A row takes longer than it may; the message says what would have taken so long."""
+    """A row takes longer than it may; the message says what would have taken so long.
+
+    expected_s: how long filling would have taken, None where it has not begun.
+    """
+
+    def __init__(self, message: str, expected_s: float | None = None) -> None:
+        super().__init__(message)
+        self.expected_s = expected_s
 
 
 @dataclass(slots=True)
@@ -158,7 +165,8 @@ class RowMeasurement:
         if limit is not None and expected > limit and done < total:
             raise Overtime(
                 f"{what} would take about {expected:,.0f} s ({done} of {total} took {spent:,.0f} s)"
-                f", the row limit is {limit:g} s; raise --row-limit"
+                f", the row limit is {limit:g} s; raise --row-limit",
+                expected,
             )
 
     @contextmanager
