@@ -268,14 +268,15 @@ class FilledKV(KVCache):
 def filled_cache(
     runtime: Attachment,
     context: SyntheticContext,
-    on_layer: Callable[[int, int], None] | None = None,
+    on_layer: Callable[[int, int, float], None] | None = None,
 ) -> HybridCache:
     """A cache of the attachment that holds the context in all its layers, sealed, indexes built.
 
     Continue it with `generate` on N + 1 token ids, of which only the last is computed.
 
     Args:
-        on_layer: called with (layers done, all layers) as they are filled; may raise to give up.
+        on_layer: called with (layers done, all layers, seconds of index builds so far) as they are
+            filled; may raise to give up.
 
     Raises:
         ConfigError: the model has layers that are not tiered.
@@ -295,5 +296,5 @@ def filled_cache(
         k, v = (tensor.to(runtime.model.device) for tensor in context.kv(layer_idx, dtype))
         layer.fill(k, v, evidence)
         if on_layer is not None:
-            on_layer(layer_idx + 1, len(cache.layers))
+            on_layer(layer_idx + 1, len(cache.layers), cache.kv.builds.clock.seconds)
     return cache

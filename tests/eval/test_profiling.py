@@ -211,10 +211,15 @@ def test_a_row_that_takes_too_long_is_measured_shorter(monkeypatch: pytest.Monke
     assert row.steps is not None
     assert len(row.steps.step_s) == 4
     assert row.reason == "4 of 20 steps were measured, the row limit is 99 s"
+    looked = rows_of(
+        contexts=(90,), methods=("flat",), new_tokens=20, audit_every=3, row_limit_s=99.0
+    )["flat", 90]
+    assert looked.audit is not None
+    assert len(looked.audit.findings) == 1
 
 
 def test_filling_that_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 10**6, 40))
+    now = iter(range(0, 10**6, 70))
     monkeypatch.setattr(row_module, "perf_counter", lambda: float(next(now)))
     for fill in ("synthetic", "prefill"):
         row = rows_of(contexts=(900,), methods=("full",), fill=fill, row_limit_s=60.0)["full", 900]
@@ -227,7 +232,7 @@ def test_filling_that_would_take_too_long_is_given_up(monkeypatch: pytest.Monkey
 def test_what_took_too_long_once_is_not_tried_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def slow(self: Any, done: int, total: int) -> None:
+    def slow(self: Any, done: int, total: int, build_s: float) -> None:
         tried.append(self.row.context_tokens)
         raise Overtime("filling would take about 300 s", 300.0)
 
@@ -238,6 +243,19 @@ def test_what_took_too_long_once_is_not_tried_with_more(monkeypatch: pytest.Monk
     assert [row.status for row in rows] == ["skipped", "skipped"]
     assert tried == [100]
     assert "would take about 689 s" in str(list(rows)[1].reason)
+
+
+def test_what_layers_share_is_not_expected_again() -> None:
+    asked = ProfileArguments.of({**TINY, "row_limit_s": 100.0})
+    around = row_module.Surroundings(asked, *[None] * 5)  # type: ignore[arg-type]
+    measurement = row_module.RowMeasurement(around, Row("hybrid", 9, hkv.HybridConfig()), None)
+    measurement._begin -= 80.0
+    measurement._keep_to_limit("filling", 1, 2, 10.0)
+    with pytest.raises(Overtime, match=r"about 110 s \(1 of 2 took 80 s\)"):
+        measurement._keep_to_limit("filling", 1, 2, 30.0)
+    with pytest.raises(Overtime, match="about 160 s"):
+        measurement._keep_to_limit("prefill", 1, 2)
+    measurement._keep_to_limit("prefill", 2, 2)
 
 
 def test_builds_that_cannot_be_ended_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,14 +154,23 @@ class RowMeasurement:
         self.row.index_build_s = cache.kv.builds.clock.seconds
         return cache
 
-    def _layer_filled(self, done: int, total: int) -> None:
+    def _layer_filled(self, done: int, total: int, build_s: float) -> None:
         self._report("filling", done, total)
-        self._keep_to_limit("filling", done, total)
+        # The first layer makes what further ones share; each builds an index of its own.
+        self._keep_to_limit("filling", done, total, build_s)
 
-    def _keep_to_limit(self, what: str, done: int, total: int) -> None:
-        """Raises Overtime where at this pace the rest takes too long."""
+    def _keep_to_limit(
+        self, what: str, done: int, total: int, repeated_s: float | None = None
+    ) -> None:
+        """Raises Overtime where the rest takes too long.
+
+        Args:
+            repeated_s: of what was spent, that which the rest takes again at its own length; None
+                for all of it.
+        """
         limit, spent = self._asked.row_limit_s, perf_counter() - self._begin
-        expected = spent * total / max(1, done)
+        repeated = spent if repeated_s is None else repeated_s
+        expected = spent + repeated * (total - done) / max(1, done)
         if limit is not None and expected > limit and done < total:
             raise Overtime(
                 f"{what} would take about {expected:,.0f} s ({done} of {total} took {spent:,.0f} s)"
@@ -265,7 +274,7 @@ class RowMeasurement:
         )
         self.row.audit = auditor.audit
         watch = StepWatch(self._model, cache, 0)
-        generate(watch, ids, asked.new_tokens, self._is_over)
+        generate(watch, ids, asked.new_tokens, self._is_over, fewest=asked.audit_every)
         auditor.settle()
 
     # What there is to tell.

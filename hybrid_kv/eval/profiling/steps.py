@@ -196,21 +196,28 @@ def _attention_of(module: nn.Module) -> object:
 class _Overtime(StoppingCriteria):
     """Ends a generation that takes too long, once enough steps are measured."""
 
-    def __init__(self, watch: StepWatch, is_over: Callable[[], bool]) -> None:
-        self._watch, self._is_over = watch, is_over
+    def __init__(self, watch: StepWatch, is_over: Callable[[], bool], fewest: int) -> None:
+        self._watch, self._is_over, self._fewest = watch, is_over, fewest
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         # transformers asks before it hands the token on, so that a step more is done than is known.
-        enough = len(self._watch.steps.step_s) + 1 >= FEWEST_STEPS
+        enough = len(self._watch.steps.step_s) + 1 >= self._fewest
         ends = enough and self._is_over()
         return torch.full((input_ids.shape[0],), ends, device=input_ids.device)
 
 
-def generate(watch: StepWatch, ids: Tensor, count: int, is_over: Callable[[], bool]) -> Tensor:
+def generate(
+    watch: StepWatch,
+    ids: Tensor,
+    count: int,
+    is_over: Callable[[], bool],
+    fewest: int = FEWEST_STEPS,
+) -> Tensor:
     """Continues ids [1, N] greedily by `count` tokens under the watch; ids of all.
 
     Args:
         is_over: asked after each step; ends the generation early.
+        fewest: steps that are measured in any case.
     """
     model: Any = watch._model
     known = model.generation_config.pad_token_id
@@ -223,7 +230,7 @@ def generate(watch: StepWatch, ids: Tensor, count: int, is_over: Callable[[], bo
             max_new_tokens=count,
             do_sample=False,
             streamer=watch,
-            stopping_criteria=[_Overtime(watch, is_over)],
+            stopping_criteria=[_Overtime(watch, is_over, fewest)],
             **({} if known is not None else {"pad_token_id": 0}),
         )
     return output
