@@ -20,6 +20,7 @@ from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
 from hybrid_kv.cli.profile import profile
+from hybrid_kv.cli.report import report
 
 
 class Verbs(TyperGroup):
@@ -71,7 +72,7 @@ def _root(
     """Long contexts on one small GPU: a KV cache in two tiers, device and host memory."""
 
 
-for _verb in (generate, chat, demo, profile, plan, methods, doctor):
+for _verb in (generate, chat, demo, profile, plan, report, methods, doctor):
     app.command()(grouped(_verb))
 
 

@@ -153,8 +153,39 @@ class ProfileReport(_Head):
     interrupted: bool = False
 
 
+class RatioReport(Group):
+    """Time per token of a method at a context, second run over first.
+
+    low, high: 95% interval of the ratio of medians, null where the steps are too few.
+    """
+
+    method: str
+    context_tokens: int
+    first: str
+    second: str
+    tpot_ratio: float
+    low: float | None = None
+    high: float | None = None
+
+
+class PageReport(_Head):
+    """`report`: which runs were drawn, which files that made, and the ratios of profiles."""
+
+    command: Literal["report"] = "report"
+    runs: tuple[str, ...]
+    written: tuple[str, ...]
+    ratios: tuple[RatioReport, ...]
+
+
 Report = Annotated[
-    RunReport | ChatReport | DemoReport | MethodsReport | DoctorReport | PlanReport | ProfileReport,
+    RunReport
+    | ChatReport
+    | DemoReport
+    | MethodsReport
+    | DoctorReport
+    | PlanReport
+    | ProfileReport
+    | PageReport,
     Field(discriminator="command"),
 ]
 

@@ -1,0 +1,208 @@
+"""The tables of a profile: what its figures show, in numbers, a click from each row's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from hybrid_kv.report.html import numbers
+from hybrid_kv.report.html.elements import Child, Html, el, join
+from hybrid_kv.report.html.entries import (
+    MEMORY,
+    PHASES,
+    Entry,
+    Measured,
+    by_name,
+    cut_short,
+    phase_name,
+    phases,
+    tiers,
+)
+from hybrid_kv.report.html.profile_figures import plus_minus, predicted_ms, times
+from hybrid_kv.report.html.widgets import Cell, lines, table
+from hybrid_kv.report.profile import BytesPerToken, ProfileRow
+from hybrid_kv.report.run import AuditedHead, EstimateReport
+
+Value = Callable[[Measured], str | None]
+
+
+def context_table(title: str, entries: Sequence[Entry], prefix: str, value: Value) -> Html:
+    """Methods down, contexts across, as RetrievalAttention's table of latencies (its Table 4).
+
+    Each number leads to the settings of its row; one that was not measured says why.
+    """
+    contexts = sorted({entry.row.context_tokens for entry in entries})
+    rows = []
+    for name, group in by_name(entries).items():
+        cells = {e.row.context_tokens: _linked(e, prefix, value(e.row)) for e in group}
+        rows.append([name, *(cells.get(context, numbers.NOTHING) for context in contexts)])
+    return table(title, ["method", *map(numbers.tokens, contexts)], rows)
+
+
+def _linked(entry: Entry, prefix: str, text: str | None) -> Html:
+    status = entry.row.status if isinstance(entry.row, ProfileRow) else "ok"
+    mark = "†" if cut_short(entry.row) and text is not None else ""
+    link = f"#{prefix}row-{entry.anchor}"
+    shown = (numbers.NOTHING if status == "ok" else status) if text is None else f"{text}{mark}"
+    return el("a", shown, href=link, class_="quiet" if text is None else None)
+
+
+def gaps_table(title: str, entries: Sequence[Entry]) -> Html:
+    """Mean and percentiles of the gaps between tokens, and what the recorder took of them."""
+    rows = []
+    for entry in entries:
+        row, gaps = entry.row, entry.row.itl_ms
+        steps = str(len(row.step_ms)) if isinstance(row, ProfileRow) else numbers.NOTHING
+        took = row.recorder_ratio if isinstance(row, ProfileRow) else None
+        shares = (None,) * 3 if gaps is None else (gaps.p50, gaps.p90, gaps.p99)
+        shown = [numbers.short(value) for value in (row.tpot_ms, *shares)]
+        rows.append([entry.name, *shown, steps, numbers.percent(took)])
+    head = ["method", "mean ms", "p50", "p90", "p99", "steps", "measuring took"]
+    return table(title, head, rows)
+
+
+def start_table(title: str, entries: Sequence[Entry]) -> Html:
+    """What happens before the first token: prefill, index builds, or filling."""
+    rows = []
+    for entry in entries:
+        row = entry.row
+        fill = row.fill_s if isinstance(row, ProfileRow) else None
+        shown = map(numbers.seconds, (row.ttft_s, row.prefill_s, row.index_build_s, fill))
+        rows.append([entry.name, *shown])
+    return table(title, ["method", "TTFT", "prefill", "index build", "synthetic fill"], rows)
+
+
+def phases_table(title: str, entries: Sequence[Entry]) -> Html:
+    """Milliseconds and shares by phase, in the groups of RetrievalAttention's Table 5."""
+    found = {entry.name: phases(entry.row) for entry in entries}
+    seen = {phase for times in found.values() for phase, value in times.items() if value}
+    groups = {
+        group: [phase for phase in members if phase in seen] for group, members in PHASES.items()
+    }
+    order = [phase for members in groups.values() for phase in members]
+    over = [Cell("", span=None), Cell("", span=None)]
+    over += [Cell(group, "group", len(members)) for group, members in groups.items() if members]
+    rows = []
+    for entry in entries:
+        values = found[entry.name]
+        total = sum(values.values())
+        cells = [_share(values.get(phase), total) for phase in order]
+        rows.append([entry.name, _against(total, entry.row.tpot_ms), *cells])
+    head = ["method", "sum, ms (of TPOT)", *(phase_name(phase, seen) for phase in order)]
+    return table(title, head, rows, over=over)
+
+
+def _share(value: float | None, total: float) -> Html:
+    if value is None or not total:
+        return el("span", numbers.NOTHING, class_="quiet")
+    if not value:
+        return el("span", "0", class_="quiet")
+    return lines([numbers.short(value), el("small", numbers.percent(value / total))])
+
+
+def _against(total: float, tpot_ms: float | None) -> Html:
+    if not total or not tpot_ms:
+        return el("span", numbers.NOTHING, class_="quiet")
+    return lines([numbers.short(total), el("small", numbers.percent(total / tpot_ms))])
+
+
+def quality_table(title: str, entries: Sequence[Entry]) -> Html:
+    """What the audit found, and what was read for it."""
+    rows = []
+    for entry in entries:
+        row, audit = entry.row, entry.row.audit
+        found: list[Child]
+        if audit is None:
+            found = [*[numbers.NOTHING] * 3, "no audit"]
+        else:
+            kinds = (audit.recall_at_k, audit.missed_mass, audit.output_error)
+            found = [*map(_estimate, kinds), f"{audit.looks:,}"]
+        work = row.work
+        read = [numbers.short(work.attended_tokens), numbers.percent(work.scored_ratio)]
+        rows.append([entry.name, numbers.short(row.tpot_ms), *found, *read])
+    head = ["method", "TPOT, ms", "recall@k", "missed mass", "output error", "looks"]
+    return table(title, [*head, "tokens attended", "keys scored"], rows)
+
+
+def _estimate(estimate: EstimateReport | None) -> str:
+    if estimate is None:
+        return numbers.NOTHING
+    return f"{numbers.percent(estimate.mean)}{plus_minus(estimate)}"
+
+
+def memory_table(title: str, entries: Sequence[Entry]) -> Html:
+    """Bytes by tier, their sum, and the peak of the process."""
+    rows = []
+    for entry in entries:
+        memory, found = entry.row.memory_bytes, tiers(entry.row.memory_bytes)
+        shown = [numbers.size(found.get(tier)) for tier in MEMORY]
+        total = numbers.size(sum(found.values())) if found else numbers.NOTHING
+        rows.append([entry.name, *shown, total, numbers.size(memory.host_peak)])
+    names = [name for name, _ in MEMORY.values()]
+    return table(title, ["method", *names, "sum", "process, peak"], rows)
+
+
+def limit_table(title: str, entries: Sequence[Entry]) -> Html:
+    """Measured against the bytes' own time and against the plan."""
+    rows = []
+    for entry in entries:
+        row = entry.row
+        if not isinstance(row, ProfileRow):
+            continue
+        planned = predicted_ms(row)
+        by_tier = ", ".join(f"{tier} {numbers.short(ms)}" for tier, ms in row.predicted_ms.items())
+        predicted = lines([numbers.short(planned), el("small", by_tier) if by_tier else None])
+        ratios = [times(row.tpot_ms, base) or numbers.NOTHING for base in (row.limit_ms, planned)]
+        shown = numbers.short(row.limit_ms), numbers.short(row.tpot_ms)
+        rows.append([entry.name, *shown, ratios[0], predicted, ratios[1]])
+    head = ["method", "limit, ms", "measured, ms", "over limit", "predicted, ms", "over prediction"]
+    return table(title, head, rows)
+
+
+def bytes_table(title: str, entries: Sequence[Entry]) -> Html:
+    """Bytes that a decode step reads, by purpose."""
+    read = {
+        entry.name: dict(entry.row.bytes_per_token)
+        for entry in entries
+        if isinstance(entry.row, ProfileRow)
+    }
+    kinds = [kind for kind in BytesPerToken.model_fields if any(c[kind] for c in read.values())]
+    rows = []
+    for name, counts in read.items():
+        known = [count for count in counts.values() if count is not None]
+        total = numbers.size(sum(known)) if known else numbers.NOTHING
+        rows.append([name, *(numbers.size(counts[kind]) for kind in kinds), total])
+    return table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], rows)
+
+
+def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Html:
+    """The heads that missed most."""
+    worst = sorted(heads, key=lambda head: head.missed_mass, reverse=True)[:most]
+    rows = [
+        [
+            f"{head.layer} · {head.kv_head}",
+            numbers.percent(head.missed_mass),
+            numbers.percent(head.recall_at_k),
+            numbers.percent(head.output_error),
+            str(head.looks),
+        ]
+        for head in worst
+    ]
+    head_ = ["layer · head", "missed", "recall@k", "error", "looks"]
+    return table(f"The {len(worst)} worst heads", head_, rows)
+
+
+def settings_table(title: str, settings: dict[str, object]) -> Html:
+    """Names and values of a configuration, each value as JSON has it."""
+    return table(
+        title, ["setting", "value"], [[k, plain(v)] for k, v in settings.items()], words=True
+    )
+
+
+def plain(value: object) -> Html:
+    """A value of a JSON document as people read it: text without quotes, lists with commas."""
+    if isinstance(value, str):
+        return join(value)
+    if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
+        return join(", ".join(map(str, value)) or "none")
+    return join(json.dumps(value, default=str, ensure_ascii=False))

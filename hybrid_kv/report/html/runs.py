@@ -1,0 +1,138 @@
+"""Generations, conversations and demos: what was written, what it cost, where it went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from hybrid_kv.report.html import numbers
+from hybrid_kv.report.html.audit_sections import heads_section
+from hybrid_kv.report.html.elements import Child, Html, el, join
+from hybrid_kv.report.html.entries import Entry, entries_of, tiers
+from hybrid_kv.report.html.head import machine
+from hybrid_kv.report.html.profile_figures import memory_figure, phases_figure
+from hybrid_kv.report.html.profile_tables import (
+    memory_table,
+    phases_table,
+    quality_table,
+    settings_table,
+)
+from hybrid_kv.report.html.widgets import Section, disclosure, facts, figure, note, table
+from hybrid_kv.report.run import Run
+from hybrid_kv.report.schema import ChatReport, DemoReport, RunReport
+
+RunDocument = RunReport | ChatReport | DemoReport
+
+
+def runs_of(report: RunDocument) -> tuple[Run, ...]:
+    """The runs in a document, in order."""
+    match report:
+        case RunReport():
+            return (report,)
+        case ChatReport():
+            return report.turns
+        case DemoReport():
+            return report.runs
+
+
+def run_entries(report: RunDocument) -> list[Entry]:
+    """A run is named by its method; an answer of a conversation by its number."""
+    runs = runs_of(report)
+    if isinstance(report, ChatReport):
+        return entries_of(runs, [f"answer {number}" for number in range(1, len(runs) + 1)])
+    return entries_of(runs)
+
+
+def run_head(report: RunDocument, source: str) -> Html:
+    """What ran, where, and how a demo ended."""
+    runs = runs_of(report)
+    pairs: dict[str, Child] = {
+        "Model": ", ".join(dict.fromkeys(run.model for run in runs)) or None,
+        "Method": ", ".join(dict.fromkeys(run.method for run in runs)) or None,
+    }
+    if isinstance(report, DemoReport):
+        pairs |= {
+            "Question": report.question,
+            "Expected": report.expected,
+            "Answers": "the same tokens" if report.agree else "different tokens",
+            "Correct": "yes" if report.correct else "no",
+            "Tokens attended": numbers.percent(report.attended_ratio),
+            "KV on the device": numbers.size(report.device_kv_bytes),
+        }
+    return facts({**pairs, **machine(report.environment), "File": source})
+
+
+def run_sections(report: RunDocument, prefix: str) -> list[Section]:
+    """All sections of a generation, a conversation or a demo."""
+    entries = run_entries(report)
+    timed = [e for e in entries if any(value is not None for _, value in e.row.phases_ms)]
+    stored = [entry for entry in entries if tiers(entry.row.memory_bytes)]
+    audited = [entry for entry in entries if entry.row.audit]
+    where = "per token"
+    parts: list[tuple[str, str, Html | None]] = [
+        ("numbers", "What it cost", _numbers(entries)),
+        (
+            "phases",
+            "Where a step goes",
+            join(
+                figure(partial(phases_figure, timed, where), f"{prefix}phases"),
+                phases_table("Phases, ms and share of the sum", timed),
+            )
+            if timed
+            else None,
+        ),
+        ("quality", "What was missed", quality_table("Audit", audited) if audited else None),
+        ("heads", "Missed mass by layer and head", heads_section(audited, prefix)),
+        (
+            "memory",
+            "Memory by tier",
+            join(
+                figure(partial(memory_figure, stored, "at the end"), f"{prefix}memory"),
+                memory_table("Bytes by tier", stored),
+            )
+            if stored
+            else None,
+        ),
+        ("text", "What was written", _texts(entries)),
+        ("settings", "Settings", _settings(entries)),
+    ]
+    return [Section(f"{prefix}{name}", title, body) for name, title, body in parts if body]
+
+
+def _numbers(entries: Sequence[Entry]) -> Html:
+    if not entries:
+        return note("No answer was written.")
+    rows = []
+    for entry in entries:
+        run = entry.row
+        assert isinstance(run, Run)
+        gaps = run.itl_ms
+        spread = [None] * 3 if gaps is None else [gaps.p50, gaps.p90, gaps.p99]
+        mark = " (interrupted)" if run.interrupted else ""
+        rows.append(
+            [
+                f"{entry.name}{mark}",
+                f"{run.context_tokens:,}",
+                f"{run.new_tokens:,}",
+                numbers.seconds(run.ttft_s),
+                numbers.seconds(run.prefill_s),
+                numbers.seconds(run.index_build_s),
+                *(numbers.short(value) for value in (run.tpot_ms, *spread)),
+            ]
+        )
+    head = ["run", "context", "new tokens", "TTFT", "prefill", "index build", "TPOT, ms"]
+    return table("Time and tokens", [*head, "p50", "p90", "p99"], rows)
+
+
+def _texts(entries: Sequence[Entry]) -> Html | None:
+    texts = [(entry.name, entry.row.text) for entry in entries if isinstance(entry.row, Run)]
+    parts = [disclosure(name, el("pre", text)) for name, text in texts if text]
+    return join(*parts) if parts else None
+
+
+def _settings(entries: Sequence[Entry]) -> Html | None:
+    parts = [
+        disclosure(entry.name, settings_table(f"Settings of {entry.name}", dict(entry.row.config)))
+        for entry in entries
+    ]
+    return join(*parts) if parts else None

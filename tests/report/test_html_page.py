@@ -1,0 +1,266 @@
+"""The page: complete, self-contained, well-formed, and nothing in a run file becomes markup."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.report.html.page import render
+from hybrid_kv.report.html.sources import Source, drawable
+from hybrid_kv.report.profile import ProfileRow
+from hybrid_kv.report.schema import ChatReport, MethodsReport
+from tests.report import profiles
+from tests.report.profiles import HOSTILE
+
+VOID = {"meta", "input", "br", "col"}
+SMALL = (4096, 32768)
+
+
+class Page(HTMLParser):
+    """What a page is made of; raises where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, key, value in self.attributes if key == name]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+def page_of(*reports: Any) -> Page:
+    return Page(render([Source(one, f"run{i}.json") for i, one in enumerate(reports)]))
+
+
+DOCUMENTS = {
+    "profile": profiles.profile(SMALL),
+    "synthetic": profiles.synthetic(),
+    "generate": profiles.generation(),
+    "chat": profiles.chat(),
+    "demo": profiles.demo(),
+}
+
+
+@pytest.mark.parametrize("report", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_the_page_is_well_formed_and_its_links_lead_somewhere(report: Any) -> None:
+    page = page_of(report)
+    ids = page.values("id")
+    assert [name for name, count in Counter(ids).items() if count > 1] == []
+    for link in page.values("href"):
+        assert link.startswith("#")
+        assert link[1:] in ids
+    for names in (*page.values("aria-labelledby"), *page.values("aria-describedby")):
+        assert set(names.split()) <= set(ids)
+
+
+@pytest.mark.parametrize("report", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_the_page_needs_nothing_from_outside(report: Any) -> None:
+    text = render([Source(report, "run.json")])
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bsrc=|<link|<img", text)
+    assert "default-src 'none'" in text
+
+
+def test_every_row_has_its_number_and_its_settings() -> None:
+    report = profiles.profile(SMALL)
+    page = page_of(report)
+    for row in report.rows:
+        place = f"{row.method}, {row.context_tokens // 1024}K"
+        assert f"Settings of {place}" in page.text
+    for row in report.rows:
+        if row.tpot_ms is not None:
+            assert f"{row.tpot_ms:.3g}" in page.text
+
+
+def test_rows_without_a_result_say_why() -> None:
+    report = profiles.profile(SMALL)
+    reasons = [row.reason for row in report.rows if row.reason]
+    assert len(reasons) == 3
+    text = page_of(report).text
+    assert all(reason in text for reason in reasons)
+
+
+def test_an_interrupted_number_is_marked() -> None:
+    text = page_of(profiles.profile(SMALL)).text
+    assert len(re.findall(r"\S†", text)) == 2  # its TPOT and its TTFT
+    assert "†" not in page_of(profiles.profile(rows=(profiles.row("flat", 4096),))).text
+
+
+def test_a_synthetic_fill_and_a_cut_model_are_said_before_any_number() -> None:
+    text = page_of(profiles.synthetic()).text
+    before = text.split("was fastest")[0]
+    assert "tokens mean nothing" in before
+    assert "2 of 32 layers" in before
+    assert "ended early" in before
+    assert "Time to first token was not measured. KV was put in place" in text
+
+
+def test_a_whole_prefilled_model_is_not_warned_of() -> None:
+    text = page_of(profiles.profile(SMALL)).text
+    assert "tokens mean nothing" not in text
+    assert "cut down" not in text
+
+
+def test_every_figure_has_a_title_and_a_description() -> None:
+    page = page_of(profiles.profile(SMALL))
+    assert page.count["svg"] > 20
+    assert page.count["desc"] == page.count["svg"]
+    assert page.values("role").count("img") == page.count["svg"]
+
+
+def test_no_audit_means_no_section_on_what_was_missed() -> None:
+    rows = (profiles.row("flat", 4096, audit=None), profiles.row("full", 4096))
+    ids = page_of(profiles.profile(rows=rows)).values("id")
+    assert "r1-latency" in ids
+    assert "r1-quality" not in ids
+    assert "r1-heads" not in ids
+
+
+def test_a_sweep_in_which_all_failed_is_a_page_of_reasons() -> None:
+    rows = tuple(
+        ProfileRow(method=name, context_tokens=37, status="failed", reason=f"{name} broke")
+        for name in ("flat", "ivf")
+    )
+    page = page_of(profiles.profile(rows=rows))
+    assert "flat broke" in page.text
+    assert "ivf broke" in page.text
+    assert page.count["svg"] == 0
+
+
+def test_a_row_that_measured_only_a_time_is_drawn() -> None:
+    bare = ProfileRow(method="quest", context_tokens=37, status="ok", tpot_ms=0.37)
+    page = page_of(profiles.profile(rows=(bare,)))
+    assert page.count["svg"] == 2  # the latency, wide and narrow
+    assert "0.370" in page.text
+
+
+def test_a_method_that_comes_twice_is_told_apart() -> None:
+    rows = (profiles.row("flat", 4096), profiles.row("flat", 4096, slower=2.0))
+    assert "flat (2), 4K" in page_of(profiles.profile(rows=rows)).text
+
+
+def test_more_methods_than_colours_are_drawn() -> None:
+    rows = tuple(profiles.row(f"own_{i}", 4096) for i in range(11))
+    assert "own_10" in page_of(profiles.profile(rows=rows)).text
+
+
+@pytest.mark.parametrize("count", [1, 37])
+def test_the_heat_map_has_a_cell_for_every_head(count: int) -> None:
+    found = profiles.audit(0.02, layers=count, heads=3)
+    rows = (profiles.row("flat", 4096, audit=found),)
+    text = render([Source(profiles.profile(rows=rows), "run.json")])
+    assert len(re.findall(r"<title>layer \d+, KV head \d+:", text)) == len(found.heads)
+
+
+def test_tabs_show_one_panel_without_a_script() -> None:
+    text = render([Source(profiles.profile(SMALL), "run.json")])
+    panels = max(int(number) for number in re.findall(r'class="panel p(\d+)"', text))
+    assert f".tabs:has(.t{panels}:checked)>.p{panels}{{display:block}}" in text
+    groups = set(re.findall(r'type="radio" name="([^"]+)"', text))
+    checked = re.findall(r'name="([^"]+)" class="t\d+" checked="checked"', text)
+    assert sorted(checked) == sorted(groups)
+
+
+def test_nothing_of_a_profile_becomes_markup() -> None:
+    row = profiles.row(
+        HOSTILE,
+        4096,
+        status="interrupted",
+        reason=HOSTILE,
+        config={HOSTILE: HOSTILE, "list": [HOSTILE], "nested": {HOSTILE: [1]}},
+        backends={HOSTILE: HOSTILE},
+        predicted_ms={HOSTILE: 3.0},
+        audit=profiles.audit(0.03, layers=2),
+    )
+    full = profiles.row("full", 4096)
+    report = profiles.profile(
+        rows=(row, full),
+        model=HOSTILE,
+        arguments={HOSTILE: HOSTILE},
+        threads={HOSTILE: 2},
+        torch=HOSTILE,
+    )
+    for sources in ([report], [report, report.model_copy(update={"model": "other"})]):
+        page = Page(render([Source(one, f"{i}{HOSTILE}") for i, one in enumerate(sources)]))
+        assert page.count["script"] == 1
+        assert "src" not in {name for _, name, _ in page.attributes}
+        assert HOSTILE in page.text
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        profiles.generation(text=HOSTILE, model=HOSTILE, method=HOSTILE),
+        ChatReport(environment=profiles.environment(), turns=(profiles.run(text=HOSTILE),)),
+        profiles.demo().model_copy(update={"question": HOSTILE, "expected": HOSTILE}),
+    ],
+    ids=["generate", "chat", "demo"],
+)
+def test_nothing_of_a_run_becomes_markup(report: Any) -> None:
+    page = page_of(report)
+    assert page.count["script"] == 1
+    assert HOSTILE in page.text
+
+
+def test_a_conversation_has_a_line_for_every_answer() -> None:
+    text = page_of(profiles.chat()).text
+    assert "answer 1" in text
+    assert "answer 2" in text
+    assert "second answer" in text
+
+
+def test_a_demo_says_how_it_ended() -> None:
+    text = page_of(profiles.demo()).text
+    assert "? key 3f a0" in text
+    assert "the same tokens" in text
+    wrong = profiles.demo().model_copy(update={"agree": False})
+    assert "different tokens" in page_of(wrong).text
+
+
+def test_several_documents_share_a_page() -> None:
+    page = page_of(profiles.profile(SMALL), profiles.demo())
+    assert {"r1-latency", "r2-numbers"} <= set(page.values("id"))
+    assert not any(ident.startswith("c") for ident in page.values("id"))  # nothing to compare
+
+
+def test_a_document_without_runs_is_refused() -> None:
+    empty = ChatReport(environment=profiles.environment(), turns=())
+    with pytest.raises(ConfigError, match=r"at least one run, got 'c\.json' with none"):
+        drawable(empty, "c.json")
+    with pytest.raises(ConfigError, match=r"at least one run, got 'p\.json'"):
+        drawable(profiles.profile(rows=()), "p.json")
+
+
+def test_a_document_of_another_verb_is_refused() -> None:
+    methods = MethodsReport(environment=profiles.environment(), methods=(), indexes=())
+    with pytest.raises(ConfigError, match=r"got 'm\.json' of methods, which has nothing to draw"):
+        drawable(methods, "m.json")
