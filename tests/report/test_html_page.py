@@ -8,15 +8,28 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.sources import Source, drawable
 from hybrid_kv.report.profile import ProfileRow
+from hybrid_kv.report.run import (
+    AuditedHead,
+    AuditReport,
+    EstimateReport,
+    MemoryBytes,
+    PhasesMs,
+)
 from hybrid_kv.report.schema import ChatReport, MethodsReport
 from tests.report import profiles
 from tests.report.profiles import HOSTILE
 
+TWO = EstimateReport(mean=2.0)
+FAR = AuditedHead(
+    layer=0, kv_head=10**15, looks=1, recall_at_k=None, missed_mass=0.1, output_error=0.1
+)
 VOID = {"meta", "input", "br", "col"}
 SMALL = (4096, 32768)
 
@@ -258,6 +271,58 @@ def test_a_document_without_runs_is_refused() -> None:
         drawable(empty, "c.json")
     with pytest.raises(ConfigError, match=r"at least one run, got 'p\.json'"):
         drawable(profiles.profile(rows=()), "p.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        ("0.tpot_ms: 0 is", {"tpot_ms": 0.0}),
+        ("0.tpot_ms: -3 is", {"tpot_ms": -3.0}),
+        ("0.step_ms: 0 is", {"step_ms": (3.0, 0.0)}),
+        ("0.ttft_s: 1e\\+300 is", {"ttft_s": 1e300}),
+        ("0.context_tokens: 0 is", {"context_tokens": 0}),
+        ("0.memory_bytes.host_kv: -1 is", {"memory_bytes": MemoryBytes(host_kv=-1)}),
+        ("0.audit.missed_mass.mean: 2 is", {"audit": AuditReport(looks=1, missed_mass=TWO)}),
+        ("0.audit.heads.kv_head: 1e\\+15", {"audit": AuditReport(looks=1, heads=(FAR,))}),
+    ],
+)
+def test_numbers_that_no_run_can_have_are_refused(place: str, changes: dict[str, Any]) -> None:
+    row = profiles.row("flat", 4096).model_copy(update=changes)
+    with pytest.raises(ConfigError, match=rf"'p\.json' is damaged: {place}"):
+        drawable(profiles.profile(rows=(row,)), "p.json")
+
+
+def test_rounding_and_wide_intervals_are_no_damage() -> None:
+    estimate = EstimateReport(mean=-1e-9, half_width=3.7)
+    error = EstimateReport(mean=2.5)
+    found = AuditReport(looks=2, missed_mass=estimate, recall_at_k=estimate, output_error=error)
+    row = profiles.row("flat", 37, audit=found, phases_ms=PhasesMs(search=3.0, wait=-1e-9))
+    text = Page(render([drawable(profiles.profile(rows=(row,)), "p.json")])).text
+    assert "-0" not in text.split("What was missed, against time", 2)[2].split("Settings")[0]
+
+
+amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e18))
+times = st.floats(1e-9, 1e18)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(times, amounts, amounts, times), min_size=1, max_size=5))
+def test_whatever_is_accepted_can_be_drawn(values: list[tuple[float, ...]]) -> None:
+    rows = tuple(
+        profiles.row(
+            "flat",
+            37 * 2**place,
+            tpot_ms=tpot,
+            step_ms=(tpot, step),
+            ttft_s=amount,
+            limit_ms=amount,
+            phases_ms=PhasesMs(search=other, other=amount),
+            audit=profiles.audit(min(1.0, tpot), layers=2),
+        )
+        for place, (tpot, amount, other, step) in enumerate(values)
+    )
+    source = drawable(profiles.profile(rows=rows), "a")
+    Page(render([source, drawable(profiles.profile(rows=rows[::-1]), "b")]))
 
 
 def test_a_document_of_another_verb_is_refused() -> None:

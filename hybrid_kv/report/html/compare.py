@@ -109,7 +109,12 @@ def compare_sections(one: Comparison, prefix: str) -> list[Section]:
         where = numbers.tokens(context)
         group = [pair for pair in pairs if pair.first.row.context_tokens == context]
         draw = partial(ratio_figure, group, where)
-        panels.append((where, figure(draw, f"{prefix}ratio-{where}", "Coloured where sure.")))
+        panels.append(
+            (
+                where,
+                figure(draw, f"{prefix}ratio-{where}", "Coloured where the interval excludes 1."),
+            )
+        )
     ratios = join(
         _summary(pairs, names),
         _matrix("TPOT: ratio of medians, 95% interval", pairs, lambda pair: _interval(pair.tpot)),

@@ -101,8 +101,8 @@ def phases(row: Measured) -> dict[str, float]:
 
 
 def split(times: PhasesMs) -> dict[str, float]:
-    """Phases that do not overlap: model and python are taken out of other."""
-    values = {name: value for name, value in times if value is not None}
+    """Phases that do not overlap, none below zero: model and python are taken out of other."""
+    values = {name: max(0.0, value) for name, value in times if value is not None}
     if "other" in values:
         inside = values.get("model", 0.0) + values.get("python", 0.0)
         values["other"] = max(0.0, values["other"] - inside)

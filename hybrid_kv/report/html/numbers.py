@@ -36,10 +36,12 @@ def seconds(value: float | None) -> str:
 
 
 def percent(ratio: float | None) -> str:
-    """0.123 -> '12.3%', 0.00123 -> '0.12%'."""
+    """0.123 -> '12.3%', 0.00123 -> '0.12%'; what rounding put below zero is zero."""
     if ratio is None:
         return NOTHING
-    value = 100 * ratio
+    value = 100 * max(0.0, ratio)
+    if 0 < value < 0.01:
+        return "<0.01%"
     return f"{value:.1f}%" if value >= 1 or value == 0 else f"{value:.2f}%"
 
 

@@ -24,12 +24,14 @@ def render(sources: Sequence[Source]) -> str:
     Raises:
         ConfigError: two profiles have no method at a context in common.
     """
-    parts = [*_comparisons(sources)]
+    parts = [*_comparisons(sources, alone=len(sources) == 2)]
     for number, source in enumerate(sources, 1):
         prefix = f"r{number}-"
         parts.append(_document(source, prefix, main=len(sources) == 1))
-    title = f"{_title(sources[0].report)[1]} – hybrid-kv"
-    return _shell(title, join(_masthead(sources), *(part.body for part in parts)), parts)
+    title = " · ".join(source.name for source in sources)
+    return _shell(
+        f"{title} – hybrid-kv", join(_masthead(sources), *(part.body for part in parts)), parts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,12 @@ class Part:
     sections: list[Section]
 
 
-def _comparisons(sources: Sequence[Source]) -> Iterable[Part]:
+def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[Part]:
+    """One part for each comparison; where it is the only one, the page's title is its own."""
     for one in comparisons(sources):
         title = f"{one.names[1]} against {one.names[0]}"
         sections = compare_sections(one, f"c{one.number}-")
-        yield _article(title, el("h2", title), sections)
+        yield _article(title, join(None if alone else el("h2", title)), sections)
 
 
 def _document(source: Source, prefix: str, main: bool) -> Part:
@@ -68,7 +71,10 @@ def _article(name: str, top: Html, sections: list[Section]) -> Part:
 
 def _masthead(sources: Sequence[Source]) -> Html:
     kind, title = _title(sources[0].report)
-    if len(sources) > 1:
+    found = [*comparisons(sources)]
+    if len(sources) == 2 and found:
+        kind, title = "comparison", " against ".join(reversed(found[0].names))
+    elif len(sources) > 1:
         kind, title = "report", " · ".join(source.name for source in sources)
     return el("header", el("p", f"hybrid-kv {kind}", class_="kicker"), el("h1", title))
 

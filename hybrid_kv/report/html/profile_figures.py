@@ -201,8 +201,8 @@ def _limit_row(entry: Entry) -> Row:
 
 
 def predicted_ms(row: ProfileRow) -> float | None:
-    """The sum over tiers, as `plan` adds them up."""
-    return sum(row.predicted_ms.values()) if row.predicted_ms else None
+    """The sum over tiers, as `plan` adds them up; None without a prediction."""
+    return sum(row.predicted_ms.values()) or None
 
 
 def times(value: float | None, base: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_kv.errors import ConfigError
@@ -10,6 +10,13 @@ from hybrid_kv.report.html.runs import RunDocument, runs_of
 from hybrid_kv.report.schema import ChatReport, DemoReport, ProfileReport, Report, RunReport
 
 Drawable = ProfileReport | RunDocument
+
+_SETTINGS = {"config", "index", "backends", "token_ids", "text"}
+_POSITIVE = {"tpot_ms", "step_ms", "context_tokens", "looks"}
+_SHARES = {"recall_at_k", "missed_mass"}
+_DIFFERENCES = {"phases_ms", "recorder_ratio"}  # what is left of a subtraction may be below zero
+_HEADS = {"layer", "kv_head"}
+_LEAST, _MOST, _ROUNDING, _MOST_HEADS = 1e-9, 1e18, 1e-3, 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +41,51 @@ def drawable(report: Report, name: str) -> Source:
     """The document, where it holds something to draw.
 
     Raises:
-        ConfigError: a document of another verb, or one without any run.
+        ConfigError: a document of another verb, one without any run, or with numbers that no run
+            can have.
     """
     if not isinstance(report, ProfileReport | RunReport | ChatReport | DemoReport):
         raise ConfigError(
             f"a report is made of runs (profile, generate, chat, demo), got '{name}' of "
             f"{report.command}, which has nothing to draw; read it as it is"
         )
-    if not (report.rows if isinstance(report, ProfileReport) else runs_of(report)):
+    runs = report.rows if isinstance(report, ProfileReport) else runs_of(report)
+    if not runs:
         raise ConfigError(
             f"a report needs at least one run, got '{name}' with none; run {report.command} again"
         )
+    for number, run in enumerate(runs):
+        for place, value in _numbers(run.model_dump(exclude=_SETTINGS), f"{number}"):
+            if not _possible(place.split("."), value):
+                raise ConfigError(
+                    f"report '{name}' is damaged: {place}: {value:g} is no number that a run can "
+                    "have; run the command again"
+                )
     return Source(report, name)
+
+
+def _numbers(value: object, place: str) -> Iterator[tuple[str, float]]:
+    """Every number inside, with the dotted name of where it stands; numbers of a list share one."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, f"{place}.{key}")
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _numbers(part, place)
+    elif isinstance(value, int | float):
+        yield place, value
+
+
+def _possible(place: list[str], value: float) -> bool:
+    if not _DIFFERENCES.isdisjoint(place):
+        return abs(value) <= _MOST
+    if not _SHARES.isdisjoint(place) and place[-1] != "half_width":
+        return -_ROUNDING <= value <= 1 + _ROUNDING
+    if place[-1] in _HEADS:
+        return 0 <= value <= _MOST_HEADS
+    if value == 0:
+        return place[-1] not in _POSITIVE
+    return _LEAST <= value <= _MOST
 
 
 def comparisons(sources: Sequence[Source]) -> Iterator[Comparison]:
