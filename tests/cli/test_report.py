@@ -118,7 +118,7 @@ class TestMistakes:
         assert "of methods, which has nothing to draw" in sentence
 
     def test_a_run_given_twice(self, run: Path, tmp_path: Path) -> None:
-        again = run.parent / "." / run.name
+        again = f"{run.parent}/../{run.parent.name}/{run.name}"
         assert "twice" in refused("report", run, again, "--html", tmp_path / "x.html")
 
     @pytest.mark.parametrize("name", ["", "absent/x.html"])

@@ -72,11 +72,10 @@ def audit(
                 )
             )
     found.pop()
+    recall = EstimateReport(mean=max(0.0, 1 - 3 * missed), half_width=0.011)
     return AuditReport(
         looks=sum(head.looks for head in found),
-        recall_at_k=EstimateReport(mean=max(0.0, 1 - 3 * missed), half_width=0.011)
-        if searched
-        else None,
+        recall_at_k=recall if searched else None,
         missed_mass=EstimateReport(mean=missed, half_width=0.11 * missed),
         output_error=EstimateReport(mean=1.4 * missed, half_width=None),
         heads=tuple(found),

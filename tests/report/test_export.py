@@ -75,7 +75,7 @@ def all_marks() -> Scene:
             Dot(20 + 12 * i, 30, shape, f"s{i}", hollow=bool(i % 2))
             for i, shape in enumerate(("circle", "square", "diamond", "up", "down", "cross"))
         ),
-        Text(60, 50, r"a $b_1$ \c", "ink", 12, "middle", bold=True),
+        Text(60, 50, r"a $b_{1$ \c", "ink", 12, "middle", bold=True),
     )
     return scene
 

@@ -118,8 +118,9 @@ def test_rows_without_a_result_say_why() -> None:
     report = profiles.profile(SMALL)
     reasons = [row.reason for row in report.rows if row.reason]
     assert len(reasons) == 3
-    text = page_of(report).text
-    assert all(reason in text for reason in reasons)
+    section = page_of(report).text.split("Rows without a full result")[1]
+    section = section.split("The same measurement again")[0]
+    assert all(reason in section for reason in reasons)
 
 
 def test_an_interrupted_number_is_marked() -> None:
@@ -188,7 +189,7 @@ def test_more_methods_than_colours_are_drawn() -> None:
 
 @pytest.mark.parametrize("count", [1, 37])
 def test_the_heat_map_has_a_cell_for_every_head(count: int) -> None:
-    found = profiles.audit(0.02, layers=count, heads=3)
+    found = profiles.audit(0.02, layers=count, heads=2)
     rows = (profiles.row("flat", 4096, audit=found),)
     text = render([Source(profiles.profile(rows=rows), "run.json")])
     assert len(re.findall(r"<title>layer \d+, KV head \d+:", text)) == len(found.heads)

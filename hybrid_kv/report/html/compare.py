@@ -69,12 +69,12 @@ def pairs_of(one: Comparison) -> list[Pair]:
     others = {
         (entry.name, entry.row.context_tokens): entry
         for entry in entries_of(one.second.rows)
-        if entry.row.tpot_ms
+        if entry.row.tpot_ms is not None
     }
     pairs = [
         Pair(entry, others[entry.name, entry.row.context_tokens])
         for entry in measured(entries_of(one.first.rows))
-        if entry.row.tpot_ms and (entry.name, entry.row.context_tokens) in others
+        if (entry.name, entry.row.context_tokens) in others
     ]
     if not pairs:
         raise ConfigError(

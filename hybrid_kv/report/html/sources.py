@@ -13,6 +13,7 @@ Drawable = ProfileReport | RunDocument
 
 _SETTINGS = {"config", "index", "backends", "token_ids", "text"}
 _POSITIVE = {"tpot_ms", "step_ms", "context_tokens", "looks"}
+_RATIOS = {"audit", "work"}
 _SHARES = {"recall_at_k", "missed_mass"}
 _DIFFERENCES = {"phases_ms", "recorder_ratio"}  # what is left of a subtraction may be below zero
 _HEADS = {"layer", "kv_head"}
@@ -77,14 +78,16 @@ def _numbers(value: object, place: str) -> Iterator[tuple[str, float]]:
 
 
 def _possible(place: list[str], value: float) -> bool:
-    if not _DIFFERENCES.isdisjoint(place):
-        return abs(value) <= _MOST
-    if not _SHARES.isdisjoint(place) and place[-1] != "half_width":
-        return -_ROUNDING <= value <= 1 + _ROUNDING
-    if place[-1] in _HEADS:
+    name = place[-1]
+    if name in _HEADS:
         return 0 <= value <= _MOST_HEADS
     if value == 0:
-        return place[-1] not in _POSITIVE
+        return name not in _POSITIVE
+    if not _DIFFERENCES.isdisjoint(place):
+        return abs(value) <= _MOST
+    if not _RATIOS.isdisjoint(place):
+        share = not _SHARES.isdisjoint(place) and name != "half_width"
+        return -_ROUNDING <= value <= (1 + _ROUNDING if share else _MOST)
     return _LEAST <= value <= _MOST
 
 

@@ -42,7 +42,7 @@ def points_figure(
     x_scale = fitted(times, left + 6, right - 6, log=max(times) > 3 * min(times))
     lows = [spot.share - (spot.half_width or 0.0) for spot in spots]
     low = max(0.0, min(lows, default=0.0))
-    floor = max(0.0, 1 - fitted([1 - low], 0, 1).high)
+    floor = max(0.0, 1 - fitted([max(0.01, 1 - low)], 0, 1).high)
     y_scale = Scale(floor, 1.0 + 0.04 * (1 - floor), bottom, top)
     horizontal_grid(scene, y_scale, left, right, _share)
     vertical_grid(scene, x_scale, top, bottom, numbers.tick, most=6)
