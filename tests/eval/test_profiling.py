@@ -286,6 +286,14 @@ def test_a_forecast_follows_what_was_measured() -> None:
     assert forecast.seconds("hnsw", 16000) is None
 
 
+@pytest.mark.parametrize(
+    ("serving", "counts"), [([], True), (["flat", "graph"], True), (["flat", "flat"], False)]
+)
+def test_a_graph_that_was_not_built_teaches_no_forecast(serving: list[str], counts: bool) -> None:
+    row = Row("hybrid", 1000, hkv.HybridConfig(), index=[{"serves": name} for name in serving])
+    assert sweep_module._is_whole(row) is counts
+
+
 def test_a_probe_builds_small_indexes() -> None:
     forecast = BuildForecast()
     keys = torch.randn(1, 2100, 16)
