@@ -185,10 +185,11 @@ class QuantisedKeys:
         taken = QuantisedKeys(1, self.dim, with_rows=True, with_blocks=False, engine=self._engine)
         for name in ("mean", "channel", "levels"):
             getattr(taken, name)[0] = getattr(self, name)[head]
-        taken.capacity = taken.count = len(keys)
+        taken.count = len(keys)
+        taken.capacity = _generous(taken.count)  # or the next key to come would have all copied
         taken._allocate()
-        torch.index_select(self.rows[head], 0, keys, out=taken.rows[0])
-        torch.index_select(self.scale_codes[head], 0, keys, out=taken.scale_codes[0])
+        torch.index_select(self.rows[head], 0, keys, out=taken.rows[0, : taken.count])
+        torch.index_select(self.scale_codes[head], 0, keys, out=taken.scale_codes[0, : taken.count])
         taken._describe()
         return taken
 
@@ -242,8 +243,7 @@ class QuantisedKeys:
         """Room for `count` keys and amortised growth; keeps those held."""
         if self.capacity == 0 or count > self.capacity:
             old = self._arrays() if self.count else ()
-            wanted = max(count + count // 4, 2 * self.capacity if self.count else 0, _MIN_CAPACITY)
-            self.capacity = -(-wanted // BLOCK_KEYS) * BLOCK_KEYS
+            self.capacity = max(_generous(count), 2 * self.capacity if self.count else 0)
             self._allocate()
             for new, known in zip(self._arrays(), old, strict=bool(old)):
                 new[:, : known.shape[1]] = known
@@ -275,3 +275,8 @@ class QuantisedKeys:
             self.capacity,
             self.dim,
         )
+
+
+def _generous(count: int) -> int:
+    """Room for so many keys and those that follow; what is not written takes no memory."""
+    return -(-max(count + count // 4, _MIN_CAPACITY) // BLOCK_KEYS) * BLOCK_KEYS

@@ -184,3 +184,18 @@ def test_without_an_engine_the_portable_rows_are_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(library, "engine", lambda: None)
     with pytest.raises(BackendUnavailable, match=r"use hybrid_kv\.ops\.portable instead"):
         QuantisedKeys(1, 8)
+
+
+def test_rows_that_were_taken_have_room_for_those_that_come(engine: ctypes.CDLL) -> None:
+    """Else the first key that leaves the window would have all rows of its head copied."""
+    keys = torch.randn(2, 1000, 72)
+    quantised = QuantisedKeys(2, 72, with_rows=True, engine=engine)
+    quantised.build(keys)
+    taken = quantised.take(1, torch.arange(0, 1000, 2))
+    where, before = taken.rows.data_ptr(), taken.rows[0, :500].clone()
+    assert torch.equal(before, quantised.rows[1, 0:1000:2])
+    more = torch.cat([keys[1:, ::2], keys[1:, 1:40:2]], 1)
+    taken.append(more)
+    assert taken.rows.data_ptr() == where
+    assert torch.equal(taken.rows[0, :500], before)
+    assert torch.equal(taken.rows[0, 500:520], quantised.rows[1, 1:40:2])
