@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,6 +63,13 @@ def plan(
     context: Annotated[
         int, typer.Option(parser=count, metavar="N", help="Tokens, prompt and answer together.")
     ] = 2**17,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.json",
+            help="A profile of this model, whose measured times are shown beside the prediction.",
+        ),
+    ] = None,
     machine: MachineOptions,
     layers: LayersOption,
     options: ModelOptions,
@@ -88,13 +96,51 @@ def plan(
         layers=layers.layers,
         weight_bits=machine.weight_bits,
     )
+    measured = {} if beside is None else _measured(beside, made, config.method)
     if not output.json_only:
-        _print(made)
+        _print(made, measured)
     if output.json is not None:
-        write_report(_report(made, config.flat()), output)
+        write_report(_report(made, config.flat(), measured), output)
 
 
-def _report(made: Plan, config: dict[str, Any]) -> PlanReport:
+def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
+    """Milliseconds per token by mode, of the rows of a profile that are what was planned.
+
+    Raises:
+        ConfigError: the file is no profile, or none of this model and context.
+    """
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.report import read_report
+    from hybrid_kv.report.schema import ProfileReport
+
+    run, facts = read_report(file), made.facts
+    if not isinstance(run, ProfileReport):
+        raise ConfigError(
+            f"--beside takes what the verb profile has written, got a run of '{run.command}' in "
+            f"'{file}'"
+        )
+    planned, there = (facts.name, len(facts.layers)), (run.model, run.layers)
+    if planned != there:
+        raise ConfigError(
+            f"--beside must be a profile of {planned[0]} with {planned[1]} layers, got "
+            f"{there[0]} with {there[1]}; give the same model and --layers"
+        )
+    modes = {"full": "dense", method: "hybrid"}
+    found = {
+        modes[row.method]: row.tpot_ms
+        for row in run.rows
+        if row.method in modes and row.context_tokens == made.context_tokens and row.tpot_ms
+    }
+    if not found:
+        contexts = sorted({row.context_tokens for row in run.rows if row.tpot_ms})
+        raise ConfigError(
+            f"'{file}' has measured neither full nor {method} at {made.context_tokens} tokens; it "
+            f"has the contexts {', '.join(map(str, contexts)) or 'of no row'}"
+        )
+    return found
+
+
+def _report(made: Plan, config: dict[str, Any], measured: dict[str, float]) -> PlanReport:
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.run import MachineGbps
     from hybrid_kv.report.schema import PlannedOption, PlanReport
@@ -127,6 +173,7 @@ def _report(made: Plan, config: dict[str, Any]) -> PlanReport:
                 host_bytes=dict(option.host_bytes),
                 ms_per_token=dict(option.ms),
                 tpot_ms=option.tpot_ms,
+                measured_tpot_ms=measured.get(option.mode),
                 settings=dict(option.settings),
                 max_context_tokens=option.max_context_tokens,
             )
@@ -137,7 +184,7 @@ def _report(made: Plan, config: dict[str, Any]) -> PlanReport:
     )
 
 
-def _print(made: Plan) -> None:
+def _print(made: Plan, measured: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -157,7 +204,8 @@ def _print(made: Plan) -> None:
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
-    for title in ("device", "host", "ms per token", "longest"):
+    titles = ("device", "host", "ms per token", *(["measured"] if measured else []), "longest")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for option in made.options:
         table.add_row(
@@ -165,6 +213,7 @@ def _print(made: Plan) -> None:
             _parts(option.device_bytes, human_bytes) or "-",
             _parts(option.host_bytes, human_bytes) or "-",
             _parts(option.ms, lambda ms: f"{ms:.1f}") or "not modelled",
+            *([_time(measured.get(option.mode))] if measured else []),
             f"{option.max_context_tokens // 1024:,}k",
         )
     console.print(table)
@@ -173,6 +222,10 @@ def _print(made: Plan) -> None:
     if chosen is not None and chosen.settings:
         given = " ".join(f"--set {name}={value}" for name, value in chosen.settings.items())
         console.print(f"with {given}")
+
+
+def _time(ms: float | None) -> str:
+    return "-" if ms is None else f"[bold]{ms:.1f}[/]"
 
 
 def _rates(made: Plan) -> str:

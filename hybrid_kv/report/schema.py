@@ -93,7 +93,10 @@ class DoctorReport(_Head):
 
 
 class PlannedOption(Group):
-    """One way of running a context: bytes by purpose, predicted milliseconds by tier."""
+    """One way of running a context: bytes by purpose, predicted milliseconds by tier.
+
+    measured_tpot_ms: of a profile that was set beside the plan.
+    """
 
     mode: Literal["dense", "dense_8bit", "hybrid"]
     fits: bool
@@ -102,6 +105,7 @@ class PlannedOption(Group):
     host_bytes: dict[str, int]
     ms_per_token: dict[str, float]
     tpot_ms: float | None
+    measured_tpot_ms: float | None = None
     settings: dict[str, int | str]
     max_context_tokens: int
 

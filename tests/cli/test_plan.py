@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_kv.api import planning
+from hybrid_kv.report import probe_environment
+from hybrid_kv.report.schema import ProfileReport, to_json
 from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, refused, report_of
 
@@ -69,3 +72,73 @@ def test_this_machine_is_planned_for_by_default() -> None:
 )
 def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) -> None:
     assert sentence in refused("plan", "random:llama-3-8b", *words)
+
+
+# Beside a measurement
+
+
+def profiled(tmp_path: Path, **changes: Any) -> Path:
+    """A profile of one layer of the 8B shape at 4K tokens."""
+    rows = [
+        {"method": method, "context_tokens": 4096, "status": "ok", "tpot_ms": ms}
+        for method, ms in (("full", 12.5), ("hybrid", 7.25), ("quest", 9.0))
+    ]
+    rows.append({"method": "hybrid", "context_tokens": 8192, "status": "failed", "reason": "-"})
+    values: dict[str, Any] = {
+        "environment": probe_environment("cpu"),
+        "arguments": {},
+        "model": "random:llama-3-8b",
+        "layers": 1,
+        "fill": "synthetic",
+        "new_tokens": 4,
+        "warmup_tokens": 1,
+        "threads": {},
+        "bandwidth_gbps": {"device": 1, "dram": 1, "gather": 1},
+        "recorder_us": 0.5,
+        "rows": rows,
+    }
+    file = tmp_path / "run.json"
+    file.write_text(to_json(ProfileReport(**{**values, **changes})))
+    return file
+
+
+ONE_LAYER = ("plan", "random:llama-3-8b", "--layers", "1", "--device", "cpu", "--context")
+
+
+def test_a_profile_stands_beside_the_prediction(tmp_path: Path) -> None:
+    words = (*ONE_LAYER, "4k", "--beside", str(profiled(tmp_path)))
+    options = {option.mode: option for option in planned(*words).options}
+    assert options["dense"].measured_tpot_ms == 12.5
+    assert options["dense_8bit"].measured_tpot_ms is None
+    assert options["hybrid"].measured_tpot_ms == 7.25
+    assert options["hybrid"].tpot_ms is not None
+    output = call(*words).output
+    assert "measured" in output
+    assert "12.5" in output
+    assert "measured" not in call(*ONE_LAYER, "4k").output.replace("measured now", "")
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "sentence"),
+    [
+        (
+            "4k",
+            {"layers": 2},
+            "profile of random:llama-3-8b with 1 layers, got random:llama-3-8b wi",
+        ),
+        ("4k", {"model": "needle"}, "with 1 layers, got needle with 1; give the same model"),
+        ("8k", {}, "neither full nor hybrid at 8192 tokens; it has the contexts 4096"),
+    ],
+)
+def test_another_profile_is_refused(
+    tmp_path: Path, context: str, changes: dict[str, Any], sentence: str
+) -> None:
+    words = (*ONE_LAYER, context, "--beside", str(profiled(tmp_path, **changes)))
+    assert sentence in refused(*words)
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(call(*ONE_LAYER, "4k", "--json", "-").stdout)
+    sentence = refused(*ONE_LAYER, "4k", "--beside", str(file))
+    assert "takes what the verb profile has written, got a run of 'plan'" in sentence
