@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     Cache,
@@ -158,8 +160,12 @@ def test_a_draft_model_changes_nothing(name: str) -> None:
     model, draft = build(name), build("qwen2")
     tokens = expected(model, prompt(), assistant_model=draft)
     assert torch.equal(tokens, expected(model, prompt()))
+    assistants = [draft]
+    # Drafting for itself, every guess is right; with sliding windows 5.17 of transformers fails.
+    if name == "llama" or Version(transformers.__version__) >= Version("5.23"):
+        assistants.append(model)
     with hkv.attach(model, config()) as runtime:
-        for assistant in (draft, model):  # drafting for itself, every guess is right
+        for assistant in assistants:
             cache = runtime.cache()
             assert torch.equal(greedy(model, prompt(), cache, assistant_model=assistant), tokens)
             cache.check_integrity()
