@@ -173,13 +173,13 @@ def profile(
         for row in sweep(bench, tell, traces=trace is not None):
             rows.append(row)
     report = describe_profile(bench, rows)
+    write_report(report, output)  # first: whoever reads the tables may go before their end
+    if trace is not None:
+        _write_trace(trace, rows, report)
     if not output.json_only:
         print_profile(report)
         if before is not None:
             print_repetition(before, report)
-    write_report(report, output)
-    if trace is not None:
-        _write_trace(trace, rows, report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(row.status == "failed" for row in rows):

@@ -136,6 +136,22 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_what_was_measured_is_written_before_anybody_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def gone(_: object) -> None:
+        raise OSError("nobody reads the tables any more")
+
+    monkeypatch.setattr(profile_tables, "print_profile", gone)
+    file, trace = tmp_path / "run.json", tmp_path / "trace.json"
+    words = (*TINY, "--context", "170", "--new-tokens", "2", "--methods", "full")
+    assert call(*words, "--json", file, "--trace", trace).exit_code == 1
+    run = read_report(file)
+    assert isinstance(run, ProfileReport)
+    assert run.rows[0].status == "ok"
+    assert json.loads(trace.read_text())
+
+
 def test_a_profile_can_be_repeated(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     words = ("--methods", "full,flat", "--set", "window_tokens=64", "--fill", "synthetic")
