@@ -53,6 +53,10 @@ class ModelNotFoundError(HybridKVError, OSError):
     exit_code = 2
 
 
+class WriteError(HybridKVError, OSError):
+    """A file could not be written; what was there before still is."""
+
+
 class FileFormatError(HybridKVError, ValueError):
     """A file is damaged, foreign, or of another version."""
 

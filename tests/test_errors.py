@@ -44,6 +44,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "NonFiniteError": 1,
         "ShapeError": 1,
         "UnsupportedModelError": 2,
+        "WriteError": 1,
     }
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from math import isnan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cli.options import OutputOptions
-from hybrid_kv.errors import ConfigError
 from hybrid_kv.report import Environment, probe_environment
+from hybrid_kv.report.files import check_files, write_file
 from hybrid_kv.report.run import (
     AuditedHead,
     AuditReport,
@@ -24,6 +22,8 @@ from hybrid_kv.report.run import (
 from hybrid_kv.report.schema import to_json
 
 if TYPE_CHECKING:
+    import torch
+
     from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.running import Outcome
     from hybrid_kv.runtime.audit import Audit, Estimate
@@ -32,42 +32,28 @@ if TYPE_CHECKING:
 
 def check_target(output: OutputOptions) -> None:
     """Raises ConfigError if the report could not be written; said before the work begins."""
-    if output.json is not None and not output.json_only:
-        check_file("--json", output.json)
-
-
-def check_file(option: str, name: str) -> None:
-    """Raises ConfigError unless a file of this name could be written."""
-    path = Path(name)
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        raise ConfigError(f"{option} must name a file in an existing folder, got '{name}'")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{option} must name a file that can be written, got '{name}'")
+    check_files({"--json": output.json})
 
 
 def write_report(report: Any, output: OutputOptions) -> None:
-    """Puts a report where --json says, if it says anything."""
-    if output.json is None:
-        return
-    text = to_json(report) + "\n"
-    if output.json_only:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        Path(output.json).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"report '{output.json}' cannot be written: {error.strerror}; choose another file"
-        ) from None
+    """Puts a report where --json says, if it says anything.
+
+    Raises:
+        WriteError: it cannot be written; an older one is still there.
+    """
+    if output.json is not None:
+        write_file(output.json, to_json(report) + "\n", "report")
 
 
 def environment_of(llm: LLM) -> Environment:
     """The environment with the device that the model is on."""
+    return environment_on(llm.model.device)
+
+
+def environment_on(device: torch.device) -> Environment:
+    """The environment with a device by its name."""
     import torch
 
-    device = llm.model.device
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     return probe_environment(f"{device}{name}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,6 +139,14 @@ def profile(
             metavar="RUN.json", help="Run that profile again and compare.", rich_help_panel=_SWEEP
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the report that --json names: rows that it has are not measured again.",
+            rich_help_panel=_SWEEP,
+        ),
+    ] = False,
     trace: Annotated[
         str | None,
         typer.Option(
@@ -150,40 +158,89 @@ def profile(
     output: OutputOptions,
 ) -> None:
     """Measure where the time of a token goes, by context and method."""
-    from hybrid_kv.cli.documents import check_file, check_target, write_report
-    from hybrid_kv.cli.profile_report import describe_profile, read_profile
-    from hybrid_kv.cli.profile_tables import print_profile, print_repetition
+    from hybrid_kv.cli.documents import write_report
+    from hybrid_kv.cli.profile_record import find_earlier, lacking, rows_of
+    from hybrid_kv.cli.profile_report import read_profile
     from hybrid_kv.cli.running import silence_transformers
-    from hybrid_kv.eval.profiling import open_bench, sweep
+    from hybrid_kv.report.files import check_files
 
-    check_target(output)
-    if trace is not None:
-        check_file("--trace", trace)
+    reads = [] if repeat is None else [repeat]
+    check_files({"--json": output.json, "--trace": trace}, reads)
     before: ProfileReport | None = None
     if repeat is None:
         arguments = _arguments(model, asked, options, cut)
     else:
         _refuse_beside_repeat(model, asked, options, cut)
         before, arguments = read_profile(repeat)
+    earlier = find_earlier(arguments, output) if resume else None
+    known = rows_of(earlier)
+    _refuse_trace_of_known(trace, known)
     silence_transformers(output)
-    with waiting(f"loading {arguments.model}, measuring the machine", output):
-        bench = open_bench(arguments)
     rows: list[Row] = []
-    with _progress(len(arguments.contexts) * len(arguments.methods), output) as tell:
-        for row in sweep(bench, tell, traces=trace is not None):
-            rows.append(row)
-    report = describe_profile(bench, rows)
-    write_report(report, output)  # first: whoever reads the tables may go before their end
-    if trace is not None:
-        _write_trace(trace, rows, report)
-    if not output.json_only:
-        print_profile(report)
-        if before is not None:
-            print_repetition(before, report)
+    if earlier is not None and not lacking(arguments, known):
+        report = earlier
+    else:
+        report = _measure(arguments, earlier, rows, output, traces=trace is not None)
+    with ExitStack() as each:  # whatever becomes of the others; the tables are the last
+        each.callback(_print, report, before, output)
+        if trace is not None:
+            each.callback(_write_trace, trace, rows, report)
+        write_report(report, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if any(row.status == "failed" for row in rows):
+    if any(row.status == "failed" for row in report.rows):
         raise typer.Exit(1)
+
+
+def _measure(
+    arguments: ProfileArguments,
+    earlier: ProfileReport | None,
+    rows: list[Row],
+    output: OutputOptions,
+    *,
+    traces: bool,
+) -> ProfileReport:
+    """Measures what is lacking; `rows` gets each row when it is there, the file too."""
+    from hybrid_kv.cli.profile_record import Record, lacking, rows_of
+    from hybrid_kv.eval.profiling import open_bench, sweep
+    from hybrid_kv.runtime.rates import Rates
+
+    known = rows_of(earlier)
+    rates = None if earlier is None else Rates(**dict(earlier.bandwidth_gbps))
+    with waiting(f"loading {arguments.model}, measuring the machine", output):
+        bench = open_bench(arguments, rates)
+    record, ended = Record(bench, output, known), False
+    try:
+        with _progress(lacking(arguments, known), output) as tell:
+            for row in sweep(bench, tell, traces=traces, known=known):
+                rows.append(row)
+                record.add(row)
+                ended = row.status == "interrupted"
+    except KeyboardInterrupt:  # between two rows
+        ended = True
+    return record.report(interrupted=ended)
+
+
+def _print(report: ProfileReport, before: ProfileReport | None, output: OutputOptions) -> None:
+    from hybrid_kv.cli.profile_tables import print_profile, print_repetition
+
+    if output.json_only:
+        return
+    print_profile(report)
+    if before is not None:
+        print_repetition(before, report)
+
+
+def _refuse_trace_of_known(trace: str | None, known: Collection[object]) -> None:
+    from hybrid_kv.errors import ConfigError
+
+    if trace == "-":
+        raise ConfigError("--trace must name a file, got '-'; stdout has the tables")
+    if trace is not None and known:
+        raise ConfigError(
+            "--trace needs spans, which rows that were measured before have left none of; leave it "
+            "out, or leave out --resume"
+        )
 
 
 def _arguments(
@@ -274,14 +331,9 @@ def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
 
 def _write_trace(name: str, rows: list[Row], report: ProfileReport) -> None:
     from hybrid_kv.cli.profile_tables import short_count, title
-    from hybrid_kv.errors import ConfigError
     from hybrid_kv.eval.profiling import chrome_trace
+    from hybrid_kv.report.files import write_file
 
     parts = [(f"{row.method}, {short_count(row.context_tokens)}", row.spans) for row in rows]
     trace = chrome_trace(parts, {"model": title(report), "fill": report.fill})
-    try:
-        Path(name).write_text(json.dumps(trace), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"trace '{name}' cannot be written: {error.strerror}; choose another file"
-        ) from None
+    write_file(name, json.dumps(trace), "trace")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hybrid_kv.cli.documents import describe_audit, describe_work
+from hybrid_kv.cli.documents import describe_audit, describe_work, environment_on
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.pool import pool_here
-from hybrid_kv.report import probe_environment, read_report
+from hybrid_kv.report import read_report
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import MachineGbps, MemoryBytes, Percentiles, PhasesMs, WorkReport
 from hybrid_kv.report.schema import ProfileReport
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from hybrid_kv.eval.profiling import Bench, Row
 
 
-def describe_profile(bench: Bench, rows: Sequence[Row]) -> ProfileReport:
+def describe_profile(
+    bench: Bench, rows: Sequence[ProfileRow], *, interrupted: bool
+) -> ProfileReport:
     """The report of the rows so far."""
-    asked, device = bench.asked, bench.model.device
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    asked = bench.asked
     return ProfileReport(
-        environment=probe_environment(f"{device}{name}"),
+        environment=environment_on(bench.model.device),
         arguments=asked.model_dump(mode="json"),
         model=asked.model,
         layers=bench.num_layers,
@@ -38,11 +39,11 @@ def describe_profile(bench: Bench, rows: Sequence[Row]) -> ProfileReport:
         fill=asked.fill,
         new_tokens=asked.new_tokens,
         warmup_tokens=asked.warmup_tokens,
-        threads=_threads(),
+        threads=threads_here(),
         bandwidth_gbps=MachineGbps(**dataclasses.asdict(bench.rates)),
         recorder_us=1e6 * cost_of_measuring(Phases()),
-        rows=tuple(_row(row) for row in rows),
-        interrupted=any(row.status == "interrupted" for row in rows),
+        rows=tuple(rows),
+        interrupted=interrupted,
     )
 
 
@@ -61,12 +62,14 @@ def read_profile(path: Path) -> tuple[ProfileReport, ProfileArguments]:
     return report, ProfileArguments.of(report.arguments, f"report '{path}'")
 
 
-def _threads() -> dict[str, int]:
+def threads_here() -> dict[str, int]:
+    """Threads of torch and of the engine."""
     pool = pool_here() if engine_state().isa is not None else None
     return {"torch": torch.get_num_threads(), "engine": 1 if pool is None else pool.threads}
 
 
-def _row(row: Row) -> ProfileRow:
+def describe_row(row: Row) -> ProfileRow:
+    """A row as the schema has it."""
     taken = [] if row.steps is None else [1e3 * seconds for seconds in row.steps.step_s]
     phases = {} if row.steps is None else row.steps.phases_s()
     on_device = {} if row.steps is None else row.steps.device_phases_s()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,36 +57,42 @@ def report(
     output: OutputOptions,
 ) -> None:
     """Draw runs: latency, phases, recall, memory, limits; compare profiles."""
-    from hybrid_kv.cli.display import note
-    from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.display import human_bytes, note
+    from hybrid_kv.cli.documents import write_report
     from hybrid_kv.report import read_report
-    from hybrid_kv.report.html.export import export
+    from hybrid_kv.report.files import write_file
+    from hybrid_kv.report.html.export import Format, export
     from hybrid_kv.report.html.page import render
     from hybrid_kv.report.html.raster import check_raster
     from hybrid_kv.report.html.sources import drawable
 
-    check_target(output)
-    _check_paths(runs, page)
+    _check_paths(runs, page, output)
     if page.png is not None:
         check_raster()
     sources = [drawable(read_report(path), str(path)) for path in runs]
     written: list[Path] = []
+    lines: list[str] = []
     if page.html is not None:
-        _write(page.html, render(sources))
+        text = render(sources)
+        write_file(page.html, text, "page")
+        lines.append(f"{page.html}: {human_bytes(len(text.encode()))}")
         written.append(page.html)
-    if page.svg is not None:
-        written += export(sources, page.svg, "svg")
-    if page.png is not None:
-        written += export(sources, page.png, "png")
+    formats: dict[Format, Path | None] = {"svg": page.svg, "png": page.png}
+    for kind, folder in formats.items():
+        if folder is not None:
+            figures = export(sources, folder, kind)
+            lines.append(f"{folder}: {len(figures)} figures")
+            written += figures
     if output.json is not None:
         write_report(_document(sources, written), output)
-    for line in _summary(page, written):
+    for line in lines:
         note(line, output)
 
 
-def _check_paths(runs: list[Path], page: PageOptions) -> None:
+def _check_paths(runs: list[Path], page: PageOptions, output: OutputOptions) -> None:
     """Raises ConfigError for what cannot be read or written, before anything is drawn."""
     from hybrid_kv.errors import ConfigError
+    from hybrid_kv.report.files import check_files, check_folder
 
     seen: set[Path] = set()
     for path in runs:
@@ -99,56 +104,10 @@ def _check_paths(runs: list[Path], page: PageOptions) -> None:
             "report needs something to write, got none of --html FILE, --svg FOLDER and --png "
             "FOLDER; give at least one"
         )
-    if page.html is not None:
-        _check_file(page.html, seen)
+    check_files({"--html": page.html, "--json": output.json}, runs)
     for name, folder in (("--svg", page.svg), ("--png", page.png)):
         if folder is not None:
-            _check_folder(name, folder)
-
-
-def _check_file(path: Path, runs: set[Path]) -> None:
-    from hybrid_kv.errors import ConfigError
-
-    if path.resolve() in runs:
-        raise ConfigError(f"--html must not overwrite a run, got '{path}'; choose another file")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--html must name a file in an existing folder, got '{path}'")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--html must name a file that can be written, got '{path}'")
-
-
-def _check_folder(name: str, folder: Path) -> None:
-    from hybrid_kv.errors import ConfigError
-
-    base = folder if folder.exists() else folder.absolute().parent
-    if not base.is_dir():
-        raise ConfigError(f"{name} must name a folder, or a new one in an existing, got '{folder}'")
-    if not os.access(base, os.W_OK):
-        raise ConfigError(f"{name} must name a folder that can be written, got '{folder}'")
-
-
-def _write(path: Path, text: str) -> None:
-    from hybrid_kv.errors import ConfigError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"page '{path}' cannot be written: {error.strerror}; choose another file"
-        ) from None
-
-
-def _summary(page: PageOptions, written: list[Path]) -> list[str]:
-    from hybrid_kv.cli.display import human_bytes
-
-    lines = []
-    if page.html is not None:
-        lines.append(f"{page.html}: {human_bytes(page.html.stat().st_size)}")
-    for folder in (page.svg, page.png):
-        if folder is not None:
-            number = sum(path.parent == folder for path in written)
-            lines.append(f"{folder}: {number} figures")
-    return lines
+            check_folder(name, folder)
 
 
 def _document(sources: list[Source], written: list[Path]) -> PageReport:

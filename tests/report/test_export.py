@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hybrid_kv.errors import BackendUnavailable, ConfigError
+from hybrid_kv.errors import BackendUnavailable, WriteError
 from hybrid_kv.report.html.export import export, scenes
-from hybrid_kv.report.html.raster import check_raster, write_png
+from hybrid_kv.report.html.raster import check_raster, to_png
 from hybrid_kv.report.html.scene import Box, Dot, Line, Scene, Text
 from hybrid_kv.report.html.sources import Source
 from hybrid_kv.report.html.svg import MARGIN, to_file
@@ -83,7 +83,7 @@ def all_marks() -> Scene:
 def test_png_has_three_pixels_for_each_of_the_figure(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="PNG needs the extra report")
     path = tmp_path / "figure.png"
-    write_png(all_marks(), path)
+    path.write_bytes(to_png(all_marks()))
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     size = struct.unpack(">II", data[16:24])
@@ -93,7 +93,7 @@ def test_png_has_three_pixels_for_each_of_the_figure(tmp_path: Path) -> None:
 def test_png_draws_where_svg_does(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="PNG needs the extra report")
     path = tmp_path / "figure.png"
-    write_png(Scene("n", "t", "d", 40, 20, [Box(10, 4, 20, 8, "s1")]), path)
+    path.write_bytes(to_png(Scene("n", "t", "d", 40, 20, [Box(10, 4, 20, 8, "s1")])))
     pixels = image.imread(path)
 
     def at(x: float, y: float) -> list[int]:
@@ -113,5 +113,5 @@ def test_png_without_matplotlib_says_the_way_out(monkeypatch: pytest.MonkeyPatch
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.touch()
-    with pytest.raises(ConfigError, match="figures cannot be written"):
+    with pytest.raises(WriteError, match="cannot be made: File exists"):
         export([small()], taken, "svg")

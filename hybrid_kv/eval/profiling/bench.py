@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -24,6 +25,19 @@ from hybrid_kv.models.support import inspect_model
 from hybrid_kv.runtime.planner import Machine, ModelFacts, make_plan
 from hybrid_kv.runtime.rates import Rates, measure_rates
 from hybrid_kv.types import ModelInfo
+
+
+class BuiltRow(Protocol):
+    """A row that was measured now or in an earlier run."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def index_build_s(self) -> float | None: ...
+    @property
+    def index(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 @dataclass(slots=True)
@@ -49,9 +63,19 @@ class Bench:
     def info(self) -> ModelInfo:
         return inspect_model(self.model)
 
+    def note_build(self, row: BuiltRow) -> None:
+        """Learns from a row how long its index takes."""
+        # Where none of the heads was long enough for a graph, its time says nothing of graphs.
+        serving = {head["serves"] for head in row.index if "serves" in head}
+        if row.index_build_s is not None and serving != {"flat"}:
+            self.forecast.note(row.method, row.context_tokens, row.index_build_s)
 
-def open_bench(asked: ProfileArguments) -> Bench:
+
+def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
     """Checks that the contexts fit, loads the model and measures the machine, in this order.
+
+    Args:
+        rates: of this machine, where they were measured before.
 
     Raises:
         ConfigError: a context is longer than the model was made for.
@@ -81,7 +105,7 @@ def open_bench(asked: ProfileArguments) -> Bench:
     model, _ = load_model(
         asked.model, device=device, dtype=asked.dtype, layers=asked.layers, seed=asked.seed
     )
-    return Bench(asked, model, facts, measure_rates(device), whole, configs)
+    return Bench(asked, model, facts, rates or measure_rates(device), whole, configs)
 
 
 def _lack(
@@ -101,6 +125,7 @@ def sweep(
     report: Callable[[Row, str, int, int], None] | None = None,
     *,
     traces: bool = False,
+    known: Collection[tuple[str, int]] = (),
 ) -> Iterator[Row]:
     """The rows, context by context, each as soon as it is measured.
 
@@ -111,10 +136,13 @@ def sweep(
         report: called with the row under way, what is done, how much of it, and how much there is;
             not while steps are measured.
         traces: whether rows keep the spans of a few steps more.
+        known: methods and contexts that need not be measured.
     """
     contexts = _Contexts(bench)
     for num_tokens in bench.asked.contexts:
         for method, config in bench.configs.items():
+            if (method, num_tokens) in known:
+                continue
             row = Row(method, num_tokens, config, _predicted(bench, config, num_tokens))
             row.reason = bench.asked.changed(config)
             tell = _teller(row, report)
@@ -182,16 +210,7 @@ def _measure(
             bench.forecast.note(row.method, row.context_tokens, reason.expected_s)
     except Exception as error:
         row.status, row.reason = "failed", _sentence(error)
-    if row.index_build_s is not None and _is_whole(row):
-        bench.forecast.note(row.method, row.context_tokens, row.index_build_s)
-
-
-def _is_whole(row: Row) -> bool:
-    """Whether the index was built as longer contexts will have it: a graph that none of the heads
-    was long enough for says nothing of what graphs take.
-    """
-    serving = {head["serves"] for head in row.index if "serves" in head}
-    return serving != {"flat"}
+    bench.note_build(row)
 
 
 def _sentence(error: Exception) -> str:

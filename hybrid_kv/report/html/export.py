@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import WriteError
+from hybrid_kv.report.files import write_file
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.compare import pairs_of, ratio_figure
 from hybrid_kv.report.html.entries import Entry, by_context, entries_of, measured, tiers
@@ -21,7 +22,7 @@ from hybrid_kv.report.html.profile_figures import (
     tpot_figure,
     ttft_figure,
 )
-from hybrid_kv.report.html.raster import write_png
+from hybrid_kv.report.html.raster import to_png
 from hybrid_kv.report.html.runs import run_entries
 from hybrid_kv.report.html.scene import Scene
 from hybrid_kv.report.html.sources import Source, comparisons
@@ -39,23 +40,21 @@ def export(sources: Sequence[Source], folder: Path, kind: Format) -> list[Path]:
     """Writes each figure into the folder, which is made where it is not there.
 
     Raises:
-        ConfigError: the folder or a file in it cannot be written.
+        WriteError: the folder or a file in it cannot be written.
         BackendUnavailable: "png" without Matplotlib.
     """
-    written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for scene in scenes(sources):
-            path = folder / f"{_file_name(scene.name)}.{kind}"
-            if kind == "png":
-                write_png(scene, path)
-            else:
-                path.write_text(to_file(scene), encoding="utf-8")
-            written.append(path)
     except OSError as error:
-        raise ConfigError(
-            f"figures cannot be written to '{folder}': {error.strerror}; choose another folder"
-        ) from None
+        raise WriteError(
+            f"folder '{folder}' cannot be made: {error.strerror}; choose another"
+        ) from error
+    draw = to_png if kind == "png" else to_file
+    written = []
+    for scene in scenes(sources):
+        path = folder / f"{_file_name(scene.name)}.{kind}"
+        write_file(path, draw(scene), "figure")
+        written.append(path)
     return written
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 from hybrid_kv.errors import BackendUnavailable
@@ -26,12 +26,11 @@ def check_raster() -> None:
         ) from None
 
 
-def write_png(scene: Scene, path: Path, scale: float = 3.0) -> None:
-    """Writes the scene in light colours, `scale` pixels of the image to one of the scene.
+def to_png(scene: Scene, scale: float = 3.0) -> bytes:
+    """The scene in light colours, `scale` pixels of the image to one of the scene.
 
     Raises:
         BackendUnavailable: Matplotlib is not installed.
-        OSError: the file cannot be written.
     """
     check_raster()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -45,7 +44,9 @@ def write_png(scene: Scene, path: Path, scale: float = 3.0) -> None:
     axes.axis("off")
     for order, mark in enumerate(scene.marks):
         _draw(axes, mark, order + 1)
-    figure.savefig(path, format="png", dpi=scale * _DPI, metadata={"Title": scene.title})
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=scale * _DPI, metadata={"Title": scene.title})
+    return image.getvalue()
 
 
 def _draw(axes: Any, mark: Mark, order: int) -> None:
