@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 
@@ -13,8 +14,15 @@ namespace hkv {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kSpins = 2000;  // rounds of `relax` between looks at the clock
-constexpr auto kSpinTime = std::chrono::microseconds(200);
+constexpr int kSpins = 200;  // rounds of `relax` between looks at the clock
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kShortSpin = std::chrono::microseconds(200);
+constexpr auto kLongSpin = std::chrono::milliseconds(2);  // a device's part of a layer takes less
+constexpr auto kLostCore = std::chrono::microseconds(200);  // away for so long: others want the core
+
+constexpr int kLoopShift = 32, kSeatShift = 16;
+constexpr uint64_t kSeat = uint64_t{1} << kSeatShift, kInside = kSeat - 1, kSeats = kInside << kSeatShift;
 
 thread_local const Pool *current_pool = nullptr;
 thread_local int current_worker = 0;
@@ -27,6 +35,8 @@ inline void relax() {
 #endif
 }
 
+uint32_t loop_of(uint64_t gate) { return static_cast<uint32_t>(gate >> kLoopShift); }
+
 void pin(std::thread &thread, int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -36,6 +46,20 @@ void pin(std::thread &thread, int cpu) {
 }
 
 }  // namespace
+
+/// How long a worker spins: long where one of the last two pauses between loops would have ended by
+/// then, since a pause between tokens is longer than those between layers.
+struct Pool::Patience {
+  bool was_short = false, is_short = false;
+
+  Clock::duration spin() const {
+    return was_short || is_short ? Clock::duration(kLongSpin) : Clock::duration(kShortSpin);
+  }
+  void learn(Clock::duration pause) {
+    was_short = is_short;
+    is_short = pause <= kLongSpin;
+  }
+};
 
 Pool::Pool(int threads, const int32_t *affinity, int num_affinity) : process_(getpid()) {
   if (threads < 1 || threads > kMaxThreads)
@@ -86,15 +110,32 @@ void Pool::run(int64_t count, const Body &body) {
     if (failure_) std::rethrow_exception(failure_);
     return;
   }
-  busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    round_.fetch_add(1, std::memory_order_release);
-  }
-  wake_.notify_all();
+  const int seats = static_cast<int>(std::min<int64_t>(count - 1, threads() - 1));
+  const uint64_t loop = loop_of(gate_.load(std::memory_order_relaxed)) + uint64_t{1};
+  gate_.store(loop << kLoopShift | static_cast<uint64_t>(seats) << kSeatShift);
+  call_sleepers(seats);
   take_items_here();
-  while (busy_.load(std::memory_order_acquire) > 0) relax();
+  gate_.fetch_and(~kSeats);
+  while ((gate_.load(std::memory_order_acquire) & kInside) > 0) {
+    for (int i = 0; i < kSpins && (gate_.load(std::memory_order_relaxed) & kInside) > 0; ++i)
+      relax();
+    std::this_thread::yield();  // to a worker that lost its core with an item in hand
+  }
   if (failure_) std::rethrow_exception(failure_);
+}
+
+/// Wakes as many workers as there are seats that those awake leave.
+///
+/// One that falls asleep meanwhile sees the loop, or is counted here: both sides write before they
+/// read, in one order for all.
+void Pool::call_sleepers(int seats) {
+  const int sleeping = sleeping_.load();
+  const int called = std::min(sleeping, seats - (threads() - 1 - sleeping));
+  if (called <= 0) return;
+  calls_.fetch_add(called, std::memory_order_relaxed);
+  { std::lock_guard<std::mutex> lock(mutex_); }
+  if (called == sleeping) return wake_.notify_all();
+  for (int i = 0; i < called; ++i) wake_.notify_one();
 }
 
 void Pool::take_items_here() noexcept {
@@ -124,21 +165,51 @@ void Pool::take_items(int worker) noexcept {
 void Pool::work(int worker) {
   current_pool = this;
   current_worker = worker;
-  uint64_t seen = 0;
+  Patience patience;
+  uint32_t seen = 0;
   for (;;) {
-    auto until = std::chrono::steady_clock::now() + kSpinTime;
-    while (round_.load(std::memory_order_acquire) == seen && !stop_.load()) {
-      for (int i = 0; i < kSpins && round_.load(std::memory_order_relaxed) == seen; ++i) relax();
-      if (std::chrono::steady_clock::now() > until) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return round_.load() != seen || stop_.load(); });
-      }
-    }
+    seen = await_loop(seen, patience);
     if (stop_.load()) return;
-    seen = round_.load(std::memory_order_acquire);
+    if (!enter(seen)) continue;
     take_items(worker);
-    busy_.fetch_sub(1, std::memory_order_release);
+    gate_.fetch_sub(1, std::memory_order_release);
   }
+}
+
+/// Returns the number of the next loop after `seen`, or any where the pool stops.
+uint32_t Pool::await_loop(uint32_t seen, Patience &patience) {
+  const auto begin = Clock::now(), until = begin + patience.spin();
+  const auto is_over = [&] { return loop_of(gate_.load(std::memory_order_acquire)) != seen; };
+  bool is_lost = false;
+  for (auto looked = begin; !is_over() && !stop_.load();) {
+    for (int i = 0; i < kSpins && !is_over(); ++i) relax();
+    std::this_thread::yield();
+    const auto now = Clock::now();
+    is_lost |= now - looked > kLostCore;
+    if (now > until || is_lost) sleep(seen);
+    looked = now;
+  }
+  patience.learn(is_lost ? Clock::duration::max() : Clock::now() - begin);
+  return loop_of(gate_.load(std::memory_order_acquire));
+}
+
+void Pool::sleep(uint32_t seen) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  sleeping_.fetch_add(1);
+  wake_.wait(lock, [&] { return loop_of(gate_.load()) != seen || stop_.load(); });
+  sleeping_.fetch_sub(1);
+}
+
+/// Takes a seat; false where none is left or the loop is over.
+bool Pool::enter(uint32_t loop) {
+  uint64_t gate = gate_.load(std::memory_order_relaxed);
+  while (loop_of(gate) == loop && (gate & kSeats) != 0)
+    if (gate_.compare_exchange_weak(gate, gate - kSeat + 1, std::memory_order_acquire,
+                                    std::memory_order_relaxed)) {
+      joins_.fetch_add(1, std::memory_order_relaxed);
+      return true;
+    }
+  return false;
 }
 
 void parallel_for(Pool *pool, int64_t count, const Pool::Body &body) {

@@ -14,10 +14,12 @@
 
 namespace hkv {
 
-/// Runs a loop's items on all workers and the calling thread.
+/// Runs a loop's items on the calling thread and on as many workers as there are further items.
 ///
 /// Workers spin between loops, because decoding enters the pool once per layer and waking a
-/// sleeping thread costs as much as a search; after a while without work they sleep.
+/// sleeping thread costs as much as a search. They spin longer while loops follow each other, and
+/// sleep where loops are rare or other threads want their core. Whoever comes when all items are
+/// taken is not waited for.
 class Pool {
  public:
   /// `item` and the number of the worker that runs it, 0 .. threads() - 1.
@@ -34,8 +36,21 @@ class Pool {
   /// workers have stopped. A nested call from inside a body runs on the calling worker alone.
   void run(int64_t count, const Body &body);
 
+  /// How often workers took part in loops, and how often one that slept was called.
+  struct Counts {
+    int64_t joins, calls;
+  };
+  Counts counts() const { return {joins_.load(), calls_.load()}; }
+  int sleeping() const { return sleeping_.load(); }
+
  private:
+  struct Patience;
+
   void work(int worker);
+  uint32_t await_loop(uint32_t seen, Patience &patience);
+  void sleep(uint32_t seen);
+  bool enter(uint32_t loop);
+  void call_sleepers(int seats);
   void take_items(int worker) noexcept;
   void take_items_here() noexcept;
   void shut_down();
@@ -45,8 +60,9 @@ class Pool {
   std::mutex caller_;  // one loop at a time
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> round_{0};
-  std::atomic<int> busy_{0};
+  std::atomic<uint64_t> gate_{0};  // of the loop that runs: its number, free seats, workers inside
+  std::atomic<int> sleeping_{0};
+  std::atomic<int64_t> joins_{0}, calls_{0};
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stop_{false};
   int64_t count_ = 0;

@@ -1,6 +1,9 @@
 // The library's self-description, and the worker pool.
+#include <atomic>
+#include <chrono>
 #include <thread>
 
+#include "../src/pool.h"
 #include "arrays.h"
 #include "hybrid_kv_attend.h"
 
@@ -63,6 +66,68 @@ std::vector<float> attend(hkv_pool *pool, const Rows &keys, const Rows &values,
 }
 
 }  // namespace
+
+namespace {
+
+/// Whether all workers have come to sleep; they do within milliseconds.
+bool all_sleep(const hkv::Pool &pool) {
+  for (int i = 0; i < 10000 && pool.sleeping() < pool.threads() - 1; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return pool.sleeping() == pool.threads() - 1;
+}
+
+}  // namespace
+
+CLAIM(every_item_is_run_once_by_whoever_comes) {
+  hkv::Pool pool(5, nullptr, 0);
+  for (int64_t count = 0; count < 400; ++count) {
+    std::vector<std::atomic<int>> runs(static_cast<size_t>(count % 37));
+    pool.run(count % 37, [&](int64_t item, int worker) {
+      CHECK(worker >= 0 && worker < 5);
+      runs[static_cast<size_t>(item)].fetch_add(1);
+    });
+    for (const std::atomic<int> &run : runs) CHECK(run.load() == 1);
+  }
+}
+
+CLAIM(a_loop_takes_no_more_workers_than_it_has_further_items) {
+  hkv::Pool pool(5, nullptr, 0);
+  const hkv::Pool::Body body = [](int64_t, int) { std::this_thread::yield(); };
+  for (int loop = 0; loop < 1000; ++loop) pool.run(2, body);
+  CHECK(pool.counts().joins <= 1000);
+  const int64_t before = pool.counts().joins;
+  for (int loop = 0; loop < 100; ++loop) pool.run(1, body);
+  CHECK(pool.counts().joins == before);
+}
+
+CLAIM(a_loop_calls_no_more_sleepers_than_it_has_further_items) {
+  hkv::Pool pool(7, nullptr, 0);
+  CHECK(all_sleep(pool));
+  pool.run(3, [](int64_t, int) {});
+  CHECK(pool.counts().calls == 2);
+  CHECK(all_sleep(pool));
+  pool.run(100, [](int64_t, int) {});
+  CHECK(pool.counts().calls == 2 + 6);
+}
+
+CLAIM(workers_sleep_again_after_loops_that_followed_each_other) {
+  hkv::Pool pool(3, nullptr, 0);
+  for (int loop = 0; loop < 500; ++loop) pool.run(3, [](int64_t, int) {});
+  CHECK(all_sleep(pool));
+}
+
+CLAIM(a_loop_inside_of_an_item_stays_with_its_worker) {
+  hkv::Pool pool(3, nullptr, 0);
+  std::atomic<int> items{0};
+  pool.run(6, [&](int64_t, int outer) {
+    const auto here = std::this_thread::get_id();
+    pool.run(5, [&](int64_t, int inner) {
+      CHECK(inner == outer && std::this_thread::get_id() == here);
+      items.fetch_add(1);
+    });
+  });
+  CHECK(items.load() == 30);
+}
 
 CLAIM(callers_of_one_pool_wait_for_each_other) {
   const Rows keys(random_floats(kKeys * kDim, 1), kDim),

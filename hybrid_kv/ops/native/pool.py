@@ -10,6 +10,7 @@ from functools import cache
 from weakref import finalize
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError
+from hybrid_kv.ops.native.cores import default_threads
 from hybrid_kv.ops.native.library import check, engine
 
 
@@ -49,14 +50,14 @@ _thread = threading.local()
 
 @cache
 def default_pool() -> Pool:
-    """One pool per process, with `HYBRID_KV_THREADS` threads or one per CPU it may use."""
+    """One pool per process, with `HYBRID_KV_THREADS` threads, or as many as `default_threads`."""
     wanted = os.environ.get("HYBRID_KV_THREADS", "")
     if not wanted:
-        return Pool(len(os.sched_getaffinity(0)))
+        return Pool(default_threads())
     if not wanted.isdecimal():
         raise ConfigError(
             f"HYBRID_KV_THREADS must be a number of threads, got '{wanted}'; unset it for one per "
-            "CPU"
+            "core"
         )
     return Pool(int(wanted))
 

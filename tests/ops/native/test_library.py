@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.cores import cpu_quota, default_threads, num_cores
 from hybrid_kv.ops.native.pool import Pool, default_pool
 
 BUILT = [isa for isa in library.ISAS if library.path_of(isa).is_file()]
@@ -111,6 +113,37 @@ def test_a_pool_that_cannot_be_made_says_why(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Pool(threads, affinity)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (16, 15)])
+def test_one_of_many_cores_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr("hybrid_kv.ops.native.cores.num_cores", lambda cpus: cores)
+    monkeypatch.setattr("hybrid_kv.ops.native.cores.cpu_quota", lambda: None)
+    assert default_threads() == threads
+
+
+def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu in range(6):  # the seventh says nothing
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 3},{cpu % 3 + 3}\n")
+    assert num_cores(range(7), tmp_path) == 4
+    assert num_cores([0, 3], tmp_path) == 1
+
+
+def test_a_containers_share_of_the_cpus_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "cpu.max"
+    control.write_text("250000 100000\n")
+    assert cpu_quota(control) == 2.5
+    control.write_text("max 100000\n")
+    assert cpu_quota(control) is cpu_quota(tmp_path / "absent") is None
+    monkeypatch.setattr("hybrid_kv.ops.native.cores.num_cores", lambda cpus: 64)
+    monkeypatch.setattr("hybrid_kv.ops.native.cores.cpu_quota", lambda: 2.5)
+    assert default_threads() == 2
 
 
 @needs_engine
