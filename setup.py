@@ -14,12 +14,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 ISAS = {
     "baseline": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+    "avx2": [*AVX2],
+    "avxvnni": [*AVX2, "-mavxvnni"],
     "avx512": [
-        *("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512vl"),
-        *("-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+        *(*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+        "-mprefer-vector-width=512",
     ],
 }
 FLAGS = [

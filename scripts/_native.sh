@@ -39,12 +39,13 @@ build_native() (
         echo "$key" >"$folder/key"
 )
 
-# runnable_isas PROGRAM: the instruction sets that this CPU runs, the best one last.
+# runnable_isas COMPILER PROGRAM...: the instruction sets that a CPU runs and the compiler knows, the
+# fastest last. PROGRAM: run_tests of the baseline, with the emulator before it if there is one.
 runnable_isas() {
-    local best isa
-    best=$("$1" --best-isa)
-    for isa in baseline avx2 avx512; do
-        echo "$isa"
-        [[ $isa != "$best" ]] || return 0
+    local compiler=$1 isa flags
+    shift
+    for isa in $("$@" --isas); do
+        read -ra flags < <(native_flags "$isa")
+        ! "$compiler" "${flags[@]}" -fsyntax-only -x c++ /dev/null 2>/dev/null || echo "$isa"
     done
 }

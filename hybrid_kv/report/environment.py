@@ -16,7 +16,10 @@ _DISTRIBUTIONS = {
     "faiss-cpu": ("faiss-cpu", "faiss-gpu", "faiss"),
     "flashinfer": ("flashinfer-python", "flashinfer"),
 }
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+_FEATURES = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    *("asimd", "sve", "bf16"),
+)
 _CPUINFO = Path("/proc/cpuinfo")
 
 

@@ -17,7 +17,7 @@ extern "C" {
 #define HKV_API __attribute__((visibility("default")))
 
 /* Raised with every change of a signature or of a struct below; the caller refuses another one. */
-#define HKV_ABI_VERSION 6
+#define HKV_ABI_VERSION 7
 
 enum hkv_status {
   HKV_OK = 0,
@@ -30,11 +30,12 @@ enum hkv_dtype { HKV_F32 = 0, HKV_F16 = 1, HKV_BF16 = 2 };
 
 HKV_API int hkv_abi_version(void);
 
-/* "baseline", "avx2" or "avx512": what this library was compiled for. */
+/* "baseline", "avx2", "avxvnni" or "avx512": what this library was compiled for. */
 HKV_API const char *hkv_isa(void);
 
-/* The best of these names that this CPU and its operating system can run. Any library answers. */
-HKV_API const char *hkv_best_isa(void);
+/* Those of these names that this CPU and its operating system can run, the fastest last, with spaces
+ * between them. Ask the library of "baseline": no other is sure to get as far as the answer. */
+HKV_API const char *hkv_runnable_isas(void);
 
 /* What went wrong last on this thread; valid until its next call. */
 HKV_API const char *hkv_last_error(void);

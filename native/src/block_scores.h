@@ -54,7 +54,21 @@ __attribute__((noinline)) void score_chunk(const uint8_t *blocks, int64_t count,
 
 #elif defined(__AVX2__)
 
+#if defined(__AVXVNNI__)
+
+constexpr int kQueryWords = 1;
+
+inline QueryCodes broadcast(const int32_t *words) { return {_mm256_set1_epi32(words[0])}; }
+
+#else
+
 constexpr int kQueryWords = 2;  // even and odd channels, widened to 16 bits
+
+inline QueryCodes broadcast(const int32_t *words) {
+  return {_mm256_set1_epi32(words[0]), _mm256_set1_epi32(words[1])};
+}
+
+#endif
 
 /// One half of a block; more than 4 queries would not fit into the registers.
 template <int Queries>
@@ -67,9 +81,7 @@ inline void score_half(const uint8_t *half, int quad_count, const int32_t *queri
     _mm_prefetch(reinterpret_cast<const char *>(half + ahead), _MM_HINT_T0);
     const Codes keys = load_codes(half);
     for (int query = 0; query < Queries; ++query) {
-      const QueryCodes factor = {_mm256_set1_epi32(queries[2 * query]),
-                                 _mm256_set1_epi32(queries[2 * query + 1])};
-      sums[query] = add_products(sums[query], keys, factor);
+      sums[query] = add_products(sums[query], keys, broadcast(queries + kQueryWords * query));
     }
   }
   for (int query = 0; query < Queries; ++query)
@@ -88,8 +100,8 @@ inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
       const __m256 level =
           _mm256_load_ps(reinterpret_cast<const float *>(keys + bytes - kLineBytes));
       for (int query = 0; query < Queries; query += kAtOnce)
-        score_half<kAtOnce>(keys, quad_count, queries + 2 * query, 2 * Queries, bias + query, level,
-                            out + query * row + block * HKV_BLOCK_KEYS + 8 * half, row,
+        score_half<kAtOnce>(keys, quad_count, queries + kQueryWords * query, kQueryWords * Queries,
+                            bias + query, level, out + query * row + block * HKV_BLOCK_KEYS + 8 * half, row,
                             half == 0 && query == 0 ? ahead : 0);
     }
 }

@@ -98,7 +98,13 @@ class Accepted {
   }
   static Vector all(int32_t value) { return _mm256_set1_epi32(value); }
   static Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
-  static Vector multiply(Vector a, Vector b) { return _mm256_madd_epi16(a, b); }
+  static Vector add_products(Vector sums, Vector a, Vector b) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(sums, a, b);
+#else
+    return add(sums, _mm256_madd_epi16(a, b));
+#endif
+  }
   static unsigned below(Vector values, float factor, float limit) {
     const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(values));
     return _mm256_movemask_ps(_mm256_cmp_ps(scaled, _mm256_set1_ps(limit), _CMP_LT_OQ));
@@ -113,7 +119,9 @@ class Accepted {
   }
   static Vector all(int32_t value) { return _mm_set1_epi32(value); }
   static Vector add(Vector a, Vector b) { return _mm_add_epi32(a, b); }
-  static Vector multiply(Vector a, Vector b) { return _mm_madd_epi16(a, b); }
+  static Vector add_products(Vector sums, Vector a, Vector b) {
+    return add(sums, _mm_madd_epi16(a, b));
+  }
   static unsigned below(Vector values, float factor, float limit) {
     const __m128 scaled = _mm_mul_ps(_mm_set1_ps(factor), _mm_cvtepi32_ps(values));
     return _mm_movemask_ps(_mm_cmplt_ps(scaled, _mm_set1_ps(limit)));
@@ -127,7 +135,7 @@ class Accepted {
     for (int first = 0; first < lanes; first += kWide) {
       Vector dot = all(0);
       for (int pair = 0; pair < kPairs; ++pair)
-        dot = add(dot, multiply(load(block.pairs[pair] + 2 * first), all(pair_at(point, pair))));
+        dot = add_products(dot, load(block.pairs[pair] + 2 * first), all(pair_at(point, pair)));
       const Vector far = minus_twice(add(load(block.norms + first), all(norm)), dot);
       const unsigned used = (1u << std::min(kWide, lanes - first)) - 1;
       if ((below(far, alpha, limit) & used) != 0) return true;

@@ -93,10 +93,29 @@ inline int32_t sum_of(Sums sums) { return _mm512_reduce_add_epi32(sums); }
 
 #elif defined(__AVX2__)
 
-// maddubs would saturate at 16 bits: even and odd bytes are widened and multiplied apart.
 using Sums = __m256i;
 constexpr int kStep = 32;
 inline Sums zero_sums() { return _mm256_setzero_si256(); }
+
+#if defined(__AVXVNNI__)
+
+struct Codes {
+  __m256i bytes;
+};
+inline Codes load_codes(const uint8_t *row) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(row))};
+}
+using QueryCodes = Codes;
+inline QueryCodes load_query(const int8_t *query) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(query))};
+}
+inline Sums add_products(Sums sums, Codes row, QueryCodes query) {
+  return _mm256_dpbusd_avx_epi32(sums, row.bytes, query.bytes);
+}
+
+#else
+
+// maddubs would saturate at 16 bits: even and odd bytes are widened and multiplied apart.
 struct Codes {
   __m256i even, odd;
 };
@@ -115,6 +134,9 @@ inline Sums add_products(Sums sums, Codes row, QueryCodes query) {
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(row.even, query.even));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(row.odd, query.odd));
 }
+
+#endif
+
 inline void store_four(const Sums sums[4], int32_t *out) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(out),
                    sums_of_four(sums[0], sums[1], sums[2], sums[3]));

@@ -1,9 +1,9 @@
-// Runs every claim, or those whose name holds the first argument; --best-isa only names it.
+// Runs every claim, or those whose name holds the first argument; --isas only names those that this CPU runs.
 #include "check.h"
 
 int main(int count, char **arguments) {
-  if (count > 1 && std::strcmp(arguments[1], "--best-isa") == 0) {
-    std::puts(hkv_best_isa());
+  if (count > 1 && std::strcmp(arguments[1], "--isas") == 0) {
+    std::puts(hkv_runnable_isas());
     return 0;
   }
   int run = 0;

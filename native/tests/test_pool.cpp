@@ -10,7 +10,8 @@
 CLAIM(the_library_says_what_it_is) {
   CHECK(hkv_abi_version() == HKV_ABI_VERSION);
   CHECK(std::strlen(hkv_isa()) > 0);
-  CHECK(std::strlen(hkv_best_isa()) > 0);
+  CHECK(std::strncmp(hkv_runnable_isas(), "baseline", 8) == 0);
+  CHECK(std::strstr(hkv_runnable_isas(), hkv_isa()) != nullptr);
 }
 
 CLAIM(a_pool_refuses_threads_out_of_range) {

@@ -1,7 +1,7 @@
 """Which engine library is loaded: one per instruction set, chosen once per process.
 
-`HYBRID_KV_ISA` forces one of them (`baseline`, `avx2`, `avx512`), or `none` for machines without
-the engine. Nothing is loaded before the first call.
+`HYBRID_KV_ISA` forces one of them (`baseline`, `avx2`, `avxvnni`, `avx512`), or `none` for machines
+without the engine. Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 
-ABI_VERSION = 6
-ISAS = ("baseline", "avx2", "avx512")
-"""From the least to the most demanding; each runs wherever a later one does."""
+ABI_VERSION = 7
+ISAS = ("baseline", "avx2", "avxvnni", "avx512")
+"""From the slowest to the fastest; which of them a CPU runs, only the CPU can say."""
+_ANYWHERE = "baseline"
 _FOLDER = Path(__file__).parent
 _INVALID, _NO_MEMORY = 1, 2
 
@@ -38,6 +39,28 @@ class EngineState:
 def path_of(isa: str) -> Path:
     """Where the library of an instruction set lies when it was built."""
     return _FOLDER / f"engine_{isa}.so"
+
+
+def built() -> list[str]:
+    """The instruction sets that have a library, the fastest last; few CPUs run all of them."""
+    return [isa for isa in ISAS if path_of(isa).is_file()]
+
+
+def runnable() -> list[str]:
+    """Those of `built` that this CPU runs.
+
+    Raises:
+        OSError, BackendUnavailable: see `load`.
+    """
+    return [isa for isa in built() if isa in _known_to_cpu()]
+
+
+def _known_to_cpu() -> list[str]:
+    # A library for another CPU may not get as far as the answer.
+    if not path_of(_ANYWHERE).is_file():
+        return []
+    names: str = load(_ANYWHERE).hkv_runnable_isas().decode()
+    return names.split()
 
 
 @cache
@@ -72,33 +95,41 @@ def _choose(wanted: str) -> tuple[ctypes.CDLL | None, EngineState]:
             f"HYBRID_KV_ISA must be one of none, {', '.join(ISAS)}, got '{wanted}'; unset it to "
             "let the CPU decide"
         )
-    built = [isa for isa in ISAS if path_of(isa).is_file()]
-    if not built:
+    if not path_of(_ANYWHERE).is_file():
         return None, EngineState(
             None, "no compiler was found at install time; install g++ and install hybrid_kv again"
         )
     try:
-        best = load(built[0]).hkv_best_isa().decode()
+        names = runnable()
     except OSError as error:
-        return None, EngineState(None, f"{path_of(built[0]).name} cannot be loaded: {error}")
-    runnable = [isa for isa in built if ISAS.index(isa) <= ISAS.index(best)]
-    if wanted and wanted not in runnable:
+        return None, EngineState(None, f"{path_of(_ANYWHERE).name} cannot be loaded: {error}")
+    if wanted and wanted not in names:
         raise ConfigError(
             f"HYBRID_KV_ISA={wanted} cannot run here; this CPU and installation run "
-            f"{', '.join(runnable)}"
+            f"{', '.join(names)}"
         )
-    isa = wanted or runnable[-1]
-    return load(isa), EngineState(isa, f"{isa}, of {', '.join(runnable)}")
+    isa = wanted or names[-1]
+    return load(isa), EngineState(isa, f"{isa}, of {', '.join(names)}{_what_is_lost(names)}")
+
+
+def _what_is_lost(names: list[str]) -> str:
+    lost = [isa for isa in _known_to_cpu() if isa not in names]
+    return f"; {', '.join(lost)} would run too, but the compiler could not build it" if lost else ""
 
 
 @cache
 def load(isa: str) -> ctypes.CDLL:
-    """The library of one instruction set, with its signatures; does not ask whether it can run.
+    """The library of one instruction set, with its signatures.
 
     Raises:
         OSError: it was not built or cannot be loaded.
-        BackendUnavailable: it was built from other sources than these.
+        BackendUnavailable: it was built from other sources than these, or for other CPUs.
     """
+    if isa != _ANYWHERE and isa in built() and isa not in runnable():
+        raise BackendUnavailable(
+            f"{path_of(isa).name} cannot run here; this CPU and installation run "
+            f"{', '.join(runnable())}"
+        )
     library = ctypes.CDLL(str(path_of(isa)))
     version = library.hkv_abi_version()
     if version != ABI_VERSION:
@@ -106,7 +137,7 @@ def load(isa: str) -> ctypes.CDLL:
             f"{path_of(isa).name} has interface {version}, this package needs {ABI_VERSION}; "
             "install hybrid_kv again"
         )
-    for name in ("hkv_isa", "hkv_best_isa", "hkv_last_error"):
+    for name in ("hkv_isa", "hkv_runnable_isas", "hkv_last_error"):
         getattr(library, name).restype = c_char_p
     declare(library, "hkv_pool_create", c_int32, POINTER(c_int32), c_int32, POINTER(c_void_p))
     library.hkv_pool_destroy.argtypes = [c_void_p]

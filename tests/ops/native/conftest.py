@@ -7,9 +7,9 @@ import ctypes
 import pytest
 
 from hybrid_kv.ops.native import library
-from tests.ops.native.graph_data import runnable
+from tests.ops.native.engines import engine_params
 
 
-@pytest.fixture(params=runnable() or [pytest.param("", marks=pytest.mark.skip("no engine"))])
+@pytest.fixture(params=engine_params())
 def engine(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return library.load(request.param)

@@ -1,4 +1,4 @@
-"""Small heads for the tests of the graph, and the engines that can run here."""
+"""Small heads for the tests of the graph."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from torch import Tensor
 
 from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
-from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.portable import graph as portable
-
-
-def runnable() -> list[str]:
-    """Instruction sets that were built and that this CPU has."""
-    built = [isa for isa in library.ISAS if library.path_of(isa).is_file()]
-    if not built:
-        return []
-    best = library.load(built[0]).hkv_best_isa().decode()
-    return [isa for isa in built if library.ISAS.index(isa) <= library.ISAS.index(best)]
 
 
 @dataclass

@@ -242,10 +242,6 @@ def test_no_queries_and_no_heads(engine: ctypes.CDLL) -> None:
 
 def test_every_engine_finds_the_same_by_codes() -> None:
     keys, queries = make_keys(2, 5000, 72), torch.randn(2, 4, 72)
-    found = [
-        int8(keys, library.load(isa)).search(queries, 50)
-        for isa in library.ISAS
-        if library.path_of(isa).is_file()
-    ]
+    found = [int8(keys, library.load(isa)).search(queries, 50) for isa in library.runnable()]
     for other in found[1:]:
         torch.testing.assert_close(other.scores, found[0].scores, **SAME_CODES)

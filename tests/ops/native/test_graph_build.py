@@ -12,17 +12,16 @@ from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph_build import extend, project
 from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.portable import graph as portable
+from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (
     Head,
     exact_lists,
     make_head,
     neighbours_of,
     reachable,
-    runnable,
 )
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="the native engine is not built")
-each_engine = pytest.mark.parametrize("isa", runnable())
+pytestmark = needs_engine
 
 
 def assert_same(one: KeyGraph, other: KeyGraph) -> None:
@@ -187,7 +186,7 @@ def test_extending_by_nothing_changes_nothing(isa: str) -> None:
 @pytest.mark.parametrize("more", [extend, portable.extend])
 def test_what_cannot_be_extended(more: object) -> None:
     head = make_head(50, 16)
-    graph = head.graph(library.load(runnable()[0]), max_degree=32)
+    graph = head.graph(library.load("baseline"), max_degree=32)
     arguments = (head.lists, head.keys, head.queries)
     with pytest.raises(ConfigError, match="max_degree must be the graph's 32, got 64"):
         more(graph, *arguments, BuildParams())  # type: ignore[operator]
@@ -218,7 +217,7 @@ def test_threads_do_not_show(isa: str, threads: int) -> None:
 
 def test_engines_agree_on_a_large_head() -> None:
     head = make_head(4000, 128, num_queries=3000, length=50)
-    graphs = [head.graph(library.load(isa)) for isa in runnable()]
+    graphs = [head.graph(library.load(isa)) for isa in library.runnable()]
     for graph in graphs[1:]:
         assert_same(graphs[0], graph)
 
@@ -228,7 +227,7 @@ def test_strided_keys_build_the_same() -> None:
     wide = torch.zeros(300, 2, 32)
     wide[:, 1] = head.keys
     strided = Head(wide[:, 1], head.queries, head.lists)
-    engine = library.load(runnable()[0])
+    engine = library.load("baseline")
     assert_same(head.graph(engine), strided.graph(engine))
 
 

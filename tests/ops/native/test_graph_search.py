@@ -14,17 +14,16 @@ from hybrid_kv.ops.native.graph_build import extend
 from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.portable import graph as portable
+from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (
     Head,
     exact_lists,
     make_graph,
     make_head,
     reachable,
-    runnable,
 )
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="the native engine is not built")
-each_engine = pytest.mark.parametrize("isa", runnable())
+pytestmark = needs_engine
 
 
 def make_queries(head: Head, count: int, seed: int = 1) -> Tensor:
@@ -353,14 +352,14 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_numbers(arguments: dict[str, float], message: str) -> None:
     head = make_head(100, 8)
-    searcher = head.searcher(library.load(runnable()[0]))
+    searcher = head.searcher(library.load("baseline"))
     with pytest.raises(ConfigError, match=message):
         searcher.search(make_queries(head, 2), **{"top_k": 5, **arguments})  # type: ignore[arg-type]
 
 
 def test_wrong_shapes() -> None:
     head = make_head(100, 8)
-    engine = library.load(runnable()[0])
+    engine = library.load("baseline")
     graph = head.graph(engine)
     rows = head.rows(engine, graph)
     searcher = head.searcher(engine, graph)
@@ -387,7 +386,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_graph_is_refused(name: str) -> None:
     head = make_head(100, 8)
-    engine = library.load(runnable()[0])
+    engine = library.load("baseline")
     graph = head.graph(engine)
     wrong, error, message = DAMAGED[name]
     getattr(graph, name).view(-1)[:2] = wrong
@@ -398,7 +397,7 @@ def test_a_damaged_graph_is_refused(name: str) -> None:
 
 def test_keys_out_of_order_are_refused() -> None:
     head = make_head(100, 8)
-    engine = library.load(runnable()[0])
+    engine = library.load("baseline")
     graph = head.graph(engine)
     graph.keys_of[1] = graph.keys_of[0]
     with pytest.raises(ConfigError, match="keys_of of a graph must be ascending"):

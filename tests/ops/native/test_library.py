@@ -12,9 +12,18 @@ from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.cores import cpu_quota, default_threads, num_cores
 from hybrid_kv.ops.native.pool import Pool, default_pool
+from tests.ops.native.engines import needs_engine
 
-BUILT = [isa for isa in library.ISAS if library.path_of(isa).is_file()]
-needs_engine = pytest.mark.skipif(not BUILT, reason="the engine was not built")
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that runs no library but the baseline's."""
+    monkeypatch.setattr(library, "_known_to_cpu", lambda: ["baseline"])
+    for cached in (library.load, library._choose):
+        cached.cache_clear()
+    yield
+    for cached in (library.load, library._choose):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +36,41 @@ def _fresh_choice() -> Iterator[None]:
 
 @needs_engine
 def test_each_library_knows_what_it_is() -> None:
-    for isa in BUILT:
+    for isa in library.runnable():
         assert library.load(isa).hkv_isa().decode() == isa
         assert library.load(isa).hkv_abi_version() == library.ABI_VERSION
+
+
+@needs_engine
+@pytest.mark.skipif(len(library.built()) < 2, reason="no library beside the baseline's was built")
+@pytest.mark.usefixtures("plain_cpu")
+def test_a_library_for_another_cpu_is_refused_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = library.built()[-1]
+    with pytest.raises(BackendUnavailable, match=f"engine_{isa}.so cannot run here; .* baseline$"):
+        library.load(isa)
+    assert library.runnable() == ["baseline"]
+    assert library.engine_state().isa == "baseline"
+    monkeypatch.setenv("HYBRID_KV_ISA", isa)
+    with pytest.raises(ConfigError, match=f"HYBRID_KV_ISA={isa} cannot run here; .* baseline$"):
+        library.engine()
+
+
+@needs_engine
+@pytest.mark.usefixtures("plain_cpu")
+def test_what_the_compiler_could_not_build_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_known_to_cpu", lambda: ["baseline", "avxvnni"])
+    monkeypatch.setattr(library, "built", lambda: ["baseline"])
+    assert library.engine_state().detail == (
+        "baseline, of baseline; avxvnni would run too, but the compiler could not build it"
+    )
+
+
+@needs_engine
+def test_only_the_baseline_is_asked_what_the_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    path_of = library.path_of
+    others = {isa: path_of(isa) for isa in library.ISAS if isa != "baseline"}
+    monkeypatch.setattr(library, "path_of", lambda isa: others.get(isa, library.Path("/nowhere")))
+    assert library.runnable() == []
 
 
 @needs_engine
@@ -55,7 +96,9 @@ def test_the_engine_can_be_switched_off_without_a_warning(
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KV_ISA", "avx1024")
-    with pytest.raises(ConfigError, match="must be one of none, baseline, avx2, avx512, got 'avx1"):
+    with pytest.raises(
+        ConfigError, match="one of none, baseline, avx2, avxvnni, avx512, got 'avx1"
+    ):
         library.engine()
 
 
@@ -80,7 +123,7 @@ def test_a_missing_engine_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_engine
 def test_statuses_become_typed_errors() -> None:
-    engine = library.load(BUILT[0])
+    engine = library.load("baseline")
     library.check(engine, 0)
     for status, kind in ((1, ConfigError), (2, CapacityError), (3, RuntimeError)):
         with pytest.raises(kind):

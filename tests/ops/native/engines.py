@@ -1,0 +1,29 @@
+"""The instruction sets that tests run on; what cannot run here is skipped with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_kv.ops.native import library
+
+
+def why_not(isa: str) -> str | None:
+    """Why the library of an instruction set cannot be loaded here; None where it can."""
+    if isa not in library.built():
+        return f"engine_{isa} was not built"
+    if isa not in library.runnable():
+        return f"this CPU does not run {isa}"
+    return None
+
+
+def engine_params() -> list[object]:
+    """For `parametrize`: every instruction set there is."""
+    reasons = {isa: why_not(isa) for isa in library.ISAS}
+    return [
+        isa if reason is None else pytest.param(isa, marks=pytest.mark.skip(reason))
+        for isa, reason in reasons.items()
+    ]
+
+
+each_engine = pytest.mark.parametrize("isa", engine_params())
+needs_engine = pytest.mark.skipif(not library.runnable(), reason="the native engine was not built")
