@@ -78,6 +78,14 @@ class Index(ABC):
         """
         return 0
 
+    @property
+    def relearn_keys(self) -> int:
+        """After so many further keys, what it has learned from samples has aged; 0 for never.
+
+        Then another index is built in the background, from samples that stand where decoding is.
+        """
+        return 0
+
     @abstractmethod
     def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
         """Replaces the content by `keys`.

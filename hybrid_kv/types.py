@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.rotary import UNKNOWN, Rotary, Samples
 
 Budget: TypeAlias = int | Literal["all"]
 
@@ -39,9 +40,20 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a method may know about the model when it is opened: one shape per tiered layer."""
+    """What a method may know about the model when it is opened: one shape per tiered layer.
+
+    rotary: how each tiered layer turns queries by position, in the same order; empty if not known.
+    """
 
     layers: tuple[LayerShape, ...]
+    rotary: tuple[Rotary, ...] = ()
+
+    def rotary_of(self, layer_idx: int) -> Rotary:
+        """How a tiered layer turns queries by their positions."""
+        for shape, rotary in zip(self.layers, self.rotary, strict=False):
+            if shape.layer_idx == layer_idx:
+                return rotary
+        return UNKNOWN
 
 
 class PartialAttention(NamedTuple):
@@ -107,11 +119,14 @@ class Needs:
     last_queries: queries per query head at the prompt's end.
     nearest_keys: for each of those queries so many of the best offloaded keys, found exactly by the
         device that holds the keys; not collected where that is the host.
+    horizon_tokens: the queries are handed over as if they were asked at so many positions behind
+        the prompt; 0 for where they were asked.
     """
 
     sampled_queries: int = 0
     last_queries: int = 0
     nearest_keys: int = 0
+    horizon_tokens: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -119,6 +134,7 @@ class Needs:
             max(self.sampled_queries, other.sampled_queries),
             max(self.last_queries, other.last_queries),
             max(self.nearest_keys, other.nearest_keys),
+            max(self.horizon_tokens, other.horizon_tokens),
         )
 
 
@@ -128,17 +144,38 @@ class Evidence:
 
     num_tokens: prompt tokens of the row.
     sampled_queries, last_queries: [Hq, M, D] after RoPE, or None where not declared.
+    sampled_positions: [M] int64 of the former; None where they cannot be turned, as of queries that
+        were made up. Those of the latter are the last of the prompt.
     """
 
     num_tokens: int
     sampled_queries: Tensor | None = None
     last_queries: Tensor | None = None
+    sampled_positions: Tensor | None = None
 
     @property
     def queries(self) -> Tensor | None:
         """All queries [Hq, M, D] that were kept, in the order of the prompt but for overlaps."""
         kept = [q for q in (self.sampled_queries, self.last_queries) if q is not None]
         return torch.cat(kept, 1) if kept else None
+
+    def samples(self, num_kv_heads: int, rotary: Rotary) -> Samples | None:
+        """The same queries with what is known of their positions; None where none were kept."""
+        if (queries := self.queries) is None:
+            return None
+        return Samples(queries.unflatten(0, (num_kv_heads, -1)), self._positions, rotary)
+
+    @property
+    def _positions(self) -> Tensor | None:
+        known = []
+        if self.sampled_queries is not None:
+            if self.sampled_positions is None:
+                return None
+            known.append(self.sampled_positions)
+        if self.last_queries is not None:
+            count = self.last_queries.shape[1]
+            known.append(torch.arange(self.num_tokens - count, self.num_tokens))
+        return torch.cat(known)
 
 
 @dataclass(frozen=True, slots=True)

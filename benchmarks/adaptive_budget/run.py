@@ -24,6 +24,7 @@ import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig, parse_count
 from hybrid_kv.eval import accuracy
 from hybrid_kv.eval.needle import filler, make_sample
+from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.store import ColdStore
 from hybrid_kv.types import LayerShape, TokenBudget
@@ -54,7 +55,7 @@ def cold_store(head: Head) -> ColdStore:
     positions = torch.cat(
         [torch.arange(0, num_keys, max(1, num_keys // BATCH)), torch.arange(num_keys)[-BATCH:]]
     )
-    samples = head.prompt(positions.unique())[None]
+    samples = Samples(head.prompt(positions.unique())[None])
     keys = head.keys[None]
     make = IndexConfig(kind="graph", min_keys=1).build
     cold.append(0, keys, keys, torch.arange(num_keys), make, samples)

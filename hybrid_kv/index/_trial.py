@@ -97,19 +97,20 @@ class HeldOut:
 
 
 def hold_out(samples: Tensor, count: int, among: int | None = None) -> tuple[Tensor, Tensor]:
-    """Splits samples [G, M, D] at evenly spread positions into (build, check).
+    """Splits samples [G, M, D] into (build, check): the last ones of a part, next to each other.
+
+    Neighbours in the prompt share half of their best keys, so that samples held out one by one
+    would be found through those beside them, as no later query will be.
 
     Args:
         count: positions to hold out; at most an eighth of M is.
-        among: they are the first ones of which some are held out; None for all.
+        among: they are the last of so many first ones; None for all.
     """
     total = samples.shape[1]
     among = total if among is None else among
     count = min(count, total // 8, among)
-    held = torch.zeros(total, dtype=torch.bool)
-    if count:
-        held[(torch.arange(count) * among // count + among // (2 * count))] = True
-    return samples[:, ~held], samples[:, held]
+    build = torch.cat([samples[:, : among - count], samples[:, among:]], 1)
+    return build, samples[:, among - count : among]
 
 
 def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:

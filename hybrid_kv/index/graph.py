@@ -59,7 +59,9 @@ class GraphIndex(KeyIndex):
         candidates, cap: neighbours considered per key, and the queries they are taken from; alpha:
         how much nearer one neighbour must be to stand for another; sampled_queries,
         recent_queries: prefill queries per query head to learn from, spread evenly (up to twice as
-        many) and from the prompt's end; min_keys: fewer are scanned; beam: keys expanded per query,
+        many) and from the prompt's end; horizon_tokens: they are turned to so many positions behind
+        the prompt (RoPE), and the graph is learned again, in the background, when so many further
+        keys have come; 0 for neither; min_keys: fewer are scanned; beam: keys expanded per query,
         "auto" for what the self-check found; target_recall, target_mass: goals of the self-check,
         one of which has to be reached; check_positions: held out for it; check_top_k: the best keys
         that it asks for; max_scanned: largest share of the keys that a search may score; link_keys:
@@ -74,6 +76,7 @@ class GraphIndex(KeyIndex):
         alpha: float = Field(default=1.2, gt=0)
         sampled_queries: config.Tokens = 4096
         recent_queries: config.Tokens = 4096
+        horizon_tokens: config.Tokens = 4096
         min_keys: config.Count = 16384
         beam: config.Count | Literal["auto"] = "auto"
         target_recall: float = Field(default=0.95, gt=0, le=1)
@@ -101,7 +104,7 @@ class GraphIndex(KeyIndex):
     @classmethod
     def needs(cls, params: Any) -> Needs:
         listed = max(params.list_length, params.check_top_k)
-        return Needs(params.sampled_queries, params.recent_queries, listed)
+        return Needs(params.sampled_queries, params.recent_queries, listed, params.horizon_tokens)
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
@@ -109,6 +112,11 @@ class GraphIndex(KeyIndex):
         if num_keys < params.min_keys:
             return codes
         return codes + list_bytes(int(params.max_degree), num_keys) + 4  # if all keys are nodes
+
+    @property
+    def relearn_keys(self) -> int:
+        has_graph = any(len(graph) for graph in self._graphs)
+        return int(self.params.horizon_tokens) if has_graph or not self.reports else 0
 
     @property
     def memory_bytes(self) -> int:

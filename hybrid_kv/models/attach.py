@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from types import TracebackType
@@ -18,6 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.hf_cache import HybridCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.models.rotary import find_rotary
 from hybrid_kv.models.support import (
     check_backend,
     check_context,
@@ -47,6 +49,7 @@ class Attachment:
         self.model, self.config = model, config
         self.info = inspect_model(model)
         self._text_config = text_config(model)
+        self._find_rotary(config)
         self._open = True
         self._serving: nn.Module | None = None  # the outermost module that runs with our cache
         self._previous: str | None = None  # the model's own attention meanwhile
@@ -90,11 +93,17 @@ class Attachment:
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
         config = config or self.config
+        self._find_rotary(config)
         cache = HybridCache(
             self.info, config, self._text_config, lambda: self._open, self._executor_for(config)
         )
         self._caches.add(cache)
         return cache
+
+    def _find_rotary(self, config: HybridConfig) -> None:
+        """Asks the model how it turns queries, once, where something is learned from them."""
+        if config.build().needs.horizon_tokens and not self.info.rotary:
+            self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
 
     def _executor_for(self, config: HybridConfig) -> Executor:
         on_gpu = any(device.type == "cuda" for device in self._devices)
@@ -137,7 +146,7 @@ class Attachment:
         self._prefill.in_place = embeds is None and not self._records_hidden(kwargs)
 
     def _check(self, cache: HybridCache, source: Tensor | None, kwargs: dict[str, Any]) -> None:
-        if cache.kv.info is not self.info:
+        if cache.kv.info.layers is not self.info.layers:
             raise ConfigError(
                 "this cache was made for another model; take it from this attachment's cache()"
             )

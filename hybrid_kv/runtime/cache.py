@@ -13,6 +13,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
+from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime.audit import Look, Target
 from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.builds import IndexBuilds
@@ -256,8 +257,14 @@ class KVCache:
         layer = self._layers[layer_idx]
         layer.seal(self.method.seal(layer_idx, evidence))
         layer.stand_in = stand_in_for(layer, len(self.info.layers))
+        rotary, horizon = self.info.rotary_of(layer_idx), self.method.needs.horizon_tokens
+        samples = [e.samples(layer.shape.num_kv_heads, rotary) for e in evidence]
+        ahead = [
+            None if asked is None else asked.ahead(e.num_tokens, horizon)
+            for e, asked in zip(evidence, samples, strict=True)
+        ]
         with self._sealing(layer_idx):
-            self._demote(layer_idx, [e.queries for e in evidence], is_prompt=True)
+            self._demote(layer_idx, ahead, is_prompt=True)
 
     @contextmanager
     def _sealing(self, layer_idx: int) -> Iterator[None]:
@@ -269,12 +276,12 @@ class KVCache:
             raise
 
     def _demote(
-        self, layer_idx: int, samples: Sequence[Tensor | None] = (), *, is_prompt: bool = False
+        self, layer_idx: int, samples: Sequence[Samples | None] = (), *, is_prompt: bool = False
     ) -> None:
         """Begins to move what has left the window, and ends it where nothing has to be waited for.
 
         Args:
-            samples: per row observed queries [Hq, M, D] for a new index; empty after the prompt.
+            samples: per row observed queries for a new index; empty after the prompt.
         """
         layer = self._layers[layer_idx]
         if not is_prompt and not layer.overflows:  # nearly every step

@@ -39,4 +39,7 @@ class EvidenceCollector:
     def evidence(self) -> Evidence:
         """What was seen so far."""
         sampled = torch.cat(self._sampled, 1) if self._sampled else None
-        return Evidence(self._seen, sampled, self._last)
+        count = 0 if sampled is None else sampled.shape[1]
+        # After a halving the first sample is still position 0, and the stride the distance.
+        positions = torch.arange(count) * self._stride
+        return Evidence(self._seen, sampled, self._last, positions)

@@ -7,12 +7,13 @@ any time and no step waits for a copy that the device can make beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.rotary import Samples
 from hybrid_kv.store import LayerKV, Overflow, Reservation, check_finite
 from hybrid_kv.store.live_index import BuildRunner
 from hybrid_kv.transfer import Executor, Parcel
@@ -30,8 +31,8 @@ class Departure:
     Between its beginning and its end nothing else may change the layer.
 
     Args:
-        samples: per row queries [Hq, M, D] that were observed during the prompt, for a new index;
-            empty after the prompt.
+        samples: per row queries that were observed during the prompt, for a new index; empty after
+            the prompt.
         nearest: finds the best keys of samples [Hkv, G, M, D] among keys [Hkv, N, D] where both
             lie; None to leave that to the index.
         is_prompt: whether the layer has just been sealed; its memory is given back then.
@@ -41,7 +42,7 @@ class Departure:
         self,
         executor: Executor,
         layer: LayerKV,
-        samples: Sequence[Tensor | None] = (),
+        samples: Sequence[Samples | None] = (),
         *,
         nearest: FindNearest | None = None,
         is_prompt: bool = False,
@@ -100,15 +101,17 @@ class _Spill:
     """The pages of one row, and where they will lie.
 
     finite: [] bool, whether all of them are numbers; found out where they lay.
-    samples: [Hkv, G, M, D]; nearest: [Hkv, G, M, K], the best of the entries for each.
+    samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
+        arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
     """
 
     reserved: Reservation
     k: Parcel
     v: Parcel
     finite: Parcel
-    samples: Parcel | None
-    nearest: Parcel | None
+    samples: Samples | None = None
+    asked: Parcel | None = None
+    nearest: Parcel | None = None
 
     @classmethod
     def begin(
@@ -117,7 +120,7 @@ class _Spill:
         layer: LayerKV,
         row: int,
         overflow: Overflow,
-        samples: Tensor | None,
+        samples: Samples | None,
         find_nearest: FindNearest | None,
     ) -> _Spill:
         reserved = layer.cold.reserve(row, overflow.positions)
@@ -125,21 +128,21 @@ class _Spill:
         v = executor.send(overflow.v, reserved.v)
         finite = executor.send(_all_finite(overflow.k, overflow.v))
         if samples is None:
-            return cls(reserved, k, v, finite, None, None)
-        samples = samples.unflatten(0, (layer.shape.num_kv_heads, -1))
-        nearest = None if find_nearest is None else find_nearest(samples, overflow.k)
+            return cls(reserved, k, v, finite)
+        nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
             k,
             v,
             finite,
-            executor.send(samples),
+            samples,
+            executor.send(samples.queries),
             None if nearest is None else executor.send(nearest),
         )
 
     @property
     def parcels(self) -> list[Parcel]:
-        parcels = (self.k, self.v, self.finite, self.samples, self.nearest)
+        parcels = (self.k, self.v, self.finite, self.asked, self.nearest)
         return [parcel for parcel in parcels if parcel is not None]
 
     def commit(self, layer: LayerKV, runner: BuildRunner) -> None:
@@ -147,9 +150,9 @@ class _Spill:
         if not self.finite.open():
             check_finite(new.k, new.v, new.positions)
         make_index = layer.placement.index if layer.placement is not None else None
-        samples, nearest = (
-            None if parcel is None else parcel.open() for parcel in (self.samples, self.nearest)
-        )
+        samples, nearest = self.samples, None if self.nearest is None else self.nearest.open()
+        if samples is not None and self.asked is not None:
+            samples = replace(samples, queries=self.asked.open())
         layer.cold.commit(new, make_index, samples, runner, nearest, layer.stand_in)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.rotary import Samples
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape, PagedKV, SearchResult
@@ -154,7 +155,7 @@ class ColdStore:
         self,
         new: Reservation,
         make_index: MakeIndex | None,
-        samples: Tensor | None = None,
+        samples: Samples | None = None,
         runner: BuildRunner | None = None,
         nearest: Tensor | None = None,
         stand_in: MakeIndex | None = None,
@@ -163,7 +164,7 @@ class ColdStore:
 
         Args:
             make_index: the index of a new extent; None attends all of it.
-            samples: [Hkv, G, M, D] queries for an index that learns from them.
+            samples: queries for an index that learns from them.
             runner: where an index is built; None for here, at once.
             nearest: [Hkv, G, M, K] int32, the best of the new entries for each sample, if known.
             stand_in: what serves while an index is built; None for what it names itself.
@@ -192,7 +193,7 @@ class ColdStore:
         v: Tensor,
         positions: Tensor,
         make_index: MakeIndex | None,
-        samples: Tensor | None = None,
+        samples: Samples | None = None,
         runner: BuildRunner | None = None,
     ) -> None:
         """Reserves room for k, v [Hkv, n, D] at positions [n], writes and commits them.

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import IndexBuildWarning
 from hybrid_kv.plugins import Index
+from hybrid_kv.rotary import Samples
+from hybrid_kv.store.aging import Aging
 from hybrid_kv.types import SearchResult
 
 MakeIndex = Callable[[], Index]
@@ -51,16 +53,27 @@ class InlineRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """An index that is being built, and what it is built from."""
+    """An index that is being built, and what it is built from.
+
+    is_first: a stand-in serves meanwhile; else the index that it will replace.
+    """
 
     index: Index
     future: Future[None]
-    learned_from: tuple[Tensor, ...]
+    num_keys: int
+    samples: Samples | None
+    nearest: Tensor | None = None
+    is_first: bool = True
 
     def cancel(self) -> None:
         """Ends it soon, or keeps it from beginning; nobody looks at what it gives."""
         self.future.cancel()
         self.index.cancel()
+
+    @property
+    def memory_bytes(self) -> int:
+        asked = 0 if self.samples is None else self.samples.queries.nbytes
+        return asked + (0 if self.nearest is None else self.nearest.nbytes)
 
 
 def _error_of(future: Future[None]) -> BaseException | None:
@@ -69,15 +82,19 @@ def _error_of(future: Future[None]) -> BaseException | None:
 
 
 class LiveIndex:
-    """An index over an extent's keys, or its stand-in while it is being built.
+    """An index over an extent's keys, or what serves while it is being built.
 
     One thread owns it: adds, settles, rebuilds, cancels. Searches may come from any thread, but not
     while keys are added. A build whose index nobody refers to any more is cancelled.
 
+    What an index has learned from queries ages as decoding goes on (`Index.relearn_keys`). Then
+    another is built beside the one that serves, from a part of the prompt's samples and from the
+    latest queries, as if they were asked where decoding is now.
+
     Args:
         make: a new index.
         keys: [Hkv, N, D].
-        samples: [Hkv, G, M, D] queries for an index that learns from them.
+        samples: for an index that learns from them.
         nearest: [Hkv, G, M, K] int32, their best keys where a device has found them.
         runner: where builds run; a finished one takes over at once, a later one in `settle`.
         make_stand_in: what serves while it is built, instead of what the index itself names.
@@ -91,7 +108,7 @@ class LiveIndex:
         self,
         make: MakeIndex,
         keys: Tensor,
-        samples: Tensor | None,
+        samples: Samples | None,
         runner: BuildRunner,
         nearest: Tensor | None = None,
         make_stand_in: MakeIndex | None = None,
@@ -99,16 +116,19 @@ class LiveIndex:
         self._make, self._runner = make, runner
         self._build: _Build | None = None
         self._state = "done"
+        self._aging: Aging | None = None
         self.searches = self.searches_before = 0
         index = make()
         self._serving = index
-        stand_in = index.stand_in(keys, samples)
-        build = partial(index.build, keys, samples, nearest)
+        asked = None if samples is None else samples.queries
+        stand_in = index.stand_in(keys, asked)
+        build = partial(index.build, keys, asked, nearest)
+        if samples is not None and index.relearn_keys:
+            self._aging = Aging(samples, keys.shape[1])
         if stand_in is None:
             runner.here(build)
             return
-        learned_from = tuple(t for t in (samples, nearest) if t is not None)
-        begun = _Build(index, runner.beside(build), learned_from)
+        begun = _Build(index, runner.beside(build), keys.shape[1], samples, nearest)
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:
@@ -118,8 +138,8 @@ class LiveIndex:
         if make_stand_in is not None:
             stand_in = make_stand_in()
         runner.here(partial(stand_in.build, keys, None))
-        self._serving, self._build, self._state = stand_in, begun, "in progress"
-        self._given_up = weakref.finalize(self, begun.cancel)
+        self._serving = stand_in
+        self._await(begun)
         self.settle(keys)
 
     def __len__(self) -> int:
@@ -149,11 +169,32 @@ class LiveIndex:
     ) -> SearchResult:
         """See `Index.search`."""
         self.searches += 1
+        if self._aging is not None:
+            self._aging.observe(queries, len(self._serving))
         return self._serving.search(queries, top_k, most, near)
 
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self._serving.add(keys)
+        aging, after = self._aging, self._serving.relearn_keys
+        if aging is None or self._build is not None or not after:
+            return
+        if keys.shape[1] - aging.num_keys >= after:
+            self._learn_again(keys, aging)
+
+    def _learn_again(self, keys: Tensor, aging: Aging) -> None:
+        """Begins to build an index that shall replace the one that serves."""
+        samples = aging.renew(keys.shape[1])
+        index = self._make()
+        build = partial(index.build, keys, samples.queries, None)
+        future = self._runner.beside(build)
+        self._await(_Build(index, future, keys.shape[1], samples, is_first=False))
+        self.settle(keys)
+
+    def _await(self, build: _Build) -> None:
+        self._build = build
+        self._state = "in progress" if build.is_first else "again in progress"
+        self._given_up = weakref.finalize(self, build.cancel)
 
     def settle(self, keys: Tensor) -> None:
         """Lets a build that has ended take over, with the keys added since; does not wait.
@@ -162,7 +203,7 @@ class LiveIndex:
             keys: [Hkv, N, D], all that the index shall hold.
 
         Warns:
-            IndexBuildWarning: it has failed; its stand-in serves on.
+            IndexBuildWarning: it has failed; its stand-in, or the older index, serves on.
         """
         if (build := self._build) is None or not build.future.done():
             return
@@ -180,8 +221,13 @@ class LiveIndex:
         elif isinstance(error, Exception):
             what = f"{type(error).__name__}: {error}"
             self._state = f"failed: {what}"
+            instead = (
+                "its keys are scanned instead, more slowly"
+                if build.is_first
+                else "the one from before serves on, and finds less as the text grows"
+            )
             warn(
-                f"an index could not be built ({what}); its keys are scanned instead, more slowly",
+                f"an index could not be built ({what}); {instead}",
                 IndexBuildWarning,
                 stacklevel=2,
             )
@@ -189,8 +235,9 @@ class LiveIndex:
             raise error
 
     def rebuild(self, keys: Tensor) -> None:
-        """Indexes other keys [Hkv, N, D]; no queries to learn from are left."""
+        """Indexes other keys [Hkv, N, D]; nothing is learned from queries that asked for others."""
         self.cancel()
+        self._aging = None
         index = self._make()
         self._runner.here(partial(index.build, keys, None))
         self._serving, self._state = index, "done"
@@ -208,16 +255,18 @@ class LiveIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes beside the keys, with what a build learns from."""
-        kept = self._build.learned_from if self._build is not None else ()
-        return self._serving.memory_bytes + sum(tensor.nbytes for tensor in kept)
+        """Bytes beside the keys, with what a build learns from, now or later."""
+        parts = (self._serving, self._build, self._aging)
+        return sum(part.memory_bytes for part in parts if part is not None)
 
     def describe(self) -> list[dict[str, Any]]:
         """See `Index.describe`; beside it the state of the build, and who served how many searches.
 
-        build: "done", "in progress", "given up" or "failed: ...". searches: all so far;
-        searches_before: those that the stand-in served.
+        build: "done", "in progress", "again in progress", "given up" or "failed: ...". searches:
+        all so far; searches_before: those before the one that serves now took over. samples: where
+        the queries stand that it has learned from; None where nothing is learned, or not again.
         """
         before = self.searches_before if self._state == "done" else self.searches
         build = {"build": self._state, "searches": self.searches, "searches_before": before}
-        return [{**what, **build} for what in self._serving.describe()]
+        samples = None if self._aging is None else self._aging.stand
+        return [{**what, **build, "samples": samples} for what in self._serving.describe()]

@@ -280,7 +280,7 @@ def test_reports_are_json_ready() -> None:
 def test_the_method_asks_for_the_queries_that_the_index_wants() -> None:
     index = {"kind": "graph", "sampled_queries": 500, "recent_queries": 30}
     method = HybridConfig(method="hybrid", cold={"index": index}).build()
-    assert method.needs == Needs(500, 30, nearest_keys=100)
+    assert method.needs == Needs(500, 30, nearest_keys=100, horizon_tokens=4096)
     assert HybridConfig(method="flat").build().needs == Needs()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.rotary import UNKNOWN
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.types import Evidence, Needs
 
@@ -68,3 +69,13 @@ def test_evidence_does_not_alias_the_queries() -> None:
     assert torch.equal(evidence.last_queries, before[:, -6:])
     assert evidence.sampled_queries is not None
     assert torch.equal(evidence.sampled_queries, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 20, 37, 1111])
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+def test_evidence_knows_where_its_queries_were_asked(tokens: int, chunk: int) -> None:
+    pieces = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+    samples = observe(numbered(tokens), pieces).samples(3, UNKNOWN)
+    assert samples is not None
+    assert samples.positions is not None
+    assert torch.equal(samples.queries[0, 0, :, 0].long(), samples.positions)

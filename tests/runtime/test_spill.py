@@ -13,6 +13,7 @@ from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.errors import CapacityError, NonFiniteError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import METHODS, Placement
+from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.spill import Departure
 from hybrid_kv.store import ColdStore, LayerKV
@@ -202,7 +203,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
     leaving = Departure(
         CudaExecutor(SyncExecutor(), lambda device: lane),
         layer,
-        list(q),
+        [Samples(row.unflatten(0, (2, 3))) for row in q],
         nearest=kv._nearest_keys,
         is_prompt=True,
     )

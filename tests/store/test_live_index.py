@@ -17,6 +17,8 @@ from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import BuildCancelled, Index
+from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.store.aging import KEPT_POSITIONS
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex
 from hybrid_kv.transfer import ThreadExecutor
 from tests.index.oracle import check_result, clustered, recall
@@ -74,19 +76,24 @@ def test_who_serves_and_who_has_served_is_told() -> None:
     live = LiveIndex(Learning, keys, None, runner)
     for _ in range(3):
         live.search(queries, 5)
-    told = {"serves": "stand-in", "build": "in progress", "searches": 3, "searches_before": 3}
-    assert live.describe() == [told]
+    told = {
+        "serves": "stand-in",
+        "build": "in progress",
+        "searches": 3,
+        "searches_before": 3,
+    }
+    assert live.describe() == [told | {"samples": None}]
     runner.finish()
     live.settle(keys)
     live.search(queries, 5)
     told = {"serves": "learned", "build": "done", "searches": 4, "searches_before": 3}
-    assert live.describe() == [told]
+    assert live.describe() == [told | {"samples": None}]
 
 
 def test_what_a_build_learns_from_counts_as_memory_until_it_is_done() -> None:
     keys, queries = clustered(300)
     runner = LaterRunner()
-    live = LiveIndex(Learning, keys, queries[:, None], runner)
+    live = LiveIndex(Learning, keys, Samples(queries[:, None]), runner)
     assert live.memory_bytes == queries.nbytes
     runner.finish()
     live.settle(keys)
@@ -102,7 +109,7 @@ def test_a_build_that_is_done_at_once_needs_no_stand_in(monkeypatch: pytest.Monk
     assert not live.is_building
     live.search(queries, 5)
     told = {"serves": "learned", "build": "done", "searches": 1, "searches_before": 0}
-    assert live.describe() == [told]
+    assert live.describe() == [told | {"samples": None}]
 
 
 def test_a_kind_without_a_stand_in_is_waited_for() -> None:
@@ -256,7 +263,7 @@ def test_a_graph_built_in_the_background_is_the_one_that_is_waited_for() -> None
 
     runner = Runner()
     with torch.inference_mode():
-        live = LiveIndex(make, keys, samples, runner)
+        live = LiveIndex(make, keys, Samples(samples), runner)
         live.add(more)
         runner.future.result(PATIENCE)
         live.settle(more)
@@ -303,3 +310,129 @@ def test_a_cancelled_graph_gives_up_between_its_pieces(monkeypatch: pytest.Monke
     with pytest.raises(BuildCancelled):
         index.build(keys, samples)
     assert len(asked) == 3
+
+
+# Learning again
+
+
+class Ageing(Learning):
+    """Learns again after nine further keys, and tells from what."""
+
+    relearn_keys = 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned: list[Tensor] = []
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        if samples is not None:
+            self.learned.append(samples)
+        super()._rebuild(samples, nearest)
+
+
+class FailingAgain(Ageing):
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.error = None if type(self).made == 1 else MemoryError("full")
+
+
+ROTARY = Rotary((1.0, 0.1, 0.01))
+
+
+def ageing(kind: type[Ageing] = Ageing) -> tuple[LiveIndex, LaterRunner, Tensor, list[Ageing]]:
+    """An index over 300 keys [2, N, 16] that learned from 20 samples of two query heads."""
+    keys, _ = clustered(300)
+    made: list[Ageing] = []
+
+    def make() -> Index:
+        made.append(kind())
+        return made[-1]
+
+    samples = Samples(torch.randn(len(keys), 2, 20, keys.shape[2]), torch.arange(20) * 15, ROTARY)
+    runner = LaterRunner()
+    live = LiveIndex(make, keys, samples.ahead(310, 64), runner)
+    runner.finish()
+    live.settle(keys)
+    return live, runner, keys, made
+
+
+def test_an_index_learns_again_when_enough_keys_have_come() -> None:
+    live, runner, keys, made = ageing()
+    grown = torch.cat([keys, keys[:, :9] + 1], 1)
+    live.add(grown[:, :308])
+    assert not live.is_building
+    live.add(grown)
+    assert live.is_building
+    assert live.describe()[0]["build"] == "again in progress"
+    queries = torch.randn(len(keys), 2, keys.shape[2])
+    check_result(live.search(queries, 7), queries, grown, 7)  # by the one from before
+    more = torch.cat([grown, keys[:, :5] - 1], 1)
+    live.add(more)
+    assert len(made) == 2
+    runner.finish()
+    live.settle(more)
+    check_result(live.search(queries, 7), queries, more, 7)
+    assert live.describe()[0] | {"searches": 0} == {
+        "serves": "learned",
+        "build": "done",
+        "searches": 0,
+        "searches_before": 1,
+        "samples": "turned to positions 319 to 382",
+    }
+
+
+def test_it_learns_from_the_prompt_and_the_latest_queries_where_decoding_is_now() -> None:
+    live, runner, keys, made = ageing()
+    asked = torch.randn(6, len(keys), 2, keys.shape[2])
+    for queries in asked:
+        live.search(queries, 5)
+    live.search(torch.randn(len(keys), 4, keys.shape[2]), 5)  # two tokens at once: not kept
+    live.add(torch.cat([keys, keys[:, :9] + 1], 1))
+    runner.finish()
+    first, again = made[0].learned[0], made[1].learned[0]
+    assert again.shape == (len(keys), 2, 26, keys.shape[2])
+    # Turning back what was turned gives what was asked.
+    before = Samples(again, Samples(again, torch.arange(26), ROTARY).ahead(319, 64).positions)
+    assert before.positions is not None
+    was = ROTARY.turn(again[:, :, 20:], 310 - before.positions[20:])
+    torch.testing.assert_close(was, asked.permute(1, 2, 0, 3))
+    norms = (first.norm(dim=-1), again[:, :, :20].norm(dim=-1))
+    torch.testing.assert_close(*norms)
+    assert not torch.allclose(first, again[:, :, :20])
+
+
+def test_the_latest_queries_are_kept_in_bounded_memory() -> None:
+    live, runner, keys, made = ageing()
+    empty = live.memory_bytes
+    queries = torch.randn(KEPT_POSITIONS + 3, len(keys), 2, keys.shape[2])
+    for asked in queries:
+        live.search(asked, 1)
+    assert live.memory_bytes == empty + queries[:KEPT_POSITIONS].nbytes
+    live.add(torch.cat([keys, keys[:, :9] + 1], 1))
+    runner.finish()
+    kept = made[1].learned[0][:, :, 20:]
+    norms = (kept.norm(dim=-1), queries[3:].permute(1, 2, 0, 3).norm(dim=-1))
+    torch.testing.assert_close(*norms)
+
+
+def test_what_served_serves_on_where_learning_again_fails() -> None:
+    FailingAgain.made = 0
+    live, runner, keys, _ = ageing(FailingAgain)
+    grown = torch.cat([keys, keys[:, :9] + 1], 1)
+    live.add(grown)
+    runner.finish()
+    with pytest.warns(IndexBuildWarning, match="full.*the one from before serves on"):
+        live.settle(grown)
+    queries = torch.randn(len(keys), 2, keys.shape[2])
+    check_result(live.search(queries, 7), queries, grown, 7)
+
+
+def test_an_index_over_other_keys_has_nothing_to_learn_from() -> None:
+    live, _, keys, made = ageing()
+    live.rebuild(keys[:, :100])
+    live.add(keys)
+    assert not live.is_building
+    assert len(made) == 2

@@ -1,0 +1,109 @@
+"""Rotary position embeddings as a value: how a query of one position becomes that of another.
+
+RoPE (Su et al. 2021, arXiv:2104.09864, section 3.2) turns pairs of channels by the position times a
+frequency, so what a query would have been elsewhere is a further turn by the distance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How one layer turns its queries and keys by their positions.
+
+    frequencies: radians per position of each pair of channels; channels beyond the first
+        2 * len(frequencies) are not turned. Empty where nothing can be turned: see `reason`.
+    interleaved: pairs are channels (2i, 2i + 1), else (i, i + len(frequencies)).
+    reason: why there are no frequencies; empty where there are some.
+    """
+
+    frequencies: tuple[float, ...] = ()
+    interleaved: bool = False
+    reason: str = field(default="", compare=False)
+
+    def turn(self, x: Tensor, by: Tensor) -> Tensor:
+        """X [..., M, D] moved on by so many positions [M]; as it was where nothing is turned."""
+        if not self.frequencies:
+            return x
+        pairs = len(self.frequencies)
+        # In float64: at 1M positions float32 would be off by a tenth of a radian.
+        rates = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
+        angles = by.to(x.device, torch.float64)[:, None] * rates
+        cos, sin = angles.cos().float(), angles.sin().float()
+        turned = x.clone()
+        if self.interleaved:
+            a, b = turned[..., 0 : 2 * pairs : 2], turned[..., 1 : 2 * pairs : 2]
+        else:
+            a, b = turned[..., :pairs], turned[..., pairs : 2 * pairs]
+        new_a = a.float() * cos - b.float() * sin
+        b.copy_(b.float() * cos + a.float() * sin)
+        a.copy_(new_a)
+        return turned
+
+
+UNKNOWN = Rotary(reason="the positions of these queries are not known")
+"""Of queries that were made up, or of a layer whose model could not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Queries that an index learns from, where decoding will ask them.
+
+    queries: [Hkv, G, M, D], those of the prompt in its order, later ones behind them.
+    positions: [M] int64, for which they are turned now; None where that is not known.
+    rotary: how the layer turns them.
+    first, horizon: they stand for what will be asked at positions first .. first + horizon - 1;
+        horizon is 0 where they are as they were asked.
+    """
+
+    queries: Tensor
+    positions: Tensor | None = None
+    rotary: Rotary = UNKNOWN
+    first: int = 0
+    horizon: int = 0
+
+    def ahead(self, first: int, horizon: int) -> Samples:
+        """As if they were asked at positions first .. first + horizon - 1, spread evenly.
+
+        Neighbours get positions far apart, so that any run of samples covers the horizon. Learning
+        from queries at their own positions costs .03 recall on real heads at the median and .2 at
+        worst: keys behind a query, and those just before it, are none that decoding will see so
+        (docs/lab.md).
+        """
+        if not horizon or self.positions is None or not self.rotary.frequencies:
+            return replace(self, first=first)
+        steps = torch.arange(len(self.positions), dtype=torch.float64)
+        places = first + ((steps * _GOLDEN) % 1.0 * horizon).long()
+        by = places - self.positions
+        queries = self.rotary.turn(self.queries, by)
+        return Samples(queries, places, self.rotary, first, horizon)
+
+    def thinned(self, most: int) -> Samples:
+        """At most so many of them, spread evenly."""
+        count = self.queries.shape[2]
+        if count <= most:
+            return self
+        kept = torch.arange(most) * count // most
+        positions = None if self.positions is None else self.positions[kept]
+        queries = self.queries[:, :, kept.to(self.queries.device)]
+        return replace(self, queries=queries, positions=positions)
+
+    def joined(self, queries: Tensor, positions: Tensor) -> Samples:
+        """With further queries [Hkv, G, M', D], asked at positions [M']."""
+        known = None if self.positions is None else torch.cat([self.positions, positions])
+        return replace(self, queries=torch.cat([self.queries, queries], 2), positions=known)
+
+    def describe(self) -> str:
+        """Where they stand, in words."""
+        if self.horizon:
+            return f"turned to positions {self.first} to {self.first + self.horizon - 1}"
+        return f"as they were asked: {self.rotary.reason or 'no horizon was asked for'}"
+
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio, modulo one, fill an interval evenly however many there are."""
