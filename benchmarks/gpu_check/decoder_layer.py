@@ -19,7 +19,7 @@ _GRAPH_WARMUP = 3
 
 def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
     device = torch.device(settings["device"])
-    model: Any = load_model(sizes.model, device=device, dtype=sizes.dtype, layers=1)[0]
+    model: Any = load_model(sizes.model, device=device, dtype=sizes.dtype, layers=1)
     hidden = normal((1, 1, model.config.hidden_size), sizes.dtype, device)
     position = torch.zeros(1, 1, dtype=torch.long, device=device)
     rotation = model.model.rotary_emb(hidden, position_ids=position)

@@ -48,7 +48,7 @@ def run_dense(
     """Prefill and greedy steps of "static", "static_transformers" or "offloaded"."""
     model: Any = load_model(
         sizes.model, device=device, dtype=sizes.dtype, layers=sizes.layers, seed=0
-    )[0]
+    )
     model.set_attn_implementation("sdpa")
     run = {"static": static, "static_transformers": static_transformers, "offloaded": offloaded}
     with torch.inference_mode():

@@ -68,9 +68,7 @@ class Conversation:
         old.close()
 
     def _render(self, message: dict[str, str]) -> list[int]:
-        tokenizer = self._llm.tokenizer
-        if tokenizer is None:
-            raise ConfigError("a conversation needs a tokenizer, and the model has none")
+        tokenizer = self._llm.require_tokenizer()
         if tokenizer.chat_template is None:
             special = not self._seen
             new = tokenizer(message["content"], add_special_tokens=special)["input_ids"]
@@ -157,9 +155,7 @@ class Context:
 
     def _question_ids(self, question: str | Tensor) -> Tensor:
         if isinstance(question, str):
-            if self._llm.tokenizer is None:
-                raise ConfigError("model has no tokenizer; pass token ids instead of text")
-            encoded = self._llm.tokenizer(question, add_special_tokens=False)
+            encoded = self._llm.require_tokenizer()(question, add_special_tokens=False)
             question = torch.tensor(encoded["input_ids"], dtype=torch.long)
         if question.numel() == 0:
             raise ConfigError("question is empty; pass at least one token")

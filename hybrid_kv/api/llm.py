@@ -17,9 +17,9 @@ from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.turn import Turn
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.attach import Attachment, attach
-from hybrid_kv.models.load import load_model
+from hybrid_kv.models.load import load_model, load_tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Tensor
 
@@ -36,8 +36,11 @@ class LLM:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: HybridConfig,
+        *,
+        no_tokenizer: str = "",
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
+        self._no_tokenizer = no_tokenizer  # why there is none
         self.runtime: Attachment = attach(model, config)
 
     @overload
@@ -85,9 +88,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> Tensor:
         """Token ids [1, tokens] on the model's device."""
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ConfigError("model has no tokenizer; pass token ids instead of text")
-            prompt = self.tokenizer(prompt)["input_ids"]
+            prompt = self.require_tokenizer()(prompt)["input_ids"]
         ids = torch.as_tensor(prompt, dtype=torch.long)
         ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
         if ids.shape[0] != 1:
@@ -101,6 +102,19 @@ class LLM:
                 f"token ids must be 0..{size - 1}, got {int(ids.min())}..{int(ids.max())}"
             )
         return ids.to(self.runtime.device)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ConfigError: there is none; the message says why, where a file should have held one.
+        """
+        if self.tokenizer is None:
+            why = f" ({self._no_tokenizer})" if self._no_tokenizer else ""
+            raise ConfigError(
+                f"text needs a tokenizer, and the model has none{why}; pass token ids or tokenizer="
+            )
+        return self.tokenizer
 
     def close(self) -> None:
         """Detaches the model; it is plain transformers again."""
@@ -140,7 +154,7 @@ def load(
     Args:
         model: a folder, a hub id, 'needle', 'random:SHAPE', or a loaded transformers model.
         config: how the cache is kept and read; the default is the `hybrid` method.
-        tokenizer: replaces the one found beside the weights; needed for text with a loaded model.
+        tokenizer: in place of the one beside the weights, which is then not read; text needs one.
         options: `device`, `dtype`, `layers`, `quantization_config`, `seed`; see `load_model`.
 
     Raises:
@@ -155,5 +169,10 @@ def load(
                 "loaded model; prepare it before passing it in"
             )
         return LLM(model, tokenizer, config or HybridConfig())
-    loaded, found = load_model(model, **options)
-    return LLM(loaded, tokenizer or found, config or HybridConfig())
+    loaded, reason = load_model(model, **options), ""
+    if tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(model)
+        except ModelNotFoundError as error:  # token ids do without; text will be refused with this
+            reason = str(error)
+    return LLM(loaded, tokenizer, config or HybridConfig(), no_tokenizer=reason)

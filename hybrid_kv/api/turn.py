@@ -34,6 +34,8 @@ class Model(Protocol):
     tokenizer: PreTrainedTokenizerBase | None
     runtime: Attachment
 
+    def require_tokenizer(self) -> PreTrainedTokenizerBase: ...
+
 
 def check_room(llm: Model, cache: HybridCache, total_tokens: int) -> None:
     """Raises unless the model and the host's memory have room for what the cache lacks of

@@ -35,14 +35,12 @@ def chat(
     from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
     from hybrid_kv.cli.running import opened
     from hybrid_kv.cli.settings import build_config
-    from hybrid_kv.errors import ConfigError
     from hybrid_kv.report.schema import ChatReport
 
     config = build_config(options)
     check_target(output)
     with opened(model, options, config, output, cut.layers) as llm:
-        if llm.tokenizer is None:
-            raise ConfigError(f"a conversation needs a tokenizer, and model '{model}' has none")
+        llm.require_tokenizer()
         session = Session(llm, sampling, output)
         if sys.stdin.isatty():
             note(_HELP, output)

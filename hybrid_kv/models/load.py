@@ -1,4 +1,8 @@
-"""From a MODEL argument to a transformers model and its tokenizer."""
+"""From a MODEL argument to a transformers model, its tokenizer or its configuration.
+
+A model has one of two sources: a named shape with random weights, or a checkpoint that transformers
+reads.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, unknown_name
+from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
 from hybrid_kv.models.shapes import random_config
 from hybrid_kv.runtime import memory_errors
 
@@ -67,7 +69,7 @@ def load_model(
     layers: int | None = None,
     quantization_config: Any = None,
     seed: int = 0,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> PreTrainedModel:
     """Loads a causal language model.
 
     Args:
@@ -78,43 +80,61 @@ def load_model(
         seed: of random weights.
 
     Raises:
-        ModelNotFoundError: the folder or id cannot be read; the message says what is missing.
+        ModelNotFoundError: the folder or id cannot be read, or its weights are not those of its
+            configuration; the message says what is missing.
         ConfigError: unknown shape, dtype or device.
         DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
     """
     target, wanted = resolve_device(device), resolve_dtype(dtype)
-    name = str(spec)
     with memory_errors(lambda: "load"):
-        if name.startswith(_RANDOM):
-            return _random(name.removeprefix(_RANDOM), target, wanted, layers, seed), None
-        path = _path_of(name, layers)
-        return _pretrained(name, path, target, wanted, quantization_config)
+        if (shape := _shape_of(spec)) is not None:
+            return _random(shape, target, wanted, layers, seed)
+        path = _path_of(spec, layers)
+        return read_model(str(spec), path, target, wanted, quantization_config)
+
+
+def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of what `load_model` would load; None for random weights.
+
+    Raises:
+        ModelNotFoundError: there is none that can be read; the message says why.
+    """
+    return None if _shape_of(spec) is not None else read_tokenizer(str(spec), _path_of(spec))
 
 
 def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig:
     """The configuration of what `load_model` would load; raises as it does."""
+    if (shape := _shape_of(spec)) is not None:
+        return random_config(shape, layers)
+    return read_config(str(spec), _path_of(spec, layers))
+
+
+def _shape_of(spec: str | Path) -> str | None:
+    """The name of the shape where random weights are asked for."""
     name = str(spec)
-    if name.startswith(_RANDOM):
-        return random_config(name.removeprefix(_RANDOM), layers)
-    path = _path_of(name, layers)
-    _check_folder(name, path)
-    try:
-        return AutoConfig.from_pretrained(path)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError) as error:
-        raise _cannot_load(name, error) from error
+    return name.removeprefix(_RANDOM) if name.startswith(_RANDOM) else None
 
 
-def _path_of(name: str, layers: int | None) -> str:
+def _path_of(spec: str | Path, layers: int | None = None) -> str:
+    """The folder or hub id of a checkpoint; a folder has a configuration at least.
+
+    Raises:
+        ConfigError: a number of layers was given.
+        ModelNotFoundError: a local folder is not there or not a model's. A name that is no path is
+            left to the hub.
+    """
+    name = str(spec)
     if layers is not None:
         raise ConfigError(f"layers can be set for random:SHAPE models only, got MODEL '{name}'")
-    return str(NEEDLE_PATH) if name == "needle" else name
-
-
-def _cannot_load(name: str, error: Exception) -> ModelNotFoundError:
-    reason = str(error).strip().split("\n")[0]
-    return ModelNotFoundError(
-        f"model '{name}' cannot be loaded: {reason}; check the folder or the hub id"
-    )
+    path = str(NEEDLE_PATH) if name == "needle" else name
+    if not Path(path).exists():
+        if name == "needle" or path.startswith((".", "/", "~")):
+            raise ModelNotFoundError(f"model folder '{path}' does not exist; check the path")
+    elif not (Path(path) / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"model folder '{path}' has no config.json; point to a folder saved by save_pretrained"
+        )
+    return path
 
 
 def _random(
@@ -125,39 +145,3 @@ def _random(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
     return model.eval()  # type: ignore[no-any-return]
-
-
-def _pretrained(
-    name: str,
-    path: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    quantization_config: Any,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _check_folder(name, path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            quantization_config=quantization_config,
-            device_map={"": device} if quantization_config is not None else None,
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise _cannot_load(name, error) from error
-    if quantization_config is None:
-        model = model.to(device)
-    return model.eval(), tokenizer
-
-
-def _check_folder(name: str, path: str) -> None:
-    """Says what a local folder lacks; a name that is no path is left to the hub."""
-    folder = Path(path)
-    if not folder.exists():
-        if name == "needle" or path.startswith((".", "/", "~")):
-            raise ModelNotFoundError(f"model folder '{path}' does not exist; check the path")
-        return
-    if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"model folder '{path}' has no config.json; point to a folder saved by save_pretrained"
-        )

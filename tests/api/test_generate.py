@@ -311,11 +311,14 @@ def test_a_call_that_cannot_work_is_refused_at_once(
 def test_text_needs_a_tokenizer(plain: PreTrainedModel) -> None:
     with hkv.load(plain) as llm:
         for call, text in (
-            (lambda: llm.generate("sea"), "model has no tokenizer; pass token ids"),
+            (lambda: llm.generate("sea"), "text needs a tokenizer, and the model has none; pass"),
             (lambda: llm.generate([3], stop="x"), "stop strings need a tokenizer"),
             (lambda: llm.generate([3], stream=True), "the model has no tokenizer"),
-            (lambda: llm.conversation().send("sea"), "a conversation needs a tokenizer"),
-            (lambda: llm.context([3]).ask("sea"), "model has no tokenizer; pass token ids"),
+            (lambda: llm.conversation().send("sea"), "text needs a tokenizer"),
+            (
+                lambda: llm.context([3]).ask("sea"),
+                "text needs a tokenizer, and the model has none; pass",
+            ),
         ):
             with pytest.raises(ConfigError, match=text):
                 call()

@@ -63,7 +63,7 @@ def test_equal_seeds_give_equal_contexts(context: SyntheticContext) -> None:
 
 @pytest.mark.parametrize("method", ["full", "flat", "hybrid"])
 def test_a_step_asks_with_the_texts_query(context: SyntheticContext, method: str) -> None:
-    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
     settings = {} if method == "full" else {"window_tokens": 32, "cold": {"top_k": "all"}}
     with hkv.attach(model, hkv.HybridConfig(method=method, **settings)) as runtime:
         cache = filled_cache(runtime, context)
@@ -77,7 +77,7 @@ def test_a_step_asks_with_the_texts_query(context: SyntheticContext, method: str
 
 
 def test_generation_continues_a_filled_context(context: SyntheticContext) -> None:
-    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
     with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
         cache = filled_cache(runtime, context)
         ids = torch.randint(2, 500, (1, TOKENS + 1))
@@ -124,7 +124,7 @@ def _rows(k: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def test_graphs_of_filled_caches_are_those_that_find_their_own_lists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
     index = {"kind": "graph", "min_keys": 300, "sampled_queries": 400, "recent_queries": 100}
     index["max_scanned"] = 1
     config = hkv.HybridConfig(

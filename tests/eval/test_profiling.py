@@ -77,7 +77,7 @@ def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.Monke
     now = 0.0
     for module in (stats, steps_module):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
-    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
     with hkv.attach(model, hkv.HybridConfig(method="full")) as runtime:
         cache = runtime.cache()
         phases, watch = cache.kv.phases, StepWatch(model, cache, 1)
@@ -398,7 +398,7 @@ def test_quest_of_a_model_cut_down_is_not_dense_and_says_so() -> None:
 
 def test_traffic_is_counted_work_times_the_size_of_what_is_read() -> None:
     facts = model_facts("random:tiny", dtype="float32")
-    model, _ = load_model("random:tiny", device="cpu", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
     config = hkv.HybridConfig(method="flat", window_tokens=32, sink_tokens=16)
     with hkv.attach(model, config) as runtime, torch.inference_mode():
         cache = runtime.cache()

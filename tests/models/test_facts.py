@@ -14,7 +14,7 @@ from hybrid_kv.models.load import load_model
 
 
 def test_weights_are_counted_as_loading_would_hold_them() -> None:
-    model, _ = load_model("random:tiny", device="cpu")
+    model = load_model("random:tiny", device="cpu")
     held = sum(parameter.nbytes for parameter in model.parameters())
     facts = model_facts("random:tiny")
     assert facts.weight_bytes == held

@@ -10,10 +10,11 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
 from hybrid_kv.eval.needle.tokenizer import build_tokenizer
+from hybrid_kv.models.load import load_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="pip install 'hybrid-kv[quant]'")
-pytest.importorskip("accelerate", reason="pip install 'hybrid-kv[quant]'")
 
+LINEAR = bitsandbytes.nn.Linear4bit
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
 )
@@ -64,3 +65,17 @@ def test_quantisation_changes_the_weights(folder: Path) -> None:
         with hkv.load(folder, device="cpu", quantization_config=config) as llm, torch.no_grad():
             logits.append(llm.model(prompt).logits)
     assert not torch.allclose(logits[0], logits[1], atol=0.1)
+
+
+def test_weights_that_were_saved_in_4_bits_are_complete(folder: Path, tmp_path: Path) -> None:
+    """Beside each packed matrix lie its scales, which are no tensors that the model does not know.
+
+    The folder says by itself how it is quantised; an argument None overruled that.
+    """
+    packed = load_model(folder, device="cpu", quantization_config=NF4)
+    packed.save_pretrained(tmp_path)
+    again = load_model(tmp_path, device="cpu")
+    assert isinstance(again.get_submodule("model.layers.0.mlp.up_proj"), LINEAR)
+    prompt = torch.arange(2, 102)[None]
+    with torch.no_grad():
+        assert torch.equal(again(prompt).logits, packed(prompt).logits)

@@ -102,7 +102,7 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
     if asked.layers is not None:
         config = load_config(asked.model).get_text_config(decoder=True)
         whole = None if config.num_hidden_layers == asked.layers else config.num_hidden_layers
-    model, _ = load_model(
+    model = load_model(
         asked.model, device=device, dtype=asked.dtype, layers=asked.layers, seed=asked.seed
     )
     return Bench(asked, model, facts, rates or measure_rates(device), whole, configs)
