@@ -148,8 +148,8 @@ class AuditParams(Params):
     """What the audit is judged by, and what follows when it is worse, with 95% confidence.
 
     min_recall: of the exact best cold entries, as many as the budget has. max_missed_mass: of the
-    softmax over all stored entries (null: no limit; a budget that is too small for a head misses
-    much however good the index is). action: "warn" once, "widen" the budget of the layer (or of
+    softmax over all stored entries, null for no limit: a budget that is too small for a head misses
+    much however good the index is. action: "warn" once, "widen" the budget of the layer (or of
     all), doubling it up to 8 times, or "raise" an error.
     """
 

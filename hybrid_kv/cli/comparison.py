@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rich.text import Text
+
 from hybrid_kv.api import LLM, Generation, load
 from hybrid_kv.cli.display import attended_ratio, human_bytes, human_seconds, note, percent
 from hybrid_kv.cli.documents import describe_run, environment_of
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.cli.running import opened, run
+from hybrid_kv.cli.tables import Cell
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.report import Environment
@@ -29,13 +32,13 @@ class Answer:
     run: Run
     correct: bool
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, Cell]]:
         """Labels and cells of a column of the comparison."""
         got, work = self.generation, self.generation.work
         per_step = work.attended / work.steps if work.steps else 0
         share = percent(attended_ratio(work))
         return [
-            ("answer", f"[{'green' if self.correct else 'red'}]{got.text or '(none)'}[/]"),
+            ("answer", Text(got.text or "(none)", "green" if self.correct else "red")),
             ("right", "yes" if self.correct else "no"),
             ("tokens attended", f"{per_step:,.0f} per step ({share})" if per_step else "-"),
             ("of them retrieved", self._retrieved()),

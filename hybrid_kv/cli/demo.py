@@ -70,42 +70,39 @@ def _describe(result: Comparison) -> DemoReport:
 
 
 def _print(result: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    from hybrid_kv.cli.display import attended_ratio, percent
+    from hybrid_kv.cli.display import attended_ratio, console, percent
+    from hybrid_kv.cli.tables import Column, facts_table, print_columns
 
-    console = Console(highlight=False)
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(ratio=1)
+    out = console()
+    facts = facts_table("bold")
     facts.add_row("model", f"{result.model}, on {result.environment.cpu.model}")
     facts.add_row(
         "context", f"{result.context_tokens:,} tokens, {result.records} records in filler"
     )
-    facts.add_row("it ends", f"[dim]… {result.ending}[/]")
-    facts.add_row("question", f"[cyan]{result.question}[/]")
-    facts.add_row("expected", f"[cyan]{result.expected}[/]")
-    console.print(facts)
-    console.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    for answer in result.answers:
-        table.add_column(answer.title, no_wrap=True)
-    for name, *cells in zip(*[answer.rows() for answer in result.answers], strict=True):
-        label = name[0]
-        table.add_row(label, name[1], *[cell[1] for cell in cells])
-    console.print(table)
-    console.print()
+    facts.add_row("it ends", Text(f"… {result.ending}", "dim"))
+    facts.add_row("question", Text(result.question, "cyan"))
+    facts.add_row("expected", Text(result.expected, "cyan"))
+    out.print(facts)
+    out.print()
+    rows = [answer.rows() for answer in result.answers]
+    labels = Column("", [Text(label, "bold") for label, _ in rows[0]], left=True)
+    answers = [
+        Column(answer.title, [cell for _, cell in cells], left=True)
+        for answer, cells in zip(result.answers, rows, strict=True)
+    ]
+    print_columns(out, [labels], answers)
+    out.print()
     share = percent(attended_ratio(result.answers[1].generation.work))
     method = result.answers[1].title
     if result.interrupted:
-        console.print("[yellow]interrupted[/] before both answers were complete")
+        found = Text.assemble(("interrupted", "yellow"), " before both answers were complete")
     elif result.agree and result.correct:
-        console.print(
-            f"[green]The answers agree and are right[/]; {method} attended {share} of the tokens."
-        )
+        words = ("The answers agree and are right", "green")
+        found = Text.assemble(words, f"; {method} attended {share} of the tokens.")
     elif result.agree:
-        console.print("[red]The answers agree and are wrong.[/]")
+        found = Text("The answers agree and are wrong.", "red")
     else:
-        console.print("[red]The answers differ.[/]")
+        found = Text("The answers differ.", "red")
+    out.print(found)

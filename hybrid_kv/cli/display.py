@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from hybrid_kv.cli.options import OutputOptions
 
@@ -17,6 +19,18 @@ if TYPE_CHECKING:
     from hybrid_kv.types import Work
 
 Report = Callable[[int, int], None]
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Prints what it is given: nothing in a text is taken for markup, an emoji or a number.
+
+    Args:
+        width: columns where nobody looks at a terminal and COLUMNS says nothing.
+    """
+    plain = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if width is not None and not plain.is_terminal and "COLUMNS" not in os.environ:
+        plain.width = width
+    return plain
 
 
 def human_bytes(count: float) -> str:
@@ -64,7 +78,7 @@ def stats_line(generation: Generation, *, interrupted: bool) -> str:
 def note(text: str, output: OutputOptions) -> None:
     """One line on stderr, unless --quiet."""
     if not output.quiet:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(text, style="dim", markup=False)
+        console(stderr=True).print(text, style="dim", soft_wrap=True)
 
 
 def _shows_progress(output: OutputOptions) -> bool:
@@ -77,7 +91,7 @@ def waiting(label: str, output: OutputOptions) -> Iterator[None]:
     if not _shows_progress(output):
         yield
         return
-    with Console(stderr=True).status(label):
+    with console(stderr=True).status(Text(label)):
         yield
 
 
@@ -99,8 +113,8 @@ def prefill_bar(output: OutputOptions) -> Iterator[Report | None]:
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True)
     task = bar.add_task("prefill and index", total=None)
 
     def report(done: int, total: int) -> None:

@@ -64,16 +64,14 @@ def _with_measurements(report: DoctorReport, model: str, context: int) -> Doctor
 
 
 def _print(report: DoctorReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    from hybrid_kv.cli.display import human_bytes
+    from hybrid_kv.cli.display import console, human_bytes
+    from hybrid_kv.cli.tables import facts_table
 
-    console, machine = Console(highlight=False), report.environment
+    out, machine = console(), report.environment
     cpu = machine.cpu
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(ratio=1)
+    table = facts_table("bold")
     table.add_row("machine", machine.platform)
     features = " ".join(cpu.features) or "no vector extensions known"
     table.add_row("cpu", f"{cpu.model}, {cpu.cores} cores, {cpu.threads} threads; {features}")
@@ -81,13 +79,10 @@ def _print(report: DoctorReport) -> None:
     table.add_row("memory", f"{human_bytes(machine.ram_bytes)}, {free} free")
     for device in report.devices:
         table.add_row("device", device)
-    console.print(table)
-    console.print()
-    marks = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "missing": "[red]missing[/]"}
-    checks = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    checks.add_column(no_wrap=True)
-    checks.add_column(style="bold", no_wrap=True)
-    checks.add_column(ratio=1)
+    out.print(table)
+    out.print()
+    colours = {"ok": "green", "absent": "yellow", "missing": "red"}
+    checks = facts_table("", "bold")
     for check in report.checks:
-        checks.add_row(marks[check.state], check.name, check.detail)
-    console.print(checks)
+        checks.add_row(Text(check.state, colours[check.state]), check.name, check.detail)
+    out.print(checks)

@@ -49,72 +49,59 @@ def methods(
 
 
 def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parameters: bool) -> None:
-    from rich.console import Console
-
+    from hybrid_kv.cli.display import console
     from hybrid_kv.cli.parameters import common_parameters, parameters_of
 
-    console = Console(highlight=False)
+    out = console()
     if not with_parameters:
-        _print_table(console, "Methods (--method NAME)", kept)
-        console.print()
-        _print_table(console, "Index kinds (--set cold.index=KIND)", kinds)
-        console.print("\nParameters of one: hybrid-kv methods NAME; of all: --verbose", style="dim")
+        _print_table(out, "Methods (--method NAME)", kept)
+        out.print()
+        _print_table(out, "Index kinds (--set cold.index=KIND)", kinds)
+        out.print("\nParameters of one: hybrid-kv methods NAME; of all: --verbose", style="dim")
         return
     for plugin in kept:
-        _print_one(console, "method", plugin, parameters_of(plugin.params))
+        _print_one(out, "method", plugin, parameters_of(plugin.params))
     for plugin in kinds:
-        _print_one(console, "index kind", plugin, parameters_of(plugin.params))
+        _print_one(out, "index kind", plugin, parameters_of(plugin.params))
     if kept:
-        console.print("[bold]every method[/]")
-        _print_parameters(console, common_parameters())
+        out.print("every method", style="bold")
+        _print_parameters(out, common_parameters())
 
 
-def _print_table(console: Console, title: str, plugins: list[Plugin[Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
+def _print_table(out: Console, title: str, plugins: list[Plugin[Any]]) -> None:
+    from rich.text import Text
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        show_header=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(ratio=1)
+    from hybrid_kv.cli.tables import facts_table
+
+    out.print(title, style="bold")
+    table = facts_table("cyan")
     for plugin in plugins:
-        source = f"\n[dim]{escape(plugin.paper)}[/]" if plugin.paper else ""
-        table.add_row(plugin.name, escape(plugin.summary) + source)
-    console.print(table)
+        source = ("\n" + plugin.paper, "dim") if plugin.paper else ""
+        table.add_row(plugin.name, Text.assemble(plugin.summary, source))
+    out.print(table)
 
 
-def _print_one(
-    console: Console, family: str, plugin: Plugin[Any], parameters: list[Parameter]
-) -> None:
-    from rich.markup import escape
+def _print_one(out: Console, family: str, plugin: Plugin[Any], parameters: list[Parameter]) -> None:
+    from rich.text import Text
 
-    console.print(f"[bold cyan]{plugin.name}[/] [dim]({family})[/]  {escape(plugin.summary)}")
+    name = (plugin.name, "bold cyan")
+    out.print(Text.assemble(name, (f" ({family})", "dim"), f"  {plugin.summary}"))
     if plugin.paper:
-        console.print(f"  {plugin.paper}", style="dim", markup=False)
-    _print_parameters(console, parameters)
-    console.print()
+        out.print(f"  {plugin.paper}", style="dim")
+    _print_parameters(out, parameters)
+    out.print()
 
 
-def _print_parameters(console: Console, parameters: list[Parameter]) -> None:
-    from rich.table import Table
+def _print_parameters(out: Console, parameters: list[Parameter]) -> None:
+    from hybrid_kv.cli.tables import facts_table
 
     if not parameters:
-        console.print("  no parameters", style="dim")
+        out.print("  no parameters", style="dim")
         return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(style="green", no_wrap=True)
-    table.add_column(ratio=1)
+    table = facts_table("", "green")
     for parameter in parameters:
         table.add_row(f"  {parameter.name}", str(parameter.default), parameter.meaning)
-    console.print(table)
+    out.print(table)
 
 
 def _describe(plugin: Plugin[Any]) -> Any:

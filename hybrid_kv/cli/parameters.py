@@ -28,9 +28,11 @@ def parameters_of(params: type[BaseModel]) -> list[Parameter]:
 
 def common_parameters() -> list[Parameter]:
     """The settings that stand beside every method's own."""
-    config = HybridConfig(method="full")
-    names = [name for name in type(config).model_fields if name not in ("method", "params")]
-    return [Parameter(name, getattr(config, name), meaning(type(config), name)) for name in names]
+    return [
+        parameter
+        for parameter in _walk(HybridConfig(method="full"), "")
+        if parameter.name not in ("method", "params")
+    ]
 
 
 def _walk(group: BaseModel, prefix: str) -> Iterator[Parameter]:

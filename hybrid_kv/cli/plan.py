@@ -11,8 +11,11 @@ import typer
 from hybrid_kv.cli.options import LayersOption, ModelArgument, ModelOptions, OutputOptions, count
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from hybrid_kv.cli.tables import Column
     from hybrid_kv.report.schema import PlanReport
-    from hybrid_kv.runtime.planner import Plan
+    from hybrid_kv.runtime.planner import Option, Plan
 
 _MACHINE = "Machine"
 
@@ -185,47 +188,54 @@ def _report(made: Plan, config: dict[str, Any], measured: dict[str, float]) -> P
 
 
 def _print(made: Plan, measured: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    from hybrid_kv.cli.display import human_bytes
+    from hybrid_kv.cli.display import console, human_bytes
+    from hybrid_kv.cli.tables import Column, print_columns
 
-    console, machine, facts = Console(highlight=False), made.machine, made.facts
+    out, machine, facts = console(), made.machine, made.facts
     memory = f"{human_bytes(machine.host_bytes)} of host memory"
     if machine.device_bytes is not None:
         memory = f"{human_bytes(machine.device_bytes)} on the device, {memory}"
-    console.print(
-        f"[bold]{facts.name}[/], {made.context_tokens:,} tokens, {machine.device}: {memory}"
-    )
-    console.print(
+    where = f", {made.context_tokens:,} tokens, {machine.device}: {memory}"
+    out.print(Text.assemble((facts.name, "bold"), where))
+    out.print(
         f"weights {human_bytes(facts.weight_bytes)}, KV {human_bytes(facts.kv_bytes_per_token)} a "
         f"token; bandwidths in GB/s: {_rates(made)}",
         style="dim",
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    titles = ("device", "host", "ms per token", *(["measured"] if measured else []), "longest")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    for option in made.options:
-        table.add_row(
-            f"[bold]{option.mode}[/]\n" + ("[green]fits[/]" if option.fits else "[red]too big[/]"),
-            _parts(option.device_bytes, human_bytes) or "-",
-            _parts(option.host_bytes, human_bytes) or "-",
-            _parts(option.ms, lambda ms: f"{ms:.1f}") or "not modelled",
-            *([_time(measured.get(option.mode))] if measured else []),
-            f"{option.max_context_tokens // 1024:,}k",
-        )
-    console.print(table)
-    console.print(f"[bold]{made.advice}[/]")
+    columns = [
+        Column("device", [_parts(option.device_bytes, human_bytes) for option in made.options]),
+        Column("host", [_parts(option.host_bytes, human_bytes) for option in made.options]),
+        Column(
+            "ms per token",
+            [_parts(option.ms, lambda ms: f"{ms:.1f}", "not modelled") for option in made.options],
+        ),
+        *([_measured_column(made, measured)] if measured else []),
+        Column("longest", [f"{o.max_context_tokens // 1024:,}k" for o in made.options]),
+    ]
+    print_columns(out, [Column("", [_verdict(option) for option in made.options], True)], columns)
+    out.print(made.advice, style="bold")
     chosen = made.recommended
     if chosen is not None and chosen.settings:
         given = " ".join(f"--set {name}={value}" for name, value in chosen.settings.items())
-        console.print(f"with {given}")
+        out.print(f"with {given}")
 
 
-def _time(ms: float | None) -> str:
-    return "-" if ms is None else f"[bold]{ms:.1f}[/]"
+def _verdict(option: Option) -> Text:
+    from rich.text import Text
+
+    fits = ("fits", "green") if option.fits else ("too big", "red")
+    return Text.assemble((option.mode, "bold"), "\n", fits)
+
+
+def _measured_column(made: Plan, measured: dict[str, float]) -> Column:
+    from rich.text import Text
+
+    from hybrid_kv.cli.tables import Column
+
+    times = [measured.get(option.mode) for option in made.options]
+    return Column("measured", [Text("-" if ms is None else f"{ms:.1f}", "bold") for ms in times])
 
 
 def _rates(made: Plan) -> str:
@@ -236,10 +246,12 @@ def _rates(made: Plan) -> str:
     return ", ".join(f"{name} {rate:.0f}" for name, rate in known.items()) + f" ({source})"
 
 
-def _parts(values: Any, show: Any) -> str:
-    """'26.5 = 16.5 weights + 10.0 search', one part a line."""
+def _parts(values: Any, show: Any, nothing: str = "-") -> Text:
+    """One part a line, the sum in the last."""
+    from rich.text import Text
+
     kept = {name: value for name, value in values.items() if value}
     if not kept:
-        return ""
-    lines = [f"{show(value)} {name}" for name, value in kept.items()]
-    return "\n".join([*lines, f"[bold]{show(sum(kept.values()))}[/]"])
+        return Text(nothing)
+    lines = "".join(f"{show(value)} {name}\n" for name, value in kept.items())
+    return Text.assemble(lines, (show(sum(kept.values())), "bold"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.display import waiting
+from hybrid_kv.cli.display import console, waiting
 from hybrid_kv.cli.failures import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
@@ -308,13 +308,16 @@ def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
     if not sys.stderr.isatty() or output.quiet:
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from hybrid_kv.cli.profile_tables import short_count
 
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}", markup=False),
+    )
+    bar = Progress(*columns, console=console(stderr=True), transient=True, auto_refresh=False)
     task, seen = bar.add_task("", total=total), list[Any]()
 
     def tell(row: Row, what: str, done: int, whole: int) -> None:

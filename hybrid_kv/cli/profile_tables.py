@@ -7,9 +7,10 @@ from statistics import quantiles
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from hybrid_kv.cli.display import human_bytes, human_seconds, percent
+from hybrid_kv.cli.display import console, human_bytes, human_seconds, percent
+from hybrid_kv.cli.tables import Cell, Column, print_columns
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import EstimateReport, PhasesMs
 from hybrid_kv.report.schema import ProfileReport
@@ -33,38 +34,52 @@ _MARKS = {"failed": "red", "skipped": "yellow", "interrupted": "yellow"}
 
 def print_profile(report: ProfileReport) -> None:
     """All tables on stdout."""
-    console = _console()
-    console.print(f"[bold]{title(report)}[/]")
-    console.print(_setting(report), style="dim")
-    _show(console, "ms per token (TPOT) by context", _latency(report))
+    out = console(width=_WIDE)
+    out.print(title(report), style="bold")
+    out.print(_setting(report), style="dim")
+    _show(out, "ms per token (TPOT) by context", *_latency(report))
     for tokens in _contexts(report):
         rows = [row for row in report.rows if row.context_tokens == tokens]
+        measured = [row for row in rows if row.tpot_ms is not None]
         where = f"at {short_count(tokens)}"
-        _show(console, f"ms per token {where}, by phase", _breakdown(rows))
-        _show(console, f"fill, memory, traffic and quality {where}", _costs(rows))
+        _show(out, f"ms per token {where}, by phase", *_breakdown(measured))
+        _show(out, f"fill, memory, traffic and quality {where}", *_costs(measured))
     reasons = [row for row in report.rows if row.reason is not None]
     if reasons:
-        console.print()
+        out.print()
     for row in reasons:
         where = f"{row.method} at {short_count(row.context_tokens)}: {row.status}"
-        console.print(f"{where}: {row.reason}", markup=False)
+        out.print(f"{where}: {row.reason}")
 
 
 def print_repetition(old: ProfileReport, new: ProfileReport) -> None:
     """Old and new medians with their quartiles, ratios, and whether they agree."""
-    table = _table()
-    for name in ("context", "method", "before", "now", "ratio", "agree"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     before = {(row.method, row.context_tokens): row for row in old.rows}
-    for row in new.rows:
-        first = before.get((row.method, row.context_tokens))
-        cells = [_spread(first), _spread(row), "-", "-"]
-        if first is not None and first.itl_ms is not None and row.itl_ms is not None:
-            same = agree(first.step_ms, row.step_ms)
-            cells[2] = f"{row.itl_ms.p50 / first.itl_ms.p50:.2f}"
-            cells[3] = "[green]yes[/]" if same else "[red]no[/]"
-        table.add_row(short_count(row.context_tokens), row.method, *cells)
-    _show(_console(), f"{title(new)}: repeated; ms per step, median (quartiles)", table)
+    pairs = [(before.get((row.method, row.context_tokens)), row) for row in new.rows]
+    keys = [
+        Column("context", [short_count(row.context_tokens) for row in new.rows]),
+        Column("method", [row.method for row in new.rows], left=True),
+    ]
+    columns = [
+        Column("before", [_spread(first) for first, _ in pairs]),
+        Column("now", [_spread(row) for row in new.rows]),
+        Column("ratio", [_ratio(first, row) for first, row in pairs]),
+        Column("agree", [_agreement(first, row) for first, row in pairs]),
+    ]
+    caption = f"{title(new)}: repeated; ms per step, median (quartiles)"
+    _show(console(width=_WIDE), caption, keys, columns)
+
+
+def _ratio(first: ProfileRow | None, row: ProfileRow) -> str:
+    if first is None or first.itl_ms is None or row.itl_ms is None:
+        return "-"
+    return f"{row.itl_ms.p50 / first.itl_ms.p50:.2f}"
+
+
+def _agreement(first: ProfileRow | None, row: ProfileRow) -> Cell:
+    if first is None or first.itl_ms is None or row.itl_ms is None:
+        return "-"
+    return Text("yes", "green") if agree(first.step_ms, row.step_ms) else Text("no", "red")
 
 
 def agree(first: Sequence[float], second: Sequence[float]) -> bool:
@@ -92,11 +107,6 @@ def short_count(count: int) -> str:
     return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
-
-
 def _setting(report: ProfileReport) -> str:
     fill = {
         "prefill": "a prompt of random tokens",
@@ -112,63 +122,54 @@ def _setting(report: ProfileReport) -> str:
     )
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-
-
-def _show(console: Console, caption: str, table: Table) -> None:
-    if table.row_count:
-        console.print(f"\n[bold]{caption}[/]")
-        console.print(table)
+def _show(out: Console, caption: str, keys: list[Column], columns: list[Column]) -> None:
+    if any(column.cells for column in keys):
+        out.print(f"\n{caption}", style="bold")
+        print_columns(out, keys, columns)
 
 
 def _contexts(report: ProfileReport) -> list[int]:
     return list(dict.fromkeys(row.context_tokens for row in report.rows))
 
 
-def _latency(report: ProfileReport) -> Table:
-    table = _table()
-    table.add_column("method", no_wrap=True)
-    for tokens in _contexts(report):
-        table.add_column(short_count(tokens), justify="right", no_wrap=True)
+def _methods(rows: Sequence[ProfileRow]) -> list[Column]:
+    return [Column("method", [row.method for row in rows], left=True)]
+
+
+def _latency(report: ProfileReport) -> tuple[list[Column], list[Column]]:
     found = {(row.method, row.context_tokens): row for row in report.rows}
-    for method in dict.fromkeys(row.method for row in report.rows):
-        cells = [_cell(found.get((method, tokens))) for tokens in _contexts(report)]
-        table.add_row(method, *cells)
-    return table
+    methods = list(dict.fromkeys(row.method for row in report.rows))
+    columns = [
+        Column(short_count(tokens), [_cell(found.get((method, tokens))) for method in methods])
+        for tokens in _contexts(report)
+    ]
+    return [Column("method", methods, left=True)], columns
 
 
-def _cell(row: ProfileRow | None) -> str:
+def _cell(row: ProfileRow | None) -> Cell:
     if row is None:
         return "-"
     text = "" if row.tpot_ms is None else f"{row.tpot_ms:.1f}"
-    if row.status == "ok":
-        return text
-    return f"[{_MARKS[row.status]}]{(text + ' ' + row.status).strip()}[/]"
+    return text if row.status == "ok" else Text(f"{text} {row.status}".strip(), _MARKS[row.status])
 
 
-def _breakdown(rows: Sequence[ProfileRow]) -> Table:
+def _breakdown(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
     """As the paper's: where a step goes, with the lower limit that memory sets."""
-    table = _table()
-    measured = [row for row in rows if row.tpot_ms is not None]
-    phases = {
-        name: key for name, key in _PHASES.items() if any(_phase(row, key) for row in measured)
+    phases = {name: key for name, key in _PHASES.items() if any(_phase(row, key) for row in rows)}
+    times: dict[str, Callable[[ProfileRow], float | None]] = {
+        "p50": lambda row: None if row.itl_ms is None else row.itl_ms.p50,
+        "p90": lambda row: None if row.itl_ms is None else row.itl_ms.p90,
+        "p99": lambda row: None if row.itl_ms is None else row.itl_ms.p99,
+        "limit": lambda row: row.limit_ms,
+        "plan says": lambda row: sum(row.predicted_ms.values()) or None,
     }
-    table.add_column("method", no_wrap=True)
-    for name in (*phases, "total", "p50", "p90", "p99", "limit", "plan says", "recorder"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in measured:
-        itl = row.itl_ms
-        gaps = (None, None, None) if itl is None else (itl.p50, itl.p90, itl.p99)
-        planned = sum(row.predicted_ms.values()) if row.predicted_ms else None
-        table.add_row(
-            row.method,
-            *(_ms(_phase(row, key)) for key in phases.values()),
-            f"[bold]{_ms(row.tpot_ms)}[/]",
-            *(_ms(value) for value in (*gaps, row.limit_ms, planned)),
-            _or_dash(row.recorder_ratio, "{:.2%}".format),
-        )
-    return table
+    columns = [
+        *(Column(name, [_ms(_phase(row, key)) for row in rows]) for name, key in phases.items()),
+        Column("total", [Text(_ms(row.tpot_ms), "bold") for row in rows]),
+        *(Column(name, [_ms(time(row)) for row in rows]) for name, time in times.items()),
+        Column("recorder", [_or_dash(row.recorder_ratio, "{:.2%}".format) for row in rows]),
+    ]
+    return _methods(rows), columns
 
 
 def _ms(value: float | None) -> str:
@@ -180,9 +181,8 @@ def _phase(row: ProfileRow, key: str) -> float | None:
     return value
 
 
-def _costs(rows: Sequence[ProfileRow]) -> Table:
+def _costs(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
     """What a row took before its first step, what it holds, reads and misses."""
-    table = _table()
     columns: dict[str, Callable[[ProfileRow], Any]] = {
         "TTFT": lambda row: _or_dash(row.ttft_s, human_seconds),
         "fill": lambda row: _or_dash(row.fill_s, human_seconds),
@@ -197,15 +197,9 @@ def _costs(rows: Sequence[ProfileRow]) -> Table:
         "recall": lambda row: _estimate(None if row.audit is None else row.audit.recall_at_k),
         "missed mass": lambda row: _estimate(None if row.audit is None else row.audit.missed_mass),
     }
-    shown = [row for row in rows if row.tpot_ms is not None]
-    cells = {name: [str(cell(row)) for row in shown] for name, cell in columns.items()}
-    cells = {name: texts for name, texts in cells.items() if set(texts) - {"-"}}
-    table.add_column("method", no_wrap=True)
-    for name in cells:
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, row in enumerate(shown):
-        table.add_row(row.method, *(texts[number] for texts in cells.values()))
-    return table
+    cells = {name: [str(cell(row)) for row in rows] for name, cell in columns.items()}
+    shown = [Column(name, texts) for name, texts in cells.items() if set(texts) - {"-"}]
+    return _methods(rows), shown
 
 
 def _read(row: ProfileRow) -> int | None:
