@@ -44,9 +44,14 @@ class Params(BaseModel):
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         # "forbid" would refuse them too, without saying which names there are.
-        for key in data if isinstance(data, Mapping) else ():
+        for key, value in data.items() if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
                 raise unknown_name("setting", str(key), cls.model_fields)
+            if isinstance(value, bool) and not _takes_bool(cls.model_fields[key].annotation):
+                raise ConfigError(
+                    f"{key} must not be true or false, got {value}; YAML reads yes, no, on and off "
+                    "as such, unless they are quoted"
+                )
         return data
 
 
@@ -58,6 +63,11 @@ Count: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 
 BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
+
+
+def _takes_bool(annotation: Any) -> bool:
+    """Whether a field is one of truth; to Python, True is a number as well."""
+    return annotation is Any or bool in (annotation, *get_args(annotation))
 
 
 class PluginConfig(Params):
@@ -231,6 +241,9 @@ class HybridConfig(PluginConfig):
             if path in values:
                 raise ConfigError(f"setting '{path}' is given twice; keep one")
             values[path] = value
+        for path in values:  # 'cold.index: hnsw' is short for its kind
+            if f"{path}.kind" in values:
+                raise ConfigError(f"setting '{path}.kind' is given twice; keep one")
         # Groups before their members, so that 'cold.index' cannot wipe out 'cold.index.kind'.
         for path in sorted(values, key=lambda path: path.count(".")):
             _place(tree, path, values[path])
@@ -292,16 +305,22 @@ def _place(tree: dict[str, Any], path: str, value: object) -> None:
     tree[leaf] = value
 
 
-def first_sentence(error: ValidationError) -> str:
-    """The first problem of a pydantic error as: name, expected, got."""
+def first_sentence(error: ValidationError, depth: int = 0) -> str:
+    """The first problem of a pydantic error as: name, expected, got.
+
+    Args:
+        depth: groups that lead every name and are none of the user's.
+    """
     problems = error.errors()
-    problem, name = problems[0], _setting_name(problems[0]["loc"])
+    problem, name = problems[0], _setting_name(problems[0]["loc"][depth:])
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
         return f"{name}: {cause}" if name else str(cause)
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{name}: a group of settings is expected, got {problem['input']!r}"
     text = problem["msg"][0].lower() + problem["msg"][1:]
     for other in problems[1:]:  # the other members of a union such as Count | Literal["all"]
-        if other["type"] == "literal_error" and _setting_name(other["loc"]) == name:
+        if other["type"] == "literal_error" and _setting_name(other["loc"][depth:]) == name:
             text += f" or {other['ctx']['expected']}"
     return f"{name or 'configuration'}: {text}, got {problem['input']!r}"
 

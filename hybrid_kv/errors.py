@@ -96,6 +96,44 @@ class IntegrityError(HybridKVError, AssertionError):
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """An error for `name` that lists the known names, the nearest one first."""
     names = sorted(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    near = nearest_name(name, names)
+    hint = f"did you mean '{near}'? " if near else ""
     return ConfigError(f"unknown {what} '{name}'; {hint}known: {', '.join(names) or '(none)'}")
+
+
+_SYNONYMS = {
+    "page_size": ("page_tokens", "tokens_per_page", "block_size", "block_tokens", "page_len"),
+    "window_tokens": ("window", "window_size", "sliding_window", "local_tokens", "recent_tokens"),
+    "sink_tokens": ("sinks", "num_sinks", "initial_tokens", "attention_sinks"),
+    "spare_tokens": ("resident_tokens", "extra_tokens"),
+    "hot_tokens": ("hot_pages", "cache_tokens", "device_tokens"),
+    "page_budget": ("num_pages", "max_pages", "pages_per_step", "token_budget"),
+    "prefill_chunk_tokens": ("chunk_size", "prefill_chunk_size", "chunk_tokens"),
+    "top_k": ("k", "topk", "num_neighbors", "retrieved_tokens"),
+    "nprobe": ("num_probes", "probes", "n_probe"),
+    "nlist": ("num_clusters", "num_lists", "clusters", "n_list"),
+    "ef_search": ("ef", "efsearch"),
+    "ef_construction": ("efc", "efconstruction"),
+    "retrieval_attention": ("roargraph", "roar_graph"),
+    "full": ("dense", "exact"),
+}
+"""Names by which other systems call a thing, where spelling says nothing."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is probably meant: by another system's word for it, else by spelling.
+
+    Of dotted names the last part counts; of equal ones the shortest path is meant.
+    """
+    places: dict[str, str] = {}
+    for place in sorted(known, key=lambda place: (place.count("."), place)):
+        places.setdefault(_last_part(place), place)
+    word = _last_part(name)
+    meant = [own for own, others in _SYNONYMS.items() if word.lower() in others and own in places]
+    near = meant or get_close_matches(word, places, n=1, cutoff=0.5)
+    return places[near[0]] if near else None
+
+
+def _last_part(name: str) -> str:
+    parts = name.split(".")
+    return parts[-1] if all(part.isidentifier() for part in parts) else name

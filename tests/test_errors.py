@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv import errors
-from hybrid_kv.errors import ConfigError, HybridKVError, unknown_name
+from hybrid_kv.errors import ConfigError, HybridKVError, nearest_name, unknown_name
 
 TYPED = sorted(
     (
@@ -60,3 +60,27 @@ def test_an_unknown_name_lists_the_known_ones(name: str, known: list[str], text:
     error = unknown_name("index", name, known)
     assert isinstance(error, ConfigError)
     assert str(error) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("page_tokens", "page_size"),  # spelling said spare_tokens
+        ("block_size", "page_size"),
+        ("sinks", "sink_tokens"),
+        ("cold.k", "cold.top_k"),
+        ("cold.topk", "cold.top_k"),
+        ("cld.top_k", "cold.top_k"),
+        ("ef", "cold.index.ef_search"),
+        ("window_token", "window_tokens"),
+        ("zzz", None),
+    ],
+)
+def test_another_systems_word_for_a_setting_is_understood(name: str, meant: str | None) -> None:
+    known = ["cold.index.page_size", "cold.index.ef_search", "page_size", "spare_tokens"]
+    known += ["sink_tokens", "cold.top_k", "window_tokens"]
+    assert nearest_name(name, known) == meant
+
+
+def test_a_dot_in_the_name_of_a_model_divides_nothing() -> None:
+    assert nearest_name("lama-3.1-8b", ["llama-3.1-8b", "qwen2.5-7b"]) == "llama-3.1-8b"

@@ -31,6 +31,7 @@ LEVELS = [
     {"api", "eval", "report"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
+    {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 

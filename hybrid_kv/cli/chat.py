@@ -33,12 +33,16 @@ def chat(
 ) -> None:
     """Talk to a model; /reset, /stats and /quit are commands, Ctrl-C ends an answer."""
     from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.prompts import has_no_tokenizer
     from hybrid_kv.cli.running import opened
     from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.errors import ConfigError
     from hybrid_kv.report.schema import ChatReport
 
     config = build_config(options)
     check_target(output)
+    if has_no_tokenizer(model):
+        raise ConfigError(f"a conversation needs a tokenizer, and model '{model}' has none")
     with opened(model, options, config, output, cut.layers) as llm:
         llm.require_tokenizer()
         session = Session(llm, sampling, output)

@@ -7,10 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from hybrid_kv.errors import HybridKVError, unknown_name
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells count it."""
+from hybrid_kv.errors import ConfigError, HybridKVError, unknown_name
 
 
 def describe(error: Exception) -> tuple[int, str]:
@@ -51,6 +48,19 @@ def _usage(error: Any) -> str:
     text = re.sub(r"^Invalid value for '?([^':]+)'?: ", r"\1: ", text)
     text = re.sub(r"^Missing argument '?([^']+)'?", r"\1 is missing", text)
     return f"error: {text[0].lower() if text[:2].istitle() else text[0]}{text[1:]}; {help_hint}"
+
+
+def refuse_foreign_bytes(words: Iterable[str]) -> None:
+    """Raises ConfigError for an argument that is no text: no report could name it."""
+    for number, word in enumerate(words, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode(errors="backslashreplace").decode()
+            raise ConfigError(
+                f"argument {number} must be UTF-8, got '{shown}'; write it so, and rename a file "
+                "that is called so"
+            ) from None
 
 
 def refuse_unknown_verb(name: str, known: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybrid_kv.cli.display import note, stats_line
-from hybrid_kv.cli.failures import INTERRUPTED
+from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     LayersOption,
     ModelArgument,
@@ -75,6 +75,7 @@ def generate(
 
     config = build_config(options)
     found = find_prompt(prompt, source.prompt_file, source.prompt_tokens, sampling.seed or 0)
+    found.check(model)
     check_target(output)
     with opened(model, options, config, output, cut.layers) as llm:
         streaming = not no_stream and num_beams == 1

@@ -14,7 +14,8 @@ from typer.core import TyperGroup
 from hybrid_kv.cli.chat import chat
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
-from hybrid_kv.cli.failures import INTERRUPTED, describe, refuse_unknown_verb
+from hybrid_kv.cli.ending import ENDED, INTERRUPTED
+from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
@@ -31,14 +32,24 @@ class Verbs(TyperGroup):
         refuse_unknown_verb(args[0], self.commands)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a verb; Ctrl-C that the verb has no answer to ends it with a line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(ENDED, file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Runs a command line and leaves with its exit code: 0, 1, 2, or 130 after Ctrl-C."""
         words = list(sys.argv[1:] if args is None else args)
         extra.update(standalone_mode=False, prog_name="hybrid-kv")
         try:
+            refuse_foreign_bytes(words)
             code = super().main(words, *rest, **extra)
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
+            print(ENDED, file=sys.stderr)
             code = INTERRUPTED
         except BrokenPipeError:  # the reader has gone; a flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,13 +85,3 @@ def _root(
 
 for _verb in (generate, chat, demo, profile, plan, report, methods, doctor):
     app.command()(grouped(_verb))
-
-
-def main() -> NoReturn:
-    """Entry point of the console script."""
-    app()
-    raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_kv.cli.display import console, waiting
-from hybrid_kv.cli.failures import INTERRUPTED
+from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
     Device,

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from hybrid_kv.api.llm import Prompt
 
 
+def has_no_tokenizer(model: str) -> bool:
+    """Whether a MODEL is one of random weights."""
+    return model.startswith("random:")
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSource:
     """Exactly one of text and a number of random tokens."""
@@ -21,6 +26,16 @@ class PromptSource:
     text: str | None
     random_tokens: int | None
     seed: int
+
+    def check(self, model: str) -> None:
+        """Raises ConfigError for text where it is known, before anything is loaded, that no
+        tokenizer will read it.
+        """
+        if self.text is not None and has_no_tokenizer(model):
+            raise ConfigError(
+                f"a text prompt needs a tokenizer, and model '{model}' has none; give "
+                "--prompt-tokens N instead"
+            )
 
     def for_model(self, llm: LLM) -> Prompt:
         """What `LLM.generate` takes."""

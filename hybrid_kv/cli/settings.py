@@ -52,7 +52,7 @@ def read_settings(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _loader(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"config '{path}' cannot be read: {reason}; check the path") from None
@@ -67,7 +67,34 @@ def read_settings(path: Path) -> dict[str, object]:
         raise ConfigError(
             f"config '{path}' must hold settings like 'top_k: 64', got {type(data).__name__}"
         )
-    return dict(_flatten(data))
+    settings: dict[str, object] = {}
+    for key, value in _flatten(data):
+        if key in settings:
+            raise ConfigError(f"config '{path}' gives setting '{key}' twice; keep one")
+        settings[key] = value
+    return settings
+
+
+def _loader(path: Path) -> Any:
+    """YAML's safe loader, which would take the last of two equal keys."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses what is written twice in one mapping."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise ConfigError(
+                        f"config '{path}' gives '{key.value}' twice, again in line "
+                        f"{key.start_mark.line + 1}; keep one"
+                    )
+                if isinstance(key, yaml.ScalarNode):
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

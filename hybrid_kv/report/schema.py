@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from hybrid_kv.config import first_sentence
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.environment import Environment
 from hybrid_kv.report.profile import ProfileRow
@@ -225,10 +226,8 @@ def parse_report(text: str, source: str = "report") -> Report:
     try:
         return _Any.model_validate({"report": data}).report
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"][2:]) or "command"
         raise ConfigError(
-            f"{source} is damaged: {place}: {problem['msg']}; run the command again"
+            f"{source} is damaged: {first_sentence(error, depth=2)}; run the command again"
         ) from None
 
 

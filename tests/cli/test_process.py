@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.support import PROMPT
 
-COMMAND = (sys.executable, "-m", "hybrid_kv.cli.main")
+COMMAND = (sys.executable, "-m", "hybrid_kv")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # or a write would fail where a flush at exit fails
 
@@ -61,6 +63,32 @@ def test_help_imports_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("module", ["typer", "rich.console", "hybrid_kv.cli.profile"])
+def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str) -> None:
+    """The first tenths of a second go into imports; Ctrl-C in them was a traceback."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from hybrid_kv.cli.entry import main\n"
+        "sys.argv = ['hybrid-kv', 'methods']\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "interrupted\n")
+
+
+def test_an_argument_that_is_no_text_is_one_line() -> None:
+    words = [*COMMAND, "generate", b"mod\xffel", "x"]
+    run = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: argument 2 must be UTF-8, got 'mod\\udcffel'; ")
+    assert len(run.stderr.splitlines()) == 1
 
 
 def test_ctrl_c_ends_a_profile_with_what_was_measured(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,34 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_value_may_hold_an_equals_sign() -> None:
     assert parse_settings(["a=b=c"]) == {"a": "b=c"}
+
+
+@pytest.mark.parametrize(
+    ("yaml", "text"),
+    [
+        ("top_k: 9\npage_size: 16\ntop_k: 7", "gives 'top_k' twice, again in line 3"),
+        ("cold: {top_k: 9}\ncold: {beta: 1}", "gives 'cold' twice, again in line 2"),
+        ("cold: {top_k: 9, top_k: 9}", "gives 'top_k' twice, again in line 1"),
+        ("cold.top_k: 9\ncold: {top_k: 7}", "gives setting 'cold.top_k' twice"),
+        ("top_k: 9\ncold: {top_k: 7}", "'cold.top_k' is given twice"),
+        ("cold.index: hnsw\ncold: {index: {kind: ivf}}", "'cold.index.kind' is given twice"),
+    ],
+)
+def test_a_setting_stands_in_a_file_once(tmp_path: Path, yaml: str, text: str) -> None:
+    """YAML takes the last of equal keys, without a word."""
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        build_config(options(tmp_path, yaml))
+
+
+@pytest.mark.parametrize("yaml", ["window_tokens: yes", "cold: {top_k: on}", "backend: no"])
+def test_yes_and_no_are_no_numbers_or_names(tmp_path: Path, yaml: str) -> None:
+    """`window_tokens: yes` was a window of one token."""
+    with pytest.raises(ConfigError, match="must not be true or false"):
+        build_config(options(tmp_path, yaml))
+
+
+def test_what_is_true_or_false_stays_so(tmp_path: Path) -> None:
+    yaml = "compile_decode: yes\ncold.index: {kind: hnsw, centre: no}"
+    config = build_config(options(tmp_path, yaml))
+    assert config.compile_decode is True
+    assert config.cold.index.centre is False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import AfterValidator, BaseModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report import RunReport, probe_environment, read_report
+from hybrid_kv.report import RunReport, probe_environment, read_report, schema
 from hybrid_kv.report.schema import parse_report, to_json
 
 RUN_KEYS = [
@@ -136,3 +137,27 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         report(ttft_s=float("nan"))
+
+
+def test_what_a_validator_says_is_not_led_by_pydantics_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Picky(BaseModel):
+        report: Annotated[dict[str, Any], AfterValidator(_refuse)]
+
+    monkeypatch.setattr(schema, "_Any", Picky)
+    with pytest.raises(ConfigError, match="damaged: too odd; run"):
+        parse_report(to_json(report()))
+
+
+def _refuse(_: object) -> None:
+    raise ValueError("too odd")
+
+
+def test_a_damaged_report_is_called_by_the_users_names() -> None:
+    data = json.loads(to_json(report()))
+    data["new_tokens"] = "many"
+    with pytest.raises(ConfigError) as caught:
+        parse_report(json.dumps(data))
+    assert "damaged: new_tokens: input should be a valid integer" in str(caught.value)
+    assert "Value error" not in str(caught.value)
