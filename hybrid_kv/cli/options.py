@@ -40,7 +40,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, a hub id, 'needle' (ships with the package), or 'random:SHAPE'.",
+        help="A folder, a .gguf file, a hub id, 'needle' (ships with the package), 'smollm2' "
+        "(extra smollm2), or 'random:SHAPE'.",
     ),
 ]
 

@@ -126,7 +126,8 @@ def profile(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a hub id, 'needle', or 'random:SHAPE'; none with --repeat.",
+            help="A folder, a .gguf file, a hub id, 'needle', 'smollm2', or 'random:SHAPE'; none "
+            "with --repeat.",
         ),
     ] = None,
     *,

@@ -39,7 +39,7 @@ def opened(
     """The model, loaded and attached."""
     silence_transformers(output)
     # Bars of a download are the hub's own; a spinner would draw over them.
-    local = model == "needle" or model.startswith("random:") or Path(model).exists()
+    local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
     with waiting(f"loading {model}", output) if local else _nothing():
         llm = load(model, config=config, device=options.device, dtype=options.dtype, layers=layers)
     with llm:

@@ -1,7 +1,7 @@
 """From a MODEL argument to a transformers model, its tokenizer or its configuration.
 
-A model has one of two sources: a named shape with random weights, or a checkpoint that transformers
-reads.
+A model has one of three sources: a named shape with random weights, a GGUF file, or a checkpoint
+that transformers reads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import (
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
+from hybrid_kv.models.gguf import SMOLLM2, is_gguf, read_gguf, smollm2_file, where_of
 from hybrid_kv.models.shapes import random_config
 from hybrid_kv.runtime import memory_errors
 
@@ -73,8 +74,9 @@ def load_model(
     """Loads a causal language model.
 
     Args:
-        spec: a folder, a hub id, 'needle', or 'random:SHAPE' (random weights, no tokenizer).
-        dtype: of the weights; None keeps the stored one (bfloat16 for random weights).
+        spec: a folder, a GGUF file, a hub id, 'needle', 'smollm2' (extra smollm2), or
+            'random:SHAPE' (random weights, no tokenizer).
+        dtype: of the weights; None keeps the stored one (bfloat16 for random weights and GGUF).
         layers: number of layers of a random shape.
         quantization_config: handed to `from_pretrained` as it is.
         seed: of random weights.
@@ -84,13 +86,17 @@ def load_model(
             configuration; the message says what is missing.
         ConfigError: unknown shape, dtype or device.
         DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
+
+    Warns:
+        GgufWarning: how much memory the weights of a GGUF file take when they are unpacked.
     """
     target, wanted = resolve_device(device), resolve_dtype(dtype)
     with memory_errors(lambda: "load"):
         if (shape := _shape_of(spec)) is not None:
             return _random(shape, target, wanted, layers, seed)
-        path = _path_of(spec, layers)
-        return read_model(str(spec), path, target, wanted, quantization_config)
+        name, path = str(spec), _path_of(spec, layers)
+        read = read_gguf if is_gguf(path) else read_model
+        return read(name, path, target, wanted, quantization_config)
 
 
 def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase | None:
@@ -99,14 +105,18 @@ def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase | None:
     Raises:
         ModelNotFoundError: there is none that can be read; the message says why.
     """
-    return None if _shape_of(spec) is not None else read_tokenizer(str(spec), _path_of(spec))
+    if _shape_of(spec) is not None:
+        return None
+    folder, where = _where_of(spec)
+    return read_tokenizer(str(spec), folder, **where)
 
 
 def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig:
     """The configuration of what `load_model` would load; raises as it does."""
     if (shape := _shape_of(spec)) is not None:
         return random_config(shape, layers)
-    return read_config(str(spec), _path_of(spec, layers))
+    folder, where = _where_of(spec, layers)
+    return read_config(str(spec), folder, **where)
 
 
 def _shape_of(spec: str | Path) -> str | None:
@@ -115,8 +125,14 @@ def _shape_of(spec: str | Path) -> str | None:
     return name.removeprefix(_RANDOM) if name.startswith(_RANDOM) else None
 
 
+def _where_of(spec: str | Path, layers: int | None = None) -> tuple[str, dict[str, str]]:
+    """The folder or hub id of a model, and the file in it that transformers is told of."""
+    path = _path_of(spec, layers)
+    return where_of(str(spec), path) if is_gguf(path) else (path, {})
+
+
 def _path_of(spec: str | Path, layers: int | None = None) -> str:
-    """The folder or hub id of a checkpoint; a folder has a configuration at least.
+    """The folder, GGUF file or hub id of a model; a folder has a configuration at least.
 
     Raises:
         ConfigError: a number of layers was given.
@@ -126,7 +142,11 @@ def _path_of(spec: str | Path, layers: int | None = None) -> str:
     name = str(spec)
     if layers is not None:
         raise ConfigError(f"layers can be set for random:SHAPE models only, got MODEL '{name}'")
+    if name == SMOLLM2:
+        return str(smollm2_file())
     path = str(NEEDLE_PATH) if name == "needle" else name
+    if is_gguf(path):  # looked at where it is read
+        return path
     if not Path(path).exists():
         if name == "needle" or path.startswith((".", "/", "~")):
             raise ModelNotFoundError(f"model folder '{path}' does not exist; check the path")

@@ -1,7 +1,20 @@
 """The running cache: prefill, one decode step, seal, and what they cost."""
 
 from hybrid_kv.runtime.cache import KVCache, make_executor
-from hybrid_kv.runtime.capacity import Stage, check_host_memory, memory_errors
+from hybrid_kv.runtime.capacity import (
+    Stage,
+    check_host_memory,
+    check_weights_memory,
+    memory_errors,
+)
 from hybrid_kv.runtime.stats import Phases
 
-__all__ = ["KVCache", "Phases", "Stage", "check_host_memory", "make_executor", "memory_errors"]
+__all__ = [
+    "KVCache",
+    "Phases",
+    "Stage",
+    "check_host_memory",
+    "check_weights_memory",
+    "make_executor",
+    "memory_errors",
+]

@@ -42,6 +42,16 @@ def check_host_memory(needed_bytes: int, num_tokens: int) -> None:
         )
 
 
+def check_weights_memory(needed_bytes: int, name: str) -> None:
+    """Raises CapacityError if a model's weights exceed what is free on the host now."""
+    free = psutil.virtual_memory().available
+    if needed_bytes > _MARGIN * free:
+        raise CapacityError(
+            f"the weights of '{name}' take {needed_bytes:,} bytes of host memory, {free:,} bytes "
+            f"are free; {_ON_HOST['load']}"
+        )
+
+
 @contextmanager
 def memory_errors(stage: Callable[[], Stage]) -> Iterator[None]:
     """A block in which memory that runs out is said in one sentence, with the way out.
