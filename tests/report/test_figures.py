@@ -14,6 +14,7 @@ from hybrid_kv.report.html.entries import Entry, entries_of, phases
 from hybrid_kv.report.html.figures.bars import Bar, Part, bars_figure
 from hybrid_kv.report.html.figures.frame import spread
 from hybrid_kv.report.html.figures.heat import EDGES, heat_figure
+from hybrid_kv.report.html.figures.lines import Sample, Series, lines_figure
 from hybrid_kv.report.html.figures.points import place
 from hybrid_kv.report.html.figures.scales import Scale, fitted
 from hybrid_kv.report.html.palette import COLOURS, METHOD_SLOTS, looks
@@ -214,3 +215,17 @@ def test_a_known_method_keeps_its_look_whatever_stands_beside_it() -> None:
 )
 def test_numbers_are_short(shown: str, text: str) -> None:
     assert shown == text
+
+
+def test_the_name_of_a_line_stands_where_it_ends() -> None:
+    """Names stood at the longest context, as if it had not been skipped there."""
+    look = looks(["short", "long"])
+    series = [
+        Series("long", look["long"], tuple(Sample(n, 9.0, "") for n in (1024, 4096, 16384))),
+        Series("short", look["short"], (Sample(1024, 20.0, ""), Sample(4096, 30.0, ""))),
+    ]
+    scene = lines_figure("n", "t", "ms", series, 840, str)
+    dots = sorted(mark.x for mark in scene.marks if isinstance(mark, Dot))
+    at = {mark.text: mark.x for mark in scene.marks if isinstance(mark, Text)}
+    assert dots[-1] < at["long"]
+    assert dots[-2] < at["short"] < dots[-1]  # behind its own end, before what was skipped

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html.page import render
+from hybrid_kv.report.html.profile_sections import lead
 from hybrid_kv.report.html.sources import Source, drawable
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import (
@@ -330,3 +331,39 @@ def test_a_document_of_another_verb_is_refused() -> None:
     methods = MethodsReport(environment=profiles.environment(), methods=(), indexes=())
     with pytest.raises(ConfigError, match=r"got 'm\.json' of methods, which has nothing to draw"):
         drawable(methods, "m.json")
+
+
+def lead_of(*rows: Any) -> str:
+    found = lead(profiles.profile(rows=rows))
+    assert found is not None
+    return re.sub(r"<[^>]+>", "", found).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def missing(method: str, tpot_ms: float, missed: float | None) -> Any:
+    audit = None if missed is None else profiles.audit(missed)
+    return profiles.row(method, 4096, tpot_ms=tpot_ms, audit=audit)
+
+
+def test_the_headline_is_of_a_method_that_misses_little() -> None:
+    """It crowned Quest, which missed 53% of the mass."""
+    full, quest = missing("full", 200.0, None), missing("quest", 20.0, 0.53)
+    text = lead_of(full, quest, missing("hybrid", 40.0, 0.03), missing("flat", 50.0, 0.01))
+    assert text.startswith(
+        "At 4K tokens hybrid was fastest of those that miss at most 5.0% of the softmax mass: "
+    )
+    assert "the speed of full attention; it missed 3.0%" in text
+    assert "Faster: quest, 20.0 ms, missed 53.0%" in text
+
+
+def test_the_headline_may_be_of_full_attention() -> None:
+    text = lead_of(missing("full", 200.0, None), missing("quest", 20.0, 0.53))
+    assert "full was fastest of those that miss at most 5.0%" in text
+    assert "Faster: quest" in text
+
+
+def test_what_was_not_audited_is_crowned_by_nobody() -> None:
+    text = lead_of(missing("full", 200.0, None), missing("hybrid", 40.0, None))
+    assert "full was fastest of those" in text
+    assert "Faster: hybrid, 40.0 ms, was not audited" in text
+    text = lead_of(missing("hybrid", 40.0, None), missing("flat", 50.0, None))
+    assert "hybrid was fastest: 40.0 ms per token; it was not audited." in text

@@ -114,16 +114,21 @@ def _name(
     top: float,
     bottom: float,
 ) -> None:
-    drawn = [one for one in series if one.samples]
-    ends = [y_scale(one.samples[-1].value) for one in drawn]
-    for one, end, place in zip(drawn, ends, spread(ends, 16, top + 4, bottom), strict=True):
-        start = x_scale(one.samples[-1].context) + 8
-        dash = (1.0, 3.0) if start < right - 14 else ()  # a line that ends early goes no further
-        leader = ((start, end), (right + 4, place), (right + 12, place))
-        scene.add(
-            Line(leader, one.look.colour, 0.8, dash),
-            Text(right + 16, place + 4, one.name, one.look.colour, 12, bold=True),
-        )
+    """Each name beside the end of its line; those that reach the last context in a column."""
+    ends: dict[float, list[Series]] = {}
+    for one in series:
+        if one.samples:
+            ends.setdefault(x_scale(one.samples[-1].context), []).append(one)
+    for x, drawn in ends.items():
+        heights = [y_scale(one.samples[-1].value) for one in drawn]
+        last = x == max(ends)
+        start, turn = x + 8, right + 4 if last else x + 12
+        for one, y, place in zip(drawn, heights, spread(heights, 16, top + 4, bottom), strict=True):
+            leader = ((start, y), (turn, place), (turn + 8, place))
+            scene.add(
+                Line(leader, one.look.colour, 0.8),
+                Text(turn + 12, place + 4, one.name, one.look.colour, 12, bold=True),
+            )
 
 
 def _describe(axis: str, series: Sequence[Series], show: Show) -> str:
