@@ -135,8 +135,10 @@ class Attachment:
         cache = kwargs.get("past_key_values")
         if self._serving is not None or not isinstance(cache, HybridCache):
             return
-        embeds = kwargs.get("inputs_embeds")
-        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if args:
+            names = signature(module.forward).parameters
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        embeds, tokens = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
         self._check(cache, embeds if tokens is None else tokens, kwargs)
         self._serving, self._previous = module, self._text_config._attn_implementation
         self._text_config._attn_implementation = hf_attention.NAME
@@ -157,6 +159,9 @@ class Attachment:
         if source is None:
             return
         rows, new = source.shape[:2]
+        mask = kwargs.get("attention_mask")
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            cache.accept_mask(mask, new)
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
             check_host_memory(rows * new * self.bytes_per_token(cache.kv.method, new), new)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
@@ -28,13 +28,22 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, padding_mask)
 
 
-def padding_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+def padding_mask(
+    *args: Any, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any
+) -> Tensor | None:
     """None, or which tokens are real [B, tokens seen]; everything else follows from the order.
 
     Raises:
         ConfigError: the forward needs another mask: image tokens that see each other, an encoder's.
+        UnsupportedModelError: the model works with the mask itself.
     """
-    if not allow_is_causal_skip:  # transformers' sign for an overlay on the causal mask
+    if not allow_is_causal_skip:  # the mask must be there, whatever is in it
+        if kwargs.get("mask_function") is causal_mask_function:  # nothing is laid over it
+            raise UnsupportedModelError(
+                f"attention of model type '{getattr(config, 'model_type', None)}' adds a mask of "
+                "its own to the causal one, which a tiered KV cache cannot apply; use this model "
+                "without hybrid_kv"
+            )
         raise ConfigError(
             "the mask must be causal with padding at most, got one of another form, such as image "
             "tokens that see each other; for text alone leave token_type_ids away"

@@ -172,6 +172,7 @@ class HybridCache(Cache):
         self._in_forward = False
         self._mask: Tensor | None = None
         self._mask_is_plain = True
+        self._shown: Tensor | None = None  # [B, tokens] bool, False for padding; None if all are
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
 
@@ -230,6 +231,59 @@ class HybridCache(Cache):
                     f"{tensor.shape[3]}; use this model without hybrid_kv"
                 )
 
+    def accept_mask(self, mask: Tensor | None, new_tokens: int) -> None:
+        """Takes note of what a forward shows: its mask [B, tokens seen], or None for everything.
+
+        Raises:
+            ConfigError: the mask has another length, or hides or shows other tokens than it did
+                when they were cached: padding is not stored, what is stored cannot be hidden.
+        """
+        seen, before = self.get_seq_length(), self._shown
+        if mask is not None and mask.shape[1] != seen + new_tokens:
+            raise ConfigError(
+                f"attention_mask must cover the {seen} tokens in the cache and the {new_tokens} "
+                f"new ones, got {mask.shape[1]}; extend the mask of the call before by ones"
+            )
+        shown = None if mask is None or bool(mask.all()) else mask.bool()
+        if self.kv.info.layers and seen and (shown is not None or before is not None):
+            self._check_change(before, shown, seen)
+        self._shown = shown
+
+    @staticmethod
+    def _check_change(before: Tensor | None, now: Tensor | None, seen: int) -> None:
+        """Raises ConfigError where the first `seen` tokens differ; None stands for all shown."""
+        then = torch.ones_like(now) if before is None and now is not None else before
+        now = torch.ones_like(then) if now is None and then is not None else now
+        if then is None or now is None:
+            return
+        changed = (then[:, :seen] != now[:, :seen]).nonzero().tolist()
+        if changed:
+            row, token = changed[0]
+            verb, was = ("hides", "shown") if then[row, token] else ("shows", "hidden")
+            raise ConfigError(
+                f"attention_mask {verb} token {token} of row {row}, which was {was} when it was "
+                f"cached, and {len(changed) - 1} more; pass the mask of the call before, extended "
+                "by ones (where none is passed, generate() hides every pad token of input_ids)"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: rows continue from other rows."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self._shown is not None:
+            self._shown = self._shown.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._take_rows(indices)
+
+    def _take_rows(self, rows: Tensor) -> None:
+        if self._shown is not None:
+            self._shown = self._shown[rows.to(self._shown.device)]
+
     def new_valid(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
         """Which of the newest tokens are real, [B, T] bool; None if all are."""
         if mask is None:
@@ -252,7 +306,7 @@ class HybridCache(Cache):
         # New layers rather than emptied ones: what emptying leaves behind differs by kind.
         self.layers = self._new_layers()
         self.kv.reset()
-        self._mask = None
+        self._mask = self._shown = None
 
     def close(self) -> None:
         """Gives up index builds that go on in the background; a cache nobody needs any more."""
