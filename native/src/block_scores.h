@@ -70,22 +70,31 @@ inline QueryCodes broadcast(const int32_t *words) {
 
 #endif
 
-/// One half of a block; more than 4 queries would not fit into the registers.
+/// Both halves of a block, so that a query's codes are spread once for both; more than 4 queries
+/// would not fit into the registers.
 template <int Queries>
-inline void score_half(const uint8_t *half, int quad_count, const int32_t *queries,
-                       int64_t query_step, const int32_t *bias, __m256 level, float *out,
-                       int64_t row, int64_t ahead) {
-  Sums sums[Queries];
-  for (int query = 0; query < Queries; ++query) sums[query] = _mm256_set1_epi32(bias[query]);
-  for (int quad = 0; quad < quad_count; ++quad, half += kLineBytes, queries += query_step) {
-    _mm_prefetch(reinterpret_cast<const char *>(half + ahead), _MM_HINT_T0);
-    const Codes keys = load_codes(half);
+inline void score_block(const uint8_t *keys, int quad_count, const int32_t *queries,
+                        int64_t query_step, const int32_t *bias, float *out, int64_t row,
+                        int64_t ahead) {
+  constexpr int kHalf = kLineBytes / 2, kHalfKeys = HKV_BLOCK_KEYS / 2;
+  Sums low[Queries], high[Queries];
+  for (int query = 0; query < Queries; ++query)
+    low[query] = high[query] = _mm256_set1_epi32(bias[query]);
+  for (int quad = 0; quad < quad_count; ++quad, keys += kLineBytes, queries += query_step) {
+    _mm_prefetch(reinterpret_cast<const char *>(keys + ahead), _MM_HINT_T0);
+    const Codes low_keys = load_codes(keys), high_keys = load_codes(keys + kHalf);
     for (int query = 0; query < Queries; ++query) {
-      sums[query] = add_products(sums[query], keys, broadcast(queries + kQueryWords * query));
+      const QueryCodes factor = broadcast(queries + kQueryWords * query);
+      low[query] = add_products(low[query], low_keys, factor);
+      high[query] = add_products(high[query], high_keys, factor);
     }
   }
-  for (int query = 0; query < Queries; ++query)
-    _mm256_storeu_ps(out + query * row, _mm256_mul_ps(_mm256_cvtepi32_ps(sums[query]), level));
+  const float *level = reinterpret_cast<const float *>(keys);
+  const __m256 low_level = _mm256_load_ps(level), high_level = _mm256_load_ps(level + kHalfKeys);
+  for (int query = 0; query < Queries; ++query, out += row) {
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(low[query]), low_level));
+    _mm256_storeu_ps(out + kHalfKeys, _mm256_mul_ps(_mm256_cvtepi32_ps(high[query]), high_level));
+  }
 }
 
 template <int Queries>
@@ -94,16 +103,12 @@ inline void score_chunk(const uint8_t *blocks, int64_t count, int quad_count,
                         int64_t ahead) {
   constexpr int kAtOnce = Queries < 4 ? Queries : 4;
   const int64_t bytes = int64_t{quad_count + 1} * kLineBytes;
-  for (int64_t block = 0; block < count; ++block)
-    for (int half = 0; half < 2; ++half) {
-      const uint8_t *keys = blocks + block * bytes + 32 * half;
-      const __m256 level =
-          _mm256_load_ps(reinterpret_cast<const float *>(keys + bytes - kLineBytes));
-      for (int query = 0; query < Queries; query += kAtOnce)
-        score_half<kAtOnce>(keys, quad_count, queries + kQueryWords * query, kQueryWords * Queries,
-                            bias + query, level, out + query * row + block * HKV_BLOCK_KEYS + 8 * half, row,
-                            half == 0 && query == 0 ? ahead : 0);
-    }
+  for (int64_t block = 0; block < count; ++block, blocks += bytes)
+    for (int query = 0; query < Queries; query += kAtOnce)
+      score_block<kAtOnce>(blocks, quad_count, queries + kQueryWords * query,
+                           kQueryWords * Queries, bias + query,
+                           out + query * row + block * HKV_BLOCK_KEYS, row,
+                           query == 0 ? ahead : 0);
 }
 
 #else

@@ -9,7 +9,7 @@
 
 #include "select.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -17,7 +17,43 @@ namespace hkv {
 
 constexpr int kCountingSort = 256;  // up to here comparing all pairs is faster than branches
 
-/// Sorts distinct entries, best first; `scratch` has room for as many.
+constexpr int kRankedAtOnce = 4;  // entries whose ranks are counted in one pass over all
+
+/// Entries that the scratch of a sort must hold.
+constexpr int sorting_room(int count) {
+  return (count + kRankedAtOnce - 1) / kRankedAtOnce * kRankedAtOnce;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+/// Puts every entry where the number of better ones says.
+inline void sort_by_rank(Entry *entries, int count, Entry *scratch) {
+  constexpr Entry kSign = Entry{1} << 63;  // there are only comparisons of signed integers
+  const int padded = sorting_room(count);
+  for (int i = 0; i < count; ++i) scratch[i] = entries[i] ^ kSign;
+  std::fill(scratch + count, scratch + padded, kSign);  // no entry is worse
+  for (int first = 0; first < count; first += kRankedAtOnce) {
+    __m256i mine[kRankedAtOnce], better[kRankedAtOnce];
+    for (int i = 0; i < kRankedAtOnce; ++i) {
+      mine[i] = _mm256_set1_epi64x(static_cast<int64_t>(scratch[first + i]));
+      better[i] = _mm256_setzero_si256();
+    }
+    for (int at = 0; at < padded; at += 4) {
+      const __m256i others = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(scratch + at));
+      for (int i = 0; i < kRankedAtOnce; ++i)
+        better[i] = _mm256_sub_epi64(better[i], _mm256_cmpgt_epi64(others, mine[i]));
+    }
+    for (int i = 0; i < std::min(kRankedAtOnce, count - first); ++i) {
+      const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(better[i]),
+                                        _mm256_extracti128_si256(better[i], 1));
+      entries[_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)] = scratch[first + i] ^ kSign;
+    }
+  }
+}
+
+#endif
+
+/// Sorts distinct entries, best first; `scratch` has sorting_room(count).
 inline void sort_entries(Entry *entries, int count, Entry *scratch) {
 #if defined(__AVX512F__)
   if (count <= kCountingSort) {
@@ -36,6 +72,8 @@ inline void sort_entries(Entry *entries, int count, Entry *scratch) {
     }
     return;
   }
+#elif defined(__AVX2__)
+  if (count <= kCountingSort) return sort_by_rank(entries, count, scratch);
 #else
   (void)scratch;
 #endif

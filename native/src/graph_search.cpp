@@ -21,6 +21,7 @@ namespace {
 constexpr int kGroup = 16;       // queries that are searched together
 constexpr int kRegisters = 4;    // queries whose sums fit the registers
 constexpr int kTailRows = 1024;  // keys outside the graph that are scored at a time
+constexpr int kRowsAhead = 16;   // of the row that is scored, in the first cache
 constexpr int32_t kMost = 1 << 20;
 
 /// A node, or behind all nodes a key outside the graph: what a search numbers things by.
@@ -141,12 +142,16 @@ class Traversal {
     return found != last && *found == key ? static_cast<Row>(found - head_->keys_of) : -1;
   }
 
-  /// Asks for what scoring the row will read.
+  /// Asks for what scoring the row will read; for the second cache, because the rows of a step are
+  /// more than the first one holds.
   void discover(Row row) const {
-    const uint8_t *codes = head_->rows.rows + row * bytes_;
-    for (int64_t at = 0; at < bytes_; at += kLineBytes) __builtin_prefetch(codes + at);
+    const uint8_t *codes = row_at(row);
+    for (int64_t at = 0; at < bytes_; at += kLineBytes) __builtin_prefetch(codes + at, 0, 2);
     __builtin_prefetch(head_->rows.scale_codes + row);
   }
+
+  const uint8_t *row_at(Row row) const { return head_->rows.rows + row * bytes_; }
+  const uint8_t *fresh_row(int i) const { return row_at(fresh_[std::min(i, num_fresh_ - 1)]); }
 
   /// Scores fresh_ for all queries and puts what is good enough into the beams.
   void score() {
@@ -156,8 +161,11 @@ class Traversal {
       levels_[i] = head_->rows.levels[head_->rows.scale_codes[fresh_[i]]];
     for (int at = 0; at < num_fresh_; at += 4) {
       const uint8_t *rows[4];
-      for (int i = 0; i < 4; ++i)
-        rows[i] = head_->rows.rows + fresh_[std::min(at + i, num_fresh_ - 1)] * bytes_;
+      for (int i = 0; i < 4; ++i) {
+        rows[i] = fresh_row(at + i);
+        const uint8_t *later = fresh_row(at + kRowsAhead + i);
+        for (int64_t line = 0; line < bytes_; line += kLineBytes) __builtin_prefetch(later + line);
+      }
       for (int query = 0; query < count_; query += kRegisters)
         multiply(rows, query, at);
     }
@@ -267,7 +275,7 @@ class Ranking {
     grow(ids_, count);
     grow(scores_, count);
     grow(entries_, count);
-    grow(scratch_, count);
+    grow(scratch_, sorting_room(count));
     vectors.pad(query, query_.data());
     for (int i = 0; i < count; ++i) ids_[i] = key_of(head, id_of(beam[i]));
     with_dtype(keys.dtype, [&](auto *element) {
