@@ -13,9 +13,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_kv.api import LLM, Context, Conversation, Generation, attach, load, plan
+    from hybrid_kv.api import (
+        LLM,
+        Context,
+        Conversation,
+        Generation,
+        HybridCache,
+        attach,
+        detach,
+        load,
+        plan,
+    )
     from hybrid_kv.config import HybridConfig, IndexConfig
     from hybrid_kv.errors import HybridKVError
+    from hybrid_kv.plugins import INDEXES, METHODS, Index, Method
 
 __version__ = "0.1.0"
 
@@ -24,23 +35,35 @@ _HOME = {
     "Context": "hybrid_kv.api",
     "Conversation": "hybrid_kv.api",
     "Generation": "hybrid_kv.api",
+    "HybridCache": "hybrid_kv.api",
     "attach": "hybrid_kv.api",
+    "detach": "hybrid_kv.api",
     "load": "hybrid_kv.api",
     "plan": "hybrid_kv.api",
     "HybridConfig": "hybrid_kv.config",
     "IndexConfig": "hybrid_kv.config",
     "HybridKVError": "hybrid_kv.errors",
+    "INDEXES": "hybrid_kv.plugins",
+    "METHODS": "hybrid_kv.plugins",
+    "Index": "hybrid_kv.plugins",
+    "Method": "hybrid_kv.plugins",
 }
 
 __all__ = [
+    "INDEXES",
     "LLM",
+    "METHODS",
     "Context",
     "Conversation",
     "Generation",
+    "HybridCache",
     "HybridConfig",
     "HybridKVError",
+    "Index",
     "IndexConfig",
+    "Method",
     "attach",
+    "detach",
     "load",
     "plan",
 ]

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.errors import ConfigError, said, unknown_name
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin, Registry
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -201,7 +201,9 @@ class HybridConfig(PluginConfig):
     audit: AuditParams = AuditParams()
 
     def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method
-        super().__init__(**data)
+        # `params` is how pydantic hands the method's own parameters over.
+        given = {key: data.pop(key) for key in ("params",) if key in data}
+        super().__init__(**self._tree(data, {}), **given)
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
@@ -215,12 +217,30 @@ class HybridConfig(PluginConfig):
                 )
         return self
 
+    @classmethod
+    def of(cls, config: ConfigLike) -> HybridConfig:
+        """A configuration from what a user may write for one; the default for None.
+
+        Raises:
+            ConfigError: it is none, or its settings are wrong.
+        """
+        if isinstance(config, HybridConfig):
+            return config
+        if config is None or isinstance(config, str):
+            return cls() if config is None else cls(method=config)
+        if isinstance(config, Mapping):
+            return cls.from_settings(config)
+        raise ConfigError(
+            "config must be a HybridConfig, a dict of its settings or the name of a method, got "
+            f"{said(config)}"
+        )
+
     def replace(self, **changes: Any) -> HybridConfig:
         """A copy with some settings changed; keys as in the constructor."""
         data = self.flat()
         if "method" in changes and changes["method"] != self.method:
             data = {k: v for k, v in data.items() if k in type(self).model_fields}
-        return HybridConfig(**{**data, **changes})
+        return self.from_settings(changes, data)
 
     @classmethod
     def from_settings(
@@ -230,24 +250,28 @@ class HybridConfig(PluginConfig):
 
         A last part that names only one setting of the method may stand alone ('top_k').
         """
-        tree: dict[str, Any] = _copy_tree(base or {})
+        return cls(**cls._tree(settings, base or {}))
+
+    @classmethod
+    def _tree(cls, settings: Mapping[str, object], base: Mapping[str, object]) -> dict[str, Any]:
+        tree: dict[str, Any] = _copy_tree(base)
         if "method" in settings:
             tree["method"] = settings["method"]
         plugin = METHODS[str(tree.get("method", cls.model_fields["method"].default))]
         paths = cls._settings_of(plugin.name)
         values: dict[str, object] = {}
         for key, value in settings.items():
-            path = _full_path(key, paths, plugin.name)
+            path = _full_path(str(key), paths, plugin.name)
             if path in values:
                 raise ConfigError(f"setting '{path}' is given twice; keep one")
-            values[path] = value
-        for path in values:  # 'cold.index: hnsw' is short for its kind
-            if f"{path}.kind" in values:
-                raise ConfigError(f"setting '{path}.kind' is given twice; keep one")
+            values[path] = _copy_tree(value) if isinstance(value, Mapping) else value
+        for path in values:
+            if _is_in_a_group(values, path):
+                raise ConfigError(f"setting '{path}' is given twice; keep one")
         # Groups before their members, so that 'cold.index' cannot wipe out 'cold.index.kind'.
         for path in sorted(values, key=lambda path: path.count(".")):
             _place(tree, path, values[path])
-        return cls(**tree)
+        return tree
 
     @classmethod
     def knows(cls, method: str, key: str) -> bool:
@@ -292,6 +316,20 @@ def _full_path(key: str, paths: set[str], method: str) -> str:
     return matches[0]
 
 
+def _is_in_a_group(values: Mapping[str, object], path: str) -> bool:
+    """Whether a group that is given beside this setting has it too."""
+    parts = path.split(".")
+    for cut in range(1, len(parts)):
+        group = values.get(".".join(parts[:cut]))
+        if isinstance(group, str):  # an index by its kind
+            group = {"kind": group}
+        for name in parts[cut:]:
+            group = group.get(name) if isinstance(group, Mapping) else None
+        if group is not None:
+            return True
+    return False
+
+
 def _place(tree: dict[str, Any], path: str, value: object) -> None:
     *groups, leaf = path.split(".")
     for name in groups:
@@ -330,3 +368,7 @@ def _setting_name(loc: tuple[int | str, ...]) -> str:
     scalars = {"bool", "float", "int", "str"}
     parts = [str(part) for part in loc if part not in scalars]
     return ".".join(part for part in parts if part.isidentifier() or part.isdigit())
+
+
+ConfigLike: TypeAlias = HybridConfig | Mapping[str, Any] | str | None
+"""What a user may write for a configuration: see `HybridConfig.of`."""

@@ -69,6 +69,10 @@ class BackendUnavailable(HybridKVError, RuntimeError):
     exit_code = 2
 
 
+class BusyError(HybridKVError, RuntimeError):
+    """The model is computing already, and serves one call at a time."""
+
+
 class AuditError(HybridKVError, RuntimeError):
     """The audit found a worse approximation than the settings allow."""
 
@@ -95,6 +99,12 @@ class GgufWarning(UserWarning):
 
 class IntegrityError(HybridKVError, AssertionError):
     """The cache broke one of its own invariants."""
+
+
+def said(value: object) -> str:
+    """A value as a sentence quotes it: text and numbers as they are, all else by its type."""
+    plain = value is None or isinstance(value, (str, int, float))
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -5,6 +5,17 @@ from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.llm import LLM, load
 from hybrid_kv.api.planning import plan
 from hybrid_kv.api.stream import TextStream
-from hybrid_kv.models.attach import attach
+from hybrid_kv.models.attach import HybridCache, attach, detach
 
-__all__ = ["LLM", "Context", "Conversation", "Generation", "TextStream", "attach", "load", "plan"]
+__all__ = [
+    "LLM",
+    "Context",
+    "Conversation",
+    "Generation",
+    "HybridCache",
+    "TextStream",
+    "attach",
+    "detach",
+    "load",
+    "plan",
+]

@@ -43,14 +43,16 @@ class Conversation:
             ConfigError: the text is empty, or the conversation outgrows the model's context.
             CapacityError, DeviceMemoryError: memory ran out; the conversation is as it was before,
                 as after any error, and can go on.
+            BusyError: the model generates in another thread.
         """
         if not text.strip():
             raise ConfigError("message is empty; type at least one word")
         message = {"role": "user", "content": text}
-        ids = self._render(message)
-        self._keep_common(ids)
-        turn = _RememberedTurn(self, message, ids, options)
-        return turn.stream() if stream else turn.run()
+        with self._llm.runtime.generating():
+            ids = self._render(message)
+            self._keep_common(ids)
+            turn = _RememberedTurn(self, message, ids, options)
+            return turn.stream() if stream else turn.run()
 
     def remember(self, message: dict[str, str], ids: list[int], answer: Generation) -> None:
         """Takes a turn into the history."""
@@ -121,6 +123,18 @@ class _RememberedTurn(Turn):
         return answer
 
 
+class _ForgottenTurn(Turn):
+    """A turn that leaves no trace in its cache."""
+
+    def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        with (
+            self._llm.runtime.generating(),
+            memory_errors(lambda: "prefill"),
+            rolled_back(self.cache),
+        ):
+            return super().run(pieces)
+
+
 class Context:
     """A long text, prefilled once; every `ask` continues from its end and leaves no trace.
 
@@ -131,15 +145,28 @@ class Context:
         self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
         check_room(llm, self._cache, ids.shape[1])
         self._cache.kv.reserve(ids.shape[1])
+        cache, alone = self._cache, llm.runtime.generating()
         try:
-            with torch.inference_mode(), memory_errors(lambda: "prefill"):
-                llm.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            with alone, torch.inference_mode(), memory_errors(lambda: "prefill"):
+                llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         except BaseException:
             self._cache.close()
             raise
 
-    def ask(self, question: str | Tensor, **options: Any) -> Generation:
-        """The continuation of context and question; options as in `generate`.
+    @overload
+    def ask(
+        self, question: str | Tensor, *, stream: Literal[False] = False, **options: Any
+    ) -> Generation: ...
+
+    @overload
+    def ask(
+        self, question: str | Tensor, *, stream: Literal[True], **options: Any
+    ) -> TextStream: ...
+
+    def ask(
+        self, question: str | Tensor, *, stream: bool = False, **options: Any
+    ) -> Generation | TextStream:
+        """The continuation of context and question; `stream` and options as in `generate`.
 
         Args:
             question: text, or token ids [1, tokens].
@@ -149,9 +176,9 @@ class Context:
             CapacityError, DeviceMemoryError: memory ran out; the context is as it was before.
         """
         ids = self._question_ids(question)
-        turn = Turn(self._llm, self._cache, torch.cat([self.ids, ids.to(self.ids)], 1), options)
-        with memory_errors(lambda: "prefill"), rolled_back(self._cache):
-            return turn.run()
+        whole = torch.cat([self.ids, ids.to(self.ids)], 1)
+        turn = _ForgottenTurn(self._llm, self._cache, whole, options)
+        return turn.stream() if stream else turn.run()
 
     def _question_ids(self, question: str | Tensor) -> Tensor:
         if isinstance(question, str):

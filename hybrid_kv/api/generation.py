@@ -148,7 +148,10 @@ def until_done(pieces: SimpleQueue[Any], stops: list[str]) -> Iterator[str]:
         if ready:
             yield ready
     if isinstance(piece, BaseException):
-        raise piece
+        try:
+            raise piece
+        finally:
+            del piece  # this frame hangs on it
     end = min((held.index(stop) for stop in stops if stop in held), default=len(held))
     if held[:end]:
         yield held[:end]

@@ -27,8 +27,8 @@ Prompt: TypeAlias = str | Sequence[int] | Tensor
 class LLM:
     """A model, its tokenizer and a configuration; made by `load`. A context manager.
 
-    Calls are independent of each other; `conversation` keeps its cache between turns. Not safe for
-    concurrent calls.
+    Calls are independent of each other; `conversation` keeps its cache between turns. One call is
+    served at a time: a second one, from another thread, raises BusyError.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class LLM:
             CapacityError: the context does not fit into host memory; said before prefill starts
                 where it can be known then.
             DeviceMemoryError: the GPU's memory ran out; the message says where and what to lower.
+            BusyError: the model generates in another thread.
         """
         turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options)
         return turn.stream() if stream else turn.run()

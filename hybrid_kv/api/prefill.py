@@ -35,6 +35,7 @@ class PrefillWatch:
         self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
         self._report, self._cancels = report, cancels
         self._done, self._total = 0, new_tokens * len(self._layers)
+        self._thread = threading.get_ident()  # others may run the model as well
         self._hooks: list[Any] = []
 
     def __enter__(self) -> PrefillWatch:
@@ -43,6 +44,8 @@ class PrefillWatch:
         return self
 
     def _seen(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if any(event.is_set() for event in self._cancels):
             raise PrefillCancelled
         self._done = min(self._total, self._done + output[0].shape[1])

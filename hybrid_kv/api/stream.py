@@ -14,7 +14,7 @@ Run = Callable[["SimpleQueue[Any]"], Generation]
 
 
 class TextStream(Iterator[str]):
-    """Pieces of text of one call; closing it ends the generation.
+    """Pieces of text of one call; closing or dropping it ends the generation.
 
     Args:
         run: computes the generation and puts pieces of text into the queue that it is given.
@@ -23,9 +23,8 @@ class TextStream(Iterator[str]):
     """
 
     def __init__(self, run: Run, cancel: threading.Event, stops: list[str]) -> None:
-        self._run, self._cancel = run, cancel
-        self._result: Generation | None = None
-        self._pieces = self._read(stops)
+        self._results: list[Generation] = []
+        self._pieces = _read(run, cancel, stops, self._results)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -41,24 +40,29 @@ class TextStream(Iterator[str]):
         Raises:
             ConfigError: the stream has not ended yet.
         """
-        if self._result is None:
+        if not self._results:
             raise ConfigError("the stream has no result yet; read it to its end or close it")
-        return self._result
+        return self._results[0]
 
-    def _read(self, stops: list[str]) -> Generator[str, None, None]:
-        pieces: SimpleQueue[Any] = SimpleQueue()
 
-        def work() -> None:
-            try:
-                self._result = self._run(pieces)
-                pieces.put(self._result)
-            except BaseException as error:
-                pieces.put(error)
+def _read(
+    run: Run, cancel: threading.Event, stops: list[str], results: list[Generation]
+) -> Generator[str, None, None]:
+    """Runs it in a thread and yields its text; what the run returns is added to `results`."""
+    # Knows no stream: a stream that is dropped drops this, which ends the thread.
+    pieces: SimpleQueue[Any] = SimpleQueue()
 
-        worker = threading.Thread(target=work, name="hybrid-kv-generate")
-        worker.start()
+    def work() -> None:
         try:
-            yield from until_done(pieces, stops)
-        finally:
-            self._cancel.set()
-            worker.join()
+            results.append(run(pieces))
+            pieces.put(results[0])
+        except BaseException as error:
+            pieces.put(error)
+
+    worker = threading.Thread(target=work, name="hybrid-kv-generate")
+    worker.start()
+    try:
+        yield from until_done(pieces, stops)
+    finally:
+        cancel.set()
+        worker.join()

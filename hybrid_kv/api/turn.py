@@ -19,7 +19,7 @@ from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
 from hybrid_kv.runtime.stats import INDEX_BUILD, PHASES
@@ -37,7 +37,7 @@ class Model(Protocol):
     def require_tokenizer(self) -> PreTrainedTokenizerBase: ...
 
 
-def check_room(llm: Model, cache: HybridCache, total_tokens: int) -> None:
+def check_room(llm: Model, cache: TieredCache, total_tokens: int) -> None:
     """Raises unless the model and the host's memory have room for what the cache lacks of
     `total_tokens`.
     """
@@ -51,7 +51,7 @@ class Turn:
     """One call of transformers' generate on one cache."""
 
     def __init__(
-        self, llm: Model, cache: HybridCache, ids: Tensor, options: dict[str, Any]
+        self, llm: Model, cache: TieredCache, ids: Tensor, options: dict[str, Any]
     ) -> None:
         self._llm, self.cache, self._ids = llm, cache, ids.to(llm.runtime.device)
         options = dict(options)
@@ -87,7 +87,7 @@ class Turn:
         self._phases_before = dict(self.cache.kv.phases.seconds)
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
-        with self._own_work() as work:
+        with self._llm.runtime.generating(), self._own_work() as work:
             return self._run(work, pieces)
 
     @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, is_correct
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.types import Evidence, Needs
 
 _TEXT_STEP = 16
@@ -72,7 +72,7 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
     )
 
 
-def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> HybridCache:
+def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> TieredCache:
     """A cache under `config` that holds the prompt; indexes are waited for, to compare runs."""
     cache = runtime.cache(config.replace(index_build="wait"))
     with torch.inference_mode():
@@ -85,7 +85,7 @@ def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> 
     return cache
 
 
-def answer(runtime: Attachment, cache: HybridCache, question: Question) -> list[int]:
+def answer(runtime: Attachment, cache: TieredCache, question: Question) -> list[int]:
     """The model's greedy answer, as long as the right one; the cache is left as it was."""
     held = cache.get_seq_length()
     step = torch.tensor([question.ids], device=runtime.model.device)

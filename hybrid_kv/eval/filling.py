@@ -22,7 +22,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.pool import pool_here
@@ -269,7 +269,7 @@ def filled_cache(
     runtime: Attachment,
     context: SyntheticContext,
     on_layer: Callable[[int, int, float], None] | None = None,
-) -> HybridCache:
+) -> TieredCache:
     """A cache of the attachment that holds the context in all its layers, sealed, indexes built.
 
     Continue it with `generate` on N + 1 token ids, of which only the last is computed.

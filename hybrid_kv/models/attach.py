@@ -2,103 +2,101 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from inspect import signature
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError
-from hybrid_kv.models import hf_attention
-from hybrid_kv.models.compiled import CompiledSteps
-from hybrid_kv.models.hf_cache import HybridCache
-from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.config import ConfigLike, HybridConfig
+from hybrid_kv.errors import BusyError, ConfigError
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rotary import find_rotary
+from hybrid_kv.models.serving import Serving
 from hybrid_kv.models.support import (
     check_backend,
-    check_context,
+    check_model,
     devices_of,
     inspect_model,
     text_config,
-    text_parts,
 )
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime import check_host_memory, make_executor
+from hybrid_kv.runtime import make_executor
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import bytes_per_token
 
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
+    weakref.WeakKeyDictionary()
+)
+
+_OF_THE_MODEL = ("prefill_chunk_tokens", "compile_decode")
+"""Settings that change the model's forwards, which all of its caches share."""
 
 
 class Attachment:
-    """A model whose attention reads from tiered caches; see `attach`."""
+    """A model whose attention reads from tiered caches; see `attach`.
+
+    It ends with `close`, with its `with` block, or when nobody refers to it nor to its caches.
+    """
 
     def __init__(self, model: PreTrainedModel, config: HybridConfig) -> None:
-        if model in _attached:
+        check_model(model)
+        if _attachment_of(model) is not None:
+            gc.collect()  # its owner may be gone, in a cycle that waits for the collector
+        if _attachment_of(model) is not None:
             raise ConfigError(
-                "model is attached already; close that attachment (leave its `with` block) first"
+                "model is attached already; close that attachment (leave its `with` block) or call "
+                "hybrid_kv.detach(model) first"
             )
         self._devices = devices_of(model)
         check_backend(config.backend, self._devices)
         self.model, self.config = model, config
         self.info = inspect_model(model)
-        self._text_config = text_config(model)
         self._find_rotary(config)
         self._open = True
-        self._serving: nn.Module | None = None  # the outermost module that runs with our cache
-        self._previous: str | None = None  # the model's own attention meanwhile
+        self._turn = threading.RLock()  # held by the thread that generates
         self._executor: Executor | None = None  # of all caches that build in the background
         self._caches: weakref.WeakSet[HybridCache] = weakref.WeakSet()
-        hf_attention.register()
-        self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
-        self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
-        self._own_forward = model.__dict__.get("forward")
-        self._hooks: list[Any] = []
-        if self._steps is not None:
-            self._route(model, self._steps)
-        for part in text_parts(model, self._text_config):
-            self._hooks += [
-                part.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                part.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            ]
-        _attached.add(model)
+        self._serving = Serving(model, self.info, config)
+        self._end = weakref.finalize(self, self._serving.close)
+        self._end.atexit = False
+        _attached[model] = weakref.ref(self)
 
-    def _route(self, model: PreTrainedModel, steps: CompiledSteps) -> None:
-        """Sends decode steps with a cache of ours to the compiled forward, the rest to the old."""
-        eager = model.forward
-        names = list(signature(eager).parameters)
-
-        @wraps(eager)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-            cache = self._prefill.cache
-            if cache is None or not steps.serves(inputs):
-                return eager(*args, **kwargs)
-            return steps.forward(cache, inputs)
-
-        model.forward = forward
-
-    def cache(self, config: HybridConfig | None = None) -> HybridCache:
+    def cache(self, config: ConfigLike = None) -> HybridCache:
         """A new, empty cache: one per conversation, passed as `past_key_values`.
 
         Args:
             config: in place of the attachment's, to compare methods on one model.
+
+        Raises:
+            ConfigError: the attachment is closed, or a setting is not one of a single cache
+                (`prefill_chunk_tokens`, `compile_decode`) and differs from the attachment's.
         """
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")
-        config = config or self.config
-        self._find_rotary(config)
-        cache = HybridCache(
-            self.info, config, self._text_config, lambda: self._open, self._executor_for(config)
-        )
-        self._caches.add(cache)
-        return cache
+        return HybridCache(self.model, config)
+
+    def _checked(self, config: ConfigLike) -> HybridConfig:
+        """The configuration of a cache; the attachment's for None."""
+        if config is None:
+            return self.config
+        own = HybridConfig.of(config)
+        for name in _OF_THE_MODEL:
+            asked, value = getattr(own, name), getattr(self.config, name)
+            if asked != value and name in own.model_fields_set:
+                raise ConfigError(
+                    f"{name} is set when the model is attached, for all of its caches, to {value!r}"
+                    f", got {asked!r} for one; leave it out, or attach the model with it"
+                )
+        if own.backend != self.config.backend:
+            check_backend(own.backend, self._devices)
+        self._find_rotary(own)
+        return own
 
     def _find_rotary(self, config: HybridConfig) -> None:
         """Asks the model how it turns queries, once, where something is learned from them."""
@@ -120,89 +118,41 @@ class Attachment:
 
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
-        dtype = self.model.dtype
-        return sum(
-            bytes_per_token(shape, dtype) + method.index_bytes_per_token(shape, num_tokens)
-            for shape in self.info.layers
-        )
+        return self._serving.bytes_per_token(method, num_tokens)
 
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Turns our attention on for a forward with a cache of ours; others stay what they are."""
-        if self._serving is module:  # an interrupt, which runs no hooks, ended the last forward
-            self._end_forward(failed=True)
-        cache = kwargs.get("past_key_values")
-        if self._serving is not None or not isinstance(cache, HybridCache):
-            return
-        if args:
-            names = signature(module.forward).parameters
-            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        embeds, tokens = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
-        self._check(cache, embeds if tokens is None else tokens, kwargs)
-        self._serving, self._previous = module, self._text_config._attn_implementation
-        self._text_config._attn_implementation = hf_attention.NAME
-        cache.begin_forward()
-        self._prefill.cache = cache
-        # Somebody else may hold on to these tensors; then chunks must not be written over them.
-        self._prefill.in_place = embeds is None and not self._records_hidden(kwargs)
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A block in which this thread generates.
 
-    def _check(self, cache: HybridCache, source: Tensor | None, kwargs: dict[str, Any]) -> None:
-        if cache.kv.info.layers is not self.info.layers:
-            raise ConfigError(
-                "this cache was made for another model; take it from this attachment's cache()"
+        Raises:
+            BusyError: another thread does.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise BusyError(
+                "the model is generating in another thread and serves one call at a time; wait for "
+                "that one, close its stream, or load the model a second time"
             )
-        if kwargs.get("output_attentions"):
-            raise ConfigError(
-                "output_attentions must be off: a tiered KV cache computes no attention weights"
-            )
-        if source is None:
-            return
-        rows, new = source.shape[:2]
-        mask = kwargs.get("attention_mask")
-        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-            cache.accept_mask(mask, new)
-        check_context(self._text_config, cache.get_seq_length() + new)
-        if new > 1:
-            check_host_memory(rows * new * self.bytes_per_token(cache.kv.method, new), new)
-
-    def _records_hidden(self, kwargs: dict[str, Any]) -> bool:
-        names = ("output_hidden_states", "output_attentions", "output_router_logits")
-        return any(kwargs.get(n, getattr(self._text_config, n, False)) for n in names)
-
-    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._serving is module:
-            self._end_forward(failed=output is None)
-
-    def _end_forward(self, *, failed: bool) -> None:
-        self._text_config._attn_implementation = self._previous
-        cache, self._prefill.cache, self._serving = self._prefill.cache, None, None
-        if cache is not None:
-            cache.end_forward(failed=failed)
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
-        """Detaches: the model's attention, forwards and hooks are what they were before.
+        """Detaches: the model's attention and forwards are what they were before.
 
-        Index builds in the background are given up; what cannot stop at once is waited for.
+        Its caches are closed. Index builds in the background are given up; what cannot stop at once
+        is waited for, as is a forward that runs in another thread.
         """
         if not self._open:
             return
         self._open = False
+        self._end()
+        if _attached.get(self.model) is not None and _attached[self.model]() is self:
+            del _attached[self.model]
         for cache in list(self._caches):
             cache.close()
         if self._executor is not None:
             self._executor.close()
-        if self._serving is not None:
-            self._end_forward(failed=True)
-        for hook in self._hooks:
-            hook.remove()
-        self._prefill.close()
-        if self._steps is not None:
-            self._steps.close()
-            self.model.__dict__.pop("forward")
-            if self._own_forward is not None:
-                self.model.forward = self._own_forward
-        _attached.discard(self.model)
 
     def __enter__(self) -> Attachment:
         return self
@@ -216,18 +166,64 @@ class Attachment:
         self.close()
 
 
-def attach(model: PreTrainedModel, config: HybridConfig | None = None) -> Attachment:
+class HybridCache(TieredCache):
+    """A tiered KV cache for one conversation: `model.generate(past_key_values=HybridCache(model))`.
+
+    The model is attached where it is not yet, and stays so as long as somebody refers to one of its
+    caches or to its attachment; `attach` it yourself to keep compiled steps (`compile_decode`) from
+    one conversation to the next. One cache is for one thread at a time; several caches of a model
+    may be used in as many threads, whose forwards take turns.
+
+    Args:
+        config: the default is that of the model's attachment, or else the `hybrid` method.
+
+    Raises:
+        UnsupportedModelError, BackendUnavailable, ConfigError: see `attach` and `Attachment.cache`.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ConfigLike = None) -> None:
+        check_model(model)
+        home = _attachment_of(model) or Attachment(model, HybridConfig.of(config))
+        own = home._checked(config)
+        super().__init__(
+            home.info, own, text_config(model), lambda: home._open, home._executor_for(own)
+        )
+        home._caches.add(self)
+
+
+def _attachment_of(model: PreTrainedModel) -> Attachment | None:
+    """The attachment of a model that somebody refers to, if it has one."""
+    known = _attached.get(model)
+    return None if known is None else known()
+
+
+def attach(model: PreTrainedModel, config: ConfigLike = None) -> Attachment:
     """Lets a loaded transformers model generate from a tiered KV cache.
 
     Use it as a context manager; inside, pass `past_key_values=runtime.cache()` to `generate`. Calls
-    without such a cache work as before.
+    without such a cache work as before. `model.generate` may run in several threads: their forwards
+    take turns.
+
+    Args:
+        config: a HybridConfig, a dict of its settings, or the name of a method.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be served (MLA, DSA, encoder-decoder).
         BackendUnavailable: the back end asked for cannot serve here, or not this model.
-        ConfigError: the model is attached already.
+        ConfigError: the model is attached already, or it is no transformers model.
 
     Warns:
         BackendWarning: the model is on a GPU for which "auto" finds no kernels.
     """
-    return Attachment(model, config or HybridConfig())
+    return Attachment(model, HybridConfig.of(config))
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Ends the attachment of a model, whoever made it; harmless where there is none.
+
+    Raises:
+        ConfigError: it is no transformers model.
+    """
+    check_model(model)
+    if (home := _attachment_of(model)) is not None:
+        home.close()

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hybrid_kv.attention import apply_sink
 from hybrid_kv.errors import IntegrityError, UnsupportedModelError
-from hybrid_kv.models.hf_cache import HybridCache, HybridLayer, tiered_layers
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tiered_layers
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv_graph"
@@ -47,7 +47,7 @@ class CompiledSteps:
     ) -> None:
         _check(model, text)
         AttentionInterface.register(NAME, graph_attention)
-        self._text, self._cache = text, None
+        self._model, self._text, self._cache = model, text, None
         self._number = next(_numbers)
         _all_steps[self._number] = self
         self._modules = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", 0), int)]
@@ -56,15 +56,16 @@ class CompiledSteps:
         mode = "reduce-overhead" if model.device.type == "cuda" else None
         self._compiled = torch.compile(model.forward, fullgraph=True, mode=mode, backend=backend)
 
-    _cache: HybridCache | None
+    _cache: TieredCache | None
 
-    def serves(self, inputs: dict[str, Any]) -> bool:
-        """Whether the inputs of a forward are one new token per row and nothing unusual."""
+    def serves(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether this is the model itself, with one new token per row and nothing unusual."""
         ids = inputs.get("input_ids")
         plain = all(inputs.get(name) is None for name in ("inputs_embeds", "labels"))
-        return isinstance(ids, Tensor) and ids.shape[1] == 1 and plain
+        single = isinstance(ids, Tensor) and ids.shape[1] == 1
+        return module is self._model and single and plain
 
-    def forward(self, cache: HybridCache, inputs: dict[str, Any]) -> Any:
+    def forward(self, cache: TieredCache, inputs: dict[str, Any]) -> Any:
         """What the model's own forward returns for these keyword arguments.
 
         Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,57 @@ from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
+
+
+class CacheState:
+    """What the layers of a cache share. It knows none of them, nor does it know the cache, so that
+    a cache which nobody refers to is freed at once.
+    """
+
+    def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
+        self.kv, self._is_open = kv, is_open
+        self.in_forward = self.is_closed = False
+        self.forget_mask()
+
+    def forget_mask(self) -> None:
+        self._mask: Tensor | None = None
+        self._mask_is_plain = True
+
+    def require_open(self) -> None:
+        """Raises ConfigError where our attention is off: the model would attend new keys only."""
+        if not self._is_open():
+            raise ConfigError(
+                "this cache belongs to a model that was detached; use it inside its `with "
+                "hybrid_kv.attach(...)` block"
+            )
+        if self.is_closed:
+            raise ConfigError("this cache is closed and holds nothing any more; take a new one")
+        if not self.in_forward:
+            raise ConfigError(
+                "this cache was given to a model that is not attached, or to a part of one; call "
+                "the attached model itself"
+            )
+
+    def check_shapes(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Raises UnsupportedModelError where keys or values are not as the model's config says."""
+        shape = next(shape for shape in self.kv.info.layers if shape.layer_idx == layer_idx)
+        expected = (shape.num_kv_heads, shape.head_dim)
+        for name, tensor in (("keys", k), ("values", v)):
+            if (tensor.shape[1], tensor.shape[3]) != expected:
+                raise UnsupportedModelError(
+                    f"{name} of layer {layer_idx} must have {expected[0]} heads of {expected[1]} "
+                    f"channels by the model's configuration, got {tensor.shape[1]} of "
+                    f"{tensor.shape[3]}; use this model without hybrid_kv"
+                )
+
+    def new_valid(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
+        """Which of the newest tokens are real, [B, T] bool; None if all are."""
+        if mask is None:
+            return None
+        newest = mask[:, -new_tokens:].bool()
+        if mask is not self._mask:  # one look per forward, not per layer
+            self._mask, self._mask_is_plain = mask, bool(newest.all())
+        return None if self._mask_is_plain else newest
 
 
 def tag(tensor: Tensor, layer: HybridLayer | SlidingLayer) -> Tensor:
@@ -59,14 +111,14 @@ class HybridLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, cache: HybridCache, layer_idx: int) -> None:
+    def __init__(self, state: CacheState, layer_idx: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._layer_idx = cache, layer_idx
+        self._state, self._layer_idx = state, layer_idx
         self._seen = 0
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cache.check_shapes(self._layer_idx, key_states, value_states)
+        self._state.check_shapes(self._layer_idx, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -79,7 +131,7 @@ class HybridLayer(CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             return key_states, value_states
-        self._cache.require_open()
+        self._state.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._pending = (key_states.detach(), value_states.detach())
@@ -103,8 +155,8 @@ class HybridLayer(CacheLayerMixin):
                 "call the model under torch.inference_mode()"
             )
         new, self._pending = self._pending, None
-        valid = self._cache.new_valid(mask, q.shape[2])
-        return self._cache.kv.attend(self._layer_idx, q, new, valid, scale=scale, softcap=softcap)
+        valid = self._state.new_valid(mask, q.shape[2])
+        return self._state.kv.attend(self._layer_idx, q, new, valid, scale=scale, softcap=softcap)
 
     def get_seq_length(self) -> int:
         """Tokens seen, whatever the method kept of them."""
@@ -123,39 +175,39 @@ class HybridLayer(CacheLayerMixin):
                 f"crop takes the negative number of tokens to remove, got {tokens_to_remove}"
             )
         if tokens_to_remove:
-            self._cache.kv.crop(self._layer_idx, -tokens_to_remove)
+            self._state.kv.crop(self._layer_idx, -tokens_to_remove)
             self._seen = max(0, self._seen + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows; pages are copied on write only."""
-        self._cache.kv.fork(self._layer_idx, beam_idx.tolist())
+        self._state.kv.fork(self._layer_idx, beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = self._cache.kv.num_rows(self._layer_idx)
-        self._cache.kv.fork(self._layer_idx, [r for r in range(rows) for _ in range(repeats)])
+        rows = self._state.kv.num_rows(self._layer_idx)
+        self._state.kv.fork(self._layer_idx, [r for r in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._cache.kv.fork(self._layer_idx, indices.tolist())
+        self._state.kv.fork(self._layer_idx, indices.tolist())
 
     def fill(self, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()) -> None:
         """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
         if self._seen:
             raise ConfigError(f"a layer is filled while it is empty, got {self._seen} tokens in it")
         self.lazy_initialization(k, v)
-        self._cache.kv.load(self._layer_idx, k, v, evidence)
+        self._state.kv.load(self._layer_idx, k, v, evidence)
         self._seen = k.shape[2]
 
     def reset(self) -> None:
         self._seen, self._pending = 0, None
-        self._cache.kv.reset_layer(self._layer_idx)
+        self._state.kv.reset_layer(self._layer_idx)
 
 
-class HybridCache(Cache):
+class TieredCache(Cache):
     """`past_key_values` for one conversation; full-attention layers are tiered, others are not.
 
     Args:
         model_config: the text model's transformers configuration.
-        is_open: tells whether the attachment that made this cache still stands.
+        is_open: tells whether the attachment that serves this cache still stands.
         executor: shared with other caches; None for one of its own.
     """
 
@@ -168,10 +220,7 @@ class HybridCache(Cache):
         executor: Executor | None = None,
     ) -> None:
         self.kv = KVCache(info, config, executor)
-        self._is_open = is_open
-        self._in_forward = False
-        self._mask: Tensor | None = None
-        self._mask_is_plain = True
+        self._state = CacheState(self.kv, is_open)
         self._shown: Tensor | None = None  # [B, tokens] bool, False for padding; None if all are
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
@@ -179,7 +228,7 @@ class HybridCache(Cache):
     def _new_layers(self) -> list[Any]:
         tiered = {shape.layer_idx for shape in self.kv.info.layers}
         return [
-            HybridLayer(self, idx) if idx in tiered else _with_handle(layer)
+            HybridLayer(self._state, idx) if idx in tiered else _with_handle(layer)
             for idx, layer in enumerate(DynamicCache(config=self._model_config).layers)
         ]
 
@@ -188,47 +237,23 @@ class HybridCache(Cache):
         """Counters of what decoding has touched."""
         return self.kv.work
 
-    def require_open(self) -> None:
-        """Raises ConfigError where our attention is off: the model would attend new keys only."""
-        if not self._is_open():
-            raise ConfigError(
-                "this cache belongs to a model that was detached; use it inside its `with "
-                "hybrid_kv.attach(...)` block"
-            )
-        if not self._in_forward:
-            raise ConfigError(
-                "this cache was given to a model that is not attached, or to a part of one; call "
-                "the attached model itself"
-            )
-
-    def begin_forward(self) -> None:
-        """The attached model is about to run with this cache, and our attention is on."""
-        self._in_forward = True
-
-    def end_forward(self, *, failed: bool) -> None:
-        """The model has run.
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """While the attached model runs with this cache, and our attention is on.
 
         Raises:
             UnsupportedModelError: a layer stored keys and then attended without asking us.
         """
-        self._in_forward = False
+        self._state.in_forward = True
+        try:
+            yield
+        finally:
+            self._state.in_forward = False
         for idx, layer in enumerate(self.layers):
-            if getattr(layer, "is_pending", False) and not failed:
+            if getattr(layer, "is_pending", False):
                 raise UnsupportedModelError(
                     f"layer {idx} of this model attends to other keys than it caches, which "
                     "hybrid_kv cannot serve; use this model without it"
-                )
-
-    def check_shapes(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Raises UnsupportedModelError where keys or values are not as the model's config says."""
-        shape = next(shape for shape in self.kv.info.layers if shape.layer_idx == layer_idx)
-        expected = (shape.num_kv_heads, shape.head_dim)
-        for name, tensor in (("keys", k), ("values", v)):
-            if (tensor.shape[1], tensor.shape[3]) != expected:
-                raise UnsupportedModelError(
-                    f"{name} of layer {layer_idx} must have {expected[0]} heads of {expected[1]} "
-                    f"channels by the model's configuration, got {tensor.shape[1]} of "
-                    f"{tensor.shape[3]}; use this model without hybrid_kv"
                 )
 
     def accept_mask(self, mask: Tensor | None, new_tokens: int) -> None:
@@ -284,15 +309,6 @@ class HybridCache(Cache):
         if self._shown is not None:
             self._shown = self._shown[rows.to(self._shown.device)]
 
-    def new_valid(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
-        """Which of the newest tokens are real, [B, T] bool; None if all are."""
-        if mask is None:
-            return None
-        newest = mask[:, -new_tokens:].bool()
-        if mask is not self._mask:  # one look per forward, not per layer
-            self._mask, self._mask_is_plain = mask, bool(newest.all())
-        return None if self._mask_is_plain else newest
-
     @property
     def can_crop(self) -> bool:
         """Whether every layer still has what came before its newest tokens; windows have not."""
@@ -306,10 +322,16 @@ class HybridCache(Cache):
         # New layers rather than emptied ones: what emptying leaves behind differs by kind.
         self.layers = self._new_layers()
         self.kv.reset()
-        self._mask = self._shown = None
+        self._state.forget_mask()
+        self._shown = None
 
     def close(self) -> None:
-        """Gives up index builds that go on in the background; a cache nobody needs any more."""
+        """Gives back all memory; a cache that nobody needs any more does so by itself.
+
+        An index build in progress keeps its keys until it notices, at its next block of rows.
+        """
+        self._state.is_closed = True
+        self.layers = self._new_layers()
         self.kv.close()
 
     def check_integrity(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.hf_cache import TieredCache
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
 
@@ -34,7 +34,7 @@ class LayerMajorPrefill:
     def __init__(self, model: nn.Module, chunk_tokens: int | Literal["auto"]) -> None:
         self._chunk_tokens = chunk_tokens
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self.cache: HybridCache | None = None
+        self.cache: TieredCache | None = None
         self.in_place = True
         for owner, layers in _decoder_stacks(model):
             for layer in layers:

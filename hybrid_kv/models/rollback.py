@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from hybrid_kv.models.hf_cache import HybridCache, HybridLayer
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.types import Demotion
 
 
 @contextmanager
-def rolled_back(cache: HybridCache) -> Iterator[None]:
+def rolled_back(cache: TieredCache) -> Iterator[None]:
     """A block after which the cache is as it was before."""
     kv, states = cache.kv.checkpoint(), _states(cache)
     try:
@@ -30,7 +30,7 @@ class Mark:
     is the resident tier copied.
     """
 
-    def __init__(self, cache: HybridCache) -> None:
+    def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
         self._states = _states(cache)
         places = [layer.placement for layer in cache.kv.layers.values()]
@@ -63,7 +63,7 @@ class Mark:
                 layer.cold.release()
 
 
-def _states(cache: HybridCache) -> list[dict[str, Any]]:
+def _states(cache: TieredCache) -> list[dict[str, Any]]:
     """What the layers hold beside our stores."""
     # Layers of transformers' own are small (a sliding window, a recurrent state): copy them.
     return [
@@ -74,6 +74,6 @@ def _states(cache: HybridCache) -> list[dict[str, Any]]:
     ]
 
 
-def _set_states(cache: HybridCache, states: list[dict[str, Any]]) -> None:
+def _set_states(cache: TieredCache, states: list[dict[str, Any]]) -> None:
     for layer, state in zip(cache.layers, states, strict=True):
         layer.__dict__.update(state)

@@ -16,12 +16,32 @@ from hybrid_kv.errors import (
     BackendWarning,
     ConfigError,
     UnsupportedModelError,
+    said,
 )
 from hybrid_kv.models.hf_cache import tiered_layers
 from hybrid_kv.ops import device_of, get_ops
 from hybrid_kv.ops.choice import FUSED
 from hybrid_kv.ops.devices import backends_on, too_old, triton_state
 from hybrid_kv.types import LayerShape, ModelInfo
+
+
+def check_model(model: object) -> None:
+    """Raises ConfigError unless it is a loaded transformers model."""
+    if isinstance(model, PreTrainedModel):
+        return
+    inner = next(
+        (name for name in ("_orig_mod", "module", "model") if _is_model(model, name)), None
+    )
+    way = "load one with AutoModelForCausalLM.from_pretrained or hybrid_kv.load"
+    if inner is not None:
+        way = f"pass the model inside it, its attribute '{inner}'"
+    raise ConfigError(
+        f"model must be a loaded transformers model (PreTrainedModel), got {said(model)}; {way}"
+    )
+
+
+def _is_model(holder: object, name: str) -> bool:
+    return isinstance(getattr(holder, name, None), PreTrainedModel)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -72,7 +72,10 @@ class Auditor:
         if self._future is None:
             return
         future, self._future = self._future, None
-        future.result()
+        try:
+            future.result()
+        finally:
+            del future  # this frame hangs on an error, and the error on the future
         found, self._found = self._found, []
         self.audit.findings += [finding for finding in found if finding is not None]
         for finding in found:

@@ -397,10 +397,11 @@ class KVCache:
         self.auditor = self._new_auditor()
 
     def close(self) -> None:
-        """Gives up index builds that are not done; what has been stored is served as before."""
-        self._leaving.clear()  # whose pages are still resident
+        """Gives everything back: what is stored, and index builds that are not done."""
         for layer in self._layers.values():
             layer.cold.cancel_builds()
+        # New ones: another thread may still look at the old ones.
+        self._layers, self._leaving, self._evidence, self._kept_evidence = {}, {}, {}, {}
         if self.auditor is not None:
             self.auditor.close()
         if self._owns_executor:

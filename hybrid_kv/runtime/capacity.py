@@ -71,7 +71,10 @@ def memory_errors(stage: Callable[[], Stage]) -> Iterator[None]:
         if (named := _named(error, stage)) is None:
             raise
         clear_frames(error.__traceback__)
-        raise named from error
+        try:
+            raise named from error
+        finally:
+            del named  # this frame hangs on it
 
 
 def _named(error: Exception, stage: Callable[[], Stage]) -> CapacityError | None:

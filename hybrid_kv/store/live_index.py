@@ -16,6 +16,7 @@ from hybrid_kv.errors import IndexBuildWarning
 from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
+from hybrid_kv.store.outcome import run_into
 from hybrid_kv.types import SearchResult
 
 MakeIndex = Callable[[], Index]
@@ -42,12 +43,7 @@ class InlineRunner:
 
     def beside(self, build: Work) -> Future[None]:
         done: Future[None] = Future()
-        try:
-            build()
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+        run_into(done, build)
         return done
 
 
@@ -134,7 +130,10 @@ class LiveIndex:
             if error is None:
                 return
             if not isinstance(error, MemoryError):
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error, begun  # this frame hangs on the error
         if make_stand_in is not None:
             stand_in = make_stand_in()
         runner.here(partial(stand_in.build, keys, None))
@@ -213,7 +212,7 @@ class LiveIndex:
             try:
                 build.index.add(keys)
             except MemoryError as full:
-                error = full
+                error = full.with_traceback(None)  # it would hold this frame, which holds the error
         if error is None:
             # One assignment: a search in another thread sees either of the two, and both are whole.
             self._serving, self.searches_before = build.index, self.searches
@@ -232,7 +231,10 @@ class LiveIndex:
                 stacklevel=2,
             )
         else:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, build
 
     def rebuild(self, keys: Tensor) -> None:
         """Indexes other keys [Hkv, N, D]; nothing is learned from queries that asked for others."""

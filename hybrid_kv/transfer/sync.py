@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Arrived, Parcel
 from hybrid_kv.types import PartialAttention
 
@@ -26,12 +27,7 @@ class SyncExecutor:
 
     def background(self, work: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
-        try:
-            work()
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+        run_into(done, work)
         return done
 
     def close(self) -> None:

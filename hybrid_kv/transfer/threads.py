@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.native.pool import work_alone
+from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.sync import SyncExecutor
 
 _NICENESS = 10
@@ -22,7 +23,9 @@ _NICENESS = 10
 _NICEST = 19
 _CPUS_PER_THREAD = 4
 
-_Job: TypeAlias = tuple[Callable[[], None], "Future[None]"]
+_Job: TypeAlias = tuple[list[Callable[[], None]], "Future[None]"]
+"""Work in a list, which is emptied when the work is cancelled or begins: a job that waits for its
+turn in vain shall not keep its keys."""
 
 
 class ThreadExecutor(SyncExecutor):
@@ -46,7 +49,9 @@ class ThreadExecutor(SyncExecutor):
 
     def background(self, work: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
-        self._crew.take((work, future))
+        held = [work]
+        future.add_done_callback(lambda _: held.clear())
+        self._crew.take((held, future))
         return future
 
     def close(self) -> None:
@@ -95,8 +100,10 @@ class _Crew:
         _be_nice()
         work_alone()
         while (job := self._jobs.get()) is not None:
-            _run(*job)
-            del job  # nobody shall keep its keys while this thread waits for the next one
+            held, future = job
+            if future.set_running_or_notify_cancel():
+                run_into(future, held.pop(), BaseException)
+            del job, held, future  # nobody shall keep its keys while this thread waits
 
 
 _at_work: set[_Crew] = set()
@@ -129,17 +136,6 @@ def build_threads() -> int:
             "it for one per four CPUs"
         )
     return int(wanted)
-
-
-def _run(work: Callable[[], None], future: Future[None]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 def _be_nice() -> None:

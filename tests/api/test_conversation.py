@@ -213,6 +213,19 @@ def test_sliding_layers_are_rolled_back_too(name: str) -> None:
             assert context.ask(question, max_new_tokens=9).token_ids == want
 
 
+def test_an_answer_about_a_context_can_be_streamed(llm: hkv.LLM) -> None:
+    """Regression: `stream=True` went to transformers, which did not know it."""
+    context = llm.context("sea sky sun ice oak elm bee fox")
+    whole = context.ask("fox owl", max_new_tokens=9)
+    stream = context.ask("fox owl", max_new_tokens=9, stream=True)
+    assert "".join(stream) == whole.text
+    assert stream.result.token_ids == whole.token_ids
+    stream = context.ask("fox owl", max_new_tokens=50, stream=True)
+    next(stream)
+    stream.close()
+    assert context.ask("fox owl", max_new_tokens=9).token_ids == whole.token_ids, "it left a trace"
+
+
 def test_an_empty_question_is_refused(llm: hkv.LLM) -> None:
     with pytest.raises(ConfigError, match="question is empty; pass at least one token"):
         llm.context("sea").ask("")

@@ -23,7 +23,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import IntegrityError, UnsupportedModelError
-from hybrid_kv.models import attach, compiled
+from hybrid_kv.models import compiled, serving
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -53,7 +53,7 @@ class Graphs:
         def make(model: PreTrainedModel, text: Any) -> Any:
             return made(model, text, self._counter)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(attach, "CompiledSteps", make)
+        monkeypatch.setattr(serving, "CompiledSteps", make)
 
     @property
     def made(self) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -313,15 +314,18 @@ def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
     assert executor.closed == 0, "it belongs to whoever made it"
 
 
-@needs_engine
-def test_a_closed_cache_serves_what_it_has() -> None:
-    executor = LaterExecutor()
-    kv = cache(executor=executor, **SMALL, cold=LEARNED)
+def test_a_closed_cache_holds_nothing() -> None:
+    kv = cache(**SMALL)
     feed(kv, 300, 1)
+    layer = kv.layers[0]
+    stored = [
+        weakref.ref(layer.resident.pool),
+        *(weakref.ref(s.extent) for s in layer.cold.spans()),
+    ]
+    del layer
     kv.close()
-    assert feed(kv, 1).isfinite().all()
-    assert served(kv) == [("given up", 2, 2)] * 2
-    kv.check_integrity()
+    assert [ref() for ref in stored] == [None, None]
+    assert not kv.layers
 
 
 def test_settings_choose_the_executor() -> None:

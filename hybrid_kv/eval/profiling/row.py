@@ -19,7 +19,7 @@ from hybrid_kv.eval.profiling.peak import PeakMemory
 from hybrid_kv.eval.profiling.steps import Steps, StepWatch, generate
 from hybrid_kv.eval.profiling.traffic import bytes_per_step, limit_ms
 from hybrid_kv.models.attach import Attachment, attach
-from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime.audit import Audit
 from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.planner import ModelFacts
@@ -145,7 +145,7 @@ class RowMeasurement:
 
     # Filling.
 
-    def _fill(self, runtime: Attachment) -> HybridCache:
+    def _fill(self, runtime: Attachment) -> TieredCache:
         if self._context is None:
             return runtime.cache()
         begin = perf_counter()
@@ -205,7 +205,7 @@ class RowMeasurement:
 
     # Decoding.
 
-    def _timed(self, cache: HybridCache) -> Tensor:
+    def _timed(self, cache: TieredCache) -> Tensor:
         """Warm-up and the measured steps; all ids."""
         asked, row = self._asked, self.row
         row.measuring_s = self._cost_of_measuring()
@@ -254,7 +254,7 @@ class RowMeasurement:
         limit = self._asked.row_limit_s
         return limit is not None and perf_counter() - self._begin > limit
 
-    def _traced(self, cache: HybridCache, ids: Tensor) -> Tensor:
+    def _traced(self, cache: TieredCache, ids: Tensor) -> Tensor:
         """A few steps more, whose spans are kept."""
         self._report("tracing", 0, TRACED_STEPS)
         clock = device_clock(self._model.device, perf_counter)
@@ -265,7 +265,7 @@ class RowMeasurement:
         self.row.spans = [span for span in recorder.spans if span.begin_s >= begin]
         return ids
 
-    def _audited(self, cache: HybridCache, ids: Tensor) -> None:
+    def _audited(self, cache: TieredCache, ids: Tensor) -> None:
         """As many steps again, some of whose heads are attended exactly as well."""
         asked = self._asked
         self._report("audit", 0, asked.new_tokens)
@@ -282,7 +282,7 @@ class RowMeasurement:
     def _report(self, what: str, done: int, total: int) -> None:
         self._around.report(what, done, total)
 
-    def _describe(self, cache: HybridCache) -> None:
+    def _describe(self, cache: TieredCache) -> None:
         """Tiers and traffic as the timed pass has left them."""
         row, kv = self.row, cache.kv
         layers = kv.layers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid_kv.models.hf_cache import HybridCache
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime.recorder import HOST, Event, Recorder, Span
 from hybrid_kv.runtime.stats import ATTENTION, BETWEEN, FORWARD, PHASES
 from hybrid_kv.types import Work
@@ -88,7 +88,7 @@ class StepWatch(BaseStreamer):
     def __init__(
         self,
         model: PreTrainedModel,
-        cache: HybridCache,
+        cache: TieredCache,
         skip: int,
         recorder: Recorder | None = None,
     ) -> None:

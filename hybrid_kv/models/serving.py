@@ -1,0 +1,133 @@
+"""Forwards of an attached model: with a cache of ours they attend through it, else as before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import BusyError, ConfigError
+from hybrid_kv.models import hf_attention
+from hybrid_kv.models.compiled import CompiledSteps
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.models.support import check_context, text_config, text_parts
+from hybrid_kv.plugins import Method
+from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.types import ModelInfo, bytes_per_token
+
+
+class Serving:
+    """Wraps the forwards of a model, one of which runs at a time, until it is closed.
+
+    The model refers to it and it refers to the model, but neither to the attachment: so an
+    attachment that is dropped can end it.
+    """
+
+    def __init__(self, model: PreTrainedModel, info: ModelInfo, config: HybridConfig) -> None:
+        self.info, self._text_config = info, text_config(model)
+        self._model, self._dtype = model, model.dtype
+        self._lock = threading.RLock()  # held by the thread whose forward runs
+        self._cache: TieredCache | None = None  # of the forward that runs
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        hf_attention.register()
+        self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
+        self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
+        for part in text_parts(model, self._text_config):
+            self._wrap(part)
+
+    def _wrap(self, module: nn.Module) -> None:
+        # Not by hooks: an interrupt would skip the one that ends a forward.
+        self._wrapped.append((module, module.__dict__.get("forward")))
+        inner = module.forward
+        names = list(signature(inner).parameters)
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return inner(*args, **kwargs)
+            with self._lock:
+                inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+                cache = inputs.get("past_key_values")
+                if not isinstance(cache, TieredCache) or cache is self._cache:
+                    return inner(*args, **kwargs)
+                with self._turned_on(cache, inputs):
+                    if self._steps is not None and self._steps.serves(module, inputs):
+                        return self._steps.forward(cache, inputs)
+                    return inner(*args, **kwargs)
+
+        module.forward = forward
+
+    @contextmanager
+    def _turned_on(self, cache: TieredCache, inputs: dict[str, Any]) -> Iterator[None]:
+        """Our attention instead of the model's own."""
+        if self._cache is not None:
+            raise BusyError(
+                "the model is computing with another cache in this thread; call it again when that "
+                "forward has returned"
+            )
+        self._check(cache, inputs)
+        text, prefill = self._text_config, self._prefill
+        previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
+        self._cache = prefill.cache = cache
+        # Somebody else may hold on to these tensors; then chunks must not be written over them.
+        prefill.in_place = inputs.get("inputs_embeds") is None and not self._records_hidden(inputs)
+        try:
+            with cache.forward():
+                yield
+        finally:
+            text._attn_implementation = previous
+            self._cache = prefill.cache = None
+
+    def _check(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
+        if cache.kv.info.layers is not self.info.layers:
+            raise ConfigError(
+                "this cache was made for another model; take it from this attachment's cache()"
+            )
+        if inputs.get("output_attentions"):
+            raise ConfigError(
+                "output_attentions must be off: a tiered KV cache computes no attention weights"
+            )
+        source: Tensor | None = inputs.get("input_ids")
+        source = inputs.get("inputs_embeds") if source is None else source
+        if source is None:
+            return
+        rows, new = source.shape[:2]
+        mask = inputs.get("attention_mask")
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            cache.accept_mask(mask, new)
+        check_context(self._text_config, cache.get_seq_length() + new)
+        if new > 1:
+            check_host_memory(rows * new * self.bytes_per_token(cache.kv.method, new), new)
+
+    def _records_hidden(self, inputs: dict[str, Any]) -> bool:
+        names = ("output_hidden_states", "output_attentions", "output_router_logits")
+        return any(inputs.get(n, getattr(self._text_config, n, False)) for n in names)
+
+    def bytes_per_token(self, method: Method, num_tokens: int) -> int:
+        """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
+        return sum(
+            bytes_per_token(shape, self._dtype) + method.index_bytes_per_token(shape, num_tokens)
+            for shape in self.info.layers
+        )
+
+    def close(self) -> None:
+        """Gives the model its own forwards back, when the one that runs has returned."""
+        with self._lock:
+            for module, previous in reversed(self._wrapped):
+                if previous is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = previous
+            self._wrapped.clear()
+            self._prefill.close()
+            if self._steps is not None:
+                self._steps.close()
