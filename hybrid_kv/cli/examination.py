@@ -147,7 +147,7 @@ def check_crossovers() -> Iterator[Check]:
     """From how many keys on index kind 'auto' takes a graph, as measured here."""
     for name, known in read_crossovers().items():
         detail = (
-            f"graphs pay from {known.keys:,} keys on (at {known.measured_keys:,}: graph "
+            f"graphs pay from {known.keys:,} keys on (a KV head of {known.measured_keys:,}: graph "
             f"{known.graph_us:.0f} us, scan {known.scan_us:.0f} us); {name}"
         )
         yield Check(name="crossover", state="ok", detail=detail)

@@ -1,22 +1,27 @@
-"""`auto`: a graph where it is faster than a scan on this machine, a scan elsewhere."""
+"""`auto`: for every KV head the kind of search that is the fastest where it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import median
-from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._flat_scans import int8_scan
+from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace, mean_cost, work_s
+from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index.crossover import read_crossover, write_crossover
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.ops.key_graph import KeyGraph
+from hybrid_kv.ops.key_graph import KeyGraph, Searched, no_graph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.pool import pool_here
+from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.plugins import INDEXES
 
 _ROUNDS = 15
@@ -24,11 +29,13 @@ _ROUNDS = 15
 
 @INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
 class AutoIndex(GraphIndex):
-    """Builds a graph where one is likely to pay, and keeps it only if it is faster than a scan.
+    """Builds graphs where they are likely to pay; a head keeps its own if that beats a scan.
 
-    Every build times both on queries of the prompt, over all KV heads of the layer in turn. What
-    was measured is kept for the machine (`hybrid-kv doctor` shows it), so that later contexts that
-    are clearly too short for a graph do not build one.
+    Every build times both on queries of the prompt, on one thread, and counts the bytes that they
+    read: the one that takes less time with the threads and the memory of decoding serves the head
+    (`reports` has both figures). What was measured is kept for the machine (`hybrid-kv doctor`
+    shows it), so that later contexts that are clearly too short for a graph do not build one. A
+    context that is scanned as a whole is decided anew whenever it has doubled.
     """
 
     class Params(GraphIndex.Params):
@@ -37,6 +44,7 @@ class AutoIndex(GraphIndex):
         """
 
         min_keys: config.Count = 4096
+        max_scanned: float = Field(default=0.25, gt=0, le=1)
         remember: bool = Field(default=True)
 
     _file_kind = "auto"
@@ -44,18 +52,28 @@ class AutoIndex(GraphIndex):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._samples: Tensor | None = None  # while it is built
+        self._chosen_keys = 0
+
+    @property
+    def relearn_keys(self) -> int:
+        again = super().relearn_keys
+        if again or not self.params.horizon_tokens:
+            return again
+        return max(self._chosen_keys, int(self.params.horizon_tokens))
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        self._samples = samples
+        self._samples, self._chosen_keys = samples, len(self)
         super()._rebuild(samples, nearest)
         self._samples = None
 
     def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+        if (reason := super()._why_flat(keys, samples)) is not None:
+            return reason
         if samples is not None and self.params.remember:
             known = read_crossover(_machine_key(keys, samples))
             if known is not None and keys.shape[1] < 0.8 * known.keys:
                 return f"{keys.shape[1]} keys; on this machine graphs pay from {known.keys:,} on"
-        return super()._why_flat(keys, samples)
+        return None
 
     def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
         super()._serve(graphs)
@@ -64,42 +82,112 @@ class AutoIndex(GraphIndex):
         # One position after the other, as decoding asks: [Hkv, G, D] each.
         queries = [q.float() for q in self._samples[:, :, -_ROUNDS:].unbind(2)]
         top_k = min(self.params.check_top_k, len(self))
-        scan = int8_scan(self._rerank)
-        scan.rebuild(self._keys)
-        graph_s = _median_time(lambda q: self._find(q, top_k, top_k), queries)
-        scan_s = _median_time(lambda q: scan.find(q, top_k, top_k), queries)
+        ranked = num_candidates(self._rerank, top_k, len(self))
+        candidates: list[Candidate] = [
+            _Graphs(self._searcher, self._beams, top_k, ranked),
+            _Scan(self._keys, top_k, ranked),
+        ]
+        self._choose([candidate.costs(queries) for candidate in candidates], decoding_pace())
+
+    def _choose(self, costs: Sequence[Sequence[Cost | None]], pace: Pace) -> None:
+        """Serves each head by the cheapest of the kinds that can; costs: by kind and head."""
+        reports, graphs = list(self.reports), list(self._graphs)
+        compared = []
+        for head, report in enumerate(reports):
+            if report.serves != "graph":
+                continue
+            able = [cost for kind in costs if (cost := kind[head]) is not None]
+            compared.append(able)
+            kind, why = cheapest(able, pace)
+            reports[head] = replace(report, reason=f"{report.reason}; {why}")
+            if kind != "graph":
+                reports[head] = replace(reports[head], serves=kind, beam=0)
+                graphs[head] = no_graph()
+        assert self._samples is not None
         if self.params.remember:
+            graph_s, scan_s = (
+                mean_cost([cost for able in compared for cost in able if cost.kind == kind], pace)
+                for kind in ("graph", "flat")
+            )
             key = _machine_key(self._keys, self._samples)
             write_crossover(key, len(self), graph_s, scan_s)
-        if scan_s < graph_s:
-            self._serve_flat(
-                f"the scan is faster here: {1e6 * scan_s:.0f} against {1e6 * graph_s:.0f} us"
-            )
+        self.reports = tuple(reports)
+        if [len(graph) for graph in graphs] != [len(graph) for graph in self._graphs]:
+            super()._serve(tuple(graphs))
+
+
+class Candidate(Protocol):
+    """A kind of search that may serve a head."""
+
+    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
+        """By head, None where it cannot serve; queries [Hkv, G, D], of one position each."""
+        ...
+
+
+class _Graphs:
+    """The graphs of a layer's heads."""
+
+    def __init__(
+        self, searcher: GraphSearcher, beams: Sequence[int], top_k: int, ranked: int
+    ) -> None:
+        self._searcher, self._beams = searcher, beams
+        self._top_k, self._ranked = top_k, ranked
+
+    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
+        graphs = self._searcher.graphs
+        alone = [self._searcher.of_head(head) for head in range(len(graphs))]
+        times: list[list[float]] = [[] for _ in graphs]
+        # Head after head, so that none finds what it reads in the cache.
+        for asked in (queries[0], *queries):
+            for head in range(len(graphs)):
+                if len(graphs[head]):
+                    times[head].append(work_s(partial(self._find, alone[head], head, asked)))
+        return [
+            Cost("graph", median(times[head][1:]), self._bytes(alone[head], head, queries[0]))
+            if len(graph)
+            else None
+            for head, graph in enumerate(graphs)
+        ]
+
+    def _find(self, searcher: GraphSearcher, head: int, queries: Tensor) -> Searched:
+        return searcher.search(
+            queries[head : head + 1],
+            self._top_k,
+            beam=self._beams[head],
+            pool_size=self._ranked,
+        )
+
+    def _bytes(self, searcher: GraphSearcher, head: int, queries: Tensor) -> float:
+        """Rows in 8 bits, the lists of what is expanded, and the keys that are ranked."""
+        graph, rows = searcher.graphs[0], searcher.rows[0]
+        group = queries.shape[1]
+        scored = self._find(searcher, head, queries).rows_visited * (rows.row_bytes + 1)
+        expanded = group * self._beams[head] * graph.lists.shape[1]
+        return scored + expanded + group * self._ranked * 2 * queries.shape[2]
+
+
+class _Scan:
+    """The scan of all keys in 8 bits."""
+
+    def __init__(self, keys: Tensor, top_k: int, ranked: int) -> None:
+        heads, _, dim = keys.shape
+        self._quantised = QuantisedKeys(heads, dim)
+        self._quantised.build(keys)
+        self._scan = FlatScan(keys, self._quantised)
+        self._top_k, self._ranked = top_k, ranked
+
+    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
+        heads, group, dim = queries[0].shape
+        times = [
+            work_s(partial(self._scan.search, asked, self._top_k, rerank=self._ranked))
+            for asked in (queries[0], *queries)
+        ]
+        read = self._quantised.memory_bytes / heads + group * self._ranked * 2 * dim
+        return [Cost("flat", median(times[1:]) / heads, read)] * heads
 
 
 def _machine_key(keys: Tensor, samples: Tensor) -> str:
     """What the crossover depends on, beside the machine."""
     heads, group, _, dim = samples.shape
     shape = f"heads={heads} group={group} dim={dim} {keys.dtype}"
-    return f"{engine_state().isa} threads={_num_threads()} {shape}"
-
-
-def _num_threads() -> int:
-    """Threads that share a search of the calling thread."""
-    pool = pool_here() if engine_state().isa is not None else None
-    return 1 if pool is None else pool.threads
-
-
-def _median_time(search: Callable[[Tensor], Any], queries: list[Tensor]) -> float:
-    """Seconds of one search, after one that warms up.
-
-    Of one thread they are seconds of work, so that decoding beside a build does not count.
-    """
-    clock = thread_time if _num_threads() == 1 else perf_counter
-    times = []
-    search(queries[0])
-    for query in queries:
-        begin = clock()
-        search(query)
-        times.append(clock() - begin)
-    return median(times)
+    return f"{engine_state().isa} threads={default_pool().threads} {shape}"

@@ -15,7 +15,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """keys: where scan and graph take the same time, from one search of each at measured_keys."""
+    """keys: where scan and graph take the same time, from one search of each at measured_keys.
+
+    Times are those of one KV head with the threads of decoding.
+    """
 
     keys: int
     measured_keys: int

@@ -49,9 +49,10 @@ class GraphIndex(KeyIndex):
     Every head proves itself on queries that took no part in its build (`reports`): where it misses
     the goal, or has few keys, all keys are scored in 8 bits and the best ranked exactly.
 
-    Keys that are added later are scored one and all, or, with `link_keys`, until there are so many:
-    then they are linked through the searches that have found them, one head in an `add`, and the
-    head proves itself anew. Those that no search has found by then are not found afterwards.
+    Such scans are divided over the threads. Keys that are added later are scanned one and all, or,
+    with `link_keys`, until there are so many: then they are linked through the searches that have
+    found them, one head in an `add`, and the head proves itself anew. Those that no search has
+    found by then are not found afterwards.
     """
 
     class Params(config.Params):
@@ -83,7 +84,7 @@ class GraphIndex(KeyIndex):
         target_mass: float = Field(default=0.999, gt=0)
         check_positions: config.Count = 128
         check_top_k: config.Count = 100
-        max_scanned: float = Field(default=0.25, gt=0, le=1)
+        max_scanned: float = Field(default=0.12, gt=0, le=1)
         link_keys: config.Tokens = 0
         link_positions: config.Count = 1024
 
@@ -336,7 +337,7 @@ class _HeadEngine:
 
     def searcher(self, graph: KeyGraph) -> GraphSearcher:
         keys = self._scan.keys
-        rows = self._quantised.take(0, graph.rows(keys.shape[1]))
+        rows = self._quantised.take(0, graph.keys_of.long())
         return GraphSearcher(keys, [rows], [graph])
 
 
@@ -357,9 +358,8 @@ def _beams_of(reports: Sequence[HeadReport]) -> list[int]:
 
 
 def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
-    """What searches of one head read: its nodes and the keys that are not in the graph."""
-    quantised = _quantise(keys[None])
-    return quantised.take(0, graph.rows(len(keys))) if len(graph) else quantised
+    """What searches of one head's graph read, its nodes."""
+    return _quantise(keys[None]).take(0, graph.keys_of.long())
 
 
 def _quantise(keys: Tensor, *, with_blocks: bool = False) -> QuantisedKeys:

@@ -6,7 +6,8 @@
  *   lists     [num_nodes, hkv_graph_list_bytes] uint8: each node's neighbours, packed as
  *             hkv_graph_pack does
  *   entries   [num_entries] int32: nodes where a search starts, or -1
- * Keys from `linked` on are not part of the graph yet; a search scores all of them.
+ * Keys from `linked` on are not part of the graph, or not yet: a search scans all of them, as
+ * hkv_flat_search does, divided over the threads. A head without a graph has linked = 0.
  */
 #ifndef HYBRID_KV_GRAPH_H
 #define HYBRID_KV_GRAPH_H
@@ -73,7 +74,8 @@ HKV_API int hkv_graph_unpack(hkv_pool *pool, int32_t degree, int64_t num_nodes,
 /* One KV head that can be searched; everything belongs to the caller. */
 typedef struct hkv_graph_head {
   hkv_keys keys;      /* originals, for exact scores */
-  hkv_quantised rows; /* of the nodes, and behind them of keys[linked:] */
+  hkv_quantised rows; /* of the nodes, in rows */
+  hkv_quantised tail; /* of keys[linked:], in blocks */
   const uint8_t *lists;
   const int32_t *keys_of;
   const int32_t *entries;
@@ -97,7 +99,7 @@ typedef struct hkv_graph_query {
  * warm: [heads, queries, num_warm] int64, keys; -1 for none, and keys
  *       without a node are passed over; NULL if num_warm is 0
  * ids, scores: [heads, queries, top_k], exact scores, best first, then -1 and -infinity
- * rows, dots: [heads], keys read and dot products computed while traversing
+ * rows, dots: [heads], keys read and dot products computed
  */
 HKV_API int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
                              const hkv_graph_query *query, const float *queries,

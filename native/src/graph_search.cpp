@@ -1,5 +1,6 @@
 // One traversal serves all queries of a group: a key is read once and scored for all of them, but
-// every query has a beam of its own, because one common beam would starve some of them.
+// every query has a beam of its own, because one common beam would starve some of them. Keys beyond
+// a graph are scanned in pieces of their own, as a flat scan reads them.
 #include "graph_search.h"
 
 #include <algorithm>
@@ -10,27 +11,21 @@
 #include "error.h"
 #include "graph_beam.h"
 #include "graph_lists.h"
+#include "graph_finish.h"
 #include "graph_marks.h"
+#include "graph_pieces.h"
 #include "quantise.h"
-#include "row_scores.h"
 #include "select.h"
 
 namespace hkv {
 namespace {
 
-constexpr int kGroup = 16;       // queries that are searched together
-constexpr int kRegisters = 4;    // queries whose sums fit the registers
-constexpr int kTailRows = 1024;  // keys outside the graph that are scored at a time
-constexpr int kRowsAhead = 16;   // of the row that is scored, in the first cache
+constexpr int kRegisters = 4;   // queries whose sums fit the registers
+constexpr int kRowsAhead = 16;  // of the row that is scored, in the first cache
 constexpr int32_t kMost = 1 << 20;
 
-/// A node, or behind all nodes a key outside the graph: what a search numbers things by.
+/// A node: what a search numbers things by.
 using Row = int32_t;
-
-template <typename Element>
-void grow(std::vector<Element> &values, int64_t size) {
-  if (static_cast<int64_t>(values.size()) < size) values.resize(size);
-}
 
 /// Working memory of one thread; grows to the largest search it has seen.
 class Traversal {
@@ -43,14 +38,24 @@ class Traversal {
     count_ = count;
     rows_ = 0;
     prepare(params, queries);
-    score_tail(params);
     start(params, warm);
     while (expand(params)) {
     }
   }
 
   int64_t rows() const { return rows_; }
-  const Beam &beam(int query) const { return beams_[query]; }
+
+  /// The best `keep` keys of a query, with scores that include everything; returns how many.
+  int64_t take(int query, int64_t keep, Entry *to) const {
+    const Beam &beam = beams_[query];
+    const int64_t count = std::min<int64_t>(beam.count(), keep);
+    for (int64_t i = 0; i < count; ++i) {
+      const Entry entry = beam[static_cast<int>(i)];
+      const float score = score_of(entry) * scales_[query].scale + scales_[query].offset;
+      to[i] = pack(score, static_cast<uint32_t>(head_->keys_of[id_of(entry)]));
+    }
+    return count;
+  }
 
  private:
   void prepare(const hkv_graph_query &params, const float *queries) {
@@ -66,8 +71,8 @@ class Traversal {
     expanded_.reset(head_->num_nodes);
     layout_ = ListLayout(head_->degree, head_->num_nodes);
     const int64_t lists = int64_t{count_} * params.width;
-    reserve(std::max<int64_t>({lists * layout_.slots, kTailRows,
-                               head_->num_entries + int64_t{count_} * params.num_warm}));
+    reserve(std::max<int64_t>(lists * layout_.slots,
+                              head_->num_entries + int64_t{count_} * params.num_warm));
     grow(selected_, lists);
   }
 
@@ -79,15 +84,6 @@ class Traversal {
     grow(survivors_, padded);
     grow(scratch_, padded);
     stride_ = padded;
-  }
-
-  void score_tail(const hkv_graph_query &) {
-    const int64_t end = head_->num_nodes + head_->keys.count - head_->linked;
-    for (int64_t first = head_->num_nodes; first < end; first += kTailRows) {
-      num_fresh_ = static_cast<int>(std::min<int64_t>(kTailRows, end - first));
-      for (int i = 0; i < num_fresh_; ++i) discover(fresh_[i] = static_cast<Row>(first + i));
-      score();
-    }
   }
 
   void start(const hkv_graph_query &params, const int64_t *warm) {
@@ -106,8 +102,7 @@ class Traversal {
     num_selected_ = 0;
     for (int query = 0; query < count_; ++query)
       beams_[query].next(
-          limit_, params.width,
-          [&](Row row) { return row >= head_->num_nodes || expanded_.has(row); },
+          limit_, params.width, [&](Row row) { return expanded_.has(row); },
           [&](Row row) { return select(row); });
     if (num_selected_ == 0) return false;
     num_fresh_ = 0;
@@ -243,53 +238,6 @@ class Traversal {
   std::vector<Entry> survivors_, scratch_;
 };
 
-/// Exact scores of what a traversal found.
-class Ranking {
- public:
-  /// Fills ids and scores [top_k]; returns how many keys were scored.
-  int64_t run(const hkv_graph_head &head, const hkv_graph_query &params, const Beam &beam,
-              const float *query, int64_t *ids, float *scores) {
-    const int count = std::min(beam.count(), params.pool_size);
-    score(head, beam, count, query);
-    sort_entries(entries_.data(), count, scratch_.data());
-    const float floor = count > 0 ? score_of(entries_[0]) - params.beta : 0.0f;
-    for (int i = 0; i < params.top_k; ++i) {
-      const bool found = i < count && score_of(entries_[i]) >= floor;
-      ids[i] = found ? static_cast<int64_t>(id_of(entries_[i])) : -1;
-      scores[i] = found ? score_of(entries_[i]) : -std::numeric_limits<float>::infinity();
-    }
-    return count;
-  }
-
- private:
-  static uint32_t key_of(const hkv_graph_head &head, uint32_t row) {
-    return static_cast<uint32_t>(row < head.num_nodes ? head.keys_of[row]
-                                                      : head.linked + row - head.num_nodes);
-  }
-
-  void score(const hkv_graph_head &head, const Beam &beam, int count, const float *query) {
-    const hkv_keys &keys = head.keys;
-    const RowVectors vectors(keys.dim);
-    // One by one: where memory runs out between them, the next call grows the others.
-    grow(query_, vectors.padded());
-    grow(ids_, count);
-    grow(scores_, count);
-    grow(entries_, count);
-    grow(scratch_, sorting_room(count));
-    vectors.pad(query, query_.data());
-    for (int i = 0; i < count; ++i) ids_[i] = key_of(head, id_of(beam[i]));
-    with_dtype(keys.dtype, [&](auto *element) {
-      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-      score_listed<Element>(keys, query_.data(), ids_.data(), count, scores_.data());
-    });
-    for (int i = 0; i < count; ++i) entries_[i] = pack(scores_[i], ids_[i]);
-  }
-
-  std::vector<float> query_, scores_;
-  std::vector<uint32_t> ids_;
-  std::vector<Entry> entries_, scratch_;
-};
-
 /// One call of hkv_graph_search.
 struct Job {
   const hkv_graph_head *heads;
@@ -300,24 +248,42 @@ struct Job {
   float *scores;
   int64_t *rows;
   int64_t *dots;
-  int64_t groups;  // of one head
+  Pieces &pieces;
 
-  void run(int64_t item) const {
+  void search(int64_t item) const {
     thread_local Traversal traversal;
-    thread_local Ranking ranking;
-    const hkv_graph_head &head = heads[item / groups];
-    const int64_t first = item % groups * kGroup;
-    const int count = static_cast<int>(std::min<int64_t>(kGroup, params.queries - first));
-    const int64_t place = item / groups * params.queries + first;  // of the first query
+    thread_local TailScan scan;
+    const Piece &piece = pieces[item];
+    const hkv_graph_head &head = heads[piece.head];
+    const int64_t place = piece.head * int64_t{params.queries} + piece.first_query;
     const float *mine = queries + place * head.keys.dim;
-    traversal.run(head, params, params.beams[item / groups], mine, count,
-                  warm + place * params.num_warm);
-    int64_t exact = 0;
-    for (int i = 0; i < count; ++i)
-      exact += ranking.run(head, params, traversal.beam(i), mine + int64_t{i} * head.keys.dim,
-                           ids + (place + i) * params.top_k, scores + (place + i) * params.top_k);
-    __atomic_fetch_add(rows + item / groups, traversal.rows(), __ATOMIC_RELAXED);
-    __atomic_fetch_add(dots + item / groups, traversal.rows() * count + exact, __ATOMIC_RELAXED);
+    int64_t read = piece.last - piece.first;
+    if (piece.is_walk()) {
+      traversal.run(head, params, params.beams[piece.head], mine,
+                    static_cast<int>(piece.num_queries), warm + place * params.num_warm);
+      for (int64_t query = 0; query < piece.num_queries; ++query)
+        pieces.count(piece, query) = traversal.take(static_cast<int>(query), piece.keep,
+                                                    pieces.candidates(piece, query));
+      read = traversal.rows();
+    } else {
+      scan.run(head, piece, mine, pieces);
+    }
+    count(piece.head, read, read * piece.num_queries);
+  }
+
+  void rank(int64_t item) const {
+    thread_local Ranking ranking;
+    const auto head = static_cast<int32_t>(item / params.queries);
+    const float *query = queries + item * heads[head].keys.dim;
+    const int64_t exact =
+        ranking.run(heads[head], params, pieces, head, item % params.queries, query,
+                    ids + item * params.top_k, scores + item * params.top_k);
+    count(head, 0, exact);
+  }
+
+  void count(int32_t head, int64_t read, int64_t scored) const {
+    __atomic_fetch_add(rows + head, read, __ATOMIC_RELAXED);
+    __atomic_fetch_add(dots + head, scored, __ATOMIC_RELAXED);
   }
 };
 
@@ -336,13 +302,17 @@ void check_query(const hkv_graph_query &query) {
 void check_head(const hkv_graph_head &head) {
   check_keys(head.keys);
   check_quantised(head.rows);
-  require(head.keys.dim == head.rows.dim, "keys and rows must agree in dim");
+  check_quantised(head.tail);
+  require(head.keys.dim == head.rows.dim && head.keys.dim == head.tail.dim,
+          "keys, rows and tail must agree in dim");
   require(head.keys.count < INT32_MAX, "there must be fewer than 2^31 - 1 keys");
   require(head.linked >= 0 && head.linked <= head.keys.count, "linked must be 0..keys");
   require(head.num_nodes >= 0 && head.num_nodes <= head.linked, "num_nodes must be 0..linked");
-  require(head.num_nodes + head.keys.count - head.linked <= head.rows.count,
-          "all nodes and all keys outside the graph must be quantised");
-  require(head.rows.count == 0 || head.rows.rows, "keys must be quantised in rows");
+  require(head.num_nodes <= head.rows.count, "all nodes must be quantised");
+  require(head.rows.count == 0 || head.rows.rows, "nodes must be quantised in rows");
+  require(head.tail.count == head.keys.count - head.linked,
+          "the keys beyond the graph must be quantised in tail, and no others");
+  require(head.tail.count == 0 || head.tail.blocks, "tail must be quantised in blocks");
   require(head.num_entries >= 0, "num_entries must be at least 0");
   require(head.degree >= 1 && head.degree <= HKV_MAX_DEGREE, "max_degree must be 1..256");
   require(head.num_nodes == 0 || (head.lists && head.keys_of), "a graph must not be NULL");
@@ -369,9 +339,12 @@ int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
                    "beam must be 1..1048576");
       rows[i] = dots[i] = 0;
     }
-    const int64_t groups = (query->queries + hkv::kGroup - 1) / hkv::kGroup;
-    const hkv::Job job{head, *query, queries, warm, ids, scores, rows, dots, groups};
-    hkv::parallel_for(pool, heads * groups, [&job](int64_t item, int) { job.run(item); });
+    thread_local hkv::Pieces pieces;
+    pieces.divide(heads, head, *query, hkv_pool_threads(pool));
+    const hkv::Job job{head, *query, queries, warm, ids, scores, rows, dots, pieces};
+    hkv::parallel_for(pool, pieces.size(), [&job](int64_t item, int) { job.search(item); });
+    hkv::parallel_for(pool, int64_t{heads} * query->queries,
+                      [&job](int64_t item, int) { job.rank(item); });
   });
 }
 

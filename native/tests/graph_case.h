@@ -87,9 +87,13 @@ inline int build(hkv_pool *pool, const hkv_projection &projection, Graph &graph)
 class GraphCase {
  public:
   GraphCase(const Rows &rows, const Graph &graph)
-      : rows_(taken(rows, graph)), quantised_(rows_, true, false) {
+      : nodes_(rows, std::vector<int64_t>(graph.keys_of.begin(), graph.keys_of.end())),
+        tail_(rows, beyond(rows, graph)),
+        node_codes_(nodes_.rows, true, false),
+        tail_codes_(tail_.rows, false, true) {
     head_.keys = rows.keys();
-    head_.rows = quantised_.head();
+    head_.rows = node_codes_.head();
+    head_.tail = tail_codes_.head();
     head_.lists = graph.lists.data();
     head_.keys_of = graph.keys_of.data();
     head_.entries = graph.entries.data();
@@ -101,18 +105,26 @@ class GraphCase {
   const hkv_graph_head &head() const { return head_; }
 
  private:
-  static Rows taken(const Rows &rows, const Graph &graph) {
-    std::vector<int64_t> ids(graph.keys_of.begin(), graph.keys_of.end());
+  struct Taken {
+    Taken(const Rows &from, const std::vector<int64_t> &ids) : rows(values(from, ids), from.dim()) {}
+    static std::vector<float> values(const Rows &from, const std::vector<int64_t> &ids) {
+      std::vector<float> taken;
+      for (const int64_t id : ids)
+        for (int32_t d = 0; d < from.dim(); ++d) taken.push_back(from.at(id, d));
+      return taken;
+    }
+    Rows rows;
+  };
+
+  static std::vector<int64_t> beyond(const Rows &rows, const Graph &graph) {
+    std::vector<int64_t> ids;
     for (int64_t key = static_cast<int64_t>(graph.list_of.size()); key < rows.count(); ++key)
       ids.push_back(key);
-    std::vector<float> values;
-    for (const int64_t id : ids)
-      for (int32_t d = 0; d < rows.dim(); ++d) values.push_back(rows.at(id, d));
-    return Rows(values, rows.dim());
+    return ids;
   }
 
-  Rows rows_;
-  Quantised quantised_;
+  Taken nodes_, tail_;
+  Quantised node_codes_, tail_codes_;
   hkv_graph_head head_{};
 };
 

@@ -111,6 +111,31 @@ CLAIM(keys_behind_the_graph_are_scored_one_and_all) {
   CHECK(found.rows[0] == 2100);
 }
 
+CLAIM(threads_share_the_keys_behind_a_graph_and_find_the_same) {
+  const int32_t dim = 12;
+  const Rows rows(random_floats(20037 * dim, 1), dim, HKV_BF16);
+  std::vector<float> first;
+  for (int64_t key = 0; key < 500; ++key)
+    for (int32_t d = 0; d < dim; ++d) first.push_back(rows.at(key, d));
+  const std::vector<int32_t> lists =
+      best_keys(Rows(first, dim), random_floats(80 * dim, 2), 12);
+  Graph graph;
+  CHECK_OK(build(nullptr, projection_of(lists, 12, 500, 16), graph));
+  const GraphCase mixed(rows, graph), scanned(rows, Graph());
+  const std::vector<hkv_graph_head> heads = {mixed.head(), scanned.head(), mixed.head()};
+  const std::vector<float> queries = random_floats(3 * 18 * dim, 3);
+  GraphResult expected;
+  CHECK_OK(search(nullptr, heads, query_of(18, 8, 30), queries, {}, expected));
+  CHECK(expected.rows[1] == 2 * 20037 && expected.dots[1] == 18 * (20037 + 30));
+  for (const int threads : {2, 5}) {
+    ScopedPool pool(threads);
+    GraphResult found;
+    CHECK_OK(search(pool.get(), heads, query_of(18, 8, 30), queries, {}, found));
+    CHECK(found.ids == expected.ids && found.scores == expected.scores);
+    CHECK(found.rows == expected.rows && found.dots == expected.dots);
+  }
+}
+
 CLAIM(searches_start_where_they_are_told_to) {
   const Rows rows(random_floats(50 * 8, 1), 8);
   Graph graph;

@@ -207,6 +207,13 @@ CLAIM(a_search_refuses_what_does_not_fit) {
   head.keys.dim = 7, refused("agree in dim");
   head.keys.data = nullptr, refused("NULL");
   head.keys.count = kKeys + 1, refused("must be quantised");
+  head.rows.count = head.num_nodes - 1, refused("all nodes must be quantised");
+  head.rows.rows = nullptr, refused("rows and scale_codes come together");
+  head.rows.rows = nullptr, head.rows.scale_codes = nullptr, refused("in rows");
+  head.tail.dim = 7, refused("agree in dim");
+  head.tail.mean = nullptr, refused("statistics must not be NULL");
+  head.linked = head.num_nodes, head.keys.count = head.linked + 3, head.tail.count = 3,
+  head.tail.capacity = 3, refused("in blocks");
   head.num_nodes = kKeys + 1, refused("num_nodes");
   head.num_nodes = -1, refused("num_nodes");
   head.lists = nullptr, refused("a graph must not be NULL");

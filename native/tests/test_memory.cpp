@@ -152,14 +152,15 @@ CLAIM(builds_and_searches_of_a_graph_survive_lack_of_memory) {
     CHECK(neighbours == expected.neighbours && entries == expected.entries);
   }
   const GraphCase owner(rows, expected);
-  const std::vector<hkv_graph_head> heads = {owner.head()};
-  const std::vector<float> queries = random_floats(3 * 12, 3);
+  const GraphCase scanned(rows, Graph());
+  const std::vector<hkv_graph_head> heads = {owner.head(), scanned.head()};
+  const std::vector<float> queries = random_floats(2 * 3 * 12, 3);
   const hkv_graph_query query{beams_of(40), 3, 5, 40, 4, 0, 100.0f};
   GraphResult found;
   CHECK_OK(search(nullptr, heads, query, queries, {}, found));
   const std::vector<int64_t> best = found.ids;
   check_every_allocation([&] {
-    return hkv_graph_search(nullptr, 1, heads.data(), &query, queries.data(), nullptr,
+    return hkv_graph_search(nullptr, 2, heads.data(), &query, queries.data(), nullptr,
                             found.ids.data(), found.scores.data(), found.rows.data(),
                             found.dots.data());
   });

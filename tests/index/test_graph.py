@@ -236,8 +236,12 @@ def test_memory_counts_graph_and_codes(tmp_path: Path) -> None:
     codes, lists = 128 + 1, 2 * 32 + 4  # rows are padded to 64 bytes
     rest = index.memory_bytes - sum(nodes) * (codes + lists)
     assert 0 < rest <= HEADS * 4096
+    before = index.memory_bytes
     index.add(torch.cat([keys, keys[:, :10]], 1))
-    assert index.memory_bytes - rest == sum(nodes) * (codes + lists) + HEADS * 10 * codes
+    block = (72 // 4 + 1) * 64  # of 16 keys
+    assert index.memory_bytes == before + HEADS * block
+    index.add(torch.cat([keys, keys[:, :40]], 1))
+    assert index.memory_bytes == before + HEADS * 3 * block
 
 
 @needs_engine

@@ -41,6 +41,7 @@ class _Head(Structure):
     _fields_ = (
         ("keys", KeysStruct),
         ("rows", QuantisedStruct),
+        ("tail", QuantisedStruct),
         *((name, c_void_p) for name in ("lists", "keys_of", "entries")),
         *((name, c_int64) for name in ("linked", "num_nodes")),
         *((name, c_int32) for name in ("degree", "num_entries")),
@@ -72,11 +73,13 @@ def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
 class GraphSearcher:
     """Searches the graphs of all KV heads in one call.
 
-    Keys beyond a head's graph (`len(graph)` .. N) are scored one and all in every search.
+    Keys beyond a head's graph (`len(graph)` .. N) are scanned in every search, as a flat scan reads
+    them: all keys of a head whose graph is empty. A long scan is divided over the threads.
 
     Args:
         keys: [Hkv, N, D], the originals; the searcher refers to them.
-        rows: one per KV head, `quantised.take(head, graph.rows(N))`; they grow with `append`.
+        rows: one per KV head, the codes of its nodes, `quantised.take(head, graph.keys_of.long())`;
+            the keys beyond are quantised with the same statistics.
         graphs: one per KV head.
         pool: threads to share the check of the graphs; None for the calling one.
 
@@ -102,7 +105,8 @@ class GraphSearcher:
         for graph in graphs:
             check_graph(graph, partial(unpack, pool=pool, engine=engine))
         self.graphs, self.rows = tuple(graphs), tuple(rows)
-        self._refer(keys)
+        self._tails = tuple(one.like(0, with_blocks=True) for one in rows)
+        self.append(keys, pool)
 
     def append(self, keys: Tensor, pool: Pool | None = None) -> None:
         """Searches keys [Hkv, N, D] from now on: those known, and further ones.
@@ -110,10 +114,12 @@ class GraphSearcher:
         Raises:
             ShapeError, ConfigError: they do not fit, or are fewer than those known.
         """
-        for head, (graph, rows) in enumerate(zip(self.graphs, self.rows, strict=True)):
-            # So that the rows held stand for the first ones, and the next key is the next row.
-            hidden = len(graph) - len(graph.keys_of)
-            rows.append(keys[head : head + 1, hidden:], pool)
+        for head, (graph, tail) in enumerate(zip(self.graphs, self._tails, strict=True)):
+            if len(graph) > keys.shape[1]:
+                raise ShapeError(
+                    f"a graph links {len(graph)} keys, but there are only {keys.shape[1]}"
+                )
+            tail.append(keys[head : head + 1, len(graph) :], pool)
         self._refer(keys)
 
     def relink(self, head: int, graph: KeyGraph) -> None:
@@ -125,57 +131,57 @@ class GraphSearcher:
         Raises:
             ShapeError: they are not.
         """
-        old, rows = self.graphs[head], self.rows[head]
-        wanted = graph.rows(self._keys.shape[1])
-        place = torch.searchsorted(old.keys_of.long(), wanted)
-        known = len(old.keys_of)
-        beyond = wanted >= len(old)
-        place = torch.where(beyond, known + wanted - len(old), place)
-        if bool((old.keys_of[place[~beyond]] != wanted[~beyond]).any()):
+        old, keys = self.graphs[head], self._keys[head : head + 1]
+        wanted = graph.keys_of.long()
+        known, later = wanted[wanted < len(old)], wanted[wanted >= len(old)]
+        place = torch.searchsorted(old.keys_of.long(), known)
+        if not torch.equal(old.keys_of.long()[place.clamp(max=len(old.keys_of) - 1)], known):
             raise ShapeError(
                 "a longer graph must keep to the nodes of the old one and later keys, got others; "
                 "build the searcher anew"
             )
-        graphs, kept = list(self.graphs), list(self.rows)
-        graphs[head], kept[head] = graph, rows.take(0, place)
-        self.graphs, self.rows = tuple(graphs), tuple(kept)
+        rows = self.rows[head].take(0, place)
+        rows.extend(keys.index_select(1, later))
+        tail = rows.like(0, with_blocks=True)
+        tail.append(keys[:, len(graph) :])
+        self.graphs = (*self.graphs[:head], graph, *self.graphs[head + 1 :])
+        self.rows = (*self.rows[:head], rows, *self.rows[head + 1 :])
+        self._tails = (*self._tails[:head], tail, *self._tails[head + 1 :])
         self._refer(self._keys)
 
     def of_head(self, head: int) -> GraphSearcher:
         """A searcher of one head alone, over the same rows, for as long as nothing is appended."""
         alone = copy(self)
         alone.graphs, alone.rows = (self.graphs[head],), (self.rows[head],)
+        alone._tails = (self._tails[head],)
         alone._refer(self._keys[head : head + 1])
         return alone
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of graphs and rows."""
+        """Bytes of graphs and of keys in 8 bits."""
         graphs = sum(graph.nbytes for graph in self.graphs)
-        return graphs + sum(rows.memory_bytes for rows in self.rows)
+        return graphs + sum(keys.memory_bytes for keys in (*self.rows, *self._tails))
 
     def _refer(self, keys: Tensor) -> None:
         described = describe("keys", keys)
         for graph, rows in zip(self.graphs, self.rows, strict=True):
-            if len(graph) > keys.shape[1]:
+            if rows.count != len(graph.keys_of):
                 raise ShapeError(
-                    f"a graph links {len(graph)} keys, but there are only {keys.shape[1]}"
-                )
-            needed = len(graph.keys_of) + keys.shape[1] - len(graph)
-            if rows.count < needed:
-                raise ShapeError(
-                    f"rows must hold the graph's nodes and all keys beyond it, {needed}, got "
-                    f"{rows.count}; take graph.rows({keys.shape[1]})"
+                    f"rows must hold the {len(graph.keys_of)} nodes of the graph, got "
+                    f"{rows.count}; take graph.keys_of"
                 )
         self._keys = keys  # keeps what the descriptors point at
         self._heads = (_Head * len(keys))(
             *(
                 _Head(
-                    *(described[head], rows.structs[0]),
+                    *(described[head], rows.structs[0], tail.structs[0]),
                     *(graph.lists.data_ptr(), graph.keys_of.data_ptr(), graph.entries.data_ptr()),
                     *(len(graph), len(graph.keys_of), graph.degree, len(graph.entries)),
                 )
-                for head, (graph, rows) in enumerate(zip(self.graphs, self.rows, strict=True))
+                for head, (graph, rows, tail) in enumerate(
+                    zip(self.graphs, self.rows, self._tails, strict=True)
+                )
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -180,18 +180,38 @@ class QuantisedKeys:
         self._reserve(keys.shape[1])
         self._run(self._engine.hkv_quantise_append, described, keys, pool)
 
-    def take(self, head: int, keys: Tensor) -> QuantisedKeys:
-        """Rows of some keys [n] int64 of one head, with its statistics, in memory of their own."""
-        taken = QuantisedKeys(1, self.dim, with_rows=True, with_blocks=False, engine=self._engine)
+    def like(self, head: int, *, with_rows: bool = False, with_blocks: bool = False) -> Self:
+        """No keys yet, to be quantised with the statistics of one head."""
+        empty = type(self)(
+            1, self.dim, with_rows=with_rows, with_blocks=with_blocks, engine=self._engine
+        )
         for name in ("mean", "channel", "levels"):
-            getattr(taken, name)[0] = getattr(self, name)[head]
+            getattr(empty, name)[0] = getattr(self, name)[head]
+        return empty
+
+    def take(self, head: int, keys: Tensor) -> Self:
+        """Rows of some keys [n] int64 of one head, with its statistics, in memory of their own."""
+        taken = self.like(head, with_rows=True)
+        taken._reserve(len(keys))
         taken.count = len(keys)
-        taken.capacity = _generous(taken.count)  # or the next key to come would have all copied
-        taken._allocate()
         torch.index_select(self.rows[head], 0, keys, out=taken.rows[0, : taken.count])
         torch.index_select(self.scale_codes[head], 0, keys, out=taken.scale_codes[0, : taken.count])
         taken._describe()
         return taken
+
+    def extend(self, keys: Tensor, pool: Pool | None = None) -> None:
+        """Quantises further keys [1, n, D] behind the rows held, wherever they lie.
+
+        Raises:
+            ShapeError, ConfigError: they cannot be read.
+        """
+        added = self.like(0, with_rows=True)
+        added.append(keys, pool)
+        first, self.count = self.count, self.count + added.count
+        self._reserve(self.count)
+        self.rows[0, first : self.count] = added.rows[0, : added.count]
+        self.scale_codes[0, first : self.count] = added.scale_codes[0, : added.count]
+        self._describe()
 
     def quantise_query(self, head: int, query: Tensor) -> QuantisedQuery:
         """One query [D] float32 for the keys of a head, as searches quantise it."""

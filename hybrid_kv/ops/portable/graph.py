@@ -392,21 +392,32 @@ class GraphSearcher:
         wanted = warm.reshape(-1).long()
         warm_nodes = (graph.keys_of[None] == wanted[:, None]).nonzero()[:, 1]
         codes, sums = _quantise_queries(queries, quantised.channel[0])
-        found, counts, read = _traverse(
+        rows, num_nodes = quantised.rows[0, : len(key_of)], len(graph.keys_of)
+        found, found_scores, counts, read = _traverse(
             unpack_lists(graph.lists, graph.degree).numpy(),
             np.concatenate([graph.entries.long().numpy(), warm_nodes.numpy()]),
-            quantised.rows[0, : len(key_of)].numpy(),
+            rows[:num_nodes].numpy(),
             quantised.scale_codes[0].numpy(),
             quantised.levels[0].numpy(),
             codes,
             sums,
             *(beam, max(beam, ranked), width),
         )
-        pools = [
-            key_of[torch.from_numpy(row[: min(n, ranked)])]
-            for row, n in zip(found, counts, strict=True)
-        ]
-        return pools, int(read)
+        tail = rows[num_nodes:, : codes.shape[1]].double() @ torch.from_numpy(codes).double().T
+        tail -= 128 * torch.from_numpy(sums)
+        levels = quantised.levels[0, quantised.scale_codes[0, num_nodes : len(key_of)].long()]
+        tail_scores = tail.float() * levels[:, None]
+        beyond = torch.arange(num_nodes, len(key_of))
+        pools = []
+        for query, count in enumerate(counts):
+            walked = min(int(count), ranked)
+            nodes = torch.cat([torch.from_numpy(found[query, :walked]), beyond])
+            scores = torch.cat(
+                [torch.from_numpy(found_scores[query, :walked]), tail_scores[:, query]]
+            )
+            best = scores.sort(descending=True, stable=True).indices[:ranked]
+            pools.append(key_of[nodes[best]])
+        return pools, int(read) + len(beyond)
 
     def _rank(
         self, head: int, query: Tensor, found: Tensor, top_k: int, beta: float | None
@@ -436,7 +447,7 @@ def _quantise_queries(queries: Tensor, channel: Tensor) -> tuple[NDArray[np.int8
 def _traverse(  # type: ignore[no-untyped-def]
     neighbours, starts, rows, scale_codes, levels, codes, sums, beam, size, width
 ):
-    """Pools of rows [M, size], best first, how many each holds, and how many rows were read."""
+    """Pools of rows and scores [M, size], best first, how many each holds, and the rows read."""
     num_nodes, num_queries = len(neighbours), len(codes)
     ids = np.full((num_queries, size), -1, np.int64)
     scores = np.full((num_queries, size), -np.inf, np.float32)
@@ -444,7 +455,7 @@ def _traverse(  # type: ignore[no-untyped-def]
     cursors = np.zeros(num_queries, np.int64)  # no entry before it can be expanded
     is_visited = np.zeros(num_nodes, np.bool_)
     is_expanded = np.zeros(num_nodes, np.bool_)
-    fresh = [np.int64(row) for row in range(num_nodes, len(rows))]
+    fresh = [np.int64(0) for _ in range(0)]
     for node in starts:
         if node >= 0 and not is_visited[node]:
             is_visited[node] = True
@@ -462,12 +473,12 @@ def _traverse(  # type: ignore[no-untyped-def]
             while wanted > 0 and cursors[query] < min(beam, counts[query]):
                 node = ids[query, cursors[query]]
                 cursors[query] += 1
-                if node < num_nodes and not is_expanded[node]:
+                if not is_expanded[node]:
                     is_expanded[node] = True
                     chosen.append(np.int64(node))
                     wanted -= 1
         if len(chosen) == 0:
-            return ids, counts, read
+            return ids, scores, counts, read
         fresh = [np.int64(0) for _ in range(0)]
         for expanded in chosen:
             for node in neighbours[expanded]:

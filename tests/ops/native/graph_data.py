@@ -25,19 +25,24 @@ class Head:
     lists: Tensor
 
     def rows(self, engine: ctypes.CDLL, graph: KeyGraph) -> QuantisedKeys:
-        """What a search of the graph reads."""
+        """What a search of the graph reads, its nodes."""
+        return self.take(engine, graph.keys_of.long())
+
+    def take(self, engine: ctypes.CDLL, keys: Tensor) -> QuantisedKeys:
+        """Some keys in 8 bits, with the statistics of all."""
         quantised = QuantisedKeys(
             1, self.keys.shape[1], with_rows=True, with_blocks=False, engine=engine
         )
         quantised.build(self.keys[None])
-        return quantised.take(0, graph.rows(len(self.keys)))
+        return quantised.take(0, keys)
 
     def searcher(self, engine: ctypes.CDLL, graph: KeyGraph | None = None) -> GraphSearcher:
         graph = self.graph(engine) if graph is None else graph
         return GraphSearcher(self.keys[None], [self.rows(engine, graph)], [graph], engine=engine)
 
     def twin(self, engine: ctypes.CDLL, graph: KeyGraph) -> portable.GraphSearcher:
-        return portable.GraphSearcher(self.keys[None], [self.rows(engine, graph)], [graph])
+        rows = self.take(engine, graph.rows(len(self.keys)))
+        return portable.GraphSearcher(self.keys[None], [rows], [graph])
 
     def graph(self, engine: ctypes.CDLL, **params: int) -> KeyGraph:
         return project(self.lists, self.keys, self.queries, BuildParams(**params), engine=engine)

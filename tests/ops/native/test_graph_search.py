@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops.key_graph import KeyGraph, Searched, no_graph
+from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import extend
@@ -128,7 +128,7 @@ def test_many_heads(isa: str) -> None:
     quantised = QuantisedKeys(3, 32, with_rows=True, with_blocks=False, engine=engine)
     quantised.build(keys)
     graphs = [head.graph(engine) for head in heads]
-    rows = [quantised.take(head, graph.rows(600)) for head, graph in enumerate(graphs)]
+    rows = [quantised.take(head, graph.keys_of.long()) for head, graph in enumerate(graphs)]
     queries = torch.cat([make_queries(head, 20) for head in heads])
     warm = torch.arange(3 * 20 * 2).view(3, 20, 2) * 7 % 600
     # A short beam, so that it shows where a search starts.
@@ -201,6 +201,38 @@ def exactly_sorted(found: Searched) -> list[list[int]]:
     assert bool((found.scores.diff(dim=-1) <= 0).all())
     rows: list[list[int]] = found.ids[0].tolist()
     return rows
+
+
+@each_engine
+@pytest.mark.parametrize("threads", [2, 7])
+def test_threads_divide_the_keys_beyond_a_graph_and_find_the_same(isa: str, threads: int) -> None:
+    head = make_head(40_037, 24, num_queries=100)
+    engine = library.load(isa)
+    first = Head(head.keys[:900], head.queries, head.lists.where(head.lists < 900, -1))
+    searcher = first.searcher(engine, first.graph(engine))
+    searcher.append(head.keys[None])
+    queries = make_queries(head, 19)
+    pool = Pool(threads)
+    alone, shared = (searcher.search(queries, 33, pool=each) for each in (None, pool))
+    pool.close()
+    assert torch.equal(alone.ids, shared.ids)
+    assert torch.equal(alone.scores, shared.scores)
+    assert alone[2:] == shared[2:]
+
+
+@each_engine
+def test_a_graph_and_later_keys_do_not_crowd_each_other_out(isa: str) -> None:
+    # They had one beam: later keys that filled it kept a search from expanding nodes.
+    head = make_head(4000, 32, num_queries=1500, length=50)
+    engine = library.load(isa)
+    first = Head(head.keys[:2000], head.queries, head.lists.where(head.lists < 2000, -1))
+    searcher = first.searcher(engine, first.graph(engine))
+    queries = make_queries(head, 4)
+    few = searcher.search(queries, 20, beam=40)
+    later = head.keys[:2000] * 1.2
+    searcher.append(torch.cat([head.keys[:2000], later])[None])
+    both = searcher.search(queries, 20, beam=40)
+    assert both.rows_visited == few.rows_visited + 2000
 
 
 @each_engine
@@ -372,8 +404,9 @@ def test_wrong_shapes() -> None:
     with pytest.raises(ShapeError, match="links 100 keys, but there are only 90"):
         GraphSearcher(head.keys[None, :90], [rows], [graph], engine=engine)
     nodes = len(graph.keys_of)
-    with pytest.raises(ShapeError, match=f"beyond it, {nodes + 50}, got {nodes}; take graph.rows"):
-        GraphSearcher(torch.zeros(1, 150, 8), [rows], [graph], engine=engine)
+    fewer = rows.take(0, torch.arange(nodes - 1))
+    with pytest.raises(ShapeError, match=f"the {nodes} nodes of the graph, got {nodes - 1}; take"):
+        GraphSearcher(head.keys[None], [fewer], [graph], engine=engine)
 
 
 DAMAGED = {
@@ -419,7 +452,7 @@ def test_appended_keys_are_all_scored(isa: str) -> None:
     among = torch.cat([reachable(graph), torch.arange(1700, 3000)])
     found = searcher.search(queries, 50, beam=1700, pool_size=1700)
     assert torch.equal(found.ids, exact(head, queries, among, 50))
-    assert searcher.memory_bytes == before + 1300 * (128 + 1)
+    assert searcher.memory_bytes == before + -(-1300 // 16) * (72 // 4 + 1) * 64  # whole blocks
     with pytest.raises(ShapeError, match="must hold the"):
         searcher.append(head.keys[None, :2999])
 
@@ -435,7 +468,10 @@ def test_a_longer_graph_is_searched_as_if_it_had_been_there_from_the_start(isa: 
     found = searcher.search(head.queries[None], 20).ids[0].to(torch.int32)
     among = found.masked_fill(found >= 1900, -1)  # the last hundred keys stay outside
     longer = extend(old, among, head.keys[:1900], head.queries, engine=engine)
-    rows = searcher.rows[0].take(0, searcher_rows(old, longer, 2000))
+    nodes = longer.keys_of.long()
+    assert 0 < int((nodes >= 1500).sum()) < 400
+    rows = searcher.rows[0].like(0, with_rows=True)  # with the statistics of the old one
+    rows.append(head.keys[None, nodes])
     expected = GraphSearcher(head.keys[None], [rows], [longer], engine=engine)
     searcher.relink(0, longer)
     assert_same(searcher.search(queries, 20), expected.search(queries, 20))
@@ -443,12 +479,6 @@ def test_a_longer_graph_is_searched_as_if_it_had_been_there_from_the_start(isa: 
     for grown in (searcher, expected):
         grown.append(more)
     assert_same(searcher.search(queries, 20), expected.search(queries, 20))
-
-
-def searcher_rows(old: KeyGraph, longer: KeyGraph, num_keys: int) -> Tensor:
-    """Where the rows that a longer graph needs lie among those of the old one."""
-    held = old.rows(num_keys).tolist()
-    return torch.tensor([held.index(key) for key in longer.rows(num_keys).tolist()])
 
 
 @each_engine

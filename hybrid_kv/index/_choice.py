@@ -1,0 +1,95 @@
+"""Which kind of search serves a KV head: the one that takes the least time where it will run.
+
+A search is bound by work, which threads share, or by memory, which they do not. Timed alone, a scan
+looks as good as on all cores, where it waits for memory and a graph does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+
+from hybrid_kv.ops.native import flat as native_flat
+from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.native.pool import default_pool
+
+_STREAMED_BYTES = 2**27
+_STREAMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How decoding searches: threads, and the bytes/s that they read together."""
+
+    threads: int
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads, {1e-9 * self.bandwidth:.0f} GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a kind of search takes for one head and position.
+
+    work_s: seconds of one thread; read_bytes: what it reads, once.
+    """
+
+    kind: str
+    work_s: float
+    read_bytes: float
+
+    def seconds(self, pace: Pace) -> float:
+        """Its share of a layer's search, whose heads keep all threads busy."""
+        return max(self.work_s / pace.threads, self.read_bytes / pace.bandwidth)
+
+    def describe(self, pace: Pace) -> str:
+        is_work = self.work_s / pace.threads >= self.read_bytes / pace.bandwidth
+        bound = "work" if is_work else "memory"
+        return f"{self.kind} {1e6 * self.seconds(pace):.0f} us ({bound})"
+
+
+def cheapest(costs: Sequence[Cost], pace: Pace) -> tuple[str, str]:
+    """The kind that takes the least time, of equal ones the first, and why."""
+    ranked = sorted(costs, key=lambda cost: cost.seconds(pace))
+    found = ", ".join(cost.describe(pace) for cost in ranked)
+    return ranked[0].kind, f"{found}; {pace}"
+
+
+def work_s(search: Callable[[], Any]) -> float:
+    """Seconds of the calling thread."""
+    begin = thread_time()
+    search()
+    return thread_time() - begin
+
+
+def mean_cost(costs: Sequence[Cost], pace: Pace) -> float:
+    """Seconds a head, where all of them are served by one kind."""
+    return sum(cost.seconds(pace) for cost in costs) / len(costs)
+
+
+@cache
+def decoding_pace() -> Pace:
+    """Of this process; measured once, beside whatever else runs."""
+    threads = default_pool().threads
+    array = host_array([_STREAMED_BYTES], torch.uint8).fill_(1)
+    parts = array.chunk(threads)
+    with ThreadPoolExecutor(threads) as readers:
+        list(readers.map(native_flat.stream, parts))  # starts the threads
+        times = [
+            _timed(lambda: list(readers.map(native_flat.stream, parts))) for _ in range(_STREAMS)
+        ]
+    return Pace(threads, _STREAMED_BYTES / median(times))
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    begin = perf_counter()
+    work()
+    return perf_counter() - begin
