@@ -20,6 +20,15 @@ from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
 
+_LEAST_ROOM, _ROOM_SHARE = 64, 16
+
+
+def with_room(num_pages: int) -> int:
+    """Digests that are allocated for so many pages: a sixteenth more, so that the pages which leave
+    the window find room in every layer, and the step in which there is none left is a rare one.
+    """
+    return num_pages + max(_LEAST_ROOM, num_pages // _ROOM_SHARE)
+
 
 @INDEXES.register("pages", paper="Quest (Tang et al. 2024)")
 class PagesIndex(KeyIndex):
@@ -56,14 +65,14 @@ class PagesIndex(KeyIndex):
         return -(-len(self) // int(self.params.page_size))
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        self._digests = self._empty_digests(self._num_pages)
+        self._digests = self._empty_digests(with_room(self._num_pages))
         self._append(0)
 
     def _append(self, known: int) -> None:
         size = self.params.page_size
         first = known // size  # a page that was partly filled is summarised anew
         if self._num_pages > self._digests.shape[1]:
-            grown = self._empty_digests(2 * self._num_pages)
+            grown = self._empty_digests(with_room(self._num_pages))
             grown[:, :first] = self._digests[:, :first]
             self._digests = grown
         full = len(self) // size

@@ -283,7 +283,7 @@ class Ops:
 
     # Building an index --------------------------------------------------------------------------
 
-    def nearest_keys(self, queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def nearest_keys(self, queries: Tensor, keys: Tensor, count: int) -> Tensor:
         if self._chosen_triton("nearest_keys", keys):
             from hybrid_kv.ops.triton import nearest
 

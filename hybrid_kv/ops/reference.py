@@ -316,7 +316,7 @@ def copy_pages(
         new[head.to(new.device), to.to(new.device)] = rows.to(new.device)
 
 
-def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> Tensor:
     """Exact keys with the highest dot products.
 
     Args:
@@ -324,12 +324,12 @@ def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Ten
         count: K, at most N.
 
     Returns:
-        scores [H, Q, K] float32, best first, and ids [H, Q, K] int64; which of equal keys come
-        back is not specified.
+        Ids [H, Q, K] int32, best first; which of equal keys come back is not specified.
     """
+    found = torch.empty(*queries.shape[:2], count, dtype=torch.int32, device=queries.device)
     block = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * keys.shape[0] * keys.shape[1]))
     keys = keys.float().transpose(-1, -2)
-    found = [torch.matmul(some.float(), keys).topk(count, -1) for some in queries.split(block, 1)]
-    return torch.cat([part.values for part in found], 1), torch.cat(
-        [part.indices for part in found], 1
-    )
+    for start in range(0, queries.shape[1], block):
+        some = queries[:, start : start + block].float()
+        found[:, start : start + block] = torch.matmul(some, keys).topk(count, -1).indices
+    return found

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
@@ -302,8 +301,8 @@ class KVCache:
     def _nearest_keys(self, samples: Tensor, keys: Tensor) -> Tensor:
         """The best of keys [Hkv, N, D] for samples [Hkv, G, M, D]: [Hkv, G, M, K] int32."""
         count = min(self.method.needs.nearest_keys, keys.shape[1])
-        _, ids = self.ops.nearest_keys(samples.flatten(1, 2), keys, count)
-        return ids.to(torch.int32).view(*samples.shape[:3], count)
+        found = self.ops.nearest_keys(samples.flatten(1, 2), keys, count)
+        return found.view(*samples.shape[:3], count)
 
     def _settle(self, layer_idx: int) -> None:
         """Ends what is leaving a layer; whoever reads or changes a layer does this first."""

@@ -29,7 +29,9 @@ class EvidenceCollector:
             first = -self._seen % self._stride
             self._sampled.append(q[:, first :: self._stride].clone())
             while sum(part.shape[1] for part in self._sampled) >= 2 * self._needs.sampled_queries:
-                self._sampled = [torch.cat(self._sampled, 1)[:, ::2]]
+                self._sampled = [
+                    torch.cat(self._sampled, 1)[:, ::2].clone()
+                ]  # a view would keep all
                 self._stride *= 2
         if self._needs.last_queries:
             joined = q if self._last is None else torch.cat([self._last, q], 1)

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.index.pages import with_room
+from hybrid_kv.runtime.learning import Learning, learning_bytes
 from hybrid_kv.runtime.rates import Rates
+from hybrid_kv.store.cold import pinned_room
 from hybrid_kv.types import LayerShape
 
 Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
 
-_USABLE = 0.98
-"""Share of a device's memory that a process can fill."""
+AIR_BYTES = 2**30
+"""Of a device, for nobody: a display, cuBLAS, and what torch's allocator cannot use of blocks."""
 _CONTEXT_BYTES = 600 * 2**20
 """What a CUDA process takes before its first tensor (estimate)."""
 _ROUND_TRIP_MS = 0.08
@@ -140,6 +143,12 @@ def prefill_peak_bytes(facts: ModelFacts, num_tokens: int, chunk_tokens: int) ->
     were read off live storages of a Llama (benchmarks/prefill_memory) and bound them from above;
     merging by the plain definition, without engine or Triton, takes 2.25 query widths more.
     """
+    held, working = _prefill_parts(facts, num_tokens, chunk_tokens)
+    return held + working
+
+
+def _prefill_parts(facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> tuple[int, int]:
+    """What is held all the time, and the most of what comes and goes."""
     size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
     head_dim = max((layer.head_dim for layer in facts.layers), default=0)
     q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
@@ -148,10 +157,10 @@ def prefill_peak_bytes(facts: ModelFacts, num_tokens: int, chunk_tokens: int) ->
     attention = size * (2.5 * facts.hidden_size + 5.75 * q_width + 3 * kv_width)
     making_rotary = 15 * num_tokens * head_dim
     keeping_rotary = 2 * size * num_tokens * head_dim
-    chunk_bytes = keeping_rotary + chunk * max(mlp, attention)
     ids = 4 * 8 * num_tokens
     full_length = size * num_tokens * facts.hidden_size
-    return int(full_length + ids + max(keeping_rotary + making_rotary, chunk_bytes))
+    held = full_length + ids + keeping_rotary
+    return int(held), int(max(making_rotary, chunk * max(mlp, attention)))
 
 
 def make_plan(
@@ -198,10 +207,9 @@ class _Planner:
             return self._hybrid(tokens)
         return self._dense(tokens, mode, 1.0 if mode == "dense" else 0.5)
 
-    def _prefill(self, tokens: int) -> int:
+    def _chunk(self, tokens: int) -> int:
         setting = self._config.prefill_chunk_tokens
-        chunk = min(4096, max(256, tokens // 8)) if setting == "auto" else setting
-        return prefill_peak_bytes(self._facts, tokens, chunk)
+        return min(4096, max(256, tokens // 8)) if setting == "auto" else setting
 
     def _dense(self, tokens: int, mode: Mode, size: float) -> Option:
         facts, rates = self._facts, self._machine.rates
@@ -209,7 +217,7 @@ class _Planner:
         where = {
             "weights": facts.weight_bytes,
             "kv": kv + facts.window_bytes,
-            "prefill": self._prefill(tokens),
+            "prefill": prefill_peak_bytes(facts, tokens, self._chunk(tokens)),
         }
         read = {"weights": facts.read_bytes, "resident_attention": kv + facts.window_bytes}
         ms = {name: _ms(count, rates.device) for name, count in read.items()}
@@ -221,9 +229,13 @@ class _Planner:
         pinned = min(
             tokens, getattr(config, "sink_tokens", 0) + getattr(config, "window_tokens", 0)
         )
+        learning = self._learning(tokens)
         # Two layers' KV while one leaves and the next is computed. Earlier layers hold their
-        # resident pages by then, so that prefill's memory comes on top of them.
-        prefill = self._prefill(tokens) + 2 * tokens * facts.largest_layer_bytes
+        # resident pages by then, so that prefill's memory comes on top of them. When a layer ends,
+        # its best keys are searched for in what its last chunk has left.
+        held, working = _prefill_parts(facts, tokens, self._chunk(tokens))
+        prefill = held + max(working, learning.sealing) + learning.collecting
+        prefill += 2 * tokens * facts.largest_layer_bytes
         resident = pinned * per_token + facts.window_bytes
         taken = facts.weight_bytes + resident + prefill
         digests = self._stand_in_bytes(tokens - pinned, self._device_free() - taken)
@@ -238,15 +250,41 @@ class _Planner:
         if digests:
             device["digests"] = digests
         host = {"kv": cold * per_token, "index": index}
+        host |= self._host_extras(cold, learning, sum(host.values()))
         ms = self._hybrid_ms(cold, pinned, spare + hot)
         return self._place("hybrid", device, host, ms, settings)
+
+    def _learning(self, tokens: int) -> Learning:
+        """Of the widest layer; no device finds nearest keys where the model runs on the CPU."""
+        needs = self._method.needs
+        if self._machine.device_bytes is None:
+            needs = replace(needs, nearest_keys=0)
+        facts = self._facts
+        learned = (learning_bytes(x, needs, tokens, facts.dtype_bytes) for x in facts.layers)
+        return max(learned, key=lambda one: one.collecting, default=Learning())
+
+    def _host_extras(self, cold: int, learning: Learning, taken: int) -> dict[str, int]:
+        """What the host holds beside cold KV and indexes (`taken` bytes): room in pinned arrays,
+        which is committed at once; a staging area; and what waits for its index. That is of all
+        layers if there is memory for it; else a layer waits for the builds of those before it.
+        """
+        extras = {}
+        if self._machine.device_bytes is not None and cold:
+            extras["room"] = pinned_room(cold) * self._facts.kv_bytes_per_token
+            extras["staging"] = learning.kept
+        if cold:
+            free = self._machine.host_bytes - taken - sum(extras.values())
+            waiting = learning.kept * len(self._facts.layers)
+            extras["builds"] = max(learning.kept, min(waiting, free))
+        return {name: size for name, size in extras.items() if size}
 
     def _stand_in_bytes(self, rest: int, free: int) -> int:
         """Of the digests that serve on the device while graphs are built, where they fit."""
         cold = getattr(self._config, "cold", None)
         if cold is None or cold.index.kind not in ("auto", "graph") or cold.stand_in == "scan":
             return 0
-        needed = -(-rest // self._config.page_size) * self._facts.kv_bytes_per_token
+        pages = with_room(-(-rest // self._config.page_size)) if rest > 0 else 0
+        needed = pages * self._facts.kv_bytes_per_token
         return needed if 0 < needed <= free or cold.stand_in == "pages" else 0
 
     def _extra_tokens(self, rest: int, taken: int) -> tuple[int, int, dict[str, int | str]]:
@@ -312,7 +350,7 @@ class _Planner:
 
     def _device_free(self) -> int:
         total = self._machine.device_bytes
-        return 0 if total is None else int(_USABLE * total) - _CONTEXT_BYTES
+        return 0 if total is None else total - _CONTEXT_BYTES - AIR_BYTES
 
     def _place(
         self,

@@ -35,7 +35,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as its maker describes it: memory in bytes, bandwidths in 1e9 bytes per second."""
+    """A GPU: memory as CUDA reports it, which is less than the maker's figure; bandwidths as its
+    maker describes them, in 1e9 bytes per second.
+    """
 
     memory_bytes: int
     device: float
@@ -43,12 +45,12 @@ class Card:
 
 
 CARDS = {
-    "rtx-3090": Card(24 * 2**30, 936, 32),
-    "rtx-4090": Card(24 * 2**30, 1008, 32),
-    "rtx-5090": Card(32 * 2**30, 1792, 64),
-    "a100-80gb": Card(80 * 2**30, 2039, 32),
-    "h100-80gb": Card(80 * 2**30, 3350, 64),
-    "h200": Card(141 * 10**9, 4800, 64),
+    "rtx-3090": Card(int(23.6 * 2**30), 936, 32),
+    "rtx-4090": Card(int(23.6 * 2**30), 1008, 32),
+    "rtx-5090": Card(int(31.3 * 2**30), 1792, 64),
+    "a100-80gb": Card(int(79.1 * 2**30), 2039, 32),
+    "h100-80gb": Card(int(79.1 * 2**30), 3350, 64),
+    "h200": Card(int(139.7 * 2**30), 4800, 64),
 }
 """Public specifications; PCIe per direction."""
 

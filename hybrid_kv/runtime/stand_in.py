@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from hybrid_kv.index.device_pages import DevicePages
+from hybrid_kv.index.pages import with_room
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.types import bytes_per_token
@@ -31,8 +32,10 @@ def stand_in_for(layer: LayerKV, num_layers: int) -> MakeIndex | None:
 
 
 def digest_bytes(layer: LayerKV) -> int:
-    """Of all pages of a layer: two rows each, as many bytes as one token's K and V."""
-    pages = sum(-(-length // layer.page_size) for length in layer.lengths)
+    """Of all pages of a layer and those that follow: two rows each, as many bytes as one token's K
+    and V.
+    """
+    pages = sum(with_room(-(-length // layer.page_size)) for length in layer.lengths)
     return pages * bytes_per_token(layer.shape, layer.resident.pool.dtype)
 
 

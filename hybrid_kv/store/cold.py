@@ -21,6 +21,11 @@ from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape, PagedKV, SearchResult
 
 
+def pinned_room(count: int) -> int:
+    """Places beside `count` in a pinned extent; they are committed at once."""
+    return max(256, count // 16)
+
+
 class ColdExtent:
     """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
 
@@ -56,7 +61,7 @@ class ColdExtent:
         """Room for `count` entries and those that will follow; a share of them, so that growing is
         amortised.
         """
-        return count + max(256, count // 16 if self._pinned else count)
+        return count + (pinned_room(count) if self._pinned else max(256, count))
 
     @property
     def keys(self) -> Tensor:

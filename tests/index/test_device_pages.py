@@ -34,6 +34,16 @@ def test_keys_added_later_are_chosen_like_the_first(monkeypatch: pytest.MonkeyPa
     assert (found == 27).any(-1).all(), "the newest page is always read"
 
 
+def test_the_first_pages_that_leave_the_window_make_no_digests_anew() -> None:
+    """They doubled: at 128K, from 1 to 2 GiB over 32 layers, in the first step that spilled."""
+    keys, _ = clustered(16 * 2100)
+    index = pages_of(keys[:, : 16 * 2000])
+    before = index._digests.untyped_storage()
+    assert before.nbytes() <= 1.07 * 2 * keys.nbytes / 2100 * 2000 / 16
+    index.add(keys)
+    assert index._digests.untyped_storage().data_ptr() == before.data_ptr()
+
+
 def test_fewer_pages_than_are_read_are_all_chosen() -> None:
     keys, queries = clustered(37)
     chosen = pages_of(keys).choose_pages(queries, queries.shape[1])

@@ -103,7 +103,6 @@ def test_copied_pages_arrive_and_nothing_else_changes() -> None:
 def test_nearest_keys_are_those_of_float64(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(reference, "_SCORE_BLOCK_BYTES", 4 * 2 * 100 * 3)  # three queries at a time
     q, keys = torch.randn(2, 8, 72), torch.randn(2, 100, 72)
-    scores, ids = get_ops("auto").nearest_keys(q, keys, count)
-    exact = torch.einsum("hqd,hnd->hqn", q.double(), keys.double()).topk(count, -1)
-    torch.testing.assert_close(scores.double(), exact.values, **FLOAT32)
-    assert torch.equal(ids, exact.indices)
+    ids = get_ops("auto").nearest_keys(q, keys, count)
+    every = torch.einsum("hqd,hnd->hqn", q.double(), keys.double())
+    assert torch.equal(ids, every.topk(count, -1).indices.int())

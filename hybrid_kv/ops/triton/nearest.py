@@ -1,8 +1,10 @@
 """Exact nearest keys without a matrix of all scores.
 
-The best score of each block of 64 keys is all that the first pass stores. The `count` blocks with
+The best score of each block of 16 keys is all that the first pass stores. The `count` blocks with
 the highest ones hold the `count` best keys (a key outside of them is beaten by the best keys of
-`count` blocks), so a second pass over those blocks alone finds them.
+`count` blocks), so a second pass over those blocks alone finds them. What it reads grows with the
+block, what the first pass stores shrinks: at 128K keys and 100 wanted, blocks of 64 would make both
+passes move 2.5 times as much.
 """
 
 from __future__ import annotations
@@ -13,39 +15,37 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_kv.ops.devices import on
+from hybrid_kv.ops.nearest import BLOCK_KEYS, portion
 from hybrid_kv.ops.triton._common import MIN_DOT, padded, upcast
 
-BLOCK_KEYS = 64
-_BLOCKS_PER_PROGRAM = 8
-_CANDIDATE_BYTES = 256 * 2**20
+_TILE_KEYS = 64
+"""Keys that a program multiplies or reads at a time: some whole blocks."""
+_TILES_PER_PROGRAM = 8
 
 
-def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def nearest_keys(queries: Tensor, keys: Tensor, count: int) -> Tensor:
     """See `reference.nearest_keys`."""
     heads, num_queries, _ = queries.shape
-    num_keys = keys.shape[1]
-    if heads * num_queries * count == 0:
-        none = torch.empty(heads, num_queries, count, device=queries.device)
-        return none, none.long()
-    listed = min(count, triton.cdiv(num_keys, BLOCK_KEYS))
-    # Candidates: a float32 score each, and what topk takes of its own.
-    step = max(1, _CANDIDATE_BYTES // (16 * heads * listed * BLOCK_KEYS))
-    found = [
-        _nearest(some.contiguous(), keys, count, listed) for some in queries.split(step, dim=1)
-    ]
-    scores, ids = (torch.cat(tensors, 1) for tensors in zip(*found, strict=True))
-    return scores, ids
+    found = torch.empty(heads, num_queries, count, dtype=torch.int32, device=queries.device)
+    if found.numel() == 0:
+        return found
+    step = portion(heads, keys.shape[1], count)
+    for start in range(0, num_queries, step):
+        some = queries[:, start : start + step].contiguous()
+        found[:, start : start + step] = _nearest(some, keys, count)
+    return found
 
 
-def _nearest(queries: Tensor, keys: Tensor, count: int, listed: int) -> tuple[Tensor, Tensor]:
-    blocks = block_maxima(queries, keys).topk(listed, -1, sorted=False).indices
-    scores, best = _rescore(queries, keys, blocks).topk(count, -1)
-    first = blocks.gather(-1, best // BLOCK_KEYS) * BLOCK_KEYS
-    return scores, first + best % BLOCK_KEYS
+def _nearest(queries: Tensor, keys: Tensor, count: int) -> Tensor:
+    maxima = block_maxima(queries, keys)
+    blocks = maxima.topk(min(count, maxima.shape[-1]), -1, sorted=False).indices.to(torch.int32)
+    del maxima
+    best = _rescore(queries, keys, blocks).topk(count, -1).indices
+    return blocks.gather(-1, best // BLOCK_KEYS) * BLOCK_KEYS + best % BLOCK_KEYS
 
 
 def block_maxima(queries: Tensor, keys: Tensor) -> Tensor:
-    """The highest dot product with each block of 64 keys: [H, Q, blocks] float32."""
+    """The highest dot product with each block of keys: [H, Q, blocks] float32."""
     heads, num_queries, dim = queries.shape
     num_keys = keys.shape[1]
     num_blocks = triton.cdiv(num_keys, BLOCK_KEYS)
@@ -53,7 +53,7 @@ def block_maxima(queries: Tensor, keys: Tensor) -> Tensor:
     rows, stages = _tile(dim, keys.dtype)
     grid = (
         triton.cdiv(num_queries, rows),
-        triton.cdiv(num_blocks, _BLOCKS_PER_PROGRAM),
+        triton.cdiv(num_keys, _TILE_KEYS * _TILES_PER_PROGRAM),
         heads,
     )
     with on(queries):
@@ -70,7 +70,8 @@ def block_maxima(queries: Tensor, keys: Tensor) -> Tensor:
             BLOCK_DIM=padded(dim, MIN_DOT),
             BLOCK_QUERIES=rows,
             BLOCK=BLOCK_KEYS,
-            BLOCKS=_BLOCKS_PER_PROGRAM,
+            TILE=_TILE_KEYS,
+            TILES=_TILES_PER_PROGRAM,
             UPCAST=upcast(queries, keys),
             num_warps=4,
             num_stages=stages,
@@ -87,7 +88,7 @@ def _tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _rescore(queries: Tensor, keys: Tensor, blocks: Tensor) -> Tensor:
-    """Scores of the keys in blocks [H, Q, C]: [H, Q, C * 64] float32, -inf beyond the last key."""
+    """Scores of the keys in blocks [H, Q, C]: [H, Q, C * 16] float32, -inf beyond the last key."""
     heads, num_queries, dim = queries.shape
     listed = blocks.shape[-1]
     scores = torch.empty(heads, num_queries, listed * BLOCK_KEYS, device=queries.device)
@@ -103,6 +104,7 @@ def _rescore(queries: Tensor, keys: Tensor, blocks: Tensor) -> Tensor:
             DIM=dim,
             BLOCK_DIM=padded(dim),
             BLOCK=BLOCK_KEYS,
+            TILE=_TILE_KEYS,
             LISTED=listed,
         )
     return scores
@@ -122,7 +124,8 @@ def _maxima_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     head = tl.program_id(2).to(tl.int64)
@@ -134,9 +137,9 @@ def _maxima_kernel(
     query = tl.load(queries + all_rows[:, None] * DIM + channels[None, :], mask=wanted, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
-    for step in range(BLOCKS):
-        block = tl.program_id(1) * BLOCKS + step
-        ids = block * BLOCK + tl.arange(0, BLOCK)
+    for step in range(TILES):
+        tile = tl.program_id(1) * TILES + step
+        ids = tile * TILE + tl.arange(0, TILE)
         there = ids < num_keys
         # Keys as columns: [D, 64]
         at = head * stride_head + ids.to(tl.int64)[None, :] * stride_key + channels[:, None]
@@ -144,9 +147,11 @@ def _maxima_kernel(
         if UPCAST:
             some = some.to(tl.float32)
         scores = tl.dot(query, some, input_precision="ieee")
-        best = tl.max(tl.where(there[None, :], scores, -float("inf")), 1)
-        limit = tl.where(block < num_blocks, num_queries, 0)
-        tl.store(maxima + all_rows * num_blocks + block, best, mask=rows < limit)
+        scores = tl.where(there[None, :], scores, -float("inf"))
+        best = tl.max(tl.reshape(scores, (BLOCK_QUERIES, TILE // BLOCK, BLOCK)), 2)
+        blocks = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+        known = (rows < num_queries)[:, None] & (blocks < num_blocks)[None, :]
+        tl.store(maxima + all_rows[:, None] * num_blocks + blocks[None, :], best, mask=known)
 
 
 @triton.jit
@@ -161,6 +166,7 @@ def _rescore_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -168,11 +174,14 @@ def _rescore_kernel(
     channels = tl.arange(0, BLOCK_DIM)
     in_dim = channels < DIM
     query = tl.load(queries + row * DIM + channels, mask=in_dim, other=0.0).to(tl.float32)
-    for place in range(LISTED):
-        ids = tl.load(blocks + row * LISTED + place) * BLOCK + tl.arange(0, BLOCK)
-        there = ids < num_keys
-        at = head * stride_head + ids[:, None] * stride_key + channels[None, :]
+    for start in range(0, LISTED * BLOCK, TILE):
+        places = start + tl.arange(0, TILE)
+        listed = places < LISTED * BLOCK
+        block = tl.load(blocks + row * LISTED + places // BLOCK, mask=listed, other=0)
+        ids = block * BLOCK + places % BLOCK
+        there = listed & (ids < num_keys)
+        at = head * stride_head + ids.to(tl.int64)[:, None] * stride_key + channels[None, :]
         some = tl.load(keys + at, mask=there[:, None] & in_dim[None, :], other=0.0)
         found = tl.sum(some.to(tl.float32) * query[None, :], 1)
         found = tl.where(there, found, -float("inf"))
-        tl.store(scores + (row * LISTED + place) * BLOCK + tl.arange(0, BLOCK), found)
+        tl.store(scores + row * (LISTED * BLOCK) + places, found, mask=listed)
