@@ -25,18 +25,29 @@ class DevicePages(PagesIndex):
         ops: what bounds and chooses pages on the device.
         page_size: tokens per page.
         device: where the model's queries are.
+        digests: [Hkv, P, 2 D] of the keys that it is built over, on that device: maxima, minima;
+            None to take them from the keys.
     """
 
     on_device = True
 
-    def __init__(self, ops: Ops, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, ops: Ops, page_size: int, device: torch.device, digests: Tensor | None = None
+    ) -> None:
         super().__init__(PagesIndex.Params(page_size=page_size))
-        self._ops, self._device = ops, device
+        self._ops, self._device, self._given = ops, device, digests
 
     @property
     def memory_bytes(self) -> int:
         """Host memory: none where the digests lie on a GPU."""
         return super().memory_bytes if self._device.type == "cpu" else 0
+
+    def _write_whole(self, first: int, pages: Tensor) -> None:
+        given, self._given = self._given, None
+        if given is None or (first, given.shape[1]) != (0, pages.shape[1]):
+            super()._write_whole(first, pages)
+        else:
+            self._digests[:, : given.shape[1]] = given
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         highs, lows = self._digests[:, : self._num_pages].chunk(2, -1)

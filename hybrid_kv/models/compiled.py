@@ -17,7 +17,7 @@ from torch._dynamo.exc import Unsupported
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hybrid_kv.attention import apply_sink
-from hybrid_kv.errors import IntegrityError, UnsupportedModelError
+from hybrid_kv.errors import BackendUnavailable, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tiered_layers
 from hybrid_kv.types import PartialAttention
 
@@ -40,12 +40,14 @@ class CompiledSteps:
     Raises:
         UnsupportedModelError: some layers keep a cache of transformers' own or share one; their
             shapes change from step to step.
+        BackendUnavailable: this torch cannot compile it for a GPU.
     """
 
     def __init__(
         self, model: PreTrainedModel, text: PreTrainedConfig, backend: str = "inductor"
     ) -> None:
         _check(model, text)
+        _check_torch(model.device.type, torch.__version__)
         AttentionInterface.register(NAME, graph_attention)
         self._model, self._text, self._cache = model, text, None
         self._number = next(_numbers)
@@ -115,6 +117,15 @@ def _check(model: PreTrainedModel, text: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"compile_decode serves models whose layers each have a cache, {name} shares some; set "
             "compile_decode=False"
+        )
+
+
+def _check_torch(device_type: str, version: str) -> None:
+    """Refuses the torch release that cuts graphs around unsafe operators and loses their inputs."""
+    if device_type == "cuda" and version.partition("+")[0] == "2.9.0":
+        raise BackendUnavailable(
+            f"compile_decode needs torch 2.9.1 or later on a GPU, got {version}, whose compiler "
+            "cuts graphs wrongly; upgrade torch or set compile_decode=False"
         )
 
 

@@ -29,9 +29,18 @@ def register() -> None:
 
 
 def padding_mask(
-    *args: Any, allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    *args: Any,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """None, or which tokens are real [B, tokens seen]; everything else follows from the order.
+
+    A step of one row needs none: its token is real, and the cache knows what came before. To look
+    at a mask on a GPU is to wait for it. Sliding windows keep it, as their cache is transformers'.
 
     Raises:
         ConfigError: the forward needs another mask: image tokens that see each other, an encoder's.
@@ -48,7 +57,9 @@ def padding_mask(
             "the mask must be causal with padding at most, got one of another form, such as image "
             "tokens that see each other; for text alone leave token_type_ids away"
         )
-    mask: Tensor | None = flash_attention_mask(*args, **kwargs)
+    if batch_size == q_length == 1 and local_size is None:
+        return None
+    mask: Tensor | None = flash_attention_mask(batch_size, q_length, *args, **kwargs)
     return mask
 
 

@@ -15,10 +15,11 @@ from hybrid_kv.errors import BackendUnavailable, unknown_name
 from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
+from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import PagedKV, PartialAttention
 
-_FEW_TOKENS = 16
-"""New tokens up to which each may read the pages for itself."""
+_FEW_TOKENS = 64
+"""New tokens up to which each may read the pages for itself: twice what a step has by default."""
 _FEW_QUERIES = 64
 """Queries of a KV head up to which the engine attends: a decode step's, not a prompt's."""
 
@@ -27,11 +28,12 @@ _FEW_QUERIES = 64
 class Ops:
     """The ops of one requested back end; shapes and meaning as in `reference`.
 
-    served: what computed the latest call of each op.
+    served: what computed the latest call of each op. uploads: index arrays on their devices.
     """
 
     backend: str = "auto"
     served: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    uploads: Uploads = field(default_factory=Uploads, compare=False, repr=False)
 
     # Attention ----------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class Ops:
             return
         rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
         if not isinstance(places, range) and count > 1 and (np.diff(places) != 1).any():
-            rows = torch.from_numpy(places).to(pages.k.device)
+            rows = self.uploads(places, pages.k.device)
         positions = torch.arange(first_position, first_position + count, device=pages.k.device)
         reference.append(pages, k, v, rows, positions)
         if pages.key_min is not None:
@@ -260,7 +262,7 @@ class Ops:
     def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
         if pages.key_min is None or len(slots) == 0:
             return
-        where = torch.from_numpy(slots).to(pages.k.device)
+        where = self.uploads(slots, pages.k.device)
         if self._chosen_triton("update_digests", pages.k):
             from hybrid_kv.ops.triton import digests
 

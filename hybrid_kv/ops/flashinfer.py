@@ -108,7 +108,8 @@ class PagedDecoder:
 
     def __init__(self, device: torch.device, num_heads: int) -> None:
         self._device, self._num_heads = device, num_heads
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # FlashInfer takes it to be zero when it is first used.
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
         self._wrapper: Any = None
         self._planned: Plan | None = None

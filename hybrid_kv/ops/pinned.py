@@ -25,6 +25,10 @@ from hybrid_kv.errors import PinnedMemoryWarning
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, as_tensor, map_pages
 
 _warned = Event()
+_refused = Event()
+"""CUDA has refused to lock an array, and nothing was unlocked since. Asking again would cost time,
+and where all of a system's locked memory is limited (WSL2), take what staging buffers need.
+"""
 
 
 def pinned_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -38,13 +42,15 @@ def pinned_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system grants no such array.
 
     Warns:
-        PinnedMemoryWarning: CUDA refuses, and the array is plain memory; once per process.
+        PinnedMemoryWarning: CUDA refuses, and the array is plain memory; once per process. CUDA is
+            not asked again for arrays until one is unlocked.
     """
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES:
         return pinned_empty(size, dtype)
     pages = map_pages(num_bytes)
-    if torch.cuda.is_available() and (reason := _lock(pages)):
+    if torch.cuda.is_available() and not _refused.is_set() and (reason := _lock(pages)):
+        _refused.set()
         _warn_once(num_bytes, reason)
     return as_tensor(pages, size, dtype)
 
@@ -101,6 +107,7 @@ def _unlock(address: int, process: int) -> None:
     with suppress(RuntimeError):  # CUDA has failed for good
         torch.cuda.synchronize()  # a copy or kernel may be at work on these pages
         torch.cuda.cudart().cudaHostUnregister(address)
+        _refused.clear()
 
 
 def _warn_once(num_bytes: int, reason: str) -> None:

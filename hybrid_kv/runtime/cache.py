@@ -16,14 +16,16 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime.audit import Look, Target
 from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.spill import Departure, FindNearest
-from hybrid_kv.runtime.stand_in import stand_in_for
+from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.runtime.stats import ATTENTION, Phases
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
+from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Demotion,
@@ -34,6 +36,7 @@ from hybrid_kv.types import (
     Needs,
     PartialAttention,
     Work,
+    bytes_per_token,
 )
 
 
@@ -67,7 +70,9 @@ class KVCache:
         self.method: Method = config.build()
         self.method.open(info)
         self.phases, self.work = Phases(), Work()
-        self.builds = IndexBuilds(self.executor, self.phases)
+        self.builds = IndexBuilds(self.executor, self.phases, self._spare_host_memory)
+        self._stand_ins = StandIns(len(info.layers))
+        self._pinned = PinnedAhead()
         self._watched = Needs()
         self._kept_evidence: dict[int, tuple[Evidence, ...]] = {}
         self.reserved_tokens = 0
@@ -194,7 +199,8 @@ class KVCache:
     def _open_layer(self, shape: LayerShape, k: Tensor) -> LayerKV:
         capacity = max(self.reserved_tokens, k.shape[2])
         layer = LayerKV(
-            shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity, self.ops
+            *(shape, self.config.page_size, k.shape[0], k.dtype, k.device, capacity, self.ops),
+            pinned=self._pinned if k.device.type == "cuda" else None,
         )
         self._layers[shape.layer_idx] = layer
         needs = self.method.needs | self._watched
@@ -255,15 +261,37 @@ class KVCache:
         self._settle_all()
         layer = self._layers[layer_idx]
         layer.seal(self.method.seal(layer_idx, evidence))
-        layer.stand_in = stand_in_for(layer, len(self.info.layers))
+        layer.stand_in = self._stand_ins.of(layer)
         rotary, horizon = self.info.rotary_of(layer_idx), self.method.needs.horizon_tokens
         samples = [e.samples(layer.shape.num_kv_heads, rotary) for e in evidence]
         ahead = [
             None if asked is None else asked.ahead(e.num_tokens, horizon)
             for e, asked in zip(evidence, samples, strict=True)
         ]
+        self._pinned.begin()
         with self._sealing(layer_idx):
             self._demote(layer_idx, ahead, is_prompt=True)
+        if self._unsealed():
+            self._pinned.repeat()
+        else:
+            self._pinned.clear()
+
+    def _unsealed(self) -> list[LayerShape]:
+        """The layers whose prompt is still to be computed or to be ended."""
+        return [shape for shape in self.info.layers if not self.is_sealed(shape.layer_idx)]
+
+    def _spare_host_memory(self) -> int:
+        """What cold entries and indexes of the layers to come leave of the host's free memory."""
+        if not self._layers:
+            return 0
+        layer = next(iter(self._layers.values()))
+        tokens = layer.num_rows * max(self.reserved_tokens, *layer.lengths)
+        dtype = layer.resident.pool.dtype
+        per_token = sum(
+            bytes_per_token(shape, dtype) + self.method.index_bytes_per_token(shape, tokens)
+            for shape in self._unsealed()
+        )
+        return spare_host_memory(tokens * per_token)
 
     @contextmanager
     def _sealing(self, layer_idx: int) -> Iterator[None]:
@@ -389,7 +417,9 @@ class KVCache:
         self.method = self.config.build()
         self.method.open(self.info)
         self.phases.reset()
-        self.builds = IndexBuilds(self.executor, self.phases)
+        self.builds = IndexBuilds(self.executor, self.phases, self._spare_host_memory)
+        self._stand_ins = StandIns(len(self.info.layers))
+        self._pinned.clear()
         self.work = Work()
         if self.auditor is not None:
             self.auditor.close()
@@ -397,6 +427,7 @@ class KVCache:
 
     def close(self) -> None:
         """Gives everything back: what is stored, and index builds that are not done."""
+        self._pinned.clear()
         for layer in self._layers.values():
             layer.cold.cancel_builds()
         # New ones: another thread may still look at the old ones.

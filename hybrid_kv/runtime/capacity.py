@@ -52,6 +52,11 @@ def check_weights_memory(needed_bytes: int, name: str) -> None:
         )
 
 
+def spare_host_memory(coming_bytes: int) -> int:
+    """Bytes of host memory that are free, less what is known to come; below 0 where it lacks."""
+    return int(_MARGIN * psutil.virtual_memory().available) - coming_bytes
+
+
 @contextmanager
 def memory_errors(stage: Callable[[], Stage]) -> Iterator[None]:
     """A block in which memory that runs out is said in one sentence, with the way out.

@@ -37,4 +37,6 @@ def learning_bytes(layer: LayerShape, needs: Needs, num_tokens: int, itemsize: i
         scratch = SCRATCH_BYTES
     # The collector joins pieces by copying; queries and result of the layer before are leaving.
     collecting = 3 * queries + queries + found
-    return Learning(collecting, queries + found + scratch, queries + found)
+    # Queries are turned to where decoding will ask them, through temporaries in float32.
+    turning = 5 * queries
+    return Learning(collecting, queries + found + max(scratch, turning), queries + found)

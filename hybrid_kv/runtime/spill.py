@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store import LayerKV, Overflow, Reservation, check_finite
-from hybrid_kv.store.live_index import BuildRunner
+from hybrid_kv.store.live_index import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
 from hybrid_kv.types import Demotion
 
@@ -103,6 +103,7 @@ class _Spill:
     finite: [] bool, whether all of them are numbers; found out where they lay.
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
         arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
+    stand_in: makes what serves until a new index is built.
     """
 
     reserved: Reservation
@@ -112,6 +113,7 @@ class _Spill:
     samples: Samples | None = None
     asked: Parcel | None = None
     nearest: Parcel | None = None
+    stand_in: MakeIndex | None = None
 
     @classmethod
     def begin(
@@ -123,6 +125,9 @@ class _Spill:
         samples: Samples | None,
         find_nearest: FindNearest | None,
     ) -> _Spill:
+        # First what looks at the entries where they lie: then they leave beside what comes next.
+        is_prompt = samples is not None
+        stand_in = layer.stand_in(overflow.k) if layer.stand_in and is_prompt else None
         reserved = layer.cold.reserve(row, overflow.positions)
         k = executor.send(overflow.k, reserved.k)
         v = executor.send(overflow.v, reserved.v)
@@ -136,8 +141,9 @@ class _Spill:
             v,
             finite,
             samples,
-            executor.send(samples.queries),
-            None if nearest is None else executor.send(nearest),
+            executor.keep(samples.queries),
+            None if nearest is None else executor.keep(nearest),
+            stand_in,
         )
 
     @property
@@ -153,7 +159,7 @@ class _Spill:
         samples, nearest = self.samples, None if self.nearest is None else self.nearest.open()
         if samples is not None and self.asked is not None:
             samples = replace(samples, queries=self.asked.open())
-        layer.cold.commit(new, make_index, samples, runner, nearest, layer.stand_in)
+        layer.cold.commit(new, make_index, samples, runner, nearest, self.stand_in)
 
 
 def _all_finite(*tensors: Tensor) -> Tensor:

@@ -5,30 +5,54 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hybrid_kv.index.device_pages import DevicePages
 from hybrid_kv.index.pages import with_room
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerKV, StandInFor
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.types import bytes_per_token
 
 
-def stand_in_for(layer: LayerKV, num_layers: int) -> MakeIndex | None:
-    """Makes the stand-in that a sealed layer's placement asks for; None for the index's own.
+class StandIns:
+    """Chooses for the layers of one prompt, all alike: the first one that is sealed decides.
+
+    What is free shrinks while layers take what was counted for them. Asked again, the same rule
+    would change its mind in the middle of the prompt.
 
     Args:
         num_layers: tiered layers of the model: "auto" takes digests if those of all layers fit
             beside all that stays resident, for no layer shall fail for what an earlier one took.
     """
-    place, pool = layer.placement, layer.resident.pool
-    if place is None or place.index is None or place.stand_in == "scan":
-        return None
-    if place.stand_in == "auto":
-        if pool.device.type != "cuda":
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._fits: dict[torch.device, bool] = {}
+
+    def of(self, layer: LayerKV) -> StandInFor | None:
+        """Makes the stand-in that a sealed layer's placement asks for; None for the index's own."""
+        place, pool = layer.placement, layer.resident.pool
+        if place is None or place.index is None or place.stand_in == "scan":
             return None
-        if num_layers * (digest_bytes(layer) + resident_bytes(layer)) > _free_bytes(pool.device):
-            return None
-    return partial(DevicePages, pool.ops, layer.page_size, pool.device)
+        if place.stand_in == "auto":
+            if pool.device.type != "cuda":
+                return None
+            if pool.device not in self._fits:
+                needed = self._num_layers * (digest_bytes(layer) + resident_bytes(layer))
+                self._fits[pool.device] = needed <= _free_bytes(pool.device)
+            if not self._fits[pool.device]:
+                return None
+        return partial(_pages_of, layer)
+
+
+def _pages_of(layer: LayerKV, k: Tensor) -> MakeIndex:
+    """Digests of keys [Hkv, N, D], whole pages, taken where they still lie: so nothing has to be
+    read back from the host.
+    """
+    pool, size = layer.resident.pool, layer.page_size
+    pages = k.unflatten(1, (-1, size))
+    digests = torch.cat([pages.amax(2), pages.amin(2)], -1)
+    return partial(DevicePages, pool.ops, size, pool.device, digests)
 
 
 def digest_bytes(layer: LayerKV) -> int:

@@ -1,7 +1,7 @@
 """Where entries live: resident pages, cold extents, and the layer that owns both."""
 
 from hybrid_kv.store.cold import ColdExtent, ColdStore, Reservation, Span, check_finite
-from hybrid_kv.store.layer import LayerKV, Overflow
+from hybrid_kv.store.layer import LayerKV, Overflow, StandInFor
 from hybrid_kv.store.resident import ResidentStore, ResidentView
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "ResidentStore",
     "ResidentView",
     "Span",
+    "StandInFor",
     "check_finite",
 ]

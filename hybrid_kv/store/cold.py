@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
+from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import LayerShape, PagedKV, SearchResult
@@ -30,38 +31,49 @@ class ColdExtent:
     """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
 
     Capacity is reserved generously, because host memory that was never written is not committed;
-    pinned memory is, so there is little more of it than is needed.
+    pinned memory is, so there is little more of it than is needed, and it never grows: locking and
+    copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
+
+    Args:
+        count: entries that are about to be stored.
+        pinned: makes page-locked memory; None for plain.
+        behind: entries of the row in extents before this one, which will not be its last.
     """
 
     def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, count: int, *, pinned: bool = False
+        self,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        count: int,
+        *,
+        pinned: PinnedAhead | None = None,
+        behind: int = 0,
     ) -> None:
-        self._pinned = pinned
-        capacity = self._generous(count)
+        self._pinned = pinned is not None
+        capacity = count + (pinned_room(behind + count) if self._pinned else max(256, count))
         size = (shape.num_kv_heads, capacity, shape.head_dim)
         host = torch.device("cpu")
-        self.k = allocate(size, dtype, host, pinned=pinned)
-        self.v = allocate(size, dtype, host, pinned=pinned)
+        if pinned is not None:
+            self.k, self.v = pinned.take(size, dtype), pinned.take(size, dtype)
+        else:
+            self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
         self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
         self.refs = 1
         self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
 
+    def takes(self, count: int) -> bool:
+        """Whether so many entries in all have room here, or can be given it."""
+        return not self._pinned or count <= self.positions.shape[0]
+
     def make_room(self, count: int) -> None:
-        """Room for `count` more entries; amortised O(1) per token."""
+        """Room for `count` more entries, which it `takes`; amortised O(1) per token."""
         stop = self.length + count
         if stop > self.positions.shape[0]:
-            capacity = self._generous(stop)
-            self.k = enlarge(self.k, 1, capacity, pinned=self._pinned)
-            self.v = enlarge(self.v, 1, capacity, pinned=self._pinned)
+            capacity = stop + max(256, stop)
+            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
             self.positions = enlarge(self.positions, 0, capacity)
-
-    def _generous(self, count: int) -> int:
-        """Room for `count` entries and those that will follow; a share of them, so that growing is
-        amortised.
-        """
-        return count + (pinned_room(count) if self._pinned else max(256, count))
 
     @property
     def keys(self) -> Tensor:
@@ -117,11 +129,17 @@ class ColdStore:
     """Cold entries of all rows of a layer.
 
     Args:
-        pinned: page-locked, for a GPU that fills and reads them by itself.
+        pinned: makes page-locked arrays, for a GPU that fills and reads them by itself; None for
+            plain ones.
     """
 
     def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, num_rows: int, *, pinned: bool = False
+        self,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        num_rows: int,
+        *,
+        pinned: PinnedAhead | None = None,
     ) -> None:
         self.shape, self.dtype, self._pinned = shape, dtype, pinned
         self.rows: list[list[Span]] = [[] for _ in range(num_rows)]
@@ -142,10 +160,13 @@ class ColdStore:
         up, nothing else may change the row.
         """
         count, spans = positions.shape[0], self.rows[row]
-        if not spans or spans[-1].extent.refs > 1:
-            span = Span(ColdExtent(self.shape, self.dtype, count, pinned=self._pinned), 0)
-        else:
-            span = spans[-1]
+        span = spans[-1] if spans and spans[-1].extent.refs == 1 else None
+        if span is not None and not span.extent.takes(span.length + count):
+            span = None
+        if span is None:
+            behind = self.num_tokens(row)
+            new = ColdExtent(self.shape, self.dtype, count, pinned=self._pinned, behind=behind)
+            span = Span(new, 0)
         extent = span.extent
         if extent.length > span.length:  # the row was cropped since: forget what lies beyond
             extent.length = span.length

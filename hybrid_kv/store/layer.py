@@ -9,9 +9,10 @@ nothing: their entries are the cold tier's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +20,15 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
+from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.hot import HotPages
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
+
+StandInFor: TypeAlias = Callable[[Tensor], MakeIndex]
+"""Makes what serves keys [Hkv, N, D] that are about to leave their device, from a look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +52,20 @@ class LayerKV:
         device: torch.device,
         capacity_tokens: int = 0,
         ops: Ops | None = None,
+        pinned: PinnedAhead | None = None,
     ) -> None:
         self.shape, self.page_size, self.num_rows = shape, page_size, num_rows
         self.resident = ResidentStore(
             shape, page_size, num_rows, dtype, device, capacity_tokens, ops
         )
-        self.cold = ColdStore(shape, dtype, num_rows, pinned=device.type == "cuda")
+        if pinned is None and device.type == "cuda":
+            pinned = PinnedAhead()
+        self.cold = ColdStore(shape, dtype, num_rows, pinned=pinned)
         self.placement: Placement | None = None
         self.lengths = [0] * num_rows  # stored tokens ever, less cropped ones
         self.dropped = [0] * num_rows
         self.hot = [HotPages(page_size, 0) for _ in range(num_rows)]
-        self.stand_in: MakeIndex | None = None
+        self.stand_in: StandInFor | None = None
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""

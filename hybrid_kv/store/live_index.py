@@ -30,8 +30,12 @@ class BuildRunner(Protocol):
         """Runs a build that is waited for."""
         ...
 
-    def beside(self, build: Work) -> Future[None]:
-        """Begins a build that need not be waited for; it may be done when this returns."""
+    def beside(self, build: Work, holds: int = 0) -> Future[None]:
+        """Begins a build that need not be waited for; it may be done when this returns.
+
+        Args:
+            holds: bytes of host memory that are kept until it has ended.
+        """
         ...
 
 
@@ -41,7 +45,7 @@ class InlineRunner:
     def here(self, build: Work) -> None:
         build()
 
-    def beside(self, build: Work) -> Future[None]:
+    def beside(self, build: Work, holds: int = 0) -> Future[None]:
         done: Future[None] = Future()
         run_into(done, build)
         return done
@@ -68,8 +72,12 @@ class _Build:
 
     @property
     def memory_bytes(self) -> int:
-        asked = 0 if self.samples is None else self.samples.queries.nbytes
-        return asked + (0 if self.nearest is None else self.nearest.nbytes)
+        return _learned_bytes(self.samples, self.nearest)
+
+
+def _learned_bytes(samples: Samples | None, nearest: Tensor | None) -> int:
+    asked = 0 if samples is None else samples.queries.nbytes
+    return asked + (0 if nearest is None else nearest.nbytes)
 
 
 def _error_of(future: Future[None]) -> BaseException | None:
@@ -124,7 +132,8 @@ class LiveIndex:
         if stand_in is None:
             runner.here(build)
             return
-        begun = _Build(index, runner.beside(build), keys.shape[1], samples, nearest)
+        future = runner.beside(build, _learned_bytes(samples, nearest))
+        begun = _Build(index, future, keys.shape[1], samples, nearest)
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:

@@ -90,7 +90,7 @@ class PagePool:
         gone = refs[slots] == 0
         if not gone.any():
             return
-        self.positions[torch.from_numpy(slots[gone]).to(self.device)] = HIDDEN
+        self.positions.index_fill_(0, self.ops.uploads(slots[gone], self.device), HIDDEN)
         for page in sorted((p for p, free in zip(pages, gone, strict=True) if free), reverse=True):
             self.free[page >> _ARENA].append(page & _LOCAL)
 
@@ -121,14 +121,16 @@ class PagePool:
 
     def load(self, pages: Sequence[int], source: PagedKV, source_slots: Sequence[int]) -> None:
         """Fills pages with copies of full ones of another pool, on this device or on the host."""
-        slots = self.slots(pages)
-        wanted = torch.tensor(source_slots)
-        from_, to = (x.to(self.device) for x in (wanted, torch.from_numpy(slots)))
+        slots, wanted = self.slots(pages), np.asarray(source_slots, dtype=np.int64)
+        from_, to = (self.ops.uploads(array, self.device) for array in (wanted, slots))
         heads = self.shape.num_kv_heads
         self.ops.copy_pages(source, self.pages, from_.expand(heads, -1), to.expand(heads, -1))
-        self.positions[to] = source.positions[wanted.to(source.positions.device)].to(
-            self.device, torch.int64
-        )
+        positions = source.positions
+        if positions.device == self.device:
+            self.positions[to] = positions[from_].long()
+        else:
+            there = positions[torch.from_numpy(wanted)].long().flatten().numpy()
+            self.positions[to] = self.ops.uploads(there, self.device).view(len(slots), -1)
         self._digest(slots)
 
     def hide(self, page: int, offset: int) -> None:

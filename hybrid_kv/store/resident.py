@@ -165,7 +165,7 @@ class ResidentStore:
         ids = [other.tables[source][page] for page in pages]
         fresh = self.pool.allocate(row, len(ids))
         old, new = other.pool.slots(ids), self.pool.slots(fresh)
-        from_, to = (torch.from_numpy(x).to(self.pool.device) for x in (old, new))
+        from_, to = (self._upload(x) for x in (old, new))
         self.pool.k[:, to], self.pool.v[:, to] = other.pool.k[:, from_], other.pool.v[:, from_]
         self.pool.positions[to] = other.pool.positions[from_]
         self.tables[row].extend(fresh)
@@ -181,6 +181,9 @@ class ResidentStore:
             self.pool.release(table[index : index + 1])
         table[index : index + instead] = [page]
         self._in_order = False
+
+    def _upload(self, slots: npt.NDArray[np.int64]) -> Tensor:
+        return self.pool.ops.uploads(slots, self.pool.device)
 
     # Reading ------------------------------------------------------------------------------------
 
@@ -239,9 +242,8 @@ class ResidentStore:
 
     def _read(self, pages: list[int], limit: int) -> tuple[Tensor, Tensor]:
         slots = self.pool.slots(pages)
-        where: slice | Tensor = torch.from_numpy(slots).to(self.pool.device)
-        if len(slots) and (np.diff(slots) == 1).all():
-            where = slice(int(slots[0]), int(slots[-1]) + 1)
+        together = len(slots) and (np.diff(slots) == 1).all()
+        where = slice(slots[0], slots[-1] + 1) if together else self._upload(slots)
         k, v = (t[:, where].flatten(1, 2)[:, :limit] for t in (self.pool.k, self.pool.v))
         return k, v
 
@@ -252,7 +254,7 @@ class ResidentStore:
         """
         table, last = self.tables[row], self._last_slots.get(row)
         if last is None or last[0] != self.pool.capacity or last[1] != table:
-            where = torch.from_numpy(self.pool.slots(table)).to(self.pool.device)
+            where = self._upload(self.pool.slots(table))
             self._last_slots[row] = last = self.pool.capacity, list(table), where
         return last[2]
 
@@ -262,9 +264,8 @@ class ResidentStore:
         if pool.key_min is None or pool.key_max is None:
             raise IntegrityError("page digests were not enabled; the placement must ask for them")
         slots = pool.slots(self.tables[row])
-        where: slice | Tensor = torch.from_numpy(slots).to(pool.device)
-        if (np.diff(slots) == 1).all():
-            where = slice(int(slots[0]), int(slots[-1]) + 1)
+        together = (np.diff(slots) == 1).all()
+        where = slice(slots[0], slots[-1] + 1) if together else self.slots(row)
         return pool.key_min[:, where], pool.key_max[:, where]
 
     def positions_of(self, row: int) -> list[int]:

@@ -8,8 +8,9 @@ the same blocks out again and knows, by events, which of them a copy still reads
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
@@ -18,11 +19,15 @@ from torch import Tensor
 
 from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.transfer.executor import Executor, Parcel
+from hybrid_kv.transfer.staging import StagingArea
 from hybrid_kv.transfer.sync import SyncExecutor
 from hybrid_kv.types import PartialAttention
 
 Copies: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """Targets with their sources."""
+
+_STAGED_BYTES = 2**20
+"""Up to here what is not page-locked goes through staging; a plain copy would be waited for."""
 
 
 class Mark(Protocol):
@@ -97,6 +102,25 @@ class _UnderWay:
         return self._target
 
 
+class _Kept:
+    """A parcel that is copied out of the staging area when it is opened, once."""
+
+    def __init__(self, parcel: Parcel, area: StagingArea) -> None:
+        self._parcel = parcel
+        self._tensor: Tensor | None = None
+        self._give_back = weakref.finalize(self, area.give_back)  # opened or not
+
+    @property
+    def arrived(self) -> bool:
+        return self._parcel.arrived
+
+    def open(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._parcel.open().clone()
+            self._give_back()
+        return self._tensor
+
+
 class CudaExecutor(SyncExecutor):
     """Moves tensors of CUDA devices beside what they compute; those on the host stay in place.
 
@@ -111,6 +135,7 @@ class CudaExecutor(SyncExecutor):
         self._builds, self._make_lane = builds, lane
         self._lanes: dict[torch.device, Lane | None] = {}
         self._under_way: deque[_UnderWay] = deque()
+        self._area = StagingArea()
 
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         """See `Executor.send`.
@@ -131,6 +156,12 @@ class CudaExecutor(SyncExecutor):
         self._under_way.append(parcel)
         return parcel
 
+    def keep(self, tensor: Tensor) -> Parcel:
+        """See `Executor.keep`; page-locked memory is only passed through, the same each time."""
+        if self._lane(tensor.device) is None:
+            return super().keep(tensor)
+        return _Kept(self.send(tensor, self._area.take(tensor.shape, tensor.dtype)), self._area)
+
     def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
         """See `Executor.deliver`; output and log-sum-exp travel as one."""
         if (lane := self._lane(device)) is None:
@@ -143,11 +174,14 @@ class CudaExecutor(SyncExecutor):
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         if (lane := self._lane(device)) is None:
             return super().to_device(tensor, device)
+        if tensor.nbytes <= _STAGED_BYTES and not tensor.is_pinned():
+            tensor = lane.stage(tensor.shape, tensor.dtype).copy_(tensor)
         return self._back(lane, tensor, device)
 
     def _back(self, lane: Lane, tensor: Tensor, device: torch.device) -> Tensor:
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        lane.back(there, tensor)
+        for target, source in _blocks(there, tensor):
+            lane.back(target, source)
         return there
 
     def background(self, work: Callable[[], None]) -> Future[None]:
@@ -163,6 +197,17 @@ class CudaExecutor(SyncExecutor):
         if device not in self._lanes:
             self._lanes[device] = self._make_lane(device)
         return self._lanes[device]
+
+
+def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs whose sources are contiguous: of anything else torch would make a copy in plain memory
+    first, and the device would be waited for.
+    """
+    if source.is_contiguous() or source.ndim < 2:
+        yield target, source.contiguous()
+        return
+    for part, from_ in zip(target, source, strict=True):
+        yield from _blocks(part, from_)
 
 
 def _unpacked(both: Tensor, like: PartialAttention) -> PartialAttention:

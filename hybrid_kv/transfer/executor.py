@@ -55,6 +55,10 @@ class Executor(Protocol):
         """
         ...
 
+    def keep(self, tensor: Tensor) -> Parcel:
+        """As `send`, of what may be large and stays on the host for long, in memory of its own."""
+        ...
+
     def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
         """A partial attention computed on the host, for what `device` computes from now on."""
         ...

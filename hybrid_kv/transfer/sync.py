@@ -19,6 +19,9 @@ class SyncExecutor:
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         return Arrived(tensor.to("cpu") if into is None else into.copy_(tensor))
 
+    def keep(self, tensor: Tensor) -> Parcel:
+        return self.send(tensor)
+
     def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:
         return PartialAttention(self.to_device(part.out, device), self.to_device(part.lse, device))
 

@@ -81,6 +81,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
 
         patch.setattr(torch, "empty", pooled)
         patch.setattr(pinned, "_warned", Event())
+        patch.setattr(pinned, "_refused", Event())
         yield made
 
 

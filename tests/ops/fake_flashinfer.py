@@ -29,6 +29,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: Tensor | None = None,
     ) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
+        assert not float_workspace_buffer.any(), "FlashInfer wants zeros at its first use"
         assert kv_layout == "HND"
         assert use_cuda_graph
         assert paged_kv_indptr_buffer is not None

@@ -79,18 +79,26 @@ def test_a_refusal_leaves_plain_memory_and_warns_once(cuda: FakeCudart) -> None:
         array.fill_(2)
         assert (array == 2).all()
     # CUDA tells a failure again to the next kernel, which must not be one of the model's.
-    assert cuda.calls == ["register", "kernel on cuda"] * 3 + ["pool"]
+    assert cuda.calls == ["register", "kernel on cuda", "pool"], "and is not asked for more arrays"
     del array
     arrays.clear()
     gc.collect()
     assert "unregister" not in cuda.calls
 
 
-def test_what_cuda_refused_once_may_be_granted_later(cuda: FakeCudart) -> None:
+def test_after_a_refusal_arrays_are_plain_until_one_is_given_back(cuda: FakeCudart) -> None:
+    """Where a system locks 1 GiB in all (WSL2), what is left of it is for staging."""
+    first = pinned_array(LARGE, torch.float16)
     cuda.refuses = Code.out_of_memory
     with pytest.warns(PinnedMemoryWarning):
         pinned_array(LARGE, torch.float16)
     cuda.refuses = None
+    pinned_array(LARGE, torch.float16)
+    assert list(cuda.locked) == [first.data_ptr()]
+    pinned_empty([5], torch.float16)
+    assert cuda.calls[-1] == "pool"
+    del first
+    gc.collect()
     array = pinned_array(LARGE, torch.float16)
     assert list(cuda.locked) == [array.data_ptr()]
 

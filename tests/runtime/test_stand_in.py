@@ -17,11 +17,11 @@ from hybrid_kv import attach
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.accuracy import ask_all, prefill
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.index import device_pages
+from hybrid_kv.index import device_pages, pages
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import Placement, StandIn
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.stand_in import digest_bytes, resident_bytes, stand_in_for
+from hybrid_kv.runtime.stand_in import StandIns, digest_bytes, resident_bytes
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
@@ -177,11 +177,11 @@ def sealed(stand_in: StandIn) -> LayerKV:
 
 
 def test_on_a_cpu_the_index_names_its_stand_in_unless_pages_are_asked_for() -> None:
-    assert stand_in_for(sealed("auto"), 1) is None
-    assert stand_in_for(sealed("scan"), 1) is None
-    make = stand_in_for(sealed("pages"), 1)
+    assert StandIns(1).of(sealed("auto")) is None
+    assert StandIns(1).of(sealed("scan")) is None
+    make = StandIns(1).of(sealed("pages"))
     assert make is not None
-    assert make().on_device
+    assert make(torch.randn(2, 8, 3))().on_device
 
 
 @pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
@@ -195,4 +195,26 @@ def test_on_a_gpu_pages_serve_where_the_digests_of_all_layers_fit_beside_what_st
     store.resident.pool.device = torch.device("cuda")
     room = (layers * (140 + 50) * token - lacking, 2**40)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: room)
-    assert (stand_in_for(store, layers) is not None) == fits
+    stand_ins = StandIns(layers)
+    assert (stand_ins.of(store) is not None) == fits
+    # By the next layer the first ones have taken their share of what was free.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40 - room[0], 2**40))
+    assert (stand_ins.of(store) is not None) == fits, "decided once for a prompt"
+
+
+@needs_engine
+def test_digests_are_taken_before_the_keys_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were read back from the host: 268 MB a layer at 128K."""
+    scene = Scene(LateLane(), method="retrieval_attention")
+    read = lambda *_: pytest.fail("keys are read back")  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.PagesIndex, "_write_whole", read)
+        scene.step()
+    (span,) = scene.cache.layers[0].cold.rows[0]
+    assert span.extent.index is not None
+    serving = span.extent.index._serving
+    assert isinstance(serving, device_pages.DevicePages)
+    again = device_pages.DevicePages(scene.cache.ops, PAGE, torch.device("cpu"))
+    again.build(span.extent.keys, None)
+    count = again._num_pages
+    assert torch.equal(serving._digests[:, :count], again._digests[:, :count])

@@ -106,7 +106,7 @@ class LaterRunner:
     def here(self, build: Callable[[], None]) -> None:
         build()
 
-    def beside(self, build: Callable[[], None]) -> Future[None]:
+    def beside(self, build: Callable[[], None], holds: int = 0) -> Future[None]:
         self.held.append(HeldBuild(build))
         return self.held[-1].future
 

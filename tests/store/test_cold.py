@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
-from hybrid_kv.store import cold as cold_module
+from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
 
@@ -289,27 +290,61 @@ def test_searching_without_an_index_is_refused() -> None:
         cold.search(0, torch.randn(2, 1, 3), 2)
 
 
-@pytest.mark.parametrize(("pinned", "most"), [(False, 2.0), (True, 1.1)])
-def test_pinned_memory_is_taken_for_little_more_than_what_comes(
-    pinned: bool, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    allocate_ = cold_module.allocate
-
-    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
-        asked.append(options.get("pinned", False))
-        return allocate_(*arguments, **options)
-
-    monkeypatch.setattr(cold_module, "allocate", allocate)
-    cold = ColdStore(LayerShape(0, 2, 2, 8), torch.float32, 1, pinned=pinned)
+def test_plain_memory_grows_in_place_and_is_asked_for_generously() -> None:
+    cold = ColdStore(LayerShape(0, 2, 2, 8), torch.float32, 1)
     for count in (5000, 3000, 7):
-        k = torch.randn(2, count, 8)
         start = cold.num_tokens(0)
+        k = torch.randn(2, count, 8)
         cold.append(0, k, -k, torch.arange(start, start + count), None)
         (span,) = cold.rows[0]
-        assert span.extent.k.shape[1] <= most * span.length
+        assert span.extent.k.shape[1] <= 2 * span.length
         assert torch.equal(span.extent.k[:, start : start + count], k)
-    assert asked == [pinned, pinned, False], "positions are the host's own"
+
+
+class Counted(PinnedAhead):
+    """Knows what has been taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Tensor] = []
+
+    def take(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.taken.append(super().take(size, dtype))
+        return self.taken[-1]
+
+
+def test_pinned_memory_that_is_full_is_followed_by_more_and_never_copied() -> None:
+    """8K tokens after 128K all layers locked and copied 17 GB in one step."""
+    pinned = Counted()
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=pinned)
+    add(cold, 0, 5000)
+    first = [tensor.data_ptr() for tensor in pinned.taken]
+    room = cold.rows[0][0].extent.k.shape[1]
+    assert 5000 + 256 <= room <= 1.1 * 5000
+    for start in range(5000, 5000 + 37 * 30, 37):
+        add(cold, start, start + 37)
+        cold.check_integrity()
+    assert [span.extent.k.data_ptr() for span in cold.rows[0]][:1] == first[:1]
+    assert len(pinned.taken) == 2 * len(cold.rows[0])
+    stored = cold.num_tokens(0)
+    assert sum(tensor.shape[1] for tensor in pinned.taken) <= 2 * 1.14 * stored
+    assert 2 <= len(cold.rows[0]) <= 5, "few extents, as each is searched"
+    assert found(cold, 0, LARGEST, 3) == [stored - 1, stored - 2, stored - 3]
+    assert cold.positions_of(0) == list(range(stored))
+
+
+def test_a_crop_leaves_pinned_room_to_write_in() -> None:
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    add(cold, 0, 300)
+    cold.truncate(0, 290)
+    add(cold, 290, 500)
+    assert len(cold.rows[0]) == 1
+    cold.truncate(0, 100)
+    add(cold, 100, 900)  # more than there is room for
+    assert len(cold.rows[0]) == 2
+    cold.check_integrity()
+    assert cold.positions_of(0) == list(range(900))
+    assert found(cold, 0, LARGEST, 2) == [899, 898]
 
 
 # Where a search begins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -253,7 +254,7 @@ def test_a_graph_built_in_the_background_is_the_one_that_is_waited_for() -> None
     executor, made = ThreadExecutor(1), list[GraphIndex]()
 
     class Runner(InlineRunner):
-        def beside(self, build: Any) -> Any:
+        def beside(self, build: Any, holds: int = 0) -> Any:
             self.future = executor.background(build)
             return self.future
 
@@ -268,7 +269,14 @@ def test_a_graph_built_in_the_background_is_the_one_that_is_waited_for() -> None
         runner.future.result(PATIENCE)
         live.settle(more)
     executor.close()
-    assert made[0].reports == waited.reports
+    # A number for people, which torch sums in another order on one thread.
+    dims = [[report.effective_dim for report in index.reports] for index in (made[0], waited)]
+    assert dims[0] == pytest.approx(dims[1], rel=1e-5)
+    alike = [
+        [replace(report, effective_dim=0) for report in index.reports]
+        for index in (made[0], waited)
+    ]
+    assert alike[0] == alike[1]
     for one, other in zip(made[0]._graphs, waited._graphs, strict=True):
         assert torch.equal(one.keys_of, other.keys_of)
         assert torch.equal(one.lists, other.lists)

@@ -22,6 +22,7 @@ class LateLane:
         self.pending: deque[LateMark] = deque()
         self.staged: list[tuple[int, ...]] = []
         self.returned = 0
+        self.pieces: list[Tensor] = []
 
     def out(self, copies: Copies) -> LateMark:
         mark = LateMark(self, copies)
@@ -32,6 +33,7 @@ class LateLane:
 
     def back(self, target: Tensor, source: Tensor) -> None:
         self.returned += 1
+        self.pieces.append(source)
         target.copy_(source)
 
     def stage(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:

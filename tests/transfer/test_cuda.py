@@ -76,6 +76,51 @@ def test_a_part_travels_as_one(dtype: torch.dtype) -> None:
     assert lane.returned == 1
 
 
+def test_entries_come_back_head_by_head_as_they_lie() -> None:
+    """An extent has room behind its entries: as one tensor they went by way of plain memory."""
+    ours, lane = executor()
+    room = torch.randn(3, 3009, 72)
+    there = ours.to_device(room[None, :, :3007], HOST)
+    assert torch.equal(there, room[None, :, :3007])
+    assert [piece.data_ptr() for piece in lane.pieces] == [head.data_ptr() for head in room]
+    assert all(piece.is_contiguous() for piece in lane.pieces)
+
+
+def test_small_plain_tensors_are_staged_and_large_ones_are_not_copied_twice() -> None:
+    ours, lane = executor()
+    small, large = torch.arange(37), torch.zeros(2**20 + 1, dtype=torch.uint8)
+    assert torch.equal(ours.to_device(small, HOST), small)
+    assert lane.staged == [(37,)]
+    ours.to_device(large, HOST)
+    assert lane.staged == [(37,)]
+    assert lane.pieces[1].data_ptr() == large.data_ptr()
+
+
+def test_what_is_kept_for_long_only_passes_through_locked_memory() -> None:
+    """Torch's pool would round each up to a power of two, and never give it back."""
+    ours, lane = executor()
+    for number in range(5):
+        samples, nearest = torch.full([3, 5], float(number)), torch.full([3, 7], number)
+        parcels = [ours.keep(samples), ours.keep(nearest)]
+        assert not any(parcel.arrived for parcel in parcels)
+        kept = [parcel.open() for parcel in parcels]
+        assert torch.equal(kept[0], samples)
+        assert torch.equal(kept[1], nearest)
+        assert parcels[0].open() is kept[0]
+    assert lane.staged == []
+    assert ours._area.num_bytes == 2 * 256
+    ours.keep(samples)  # nobody opens it
+    ours.keep(samples).open()
+    assert ours._area.num_bytes == 2 * 256
+
+
+def test_kept_tensors_that_need_more_room_leave_the_others_alone() -> None:
+    ours, _ = executor()
+    values = [torch.randn(count) for count in (5, 700, 9)]
+    parcels = [ours.keep(value) for value in values]
+    assert all(torch.equal(p.open(), v) for p, v in zip(parcels, values, strict=True))
+
+
 def test_host_tensors_stay_where_they_are() -> None:
     ours = CudaExecutor(SyncExecutor())
     value = torch.randn(3)

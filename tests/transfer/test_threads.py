@@ -189,3 +189,21 @@ def test_the_number_of_threads_comes_from_the_environment(monkeypatch: pytest.Mo
         monkeypatch.setenv("HYBRID_KV_BUILD_THREADS", wrong)
         with pytest.raises(ConfigError, match=f"a number of threads, 1..1024, got '{wrong}'"):
             ThreadExecutor()
+
+
+def test_torch_stays_in_the_thread_of_a_build_and_nowhere_else() -> None:
+    """Each product of a build took a team of all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen: list[int] = []
+        executor = ThreadExecutor(1)
+        executor.background(lambda: seen.append(torch.get_num_threads())).result(30)
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        executor.close()
+        assert seen == [1, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,46 @@
+"""Small arrays on their way to a device, which no thread waits for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops.pinned import pinned_empty
+
+_KEPT = 64
+
+
+class Uploads:
+    """Copies index arrays to devices through pinned staging.
+
+    A plain copy to a GPU is waited for until all is done that the GPU was told before. What went
+    last is kept by its content: the page tables of a model's layers are mostly alike, and then one
+    upload serves them all.
+
+    sent: copies made to devices that are not the host.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[tuple[torch.device, str, bytes], Tensor] = OrderedDict()
+        self.sent = 0
+
+    def __call__(self, array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+        """A one-dimensional array on a device; not to be written."""
+        if device.type == "cpu":
+            return torch.from_numpy(array)
+        key = device, array.dtype.str, array.tobytes()
+        if (there := self._last.get(key)) is not None:
+            self._last.move_to_end(key)
+            return there
+        here = torch.from_numpy(array)
+        staged = pinned_empty(here.shape, here.dtype).copy_(here)
+        there = staged.to(device, non_blocking=True)
+        self.sent += 1
+        self._last[key] = there
+        if len(self._last) > _KEPT:
+            self._last.popitem(last=False)
+        return there
