@@ -10,6 +10,7 @@ import torch
 from hybrid_kv.cli.display import human_bytes, human_seconds
 from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import resolve_device
+from hybrid_kv.models.widening import MIN_TOKENS, trial
 from hybrid_kv.report.schema import Check
 from hybrid_kv.runtime.planner import ModelFacts
 from hybrid_kv.runtime.rates import Rates, measure_rates
@@ -46,6 +47,7 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
         f"{rates.gather:.1f} GB/s in rows of 256 bytes anywhere; attending {_TOP_K} entries per "
         f"query head ({human_bytes(found)} at most) takes {_time(found, rates.gather)} a token",
     )
+    yield from _widening()
     if rates.h2d is not None and rates.d2h is not None:
         yield _line(
             "bus to the GPU",
@@ -69,6 +71,17 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
     )
     threads = torch.get_num_threads()
     yield _line("threads", f"{threads} of torch's; HYBRID_KV_THREADS sets the search's own")
+
+
+def _widening() -> Iterator[Check]:
+    for dtype in (torch.bfloat16, torch.float16):
+        found, name = trial(dtype), str(dtype).removeprefix("torch.")
+        yield _line(
+            f"{name} prompts",
+            f"{found.own_gflops:.0f} GFLOP/s on the CPU, {found.widened_gflops:.0f} where weights "
+            f"are widened to float32 first: prompts of {MIN_TOKENS} tokens and more "
+            f"{'are computed so, layer by layer' if found.pays else 'use them as they are'}",
+        )
 
 
 def _line(name: str, detail: str) -> Check:

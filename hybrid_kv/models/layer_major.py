@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.widening import widened, widened_bytes
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
 
@@ -53,9 +54,10 @@ class LayerMajorPrefill:
             if self.cache is None or (torch.is_grad_enabled() and hidden.requires_grad):
                 return inner(hidden, *args, **kwargs)
             size = chunk_size(self._chunk_tokens, hidden.shape[1])
-            if hidden.shape[1] <= size:
-                return inner(hidden, *args, **kwargs)
-            return self._in_chunks(module, inner, size, hidden, args, kwargs)
+            with widened(module, hidden.shape[0] * hidden.shape[1]):
+                if hidden.shape[1] <= size:
+                    return inner(hidden, *args, **kwargs)
+                return self._in_chunks(module, inner, size, hidden, args, kwargs)
 
         module.forward = forward
 
@@ -97,6 +99,10 @@ class LayerMajorPrefill:
         layer_idx = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if layer_idx is not None:
             kv.seal_if_open(layer_idx)
+
+    def widened_bytes(self, num_tokens: int) -> int:
+        """Bytes of the largest layer that is widened while so many tokens pass; 0 if none is."""
+        return max((widened_bytes(module, num_tokens) for module, _ in self._wrapped), default=0)
 
     def close(self) -> None:
         """Restores every forward method to what it was."""

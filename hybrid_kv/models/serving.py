@@ -106,7 +106,8 @@ class Serving:
             cache.accept_mask(mask, new)
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
-            check_host_memory(rows * new * self.bytes_per_token(cache.kv.method, new), new)
+            kv = rows * new * self.bytes_per_token(cache.kv.method, new)
+            check_host_memory(kv + self._prefill.widened_bytes(rows * new), new)
 
     def _records_hidden(self, inputs: dict[str, Any]) -> bool:
         names = ("output_hidden_states", "output_attentions", "output_router_logits")
