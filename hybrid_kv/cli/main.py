@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -83,5 +83,17 @@ def _root(
     """Long contexts on one small GPU: a KV cache in two tiers, device and host memory."""
 
 
-for _verb in (generate, chat, demo, profile, plan, report, methods, doctor):
-    app.command()(grouped(_verb))
+_EXAMPLES: dict[Callable[..., None], str] = {
+    generate: "hybrid-kv generate needle --prompt-file book.txt --set top_k=64",
+    chat: "hybrid-kv chat ./llama --method hybrid --temperature 0.7",
+    demo: "hybrid-kv demo --context 16k --method retrieval_attention",
+    profile: "hybrid-kv profile random:llama-3-8b --layers 2 --fill synthetic --context 32k,128k "
+    "--json run.json --resume",
+    plan: "hybrid-kv plan random:llama-3-8b --context 128k --card rtx-4090 --host-memory 64GiB",
+    report: "hybrid-kv report before.json after.json --html report.html",
+    methods: "hybrid-kv methods hybrid",
+    doctor: "hybrid-kv doctor --model random:llama-3-8b --context 128k",
+}
+
+for _verb, _example in _EXAMPLES.items():
+    app.command(epilog=f"Example: {_example}")(grouped(_verb))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from traceback import clear_frames
 from typing import Literal, TypeAlias
 
-import psutil
 import torch
 
 from hybrid_kv.errors import CapacityError, DeviceMemoryError
+from hybrid_kv.ops.host_memory import free_memory
 
 Stage: TypeAlias = Literal["load", "prefill", "decode"]
 
@@ -34,27 +34,27 @@ _ON_HOST: dict[Stage, str] = {
 
 def check_host_memory(needed_bytes: int, num_tokens: int) -> None:
     """Raises CapacityError if `needed_bytes` for `num_tokens` exceed what is free now."""
-    free = psutil.virtual_memory().available
-    if needed_bytes > _MARGIN * free:
+    free = free_memory()
+    if needed_bytes > _MARGIN * free.num_bytes:
         raise CapacityError(
             f"context of {num_tokens} tokens needs {needed_bytes:,} bytes of host memory for its "
-            f"KV cache and indexes, {free:,} bytes are free; shorten the prompt or free memory"
+            f"KV cache and indexes, {free}; shorten the prompt or free memory"
         )
 
 
 def check_weights_memory(needed_bytes: int, name: str) -> None:
     """Raises CapacityError if a model's weights exceed what is free on the host now."""
-    free = psutil.virtual_memory().available
-    if needed_bytes > _MARGIN * free:
+    free = free_memory()
+    if needed_bytes > _MARGIN * free.num_bytes:
         raise CapacityError(
-            f"the weights of '{name}' take {needed_bytes:,} bytes of host memory, {free:,} bytes "
-            f"are free; {_ON_HOST['load']}"
+            f"the weights of '{name}' take {needed_bytes:,} bytes of host memory, {free}; "
+            f"{_ON_HOST['load']}"
         )
 
 
 def spare_host_memory(coming_bytes: int) -> int:
     """Bytes of host memory that are free, less what is known to come; below 0 where it lacks."""
-    return int(_MARGIN * psutil.virtual_memory().available) - coming_bytes
+    return int(_MARGIN * free_memory().num_bytes) - coming_bytes
 
 
 @contextmanager
@@ -95,9 +95,8 @@ def _named(error: Exception, stage: Callable[[], Stage]) -> CapacityError | None
         return None
     where = stage()
     asked = f"{int(refused[1]):,} bytes were asked for" if refused else text or "no size was told"
-    free = psutil.virtual_memory().available
     return CapacityError(
-        f"host memory ran out at {where}: {asked}, {free:,} bytes are free; {_ON_HOST[where]}"
+        f"host memory ran out at {where}: {asked}, {free_memory()}; {_ON_HOST[where]}"
     )
 
 

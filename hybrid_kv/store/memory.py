@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import CapacityError
+from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, host_array, host_zeros
 from hybrid_kv.ops.pinned import pinned_array
 
@@ -75,9 +75,9 @@ def _require_free(num_bytes: int) -> None:
     """
     if num_bytes < HUGE_PAGE_BYTES:
         return
-    free = psutil.virtual_memory().available
-    if num_bytes > free:
+    free = free_memory()
+    if num_bytes > free.num_bytes:
         raise CapacityError(
-            f"host memory ran out: the cache grows by {num_bytes:,} bytes, {free:,} are free; "
+            f"host memory ran out: the cache grows by {num_bytes:,} bytes, {free}; "
             "shorten the context or free memory"
         )

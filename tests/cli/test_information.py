@@ -31,6 +31,7 @@ def test_every_verb_has_help_json_quiet_and_debug(verb: str) -> None:
     result = call(verb, "--help")
     assert result.exit_code == 0
     assert all(option in result.output for option in ("--json", "--quiet", "--debug"))
+    assert f"Example: hybrid-kv {verb}" in " ".join(result.output.split())
 
 
 def test_version() -> None:

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.report.html.entries import entries_of
 from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.profile_sections import lead
+from hybrid_kv.report.html.profile_tables import phases_table
 from hybrid_kv.report.html.sources import Source, drawable
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import (
@@ -367,3 +369,15 @@ def test_what_was_not_audited_is_crowned_by_nobody() -> None:
     assert "Faster: hybrid, 40.0 ms, was not audited" in text
     text = lead_of(missing("hybrid", 40.0, None), missing("flat", 50.0, None))
     assert "hybrid was fastest: 40.0 ms per token; it was not audited." in text
+
+
+def test_the_table_of_phases_is_as_wide_as_its_methods_and_no_wider() -> None:
+    """Ten phases across were 25 pixels wider than the page, and clipped."""
+    rows = [profiles.row(method, 4096) for method in ("full", "flat", "hybrid")]
+    times = {"transfer": 123.4, "wait": 12.3, "select": 34.5}
+    rows = [r.model_copy(update={"phases_ms": r.phases_ms.model_copy(update=times)}) for r in rows]
+    text = page_of(profiles.profile(rows=tuple(rows))).text
+    found = str(phases_table("Phases", entries_of(rows)))
+    assert found.count("<tr>") == 1 + 1 + 10  # head, sum, phases
+    assert found.count('<th scope="col">') == 1 + len(rows)
+    assert "123" in text

@@ -93,7 +93,7 @@ def test_memory_that_would_be_committed_is_there_first(monkeypatch: pytest.Monke
     empty = SimpleNamespace(available=5 * 2**20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: empty)
     with pytest.raises(
-        CapacityError, match=r"grows by 6,291,456 bytes, 5,242,880 are free; shorten"
+        CapacityError, match=r"grows by 6,291,456 bytes, 5,242,880 bytes are free; shorten"
     ):
         enlarge(old, 1, 2**21)
     with pytest.raises(CapacityError, match="grows by 6,291,456 bytes"):

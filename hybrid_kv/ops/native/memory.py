@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import CapacityError
+from hybrid_kv.ops.host_memory import free_memory
 
 HUGE_PAGE_BYTES = 2 * 2**20
 """Arrays of this size on have a mapping of their own."""
@@ -68,7 +68,7 @@ def map_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
             raise
         raise CapacityError(
             f"host memory ran out: the system grants no array of {num_bytes:,} bytes, "
-            f"{psutil.virtual_memory().available:,} are free; shorten the context or free memory"
+            f"{free_memory()}; shorten the context or free memory"
         ) from error
     with suppress(AttributeError, OSError):  # not every system knows them
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -19,7 +19,7 @@ from hybrid_kv.report.html.entries import (
     tiers,
 )
 from hybrid_kv.report.html.profile_figures import plus_minus, predicted_ms, times
-from hybrid_kv.report.html.widgets import Cell, lines, table
+from hybrid_kv.report.html.widgets import lines, table
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import AuditedHead, EstimateReport
 
@@ -73,23 +73,22 @@ def start_table(title: str, entries: Sequence[Entry]) -> Html:
 
 
 def phases_table(title: str, entries: Sequence[Entry]) -> Html:
-    """Milliseconds and shares by phase, in the groups of RetrievalAttention's Table 5."""
+    """Milliseconds and shares: phases down, in the groups of RetrievalAttention's Table 5, methods
+    across, because ten phases are wider than a page.
+    """
     found = {entry.name: phases(entry.row) for entry in entries}
+    totals = {name: sum(times.values()) for name, times in found.items()}
     seen = {phase for times in found.values() for phase, value in times.items() if value}
-    groups = {
-        group: [phase for phase in members if phase in seen] for group, members in PHASES.items()
-    }
-    order = [phase for members in groups.values() for phase in members]
-    over = [Cell("", span=None), Cell("", span=None)]
-    over += [Cell(group, "group", len(members)) for group, members in groups.items() if members]
-    rows = []
-    for entry in entries:
-        values = found[entry.name]
-        total = sum(values.values())
-        cells = [_share(values.get(phase), total) for phase in order]
-        rows.append([entry.name, _against(total, entry.row.tpot_ms), *cells])
-    head = ["method", "sum, ms (of TPOT)", *(phase_name(phase, seen) for phase in order)]
-    return table(title, head, rows, over=over)
+    rows: list[list[Child]] = [
+        ["sum (of TPOT)", *(_against(totals[e.name], e.row.tpot_ms) for e in entries)]
+    ]
+    for group, members in PHASES.items():
+        for phase in members:
+            if phase in seen:
+                label = lines([phase_name(phase, seen), el("small", group)])
+                shares = (_share(found[e.name].get(phase), totals[e.name]) for e in entries)
+                rows.append([label, *shares])
+    return table(title, ["phase, ms", *(entry.name for entry in entries)], rows)
 
 
 def _share(value: float | None, total: float) -> Html:

@@ -40,11 +40,10 @@ def figure(draw: Draw, ident: str, caption: Child = None, wide: float = WIDE) ->
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell with a class, or more than one column wide."""
+    """A cell with a class."""
 
     content: Child
     class_: str | None = None
-    span: int | None = None
 
 
 def table(
@@ -52,14 +51,9 @@ def table(
     head: Sequence[str | Cell],
     rows: Iterable[Sequence[Child | Cell]],
     *,
-    over: Sequence[Cell] = (),
     words: bool = False,
 ) -> Html:
-    """A table whose first column names its rows; numbers to the right, or `words` to the left.
-
-    `over` is a line of headings above the head.
-    """
-    top = el("tr", *(_heading(cell) for cell in over)) if over else None
+    """A table whose first column names its rows; numbers to the right, or `words` to the left."""
     body = (
         el("tr", el("th", _content(first), scope="row"), *map(_data, rest)) for first, *rest in rows
     )
@@ -68,7 +62,7 @@ def table(
         el(
             "table",
             el("caption", title),
-            el("thead", top, el("tr", *map(_heading, head))),
+            el("thead", el("tr", *map(_heading, head))),
             el("tbody", *body),
             class_="words" if words else None,
         ),
@@ -80,15 +74,15 @@ def table(
 
 
 def _heading(cell: str | Cell) -> Html:
-    if isinstance(cell, Cell):
-        group = {"colspan": cell.span, "scope": "colgroup" if cell.span else "col"}
-        return el("th", cell.content, class_=cell.class_, **group)
-    return el("th", cell, scope="col")
+    return el("th", _content(cell), class_=_class(cell), scope="col")
 
 
 def _data(cell: Child | Cell) -> Html:
-    class_ = cell.class_ if isinstance(cell, Cell) else None
-    return el("td", _content(cell), class_=class_)
+    return el("td", _content(cell), class_=_class(cell))
+
+
+def _class(cell: Child | Cell) -> str | None:
+    return cell.class_ if isinstance(cell, Cell) else None
 
 
 def _content(cell: Child | Cell) -> Child:

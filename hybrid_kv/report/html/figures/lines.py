@@ -114,20 +114,22 @@ def _name(
     top: float,
     bottom: float,
 ) -> None:
-    """Each name beside the end of its line; those that reach the last context in a column."""
+    """Names in a column behind the last context; of lines that end before it, above their end."""
     ends: dict[float, list[Series]] = {}
     for one in series:
         if one.samples:
             ends.setdefault(x_scale(one.samples[-1].context), []).append(one)
     for x, drawn in ends.items():
         heights = [y_scale(one.samples[-1].value) for one in drawn]
-        last = x == max(ends)
-        start, turn = x + 8, right + 4 if last else x + 12
         for one, y, place in zip(drawn, heights, spread(heights, 16, top + 4, bottom), strict=True):
-            leader = ((start, y), (turn, place), (turn + 8, place))
+            colour = one.look.colour
+            if x < max(ends):
+                scene.add(Text(x, place - 9, one.name, colour, 12, "middle", bold=True))
+                continue
+            leader = ((x + 8, y), (right + 4, place), (right + 12, place))
             scene.add(
-                Line(leader, one.look.colour, 0.8),
-                Text(turn + 12, place + 4, one.name, one.look.colour, 12, bold=True),
+                Line(leader, colour, 0.8),
+                Text(right + 16, place + 4, one.name, colour, 12, bold=True),
             )
 
 
