@@ -147,6 +147,7 @@ class Turn:
         return {} if known is not None or "pad_token_id" in self._options else {"pad_token_id": 0}
 
     def _result(self, output: Tensor, clock: TokenClock, work: Work) -> Generation:
+        self.cache.kv.finite.look(wait=True)
         token_ids = output[0, self._ids.shape[1] :].tolist()
         tokenizer, times = self._llm.tokenizer, clock.times
         if token_ids and not times:  # beams come all at once

@@ -61,8 +61,11 @@ class Serving:
                     return inner(*args, **kwargs)
                 with self._turned_on(cache, inputs):
                     if self._steps is not None and self._steps.serves(module, inputs):
-                        return self._steps.forward(cache, inputs)
-                    return inner(*args, **kwargs)
+                        output = self._steps.forward(cache, inputs)
+                    else:
+                        output = inner(*args, **kwargs)
+                    _watch_logits(cache, output)
+                    return output
 
         module.forward = forward
 
@@ -132,3 +135,16 @@ class Serving:
             self._prefill.close()
             if self._steps is not None:
                 self._steps.close()
+
+
+def _watch_logits(cache: TieredCache, output: Any) -> None:
+    """Lets the cache look at the last token's logits.
+
+    Raises:
+        NonFiniteError: they are not finite, or those of the step before were not.
+    """
+    values = getattr(output, "logits", None)
+    values = getattr(output, "last_hidden_state", None) if values is None else values
+    if isinstance(values, Tensor) and values.numel():
+        # The largest: a token that a model rules out by minus infinity is no error.
+        cache.kv.finite.watch("logits", torch.isfinite(values[:, -1].amax(-1)).all())

@@ -20,7 +20,8 @@ from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.spill import Departure, FindNearest
+from hybrid_kv.runtime.finite import FiniteGuard
+from hybrid_kv.runtime.spill import Departure, FindNearest, all_finite
 from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.runtime.stats import ATTENTION, Phases
 from hybrid_kv.runtime.step import Step
@@ -73,6 +74,7 @@ class KVCache:
         self.builds = IndexBuilds(self.executor, self.phases, self._spare_host_memory)
         self._stand_ins = StandIns(len(info.layers))
         self._pinned = PinnedAhead()
+        self.finite = FiniteGuard(self.executor)
         self._watched = Needs()
         self._kept_evidence: dict[int, tuple[Evidence, ...]] = {}
         self.reserved_tokens = 0
@@ -195,6 +197,16 @@ class KVCache:
         if type(self.method).write is not Method.write:
             k, v = self.method.write(layer_idx, k, v, layer.next_positions(k.shape[2], valid))
         layer.append(k, v, valid)
+
+    def watch_finite(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Looks whether new k, v [B, Hkv, T, D] are finite; `valid` [B, T] is False for padding.
+
+        Raises:
+            NonFiniteError: they are not; on a GPU the next forward says so.
+        """
+        if valid is not None:
+            k, v = (tensor.transpose(1, 2)[valid] for tensor in (k, v))
+        self.finite.watch(f"keys and values of layer {layer_idx}", all_finite(k, v))
 
     def _open_layer(self, shape: LayerShape, k: Tensor) -> LayerKV:
         capacity = max(self.reserved_tokens, k.shape[2])

@@ -131,7 +131,7 @@ class _Spill:
         reserved = layer.cold.reserve(row, overflow.positions)
         k = executor.send(overflow.k, reserved.k)
         v = executor.send(overflow.v, reserved.v)
-        finite = executor.send(_all_finite(overflow.k, overflow.v))
+        finite = executor.send(all_finite(overflow.k, overflow.v))
         if samples is None:
             return cls(reserved, k, v, finite)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
@@ -162,7 +162,7 @@ class _Spill:
         layer.cold.commit(new, make_index, samples, runner, nearest, self.stand_in)
 
 
-def _all_finite(*tensors: Tensor) -> Tensor:
+def all_finite(*tensors: Tensor) -> Tensor:
     """[] bool on the tensors' device, which is not waited for."""
     blocks = [
         block
