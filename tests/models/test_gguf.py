@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +17,6 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, GgufWarning, ModelNotFoundError
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
-from hybrid_kv.runtime import capacity
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -128,7 +128,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     class Little:
         available = 1000
 
-    monkeypatch.setattr(capacity.psutil, "virtual_memory", Little)
+    monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(
         CapacityError, match=r"take 2\d\d,\d+ bytes of host memory, 1,000 bytes are"
     ):
