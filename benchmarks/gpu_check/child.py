@@ -20,6 +20,9 @@ Measure = Callable[[Recorder, Sizes, dict[str, Any]], None]
 KINDS = {
     "probe": "probe",
     "tests": "testing",
+    "facts": "facts",
+    "kernels": "kernels",
+    "first_run": "first_run",
     "copies": "copies",
     "memops": "memops",
     "host_gather": "host_gather",

@@ -7,13 +7,13 @@ from typing import Any
 
 from benchmarks.gpu_check.jobs import Job
 
-PARTS = ("tests", "micro", "128k", "32k", "64k")
-"""The tests; small measurements; end to end at some number of tokens."""
+PARTS = ("tests", "first", "micro", "128k", "32k", "64k")
+"""Tests; what a first run must show; small measurements; end to end at some number of tokens."""
 
 FAULTS = "faults"
 """A part of rehearsals only: jobs that crash and hang on purpose."""
 
-SHARES_S = {"tests": 150.0, "micro": 150.0}
+SHARES_S = {"tests": 130.0, "first": 150.0, "micro": 100.0}
 """What these may take at most when other parts follow."""
 
 UNCAPPED = ("static", "static_transformers", "quest", "full")
@@ -52,6 +52,21 @@ _MICRO: tuple[tuple[str, str, dict[str, Any], float], ...] = (
 )
 
 
+_THREADS = (1, 8, 16, 32)
+
+_FIRST: tuple[tuple[str, str, dict[str, Any], float], ...] = (
+    ("facts", "facts", {}, 30),
+    ("kernels", "kernels", {}, 60),
+    *(
+        (look, "first_run", {"look": look}, 150)
+        for look in (
+            *("agreement", "integrity", "waits of a step", "launches of a step"),
+            *("prefill by layer", "the plan", "times of steps", "a later turn", "graphs"),
+        )
+    ),
+)
+
+
 def jobs(
     parts: Collection[str],
     *,
@@ -65,6 +80,8 @@ def jobs(
     found = []
     if "tests" in parts:
         found.append(Job("tests", "tests", "tests", shared, limit_s=540))
+    if "first" in parts:
+        found += _first_jobs(shared)
     if "micro" in parts:
         found += [
             Job("micro", name, kind, {**shared, **settings}, limit_s=limit)
@@ -83,6 +100,26 @@ def jobs(
             Job(FAULTS, "deliberate hang", "fault", {**shared, "fault": "hang"}, limit_s=15),
         ]
     return found
+
+
+def _first_jobs(shared: dict[str, Any]) -> list[Job]:
+    """A model each; the answer of thousands of tokens comes last, as it takes minutes."""
+    looks = [
+        Job("first", name, kind, {**shared, **settings}, limit_s=limit)
+        for name, kind, settings, limit in _FIRST
+    ]
+    steps = {**shared, "look": "times of steps"}
+    looks += [
+        Job(
+            *("first", f"times of steps, {threads} threads", "first_run"),
+            {**steps, "threads": threads},
+            limit_s=150,
+            environment={"HYBRID_KV_THREADS": str(threads)},
+        )
+        for threads in _THREADS
+    ]
+    long = {**shared, "look": "a long answer"}
+    return [*looks, Job("first", "a long answer", "first_run", long, limit_s=560, least_s=200)]
 
 
 def _host_jobs(shared: dict[str, Any]) -> list[Job]:

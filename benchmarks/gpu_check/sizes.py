@@ -13,7 +13,9 @@ class Sizes:
 
     model, layers: of the model that is run end to end. kv_heads, group, dim: of attention, the
     Llama-3-8B shape. working_set_bytes: layers are visited in turn until they are beyond any cache.
-    rounds: repetitions behind a median.
+    rounds: repetitions behind a median. looked_*: of the first run's looks; turn_tokens: of a later
+    turn; grown_tokens: of an answer that outgrows the cold tier's room; locked_bytes: a layer's
+    keys at 128K with their room.
     """
 
     model: str
@@ -48,6 +50,11 @@ class Sizes:
     offloaded_prefill_tokens: int
     offloaded_chunk: int
     tests: tuple[str, ...]
+    looked_tokens: int
+    looked_steps: int
+    turn_tokens: int
+    grown_tokens: int
+    locked_bytes: int
 
     @property
     def q_heads(self) -> int:
@@ -87,6 +94,11 @@ FULL = Sizes(
     offloaded_prefill_tokens=2**15,
     offloaded_chunk=2048,
     tests=("tests",),
+    looked_tokens=2**13,
+    looked_steps=65,
+    turn_tokens=200,
+    grown_tokens=8300,
+    locked_bytes=285 * 10**6,
 )
 
 REHEARSAL = Sizes(
@@ -122,4 +134,9 @@ REHEARSAL = Sizes(
     offloaded_prefill_tokens=701,
     offloaded_chunk=100,
     tests=("tests/ops/triton/test_decode.py",),
+    looked_tokens=701,
+    looked_steps=5,
+    turn_tokens=50,
+    grown_tokens=12,
+    locked_bytes=2**21,
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.rotary import Samples
+from hybrid_kv.store.memory import allocate
 
 KEPT_POSITIONS = 1024
 """Of the prompt's samples, and of the latest queries, those that are kept to learn from again."""
@@ -23,7 +24,8 @@ class Aging:
         self.num_keys, self.stand = num_keys, samples.describe()
         self._prompt, self._prompt_keys = samples.thinned(KEPT_POSITIONS), num_keys
         self._ring: Tensor | None = None  # [Hkv, G, KEPT_POSITIONS, D]
-        self._asked = torch.zeros(KEPT_POSITIONS, dtype=torch.int64)  # positions of its queries
+        # Positions of its queries. Neither is one of inference mode, which may begin or end.
+        self._asked = allocate([KEPT_POSITIONS], torch.int64, torch.device("cpu"), 0)
         self._count = 0
 
     def observe(self, queries: Tensor, num_keys: int) -> None:
@@ -32,7 +34,8 @@ class Aging:
         if queries.shape != (heads, group, dim):
             return
         if self._ring is None:
-            self._ring = queries.new_empty(heads, group, KEPT_POSITIONS, dim)
+            size = (heads, group, KEPT_POSITIONS, dim)
+            self._ring = allocate(size, queries.dtype, queries.device)
         place = self._count % KEPT_POSITIONS
         self._ring[:, :, place] = queries
         # Where the keys behind the prompt's are counted, to a page: samples are spread far wider.

@@ -23,6 +23,7 @@ from benchmarks.gpu_check import (
     dense,
     device_memory,
     document,
+    first_run,
     memops,
     plan,
     record,
@@ -152,7 +153,8 @@ def test_a_row_that_fails_says_why_and_the_next_one_is_measured() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    "kind", sorted({*KINDS} - {"fault", "tests", "end_to_end", "decode_attention", "memops"})
+    "kind",
+    sorted({*KINDS} - {"fault", "tests", "end_to_end", "decode_attention", "memops", "first_run"}),
 )
 def test_every_small_measurement_runs_with_the_rehearsals_sizes(kind: str, device: str) -> None:
     measured = rows_measured(kind, {"device": device})
@@ -192,6 +194,41 @@ def test_systems_that_are_exact_write_the_same_tokens_end_to_end(device: str) ->
     exact = [tokens[system] for system in ("full", "static", "static_transformers")]
     assert exact[0] == exact[1] == exact[2]
     assert tokens["offloaded"] == exact[0][: REHEARSAL.slow_new_tokens]
+
+
+LOOKS = {look: "CUDA only" if look == "waits of a step" else None for look in first_run.LOOKS}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("look", LOOKS)
+def test_every_look_of_a_first_run_is_taken(look: str, device: str) -> None:
+    (row,) = rows_measured("first_run", {"device": device, "look": look})
+    if device == "cpu" and LOOKS[look] is not None:
+        assert (row["status"], row["why"].partition(":")[0]) == ("skipped", LOOKS[look])
+        return
+    assert row["status"] == "ok", row["why"]
+    values = row["values"]
+    if look == "agreement":
+        assert values["same_tokens"] == values["tokens"] == REHEARSAL.new_tokens
+        assert values["logits_largest_difference"] < 1e-3 * values["logits_deviation"]
+    if look == "integrity":
+        assert values["checked"] == ["prompt and steps", "crop", "fork"]
+        assert values["compared_rows"] == 2 * 2 * 64
+        assert values["different_values"] == 0
+    if look == "prefill by layer":
+        assert len(values["layers"]) == 2
+        assert all(layer["seal_s"] > 0 for layer in values["layers"])
+    if look == "times of steps":
+        assert values.keys() == {"building", "built"}
+
+
+def test_the_looks_are_jobs_of_their_own() -> None:
+    found = plan.jobs(["first"], device="cpu", rehearse=True, cap_bytes=None)
+    assert {job.settings["look"] for job in found if job.kind == "first_run"} == set(LOOKS)
+    assert [job.kind for job in found[:2]] == ["facts", "kernels"]
+    threads = {job.environment.get("HYBRID_KV_THREADS") for job in found} - {None}
+    assert threads == {"1", "8", "16", "32"}
+    assert found[-1].name == "a long answer"
 
 
 def test_the_offloaded_cache_is_filled_where_its_prompt_would_take_too_long() -> None:
