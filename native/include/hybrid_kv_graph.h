@@ -100,6 +100,8 @@ typedef struct hkv_graph_query {
  *       without a node are passed over; NULL if num_warm is 0
  * ids, scores: [heads, queries, top_k], exact scores, best first, then -1 and -infinity
  * rows, dots: [heads], keys read and dot products computed
+ * Where the pool has two threads for each head and group, half of the queries are searched
+ * together, with beams a quarter wider: as good, sooner, and not the same keys.
  */
 HKV_API int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
                              const hkv_graph_query *query, const float *queries,

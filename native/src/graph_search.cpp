@@ -259,7 +259,7 @@ struct Job {
     const float *mine = queries + place * head.keys.dim;
     int64_t read = piece.last - piece.first;
     if (piece.is_walk()) {
-      traversal.run(head, params, params.beams[piece.head], mine,
+      traversal.run(head, params, piece.beam, mine,
                     static_cast<int>(piece.num_queries), warm + place * params.num_warm);
       for (int64_t query = 0; query < piece.num_queries; ++query)
         pieces.count(piece, query) = traversal.take(static_cast<int>(query), piece.keep,

@@ -136,6 +136,34 @@ CLAIM(threads_share_the_keys_behind_a_graph_and_find_the_same) {
   }
 }
 
+CLAIM(two_threads_share_the_queries_of_one_head_with_wider_beams) {
+  const int32_t dim = 36;
+  const Rows rows(random_floats(900 * dim, 1), dim);
+  const std::vector<int32_t> lists = best_keys(rows, random_floats(300 * dim, 2), 12);
+  Graph graph;
+  CHECK_OK(build(nullptr, projection_of(lists, 12, 900, 16), graph));
+  const GraphCase owner(rows, graph);
+  const std::vector<float> queries = random_floats(5 * dim, 3);
+  hkv_graph_query query = query_of(5, 8, 30);
+  query.beams = beams_of(20);
+  ScopedPool pool(2);
+  GraphResult shared;
+  CHECK_OK(search(pool.get(), {owner.head()}, query, queries, {}, shared));
+  GraphResult halves[2];
+  query.beams = beams_of(25);
+  int64_t rows_read = 0;
+  std::vector<int64_t> ids;
+  for (int half = 0; half < 2; ++half) {
+    query.queries = half == 0 ? 3 : 2;
+    const auto first = queries.begin() + half * 3 * dim;
+    CHECK_OK(search(nullptr, {owner.head()}, query,
+                    std::vector<float>(first, first + query.queries * dim), {}, halves[half]));
+    ids.insert(ids.end(), halves[half].ids.begin(), halves[half].ids.end());
+    rows_read += halves[half].rows[0];
+  }
+  CHECK(shared.ids == ids && shared.rows[0] == rows_read);
+}
+
 CLAIM(searches_start_where_they_are_told_to) {
   const Rows rows(random_floats(50 * 8, 1), 8);
   Graph graph;

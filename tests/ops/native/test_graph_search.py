@@ -204,7 +204,7 @@ def exactly_sorted(found: Searched) -> list[list[int]]:
 
 
 @each_engine
-@pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.parametrize("threads", [2, 3])
 def test_threads_divide_the_keys_beyond_a_graph_and_find_the_same(isa: str, threads: int) -> None:
     head = make_head(40_037, 24, num_queries=100)
     engine = library.load(isa)
