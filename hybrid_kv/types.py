@@ -7,7 +7,6 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
@@ -182,13 +181,14 @@ class Evidence:
 class TokenBudget:
     """How many cold entries a query attends.
 
-    top_k: what the search is made wide enough for, and how many are attended if nothing else is
-        said.
-    max_tokens: attends up to so many of the entries that the search ranked anyway (its whole beam);
-        None for top_k.
-    beta: attends only entries whose logit is at most this much below the best retrieved one's.
-        Where that would keep all that were ranked, the search is repeated wider, for up to
-        max_tokens.
+    top_k: entries of each query head; the mean of a layer's heads where they share.
+    max_tokens: a head attends up to so many of the entries that the search ranked; None for top_k,
+        or for 4 * top_k where heads share.
+    min_share: attends only entries whose softmax share of all that the head attends, resident
+        entries included, is at least this. Where that would keep all that were ranked, the search
+        is repeated wider, for up to max_tokens.
+    shared: the heads of a layer share their budgets at every step: of what all of them found, the
+        entries of the largest shares are attended (Ada-KV, arXiv:2407.11550, at each step).
 
     Raises:
         ConfigError: a number is out of range.
@@ -196,7 +196,8 @@ class TokenBudget:
 
     top_k: int
     max_tokens: int | None = None
-    beta: float | None = None
+    min_share: float | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -206,16 +207,28 @@ class TokenBudget:
                 f"max_tokens must be at least top_k {self.top_k}, got {self.max_tokens}; "
                 "raise it or lower top_k"
             )
-        if self.beta is not None and not 0 <= self.beta < math.inf:
+        if self.min_share is not None and not 0 <= self.min_share < 1:
             raise ConfigError(
-                f"beta must be a finite number of at least 0, got {self.beta}; "
-                "leave it out for no limit"
+                f"min_share must be at least 0 and below 1, got {self.min_share}; leave it out for "
+                "no limit"
             )
 
     @property
     def most(self) -> int:
-        """Entries that are attended at most."""
-        return self.top_k if self.max_tokens is None else self.max_tokens
+        """Entries that a query head attends at most."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return 4 * self.top_k if self.shared else self.top_k
+
+    @property
+    def width(self) -> int:
+        """Entries that the search of a query head is made wide enough for."""
+        return min(2 * self.top_k, self.most) if self.shared else self.top_k
+
+    @property
+    def weighs(self) -> bool:
+        """Whether what was found is cut by its weight."""
+        return self.shared or self.min_share is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,21 +103,24 @@ def _phases(got: Generation) -> PhasesMs:
 
 def describe_audit(audit: Audit) -> AuditReport:
     """What the looks at single heads found."""
+    looks = audit.looks()
     return AuditReport(
         looks=len(audit.findings),
         recall_at_k=_estimate(audit.recall()),
         missed_mass=_estimate(audit.missed_mass()),
+        missed_by_index=_estimate(audit.missed_by_index()),
         output_error=_estimate(audit.output_error()),
         heads=tuple(
             AuditedHead(
-                layer=target.layer_idx,
-                kv_head=target.kv_head,
-                looks=looks,
-                recall_at_k=recall,
-                missed_mass=missed,
-                output_error=error,
+                layer=head.target.layer_idx,
+                kv_head=head.target.kv_head,
+                looks=looks[head.target],
+                recall_at_k=head.recall,
+                missed_mass=head.missed_mass,
+                missed_by_index=head.missed_by_index,
+                output_error=head.output_error,
             )
-            for target, looks, recall, missed, error in audit.heads()
+            for head in audit.heads()
         ),
     )
 

@@ -118,7 +118,11 @@ def text_log_probs(
     runtime: Attachment, config: HybridConfig, prompt: Prefilled, text: NDArray[np.int64]
 ) -> Tensor:
     """Log-probabilities [tokens, vocabulary] while reading `text` after the prompt."""
-    cache = open_cache(runtime, config, prompt)
+    return read_text(runtime, open_cache(runtime, config, prompt), text)
+
+
+def read_text(runtime: Attachment, cache: TieredCache, text: NDArray[np.int64]) -> Tensor:
+    """Log-probabilities [tokens, vocabulary] while reading on from what a cache holds."""
     ids = torch.from_numpy(np.asarray(text)).reshape(1, -1).to(runtime.model.device)
     parts = []
     with torch.inference_mode():

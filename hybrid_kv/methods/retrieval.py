@@ -14,24 +14,27 @@ from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tie
 
 
 class ColdParams(Params):
-    """top_k: cold entries attended per query head and step; max_tokens: up to so many of those that
-    the search ranked anyway, its whole beam (null: top_k); beta: only entries whose logit is within
-    this of the best one's, which may widen the search up to max_tokens (null: no limit); index: how
-    they are found; attend: what was found is attended in place by the "cpu", or by the device after
-    a "fetch"; stand_in: what serves while a graph is built, a "scan" on the host or "pages" that
-    digests on the device choose ("auto": pages on a GPU where all digests fit).
+    """top_k: cold entries attended per query head and step; shared: on average, for the heads of a
+    layer share their budgets by the weight of what they found; max_tokens: by one head at most, of
+    what the search ranked (null: top_k, or four times as many where heads share); min_share: only
+    entries with at least this share of the softmax, which may widen the search up to max_tokens
+    (null: no limit); index: how they are found; attend: what was found is attended in place by the
+    "cpu", or by the device after a "fetch"; stand_in: what serves while a graph is built, a "scan"
+    on the host or "pages" that digests on the device choose ("auto": pages on a GPU where all
+    digests fit).
     """
 
     top_k: BudgetField = 100
     max_tokens: Count | None = None
-    beta: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    min_share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
+    shared: bool = False
     index: IndexConfig = Field(default="graph", validate_default=True)
     attend: Literal["cpu", "fetch"] = "cpu"
     stand_in: StandIn = "auto"
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
-        for name in ("max_tokens", "beta"):
+        for name in ("max_tokens", "min_share"):
             if self.top_k == "all" and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} limits a search, and top_k 'all' attends everything without one, got "
@@ -45,7 +48,7 @@ class ColdParams(Params):
         """What a query head attends of the cold tier."""
         if self.top_k == "all":
             return "all"
-        return TokenBudget(self.top_k, self.max_tokens, self.beta)
+        return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared)
 
 
 class RetrievalParams(Params):

@@ -107,7 +107,7 @@ def read_gguf(
         f"the weights of '{name}' are unpacked from GGUF to {_word(dtype)} and take "
         f"{size / 2**20:,.0f} MiB, {_file_mib(folder, where):,.0f} MiB in the file",
         GgufWarning,
-        stacklevel=2,
+        stacklevel=5,  # whoever called hybrid_kv.load
     )
     if quantization_config is None and hasattr(transformers, "GgufConfig"):
         quantization_config = transformers.GgufConfig(dequantize=True)

@@ -83,19 +83,22 @@ class AuditedHead(Group):
     recall_at_k: float | None
     missed_mass: float
     output_error: float
+    missed_by_index: float | None = None
 
 
 class AuditReport(Group):
     """What exact attention of single heads, in rotation, found to be missing.
 
     looks: heads that were looked at, one step each. recall_at_k: of the exact best cold entries, as
-    many as the budget has. missed_mass: of the softmax over all stored entries. output_error:
+    many as the budget has. missed_mass: of the softmax over all stored entries; missed_by_index:
+    the part of it that a perfect index would have found, the rest is the budget's. output_error:
     relative L2 distance of a head's output.
     """
 
     looks: int
     recall_at_k: EstimateReport | None = None
     missed_mass: EstimateReport | None = None
+    missed_by_index: EstimateReport | None = None
     output_error: EstimateReport | None = None
     heads: tuple[AuditedHead, ...] = ()
 

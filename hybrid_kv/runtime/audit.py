@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
@@ -36,9 +37,11 @@ class Target(NamedTuple):
 class Finding(NamedTuple):
     """What one look at one head found, means over the query heads of its group.
 
-    recall: share of the exact best cold entries that were attended: of as many as the budget's
-        top_k, those within its beta; None where no cold entries were searched.
+    recall: share of the exact best cold entries, as many as the budget's top_k, that the search
+        ranked; None where no cold entries were searched.
     missed_mass: softmax mass of the stored entries that were not attended.
+    missed_by_index: the part of it that the index lost: what the exact best cold entries, as many
+        as were attended, hold beyond those that were. The budget lost the rest.
     output_error: relative L2 distance of the output from exact attention's.
     """
 
@@ -46,6 +49,7 @@ class Finding(NamedTuple):
     recall: float | None
     missed_mass: float
     output_error: float
+    missed_by_index: float = 0.0
 
 
 class Estimate(NamedTuple):
@@ -103,6 +107,10 @@ class Audit:
         """Of the softmax over all stored entries."""
         return Estimate.of([f.missed_mass for f in self._of(layer_idx)])
 
+    def missed_by_index(self, layer_idx: int | None = None) -> Estimate | None:
+        """The part of the missed mass that a perfect index would have found."""
+        return Estimate.of([f.missed_by_index for f in self._of(layer_idx)])
+
     def output_error(self, layer_idx: int | None = None) -> Estimate | None:
         """Relative L2 distance of a head's output."""
         return Estimate.of([f.output_error for f in self._of(layer_idx)])
@@ -111,22 +119,24 @@ class Audit:
         """The findings from number `first` on, alone."""
         return Audit(self.every, self.layers, self.findings[first:])
 
-    def heads(self) -> list[tuple[Target, int, float | None, float, float]]:
-        """Each head that was looked at: looks, mean recall, missed mass and output error."""
-        table = []
-        for target in sorted({finding.target for finding in self.findings}):
-            own = [finding for finding in self.findings if finding.target == target]
-            recalls = [finding.recall for finding in own if finding.recall is not None]
-            table.append(
-                (
-                    target,
-                    len(own),
-                    fmean(recalls) if recalls else None,
-                    fmean(finding.missed_mass for finding in own),
-                    fmean(finding.output_error for finding in own),
-                )
-            )
-        return table
+    def heads(self) -> list[Finding]:
+        """Each head that was looked at: the means of its looks."""
+        return [self._mean(target) for target in sorted(self.looks())]
+
+    def looks(self) -> Counter[Target]:
+        """How often each head was looked at."""
+        return Counter(finding.target for finding in self.findings)
+
+    def _mean(self, target: Target) -> Finding:
+        own = [finding for finding in self.findings if finding.target == target]
+        recalls = [finding.recall for finding in own if finding.recall is not None]
+        return Finding(
+            target,
+            fmean(recalls) if recalls else None,
+            fmean(finding.missed_mass for finding in own),
+            fmean(finding.output_error for finding in own),
+            fmean(finding.missed_by_index for finding in own),
+        )
 
     def _of(self, layer_idx: int | None) -> list[Finding]:
         return [f for f in self.findings if layer_idx in (None, f.target.layer_idx)]
@@ -167,13 +177,19 @@ class Look:
         self._cold = [
             (span.extent, span.length, span.extent.rewritten) for span in layer.cold.rows[row]
         ]
-        self._budget, self._found = None, []
+        self._budget, self._found, self._ranked = None, [], None
         if step.found is not None and row in step.found:
             self._budget, found = step.found[row]
             self._found = [(extent, ids[head].clone()) for extent, ids in found.parts]
+            if found.ranked is not None:
+                self._ranked = [
+                    (extent, ids[head].clone())
+                    for (extent, _), ids in zip(found.parts, found.ranked, strict=True)
+                ]
 
     _budget: TokenBudget | None
     _found: list[tuple[ColdExtent, Tensor]]
+    _ranked: list[tuple[ColdExtent, Tensor]] | None
 
     def finding(self) -> Finding | None:
         """Attends exactly; None where the entries are no longer those of the step."""
@@ -190,31 +206,46 @@ class Look:
             return None
         missed = 1 - (lse - exact.lse).exp()
         error = (out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1).clamp_min(1e-30)
+        recall, lost = self._compared(cold, exact.lse)
         return Finding(
             self._target,
-            self._recall(cold),
+            recall,
             float(missed.clamp(0, 1).mean()),
             float(error.mean()),
+            lost,
         )
 
-    def _recall(self, logits: list[Tensor]) -> float | None:
-        """Of the exact best among cold entries with logits [M, N] by extent."""
+    def _compared(self, logits: list[Tensor], total: Tensor) -> tuple[float | None, float]:
+        """Recall, and the mass that the index lost, of cold entries with logits [M, N] by extent.
+
+        Args:
+            total: [M] log-sum-exp of all entries.
+        """
         if self._budget is None:
-            return None
-        was_found = []
+            return None, 0.0
+        every = torch.cat(logits, 1)
+        attended = self._mask(logits, self._found)
+        ranked = attended if self._ranked is None else self._mask(logits, self._ranked)
+        ids = every.topk(min(self._budget.top_k, every.shape[1]), -1).indices
+        recall = ranked.gather(1, ids).float().mean()
+        # What as many of the exact best would hold, query by query.
+        weights = (every - total[:, None]).exp()
+        best = weights.sort(-1, descending=True).values.cumsum(-1)
+        counts = attended.sum(1)
+        ideal = best.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0] * (counts > 0)
+        lost = ideal - (weights * attended).sum(1)
+        return float(recall), float(lost.clamp_min(0).mean())
+
+    def _mask(self, logits: list[Tensor], found: list[tuple[ColdExtent, Tensor]]) -> Tensor:
+        """[M, N] bool: the entries of all extents that are among those found."""
+        masks = []
         for (extent, _, _), scores in zip(self._cold, logits, strict=True):
             hit = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)
-            for owner, ids in self._found:
+            for owner, ids in found:
                 if owner is extent:
                     hit.scatter_(1, ids.where(ids >= 0, scores.shape[1]), value=True)
-            was_found.append(hit[:, :-1])
-        hits, every = torch.cat(was_found, 1), torch.cat(logits, 1)
-        best, ids = every.topk(min(self._budget.top_k, every.shape[1]), -1)
-        wanted = best >= best[:, :1] - (
-            math.inf if self._budget.beta is None else self._budget.beta
-        )
-        shares = (hits.gather(1, ids) & wanted).sum(1) / wanted.sum(1)
-        return float(shares.mean())
+            masks.append(hit[:, :-1])
+        return torch.cat(masks, 1)
 
 
 class _Sums:

@@ -63,12 +63,18 @@ def _covers(budget: TokenBudget | None, stored: int) -> bool:
 
 
 def attend_cold(
-    step: Step, asked: Asked, budget: TokenBudget | None, hot: Sequence[Parcel | None]
+    step: Step,
+    asked: Asked,
+    budget: TokenBudget | None,
+    hot: Sequence[Parcel | None],
+    near: Parcel | None = None,
 ) -> PartialAttention:
     """Retrieved cold entries (None: all of them), without those that the device attends.
 
     Args:
         hot: by row the hot pages [Hkv, T, H] bool that the device attends; None for all of them.
+        near: [B, Hkv, M] log-sum-exp of what the device attends, opened when the search is over;
+            None for nothing.
 
     Returns:
         out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
@@ -78,7 +84,7 @@ def attend_cold(
         taken = [None if parcel is None else parcel.open() for parcel in hot]
         pages = [{n: parcel.open() for n, parcel in row.items()} for row in asked.pages]
     rows = [
-        _attend_row(step, row, q[row], budget, pages[row], taken[row])
+        _attend_row(step, row, q[row], budget, pages[row], taken[row], near)
         for row in range(step.layer.num_rows)
     ]
     if _fetches(step):
@@ -98,6 +104,7 @@ def _attend_row(
     budget: TokenBudget | None,
     pages: Mapping[int, Tensor],
     taken: Tensor | None,
+    near: Parcel | None,
 ) -> PartialAttention:
     cold, new = step.layer.cold, step.q.shape[2]
     stored, near_q = cold.num_tokens(row), step.grouped[row] if _fetches(step) else q
@@ -111,7 +118,12 @@ def _attend_row(
     }
     with step.phases.measure("search"):
         found = retrieve(
-            cold, row, q, budget, scale=step.scale, softcap=step.softcap, chosen=chosen
+            *(cold, row, q, budget),
+            new=new,
+            scale=step.scale,
+            softcap=step.softcap,
+            near=lambda: None if near is None else near.open()[row],
+            chosen=chosen,
         )
     if step.found is not None:
         step.found[row] = (budget, found)

@@ -33,13 +33,23 @@ def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
     hot = send_hot(step, chosen)
     parts = [attend_resident(step, chosen)] if near else []
     if asked is not None:
-        parts += [attend_cold(step, asked, budget, hot) for budget in cold]
+        beside = _send_lse(step, parts, cold)
+        parts += [attend_cold(step, asked, budget, hot, beside) for budget in cold]
     with step.phases.measure("merge"):
         parts = parts or [empty_partial(step.grouped)]
         out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
     _count_visible(step)
     shape = step.q.shape
     return PartialAttention(out.reshape(shape), lse.reshape(shape[:3]))
+
+
+def _send_lse(
+    step: Step, parts: Sequence[PartialAttention], budgets: Sequence[TokenBudget | None]
+) -> Parcel | None:
+    """How much the resident entries weigh, on its way to the host where a budget asks for it."""
+    if not parts or not any(budget is not None and budget.weighs for budget in budgets):
+        return None
+    return step.executor.send(parts[0].lse)
 
 
 def _token_budget(entries: EntrySet) -> TokenBudget | None:

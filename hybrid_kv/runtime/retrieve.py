@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_kv.runtime.share import cut
 from hybrid_kv.store import ColdExtent, ColdStore, Span
 from hybrid_kv.types import SearchResult, TokenBudget
 
@@ -18,10 +19,12 @@ class Retrieved(NamedTuple):
 
     parts: the row's extents with ids [Hkv, M, K] of their entries, -1 for none.
     scored: dot products spent on finding them.
+    ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
     """
 
     parts: list[tuple[ColdExtent, Tensor]]
     scored: int = 0
+    ranked: list[Tensor] | None = None
 
     def counted(self) -> tuple[int, int]:
         """Entries of all queries together, and of a single query at most."""
@@ -38,28 +41,70 @@ def retrieve(
     queries: Tensor,
     budget: TokenBudget,
     *,
+    new: int = 1,
     scale: float,
     softcap: float | None = None,
+    near: Callable[[], Tensor | None] = lambda: None,
     chosen: Mapping[int, Tensor] | None = None,
 ) -> Retrieved:
-    """Searches a row that has cold entries, again and wider where `budget.beta` asks for more.
+    """Searches a row that has cold entries, again and wider where `budget.min_share` asks for more.
 
     Args:
         queries: [Hkv, M, D] on the host.
+        new: T; query m is that of token m % T.
         scale, softcap: what turns a score into a logit.
+        near: gives the log-sum-exp [Hkv, M] of what is attended beside, None for nothing; asked for
+            after the search, and only where weights count.
         chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
             already; the budget is that of the others.
     """
     spans, chosen = cold.rows[row], chosen or {}
     if len(chosen) == len(spans):
         return Retrieved([(span.extent, chosen[n]) for n, span in enumerate(spans)])
-    searched, scored = _search(cold, row, queries, budget, scale, softcap, chosen)
-    rest = iter(searched)
-    parts = [
-        (span.extent, chosen[number] if number in chosen else next(rest))
+    width, scored = budget.width, 0
+    while True:
+        found = cold.search(row, queries, width, budget.most, chosen)
+        scored += sum(result.scored for _, result in found)
+        ranked = ids = [result.ids for _, result in found]
+        if budget.weighs:
+            logits = [_logits(result, scale, softcap) for _, result in found]
+            masks = cut(logits, budget, new=new, near=near())
+            ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
+        if width >= budget.most or not _wants_more(found, ids, budget):
+            break
+        width = min(4 * width, budget.most)
+    parts = _with_chosen(spans, ids, chosen)
+    return Retrieved(parts, scored, ranked if budget.weighs and not chosen else None)
+
+
+def _logits(result: SearchResult, scale: float, softcap: float | None) -> Tensor:
+    logits = result.scores * scale
+    if softcap is None:
+        return logits
+    # What was not found stays -inf, which tanh would raise to -softcap.
+    return (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)
+
+
+def _wants_more(
+    found: list[tuple[ColdExtent, SearchResult]], ids: list[Tensor], budget: TokenBudget
+) -> bool:
+    """Whether a query attends all that was ranked, of an extent that has more."""
+    if budget.min_share is None:
+        return False
+    return any(
+        kept.shape[-1] < min(budget.most, extent.length) and bool((kept >= 0).all(-1).any())
+        for (extent, _), kept in zip(found, ids, strict=True)
+    )
+
+
+def _with_chosen(
+    spans: Sequence[Span], ids: list[Tensor], chosen: Mapping[int, Tensor]
+) -> list[tuple[ColdExtent, Tensor]]:
+    searched = iter(ids)
+    return [
+        (span.extent, chosen[number] if number in chosen else next(searched))
         for number, span in enumerate(spans)
     ]
-    return Retrieved(parts, scored)
 
 
 def entries_of(pages: Tensor, span: Span, group_size: int) -> Tensor:
@@ -67,44 +112,3 @@ def entries_of(pages: Tensor, span: Span, group_size: int) -> Tensor:
     size = 1 if span.extent.index is None else span.extent.index.page_tokens
     ids = (pages[..., None] * size + torch.arange(size)).flatten(2)
     return ids.masked_fill(ids >= span.length, -1).repeat(1, group_size, 1)
-
-
-def _search(
-    cold: ColdStore,
-    row: int,
-    queries: Tensor,
-    budget: TokenBudget,
-    scale: float,
-    softcap: float | None,
-    without: Mapping[int, Tensor],
-) -> tuple[list[Tensor], int]:
-    """Ids by extent that is searched, and the dot products spent."""
-    top_k, scored = budget.top_k, 0
-    while True:
-        found = cold.search(row, queries, top_k, budget.most, without)
-        scored += sum(result.scored for _, result in found)
-        ids = [result.ids for _, result in found]
-        if budget.beta is not None:
-            ids = _near_the_best([result for _, result in found], budget.beta, scale, softcap)
-            cut = any(
-                kept.shape[-1] < min(budget.most, extent.length) and bool((kept >= 0).all(-1).any())
-                for (extent, _), kept in zip(found, ids, strict=True)
-            )
-            if cut and top_k < budget.most:
-                top_k = min(4 * top_k, budget.most)
-                continue
-        return ids, scored
-
-
-def _near_the_best(
-    results: list[SearchResult], beta: float, scale: float, softcap: float | None
-) -> list[Tensor]:
-    """The ids of each result, -1 where the logit is more than `beta` below the query's best."""
-    logits = [result.scores * scale for result in results]
-    if softcap is not None:
-        logits = [softcap * torch.tanh(logit / softcap) for logit in logits]
-    best = torch.stack([logit.amax(-1, keepdim=True) for logit in logits]).amax(0)
-    return [
-        result.ids.masked_fill(logit < best - beta, -1)
-        for result, logit in zip(results, logits, strict=True)
-    ]

@@ -366,12 +366,13 @@ def test_an_audited_answer_says_what_it_missed(plain: PreTrainedModel) -> None:
         assert recall is not None
         assert recall.mean == 1
         assert 1 <= recall.looks < NEW
-        (target, looks, head_recall, missed, error), *_ = answer.audit.heads()
-        assert target.layer_idx < 3
-        assert looks >= 1
-        assert head_recall == 1
-        assert 0 < missed < 1
-        assert error > 0
+        head, *_ = answer.audit.heads()
+        assert head.target.layer_idx < 3
+        assert answer.audit.looks()[head.target] >= 1
+        assert head.recall == 1
+        assert 0 < head.missed_mass < 1
+        assert head.missed_by_index == pytest.approx(0, abs=1e-6)
+        assert head.output_error > 0
 
 
 def test_nobody_audits_unasked(llm: Any) -> None:

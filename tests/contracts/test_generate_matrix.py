@@ -194,7 +194,7 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
     assert_equal(found, expected)
 
 
-ADAPTIVE = [method for method in METHODS if "cold.beta" in _parameters(METHODS[method].params)]
+ADAPTIVE = [method for method in METHODS if "cold.min_share" in _parameters(METHODS[method].params)]
 HOT = {"hot_tokens": 3 * PAGE, "page_budget": "all"}
 ON_THE_DEVICE = {
     "hot": HOT,
@@ -217,7 +217,7 @@ ON_THE_DEVICE = {
         *(pytest.param("hybrid", more, id=name) for name, more in ON_THE_DEVICE.items()),
     ],
 )
-def test_a_beta_that_nothing_misses_attends_everything(
+def test_a_share_that_nothing_misses_attends_everything(
     architecture: str, call: str, method: str, further: dict[str, Any]
 ) -> None:
     """The search starts with one entry and has to widen until it has found them all."""
@@ -228,7 +228,7 @@ def test_a_beta_that_nothing_misses_attends_everything(
         "window_tokens": 2 * PAGE,
         "cold.top_k": 1,
         "cold.max_tokens": LONGEST,
-        "cold.beta": 1e9,
+        "cold.min_share": 0.0,
         **further,
     }
     model = build(architecture)

@@ -12,13 +12,16 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.types import TokenBudget
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"beta": -0.5}, "cold.beta: input should be greater than or equal to 0, got -0.5"),
-    ({"beta": math.nan}, "cold.beta: input should be a finite number, got nan"),
-    ({"beta": math.inf}, "cold.beta: input should be a finite number, got inf"),
-    ({"beta": "few"}, "cold.beta: input should be a valid number, unable to parse"),
+    ({"min_share": -0.5}, "cold.min_share: input should be greater than or equal to 0, got -0.5"),
+    ({"min_share": math.nan}, "cold.min_share: input should be a finite number, got nan"),
+    ({"min_share": 1}, "cold.min_share: input should be less than 1, got 1"),
+    ({"min_share": "few"}, "cold.min_share: input should be a valid number, unable to parse"),
     ({"max_tokens": 0}, "cold.max_tokens: input should be greater than or equal to 1, got 0"),
     ({"max_tokens": 99}, "cold: max_tokens must be at least top_k 100, got 99; raise it"),
-    ({"top_k": "all", "beta": 3}, "cold: beta limits a search, and top_k 'all' attends"),
+    (
+        {"top_k": "all", "min_share": 0.1},
+        "cold: min_share limits a search, and top_k 'all' attends",
+    ),
     ({"top_k": "all", "max_tokens": 3}, "cold: max_tokens limits a search, and top_k 'all'"),
 ]
 
@@ -34,9 +37,9 @@ def test_a_budget_that_means_nothing_is_refused(
 
 
 @pytest.mark.parametrize("method", ["full", "quest", "streaming_llm"])
-def test_methods_that_search_nothing_know_no_beta(method: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown {method} setting 'beta'"):
-        HybridConfig.from_settings({"method": method, "beta": "3"})
+def test_methods_that_search_nothing_know_no_shares(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown {method} setting 'min_share'"):
+        HybridConfig.from_settings({"method": method, "min_share": "0.1"})
 
 
 @pytest.mark.parametrize(
@@ -44,8 +47,8 @@ def test_methods_that_search_nothing_know_no_beta(method: str) -> None:
     [
         ((0,), "top_k"),
         ((5, 4), "max_tokens"),
-        ((5, None, -1.0), "beta"),
-        ((5, 9, math.nan), "beta"),
+        ((5, None, -1.0), "min_share"),
+        ((5, 9, math.nan), "min_share"),
     ],
 )
 def test_the_value_itself_refuses_what_it_cannot_mean(
@@ -56,8 +59,15 @@ def test_the_value_itself_refuses_what_it_cannot_mean(
 
 
 def test_short_names_reach_the_budget() -> None:
-    settings = {"method": "flat", "top_k": "64", "max_tokens": "1k", "beta": "7.5"}
+    settings = {"method": "flat", "top_k": "64", "max_tokens": "1k", "min_share": "7.5e-4"}
     cold = HybridConfig.from_settings(settings).cold
-    assert cold.budget == TokenBudget(64, 1024, 7.5)
+    assert cold.budget == TokenBudget(64, 1024, 7.5e-4)
     assert cold.budget.most == 1024
     assert TokenBudget(64).most == 64
+
+
+def test_heads_that_share_are_searched_wider_than_they_attend_on_average() -> None:
+    assert TokenBudget(64, shared=True).most == 256
+    assert TokenBudget(64, shared=True).width == 128
+    assert TokenBudget(64, 96, shared=True).width == 96
+    assert TokenBudget(64, 96).width == 64

@@ -55,8 +55,8 @@ def test_retrieval_offloads_all_but_sinks_and_window(name: str, kind: str) -> No
 
 @pytest.mark.parametrize("name", ["retrieval_attention", "flat", "ivf", "hnsw", "hybrid"])
 def test_a_budget_of_tokens_reaches_the_cold_tier(name: str) -> None:
-    adaptive = method(name, cold={"top_k": 9, "max_tokens": 40, "beta": 2.5})
-    assert adaptive.read(0, Q)[1] == EntrySet(Tier.COLD, TokenBudget(9, 40, 2.5))
+    adaptive = method(name, cold={"top_k": 9, "max_tokens": 40, "min_share": 1e-3, "shared": True})
+    assert adaptive.read(0, Q)[1] == EntrySet(Tier.COLD, TokenBudget(9, 40, 1e-3, shared=True))
     assert method(name, cold={"top_k": "all"}).read(0, Q)[1] == EntrySet(Tier.COLD, "all")
 
 

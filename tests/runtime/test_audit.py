@@ -112,14 +112,34 @@ def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None
     assert finding.recall == 0
 
 
-def test_what_beta_leaves_out_is_not_missing() -> None:
+def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
     layer, k, _ = layer_of(9, 50)
-    q = k[:, :1].expand(2, 3, 72) * 9  # the first cold key is far above all others
-    ids = torch.tensor([0])
-    for beta, recall in ((1.0, 1.0), (None, 0.1)):
-        finding = look(layer, q, TokenBudget(10, beta=beta), ids).finding()
-        assert finding is not None
-        assert finding.recall == pytest.approx(recall)
+    q = k[:, :1].expand(2, 3, 72).clone()
+    extent = layer.cold.rows[0][0].extent
+    exact = torch.einsum("hmd,hnd->hmn", q, extent.keys).topk(10).indices
+    ranked = Retrieved([(extent, exact[..., :3])], 0, [exact])
+    found = {0: (TokenBudget(10, shared=True), ranked)}
+    part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
+    finding = Look(step_of(layer, q, found=found), 0, Target(3, 1), part).finding()
+    assert finding is not None
+    assert finding.recall == 1
+    assert finding.missed_by_index == pytest.approx(0, abs=1e-6)
+
+
+def test_what_a_better_index_would_have_found_is_the_indexs_loss() -> None:
+    layer, k, _ = layer_of(9, 50)
+    q = k[:, :1].expand(2, 3, 72).clone()
+    best = torch.einsum("hmd,hnd->hmn", q, layer.cold.rows[0][0].extent.keys).argmax(-1)
+    ids = torch.arange(50).repeat(2, 3, 1)
+    worse = ids[ids != best[..., None]].view(2, 3, 49)[..., :1]
+    lost = look(layer, q, TokenBudget(1), worse).finding()
+    assert lost is not None
+    logits = 0.3 * q[1].double() @ layer.owned_view(0)[0][1].double().T
+    cold = 0.3 * q[1].double() @ layer.cold.rows[0][0].extent.keys[1].double().T
+    shares = (cold - torch.cat([logits, cold], 1).logsumexp(1)[:, None]).exp()
+    expected = shares.amax(1) - shares.gather(1, worse[1])[:, 0]
+    assert lost.missed_by_index == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert lost.recall == 0
 
 
 def test_where_nothing_was_searched_there_is_no_recall() -> None:

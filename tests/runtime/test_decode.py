@@ -30,7 +30,7 @@ class Named:
     """What a method says: everything outside sinks, spare pages and window is cold or lost.
 
     top_k: cold entries per query head, None where the rest is lost.
-    most, beta: of the TokenBudget; an exact index ranks all entries, so `most` counts at once.
+    most, min_share: of the TokenBudget; an exact index ranks all entries, so `most` counts at once.
     pages: resident pages read beside sinks and window; None for all.
     keep: nothing ever leaves the resident tier.
 
@@ -44,7 +44,7 @@ class Named:
     spare: int = 0
     top_k: int | None = None
     most: int | None = None
-    beta: float | None = None
+    min_share: float | None = None
     pages: int | None = None
     keep: bool = False
 
@@ -62,12 +62,17 @@ NAMED = {
         {**HOT, "cold": {"top_k": "all"}, "page_budget": 1}, 4, 8, top_k=10**9, pages=1
     ),
     "hot_all_read_spare_and_near": Named(
-        {**HOT, "cold": {"top_k": 7, "beta": 0.9, **FLAT}, "page_budget": "all", "spare_tokens": 8},
+        {
+            **HOT,
+            "cold": {"top_k": 7, "min_share": 0.02, **FLAT},
+            "page_budget": "all",
+            "spare_tokens": 8,
+        },
         4,
         8,
         8,
         top_k=7,
-        beta=0.9,
+        min_share=0.02,
     ),
     "hot_without_sinks_and_window": Named(
         {
@@ -106,19 +111,31 @@ NAMED = {
     "whole_beam": Named(
         {"method": "flat", "cold": {"top_k": 3, "max_tokens": 7}, **SIZES}, 4, 8, top_k=3, most=7
     ),
-    "near_the_best": Named(
-        {"method": "flat", "cold": {"top_k": 9, "beta": 1.3}, **SIZES}, 4, 8, top_k=9, beta=1.3
+    "what_weighs": Named(
+        {"method": "flat", "cold": {"top_k": 9, "min_share": 0.03}, **SIZES},
+        4,
+        8,
+        top_k=9,
+        min_share=0.03,
     ),
-    "near_the_best_of_the_whole_beam": Named(
-        {"method": "hybrid", "cold": {"top_k": 2, "max_tokens": 13, "beta": 1.1, **FLAT}, **SIZES},
+    "what_weighs_of_the_whole_beam": Named(
+        {
+            "method": "hybrid",
+            "cold": {"top_k": 2, "max_tokens": 13, "min_share": 0.01, **FLAT},
+            **SIZES,
+        },
         4,
         8,
         top_k=2,
         most=13,
-        beta=1.1,
+        min_share=0.01,
     ),
-    "the_best_alone": Named(
-        {"method": "flat", "cold": {"top_k": 9, "beta": 0}, **SIZES}, 4, 8, top_k=9, beta=0.0
+    "hardly_any": Named(
+        {"method": "flat", "cold": {"top_k": 9, "min_share": 0.3}, **SIZES},
+        4,
+        8,
+        top_k=9,
+        min_share=0.3,
     ),
     "hybrid": Named({"method": "hybrid", "cold": {"top_k": 3, **FLAT}, **SIZES}, 4, 8, top_k=3),
     "hybrid_with_spare_pages": Named(
@@ -241,7 +258,8 @@ class Twin:
         seen = resident & (positions <= row.length - new + token)
         if self.named.top_k is not None and end > start:
             keys = row.k[head // self.shape.group_size, start:end].double()
-            best = self._retrieved(keys @ q[head, token].double())
+            near = row.k[head // self.shape.group_size][seen].double() @ q[head, token].double()
+            best = self._retrieved(keys @ q[head, token].double(), near)
             retrieved = int((~seen[start + best]).sum())
             seen[start + best] = True
             self.work.retrieved += retrieved
@@ -254,18 +272,21 @@ class Twin:
         pages = torch.arange(self.rows[number].length) // PAGE * PAGE
         return torch.isin(pages, torch.tensor(sorted(self.hot[number])))
 
-    def _retrieved(self, scores: Tensor) -> Tensor:
-        """The cold entries that a query with these true scores attends."""
+    def _retrieved(self, scores: Tensor, near: Tensor) -> Tensor:
+        """The cold entries that a query with these true scores attends, beside resident ones."""
         assert self.named.top_k is not None
         if self.named.top_k >= len(scores):
             return torch.arange(len(scores))
         best = scores.topk(min(self.named.most or self.named.top_k, len(scores))).indices
-        if self.named.beta is None:
+        if self.named.min_share is None:
             return best
-        logits = SCALE * scores[best]
-        if self.softcap is not None:
-            logits = self.softcap * (logits / self.softcap).tanh()
-        return best[logits >= logits[0] - self.named.beta]
+        logits, beside = self._logits(scores[best]), self._logits(near)
+        shares = (logits - torch.cat([logits, beside]).logsumexp(0)).exp()
+        return best[shares >= self.named.min_share]
+
+    def _logits(self, scores: Tensor) -> Tensor:
+        logits = SCALE * scores
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def _cold(self, row: Row) -> tuple[int, int]:
         if self.named.keep:

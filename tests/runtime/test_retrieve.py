@@ -45,32 +45,81 @@ def attended(found: Retrieved, lengths: list[int]) -> list[list[set[int]]]:
 
 
 def expected(
-    queries: Tensor, keys: Tensor, budget: TokenBudget, softcap: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    budget: TokenBudget,
+    softcap: float | None = None,
+    near: Tensor | None = None,
 ) -> list[list[set[int]]]:
     logits = SCALE * torch.einsum("hmd,hnd->hmn", queries.double(), keys.double())
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
-    sets = []
-    for of_head in logits:
-        best = [row.topk(min(budget.most, len(row))) for row in of_head]
-        beta = torch.inf if budget.beta is None else budget.beta
-        sets.append([set(b.indices[b.values >= b.values[0] - beta].tolist()) for b in best])
-    return sets
+    best = logits.topk(min(budget.most, logits.shape[-1]))
+    total = best.values.logsumexp(-1)
+    if near is not None:
+        total = torch.logaddexp(total, near.double())
+    shares = (best.values - total[..., None]).exp()
+    kept = shares >= (budget.min_share or 0)
+    if budget.shared:
+        weighed = shares.masked_fill(~kept, -1).flatten()
+        most = min(budget.top_k * queries.shape[0] * queries.shape[1], len(weighed))
+        kept &= shares >= weighed.topk(most).values[-1]
+    rows = zip(best.indices.flatten(0, 1), kept.flatten(0, 1), strict=True)
+    sets = [set(ids[mask].tolist()) for ids, mask in rows]
+    count = queries.shape[1]
+    return [sets[start : start + count] for start in range(0, len(sets), count)]
 
 
 @pytest.mark.parametrize("lengths", [[97], [40, 57], [3, 90, 4]])
-@pytest.mark.parametrize("beta", [0.0, 0.9, 2.1, 1e6, None])
+@pytest.mark.parametrize("min_share", [0.0, 1e-3, 0.02, 0.4, None])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_beta_counts_logits_from_the_best_of_all_extents(
-    lengths: list[int], beta: float | None, softcap: float | None
+@pytest.mark.parametrize("weight", [None, -2.0, 6.0])
+def test_shares_count_what_is_attended_beside(
+    lengths: list[int], min_share: float | None, softcap: float | None, weight: float | None
 ) -> None:
     cold, keys = store(lengths, kind="flat")
-    queries, budget = torch.randn(2, 5, 12), TokenBudget(31, 60, beta)
-    found = retrieve(cold, 0, queries, budget, scale=SCALE, softcap=softcap)
-    wanted = expected(queries, keys, budget, softcap)
+    queries, budget = torch.randn(2, 5, 12), TokenBudget(31, 60, min_share)
+    near = None if weight is None else weight + torch.randn(2, 5)
+    found = retrieve(cold, 0, queries, budget, scale=SCALE, softcap=softcap, near=lambda: near)
+    wanted = expected(queries, keys, budget, softcap, near)
     assert attended(found, lengths) == wanted
     counts = [len(ids) for of_head in wanted for ids in of_head]
     assert found.counted() == (sum(counts), max(counts))
+
+
+@pytest.mark.parametrize("lengths", [[97], [40, 57]])
+@pytest.mark.parametrize("min_share", [None, 0.01])
+@pytest.mark.parametrize("most", [None, 17])
+def test_heads_that_share_attend_the_best_of_all_of_them(
+    lengths: list[int], min_share: float | None, most: int | None
+) -> None:
+    cold, keys = store(lengths, kind="flat")
+    queries, near = torch.randn(2, 3, 12), torch.tensor([[0.0, 9, 3], [5, -torch.inf, 2]])
+    budget = TokenBudget(12, most, min_share, shared=True)
+    found = retrieve(cold, 0, queries, budget, scale=SCALE, near=lambda: near)
+    assert attended(found, lengths) == expected(queries, keys, budget, near=near)
+    total, largest = found.counted()
+    assert total <= 12 * 6
+    assert largest <= budget.most
+    if min_share is None:
+        assert total == 12 * 6
+        assert largest > 12, "heads have unequal needs"
+    assert found.ranked is not None
+    assert all((part >= 0).any() for part in found.ranked)
+
+
+def test_new_tokens_do_not_share_with_each_other() -> None:
+    cold, _ = store([97], kind="flat")
+    queries, near = torch.randn(2, 6, 12), 4 * torch.randn(2, 6)  # three heads of two tokens
+    budget = TokenBudget(7, shared=True)
+    both = retrieve(cold, 0, queries, budget, scale=SCALE, new=2, near=lambda: near)
+    for token in range(2):
+        own = slice(token, None, 2)
+        alone = retrieve(
+            cold, 0, queries[:, own], budget, scale=SCALE, near=lambda own=own: near[:, own]
+        )
+        assert attended(both, [97])[0][own] == attended(alone, [97])[0]
+        assert attended(both, [97])[1][own] == attended(alone, [97])[1]
 
 
 def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
@@ -79,7 +128,7 @@ def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
     keys_of_row = keys[:, :60]
     cold.rows[0][0].extent.k[:, 80] = 50 * queries[:, 0]
     cold.truncate(0, 60)
-    budget = TokenBudget(20, 40, 1.0)
+    budget = TokenBudget(20, 40, 0.01)
     found = retrieve(cold, 0, queries, budget, scale=SCALE)
     assert attended(found, [60]) == expected(queries, keys_of_row, budget)
 
@@ -87,18 +136,18 @@ def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
 @pytest.mark.parametrize(
     "index", [{"kind": "flat", "precision": "int8"}, {"kind": "graph"}, {"kind": "pages"}]
 )
-def test_the_search_widens_until_the_bound_or_the_last_entry_within_beta(
+def test_the_search_widens_until_the_bound_or_the_last_entry_that_weighs(
     index: dict[str, Any],
 ) -> None:
     cold, keys = store([397], **index)
     queries = torch.randn(2, 3, 12)
-    all_of_them = TokenBudget(2, 397, 1e6)
+    all_of_them = TokenBudget(2, 397, 0.0)
     found = retrieve(cold, 0, queries, all_of_them, scale=SCALE)
     assert attended(found, [397]) == expected(queries, keys, all_of_them)
-    bounded = retrieve(cold, 0, queries, TokenBudget(2, 90, 1e6), scale=SCALE)
+    bounded = retrieve(cold, 0, queries, TokenBudget(2, 90, 0.0), scale=SCALE)
     assert bounded.counted() == (6 * 90, 90)
-    once = retrieve(cold, 0, queries, TokenBudget(2, 397, 0.0), scale=SCALE)
-    assert once.counted() == (6 * 1, 1)
+    once = retrieve(cold, 0, queries, TokenBudget(2, 397, 0.9), scale=SCALE)
+    assert once.counted()[1] <= 1
     assert once.scored < bounded.scored < found.scored
 
 
