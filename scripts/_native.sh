@@ -39,12 +39,11 @@ build_native() (
         echo "$key" >"$folder/key"
 )
 
-# runnable_isas COMPILER PROGRAM...: the instruction sets that a CPU runs and the compiler knows, the
-# fastest last. PROGRAM: run_tests of the baseline, with the emulator before it if there is one.
-runnable_isas() {
+# buildable_isas COMPILER ISA...: those of the instruction sets that the compiler knows.
+buildable_isas() {
     local compiler=$1 isa flags
     shift
-    for isa in $("$@" --isas); do
+    for isa in "$@"; do
         read -ra flags < <(native_flags "$isa")
         ! "$compiler" "${flags[@]}" -fsyntax-only -x c++ /dev/null 2>/dev/null || echo "$isa"
     done
