@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class KVCache:
         self.method: Method = config.build()
         self.method.open(info)
         self.phases, self.work = Phases(), Work()
-        self.builds = IndexBuilds(self.executor, self.phases, self._spare_host_memory)
+        self.builds = self._new_builds()
         self._stand_ins = StandIns(len(info.layers))
         self._pinned = PinnedAhead()
         self.finite = FiniteGuard(self.executor)
@@ -292,6 +293,15 @@ class KVCache:
         """The layers whose prompt is still to be computed or to be ended."""
         return [shape for shape in self.info.layers if not self.is_sealed(shape.layer_idx)]
 
+    def _new_builds(self) -> IndexBuilds:
+        spare = weakref.WeakMethod(self._spare_host_memory)  # no cycle: a dropped cache is freed
+
+        def spare_bytes() -> int:
+            measure = spare()
+            return 0 if measure is None else measure()
+
+        return IndexBuilds(self.executor, self.phases, spare_bytes)
+
     def _spare_host_memory(self) -> int:
         """What cold entries and indexes of the layers to come leave of the host's free memory."""
         if not self._layers:
@@ -429,7 +439,7 @@ class KVCache:
         self.method = self.config.build()
         self.method.open(self.info)
         self.phases.reset()
-        self.builds = IndexBuilds(self.executor, self.phases, self._spare_host_memory)
+        self.builds = self._new_builds()
         self._stand_ins = StandIns(len(self.info.layers))
         self._pinned.clear()
         self.work = Work()
