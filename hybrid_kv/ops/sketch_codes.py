@@ -204,11 +204,7 @@ class SketchTier(ABC):
             return
         count = self.count + len(ids)
         self._reserve(count)
-        bad = self._encode(keys, ids)
-        if bad >= 0:
-            raise NonFiniteError(
-                f"row {bad} of the keys holds NaN or infinity; check the model's weights and dtype"
-            )
+        self._encode(keys, ids)
         if self.with_ids:
             self._ids[self.count : count] = ids
         self.count = count
@@ -251,8 +247,8 @@ class SketchTier(ABC):
         return self.codes.nbytes + (4 * self.count if self.with_ids else 0)
 
     @abstractmethod
-    def _encode(self, keys: Tensor, rows: Tensor) -> int:
-        """Writes the codes of rows [n] int32 from place `count` on; the first bad row, or -1."""
+    def _encode(self, keys: Tensor, rows: Tensor) -> None:
+        """Writes the codes of rows [n] int32 from place `count` on; raises NonFiniteError."""
 
     def _rows_to_append(self, keys: Tensor, rows: Tensor | None) -> Tensor:
         if keys.dim() != 2 or keys.shape[1] != self.map.head_dim:

@@ -23,7 +23,8 @@ enum hkv_status {
   HKV_OK = 0,
   HKV_INVALID = 1,   /* an argument is out of range */
   HKV_NO_MEMORY = 2, /* an allocation failed; results are unfinished, and the call may be repeated */
-  HKV_FAILED = 3     /* anything else */
+  HKV_FAILED = 3,    /* anything else */
+  HKV_NOT_FINITE = 4 /* an array holds NaN or infinity where that cannot be */
 };
 
 enum hkv_dtype { HKV_F32 = 0, HKV_F16 = 1, HKV_BF16 = 2 };

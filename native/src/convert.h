@@ -11,6 +11,9 @@
 #include <immintrin.h>
 #endif
 
+/// For what holds its sums in registers: as a call of its own it would pass them through memory.
+#define HKV_INLINE __attribute__((always_inline))
+
 namespace hkv {
 
 struct Half {
@@ -92,6 +95,21 @@ inline Floats load_floats(const Bfloat *from) {
   for (int i = 0; i < kLanes; ++i) value[i] = to_float(from[i]);
   return value;
 #endif
+}
+
+/// A product that is rounded before it is added: compilers would join the two operations into one
+/// where the instruction set has it, and only there.
+inline Floats rounded(Floats product) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
 }
 
 inline void store_floats(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }

@@ -14,6 +14,11 @@ struct Invalid : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+/// NaN or infinity where it cannot be.
+struct NotFinite : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
 void set_last_error(const char *message) noexcept;
 
 /// Runs `body`; no exception leaves it.
@@ -25,6 +30,9 @@ int guarded(Body &&body) noexcept {
   } catch (const Invalid &error) {
     set_last_error(error.what());
     return HKV_INVALID;
+  } catch (const NotFinite &error) {
+    set_last_error(error.what());
+    return HKV_NOT_FINITE;
   } catch (const std::bad_alloc &) {
     set_last_error("out of memory");
     return HKV_NO_MEMORY;

@@ -135,19 +135,11 @@ void Search::check() const {
   }
 }
 
-/// Heads are divided where there are too few of them for the threads to finish together.
 void Search::choose_parts() {
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (int32_t at = 0; at < heads; ++at) fewest = std::min(fewest, num_keys(head[at]));
   const int64_t threads = pool == nullptr ? 1 : pool->threads();
-  const int64_t items = heads * groups_, most = std::min(kMostParts, fewest / kSmallestPart);
-  const auto idle = [&](int64_t parts) {  // share of the threads' time in the last round
-    const int64_t rounds = (items * parts + threads - 1) / threads;
-    return 1.0 - static_cast<double>(items * parts) / static_cast<double>(rounds * threads);
-  };
-  parts_ = 1;
-  for (int64_t parts = 2; parts <= most && idle(parts_) > 0.1; ++parts)
-    if (idle(parts) < idle(parts_)) parts_ = parts;
+  parts_ = parts_of_items(heads * groups_, threads, std::min(kMostParts, fewest / kSmallestPart));
 }
 
 void Search::run() {

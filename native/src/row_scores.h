@@ -14,9 +14,6 @@
 
 namespace hkv {
 
-/// For what holds its sums in registers: as a call of its own it would pass them through memory.
-#define HKV_INLINE __attribute__((always_inline))
-
 /// How a row of `dim` elements is read in vectors.
 ///
 /// The last vector ends with the row and so may overlap the one before it; the query's copy has

@@ -166,6 +166,14 @@ class Selection {
     }
   }
 
+  /// One more score, of a greater id; unless it is no better than the threshold has become.
+  void push(float score, uint32_t id) {
+    if (__builtin_expect(count_ == capacity_, 0)) drop();
+    if (!(score > threshold_)) return;
+    scores_[count_] = score;
+    ids_[count_++] = id;
+  }
+
   /// The best `keep`, or all if there are fewer, by ascending id.
   int64_t finish() {
     if (count_ > keep_) drop();
@@ -175,6 +183,7 @@ class Selection {
   /// Scores up to `threshold` are not looked for from now on.
   void start_at(float threshold) { threshold_ = threshold; }
 
+  float threshold() const { return threshold_; }
   float *scores() const { return scores_; }
   uint32_t *ids() const { return ids_; }
   int64_t count() const { return count_; }

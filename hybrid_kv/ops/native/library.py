@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
+from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError, NonFiniteError
 
 ABI_VERSION = 8
 ISAS = ("baseline", "avx2", "avxvnni", "avx512")
 """From the slowest to the fastest; which of them a CPU runs, only the CPU can say."""
 _ANYWHERE = "baseline"
 _FOLDER = Path(__file__).parent
-_INVALID, _NO_MEMORY = 1, 2
+_INVALID, _NO_MEMORY, _NOT_FINITE = 1, 2, 4
 
 
 class EngineWarning(RuntimeWarning):
@@ -156,7 +156,7 @@ def check(library: ctypes.CDLL, status: int) -> None:
     """Raises what a status other than 0 stands for, with the engine's sentence.
 
     Raises:
-        ConfigError, CapacityError, RuntimeError
+        ConfigError, CapacityError, NonFiniteError, RuntimeError
     """
     if status == 0:
         return
@@ -165,4 +165,6 @@ def check(library: ctypes.CDLL, status: int) -> None:
         raise ConfigError(message)
     if status == _NO_MEMORY:
         raise CapacityError(f"the native engine has run {message}; lower the context or top_k")
+    if status == _NOT_FINITE:
+        raise NonFiniteError(message)
     raise RuntimeError(f"the native engine failed: {message}")

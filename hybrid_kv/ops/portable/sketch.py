@@ -23,6 +23,8 @@ from hybrid_kv.types import SearchResult
 
 _LANES = 16
 _CHUNK = 4096
+_GROUP = 64
+"""Queries of a head that share the rows they read."""
 _LARGEST = np.float32(127)
 _TINY = np.finfo(np.float32).tiny
 _Floats = NDArray[np.float32]
@@ -99,7 +101,7 @@ def _exact(rows: Any, query: Any, out: Any) -> None:
 class SketchTier(sketch_codes.SketchTier):
     """See `hybrid_kv.ops.sketch_codes.SketchTier`; codes are the engine's bit for bit."""
 
-    def _encode(self, keys: Tensor, rows: Tensor) -> int:
+    def _encode(self, keys: Tensor, rows: Tensor) -> None:
         columns, _, start = self.map.columns
         dims, groups = self.map.plan.num_dims, _groups(self.map.plan)
         blocks = self._codes.numpy()
@@ -108,8 +110,10 @@ class SketchTier(sketch_codes.SketchTier):
             values = _projected(keys[some], columns, start, dims)
             bad = _pack(values, groups, self.count + first, blocks)
             if bad >= 0:
-                return int(some[bad])
-        return -1
+                raise NonFiniteError(
+                    f"row {int(some[bad])} of the keys holds NaN or infinity; check the model's "
+                    "weights and dtype"
+                )
 
 
 class _QueryCodes(NamedTuple):
@@ -177,14 +181,16 @@ class SketchSearcher:
         scored = rows_read = 0
         for head, rows in enumerate(self.keys):
             tail = np.arange(sizes.first_exact[head], len(rows))
-            read = [tail]
+            read: list[_Ints] = []
             for place, query in enumerate(queries[head].numpy()):
                 found, num_coded = self._candidates(head, query, sizes.candidates[head])
                 read.append(found)
                 ranked = np.concatenate([found, tail])
                 scored += num_coded + len(ranked)
                 _rank(rows, query, ranked, ids[head, place], scores[head, place])
-            rows_read += len(np.unique(np.concatenate(read))) if len(read) > 1 else 0
+            for first in range(0, len(read), _GROUP):
+                distinct = np.unique(np.concatenate(read[first : first + _GROUP]))
+                rows_read += len(distinct) + len(tail)
         return SearchResult(ids, scores, scored, rows_read)
 
     def _candidates(self, head: int, query: _Floats, wanted: int) -> tuple[_Ints, int]:
