@@ -9,6 +9,8 @@ from ctypes import byref, c_int32, c_void_p
 from functools import cache
 from weakref import finalize
 
+import torch
+
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.ops.native.cores import default_threads
 from hybrid_kv.ops.native.library import check, engine
@@ -63,12 +65,19 @@ def default_pool() -> Pool:
 
 
 def work_alone() -> None:
-    """From now on this thread shares its work with no others; `pool_here` gives it no pool.
+    """From now on this thread shares its work with no others: torch's operations run in it alone,
+    and `pool_here` gives it no pool.
 
     A pool runs one loop at a time, so that a long loop of a thread in the background would hold up
     the searches of decoding.
     """
     _thread.is_alone = True
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # Threads that begin later get the number that was set last, by whichever thread.
+    restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    restoring.start()
+    restoring.join()
 
 
 def pool_here() -> Pool | None:
