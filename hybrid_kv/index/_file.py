@@ -6,12 +6,15 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hybrid_kv.errors import FileFormatError
 
@@ -90,6 +93,37 @@ def read_arrays(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArra
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(path, f"its header is not complete ({error})") from None
     return meta, arrays
+
+
+@contextmanager
+def refusing_what_is_damaged(path: Path) -> Iterator[None]:
+    """Turns what a file's content raises, when it is made sense of, into FileFormatError."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except KeyError as error:
+        raise _damaged(path, f"it lacks {error}") from None
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FileFormatError(f"{path} is damaged ({reason}); build the index again") from None
+
+
+def fingerprint(keys: Tensor, count: int) -> dict[str, Any]:
+    """Names the first `count` keys that an index was made for, from 1024 spread rows."""
+    rows = keys[:, : count : max(1, count // 1024)].contiguous().view(torch.uint8)
+    shape = [keys.shape[0], count, keys.shape[2]]
+    crc = zlib.crc32(rows.numpy().tobytes())
+    return {"shape": shape, "dtype": str(keys.dtype).removeprefix("torch."), "crc32": crc}
+
+
+def check_fingerprint(path: Path, saved: dict[str, Any], keys: Tensor, count: int) -> None:
+    """Raises FileFormatError unless keys begin with those that were `saved`, `count` of them."""
+    if not 0 <= count <= keys.shape[1] or saved != fingerprint(keys, count):
+        raise FileFormatError(
+            f"{path} was made for other keys ({saved['shape']}), got {list(keys.shape)}; load it "
+            "with the context it was saved with"
+        )
 
 
 def _read_header(path: Path, content: bytes) -> tuple[dict[str, Any], int]:

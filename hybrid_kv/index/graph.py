@@ -6,7 +6,6 @@ Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; Ro
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,7 +17,13 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._file import read_arrays, write_arrays
+from hybrid_kv.index._file import (
+    check_fingerprint,
+    fingerprint,
+    read_arrays,
+    refusing_what_is_damaged,
+    write_arrays,
+)
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
@@ -258,7 +263,7 @@ class GraphIndex(KeyIndex):
         meta = {
             "params": self.params.model_dump(mode="json"),
             "reports": self.describe(),
-            "keys": _fingerprint(self._keys, self._linked),
+            "keys": fingerprint(self._keys, self._linked),
             "linked": [len(graph) for graph in self._graphs],
             "degrees": [graph.degree for graph in self._graphs],
             "group_size": self._group_size,
@@ -275,7 +280,7 @@ class GraphIndex(KeyIndex):
         """
         path = Path(path)
         meta, arrays = read_arrays(path, cls._file_kind)
-        try:
+        with refusing_what_is_damaged(path):
             index = cls(cls.Params.model_validate(meta["params"]))
             index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
             index._group_size = int(meta["group_size"])
@@ -283,19 +288,7 @@ class GraphIndex(KeyIndex):
                 raise ValueError(f"group_size must be at least 0, got {index._group_size}")
             graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(index.reports)))
             linked = max((len(graph) for graph in graphs), default=0)
-            fingerprint, shape = meta["keys"], meta["keys"]["shape"]
-        except KeyError as error:
-            raise FileFormatError(
-                f"{path} is damaged: it lacks {error}; build the index again"
-            ) from None
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise FileFormatError(f"{path} is damaged ({reason}); build the index again") from None
-        if keys.shape[1] < linked or fingerprint != _fingerprint(keys, linked):
-            raise FileFormatError(
-                f"{path} was made for other keys ({shape}), got {list(keys.shape)}; load it with "
-                "the context it was saved with"
-            )
+            check_fingerprint(path, meta["keys"], keys, linked)
         if len(graphs) != len(keys):
             raise FileFormatError(
                 f"{path} is damaged: it has {len(graphs)} graphs for {len(keys)} heads; build the "
@@ -376,11 +369,3 @@ def _why_unread(keys: Tensor) -> str | None:
     if keys.dtype not in DTYPES or not is_readable(keys):
         return f"the engine does not read {keys.dtype} rows of strides {list(keys.stride())}"
     return None
-
-
-def _fingerprint(keys: Tensor, linked: int) -> dict[str, Any]:
-    """Names the keys that an index was made for, from 1024 spread rows."""
-    rows = keys[:, : linked : max(1, linked // 1024)].contiguous().view(torch.uint8)
-    shape = [keys.shape[0], linked, keys.shape[2]]
-    crc = zlib.crc32(rows.numpy().tobytes())
-    return {"shape": shape, "dtype": str(keys.dtype).removeprefix("torch."), "crc32": crc}

@@ -15,7 +15,8 @@ except ImportError:
     atheris = None
 else:
     with atheris.instrument_imports(include=["hybrid_kv.index", "hybrid_kv.ops"]):
-        import hybrid_kv.index.graph  # noqa: F401  # its branches are counted
+        import hybrid_kv.index.graph  # its branches are counted
+        import hybrid_kv.index.sketch  # noqa: F401
 
 import torch
 

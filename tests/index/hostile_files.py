@@ -16,10 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.errors import ConfigError, FileFormatError, NonFiniteError
+from hybrid_kv.index._sketch_head import HeadSketch, Placing
+from hybrid_kv.index._sketch_learn import SketchReport
+from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native.graph_build import project
+from hybrid_kv.ops.sketch_codes import SketchPlan
 
 Choose = Callable[[int], int]
 """A number from 0 to below its argument, which is at least 1."""
@@ -41,7 +46,9 @@ def keys_of_file() -> Tensor:
 
 
 def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
-    """Sound files, whose lists have slots to spare or have not; the last of no graph at all."""
+    """Sound files: graphs whose lists have slots to spare or have not, one of no graph at all;
+    sketches, uniform and in tiers.
+    """
     keys = keys_of_file()
     files = []
     for degree in (*degrees, 0):
@@ -52,7 +59,23 @@ def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
         path = folder / "seed.hkv"
         index.save(path)
         files.append(path.read_bytes())
-    return files
+    return files + [_sketch_file(folder / "seed.hkv", with_tiers) for with_tiers in (False, True)]
+
+
+def _sketch_file(path: Path, with_tiers: bool) -> bytes:
+    keys = keys_of_file()
+    index = SketchIndex(SketchIndex.Params(min_keys=NUM_KEYS + 1))
+    index.build(keys, None)
+    index.reports = (SketchReport("sketch", "for a test"), SketchReport("flat", "for a test"))
+    maker = SketchMaker(keys[0], keys[0, :40])
+    plans = [SketchPlan(groups) for groups in (((4, 8),), ((8, 4),))]
+    placing = Placing(maker.potential, maker.potential.of(keys[0]).median()[None])
+    maps = [maker.map_of(plan) for plan in plans[: 1 + with_tiers]]
+    sketch = HeadSketch.of(maps, keys[0], placing if with_tiers else None)
+    sketch.num_rerank = 17
+    index._serve({0: sketch})
+    index.save(path)
+    return path.read_bytes()
 
 
 def _graph(keys: Tensor, degree: int) -> KeyGraph:
@@ -88,20 +111,29 @@ def load_and_search(path: Path, keys: Tensor, queries: Tensor) -> bool:
     Raises:
         AssertionError: it found something else; anything else that `load` should not raise.
     """
-    try:
-        index = GraphIndex.load(path, keys)
-    except FileFormatError:
+    loaded = (_loaded(kind, path, keys) for kind in (GraphIndex, SketchIndex))
+    index = next(filter(None, loaded), None)
+    if index is None:
         return False
     index.describe()
     for known in (keys, torch.cat([keys, keys[:, :7]], dim=1)):  # also after it has grown
         try:
             index.add(known)
             found = index.search(queries, 5)
-        except ConfigError:  # settings are the user's, and a search checks them
+        except (ConfigError, NonFiniteError):  # settings and maps are the user's to check
             return True
         assert int(found.ids.min()) >= -1
         assert int(found.ids.max()) < known.shape[1]
     return True
+
+
+def _loaded(
+    kind: type[GraphIndex | SketchIndex], path: Path, keys: Tensor
+) -> GraphIndex | SketchIndex | None:
+    try:
+        return kind.load(path, keys)
+    except FileFormatError:
+        return None
 
 
 def _opened(content: bytes) -> tuple[dict[str, Any], bytearray]:

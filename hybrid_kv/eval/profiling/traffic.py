@@ -96,8 +96,21 @@ def _bytes_per_score(cache: KVCache, group: float, key_bytes: float, itemsize: i
         return 4 * width
     if kind == "graph":
         return _LISTS * (width + 1) / group
+    if kind == "sketch":
+        return _code_bytes(cache, width) / group
     if kind == "pages":
         return 2 * key_bytes / group
     index = index_of(cache.config)
     stored = kind == "flat" and getattr(index, "precision", None) != "int8"
     return (key_bytes if stored else width + 1) / group
+
+
+def _code_bytes(cache: KVCache, width: float) -> float:
+    """Bytes of a key that searches of sketches scan, on average over keys and heads."""
+    heads = [head for layer in cache.layers.values() for head in layer.cold.describe_indexes()]
+    sizes = []
+    for tiers in (head.get("tiers") for head in heads):
+        count = sum(tier["num_keys"] for tier in tiers or ())
+        coded = sum(tier["num_keys"] * tier["code_bytes"] for tier in tiers or ())
+        sizes.append(coded / count if count else width + 1)
+    return sum(sizes) / len(sizes) if sizes else width + 1

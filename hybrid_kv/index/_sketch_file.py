@@ -1,0 +1,93 @@
+"""Sketches as arrays of an index file, and back; whatever a file holds is read as hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._sketch_engine import restored_tier
+from hybrid_kv.index._sketch_head import HeadSketch, Placing
+from hybrid_kv.index._sketch_potential import Potential
+from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, SketchTier
+
+CODES = 1
+"""What codes mean and how they lie; every engine makes and reads the same."""
+_MAP = ("key_map", "key_offset", "query_map")
+_POTENTIAL = ("of_keys", "weights", "scale", "thresholds")
+
+
+def arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
+    """The arrays of one head, by their names in docs/index-file.md."""
+    arrays: dict[str, Tensor] = {}
+    for number, tier in enumerate(sketch.tiers):
+        parts = {name: getattr(tier.map, name) for name in _MAP} | {"codes": tier.codes}
+        if tier.ids is not None:
+            parts["ids"] = tier.ids
+        arrays |= {f"{number}.{name}": array for name, array in parts.items()}
+    if (placing := sketch.placing) is not None:
+        arrays |= {name: getattr(placing.potential, name) for name in _POTENTIAL}
+        arrays["cuts"] = placing.cuts
+    return arrays
+
+
+def describe(sketch: HeadSketch) -> dict[str, Any]:
+    """What of one head is no array."""
+    tiers = [{"groups": tier.map.plan.groups, "count": tier.count} for tier in sketch.tiers]
+    return {"num_rerank": sketch.num_rerank, "tiers": tiers}
+
+
+def sketch_of(head: str, what: Mapping[str, Any], arrays: Mapping[str, Any]) -> HeadSketch:
+    """One head's sketch as a file holds it; raises whatever is wrong with it by itself."""
+    own = {
+        name.removeprefix(f"{head}."): torch.from_numpy(array)
+        for name, array in arrays.items()
+        if name.startswith(f"{head}.")
+    }
+    tiers = [_tier_of(number, tier, own) for number, tier in enumerate(what["tiers"])]
+    if not tiers or not 1 <= (num_rerank := int(what["num_rerank"])) < 2**31:
+        raise ValueError("a sketch must have tiers, and rank at least one key")
+    return HeadSketch(tiers, num_rerank, _placing_of(own) if len(tiers) > 1 else None)
+
+
+def check(sketches: Mapping[int, HeadSketch], num_reports: int, keys: Tensor, count: int) -> None:
+    """Raises ValueError unless the sketches are of the first `count` keys [Hkv, N, D]."""
+    if num_reports != len(keys) or not all(0 <= head < len(keys) for head in sketches):
+        raise ValueError(f"{num_reports} reports and sketches of {list(sketches)}")
+    for head, sketch in sketches.items():
+        rows = [_rows(tier) for tier in sketch.tiers]
+        if not torch.equal(torch.cat(rows).sort().values, torch.arange(count)):
+            raise ValueError(f"the tiers of head {head} must hold {count} keys, each once")
+        placing = () if sketch.placing is None else (sketch.placing.potential.of_keys,)
+        for array in (*placing, *(tier.map.key_map for tier in sketch.tiers)):
+            if array.shape[1] != keys.shape[2]:
+                raise ValueError(f"head {head} is of keys of {array.shape[1]} channels")
+
+
+def _tier_of(number: int, what: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> SketchTier:
+    plan = SketchPlan(tuple((int(dims), int(bits)) for dims, bits in what["groups"]))
+    sketch_map = SketchMap(plan, *(arrays[f"{number}.{name}"] for name in _MAP))
+    codes, ids = arrays[f"{number}.codes"], arrays.get(f"{number}.ids")
+    return restored_tier(sketch_map, codes, ids, int(what["count"]))
+
+
+def _placing_of(arrays: Mapping[str, Tensor]) -> Placing:
+    of_keys, weights, scale, thresholds = (arrays[name] for name in _POTENTIAL)
+    cuts = arrays["cuts"]
+    expected = (of_keys.shape[0], scale.shape[0])
+    if tuple(weights.shape) != expected or weights.dtype != torch.int8:
+        raise ValueError(f"weights must be int8 {list(expected)}, got {list(weights.shape)}")
+    if thresholds.shape != scale.shape or scale.dim() != 1 or not len(scale):
+        raise ValueError(f"thresholds must be {list(scale.shape)}, got {list(thresholds.shape)}")
+    for array in (of_keys, scale, thresholds, cuts):
+        if array.dtype != torch.float32 or not bool(torch.isfinite(array).all()):
+            raise ValueError("a potential must be of finite float32 numbers")
+    if cuts.dim() != 1 or not bool((cuts.diff() >= 0).all()):
+        raise ValueError("cuts between tiers must ascend")
+    return Placing(Potential(of_keys, weights, scale, thresholds), cuts)
+
+
+def _rows(tier: SketchTier) -> Tensor:
+    return torch.arange(tier.count) if tier.ids is None else tier.ids.long()

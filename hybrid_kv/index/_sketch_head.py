@@ -1,0 +1,71 @@
+"""The sketch of one KV head: tiers of codes, and where later keys go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._sketch_engine import encode, new_tier
+from hybrid_kv.index._sketch_potential import Potential
+from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
+
+TAIL_KEYS = 64
+"""The newest keys are scored exactly until there are so many to encode together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Which tier a key belongs to: its potential lies between two cuts, [tiers - 1] ascending."""
+
+    potential: Potential
+    cuts: Tensor
+
+    def of(self, keys: Tensor) -> Tensor:
+        """[n] int64 tier of each key [n, D]."""
+        return torch.bucketize(self.potential.of(keys), self.cuts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.potential.nbytes + self.cuts.nbytes
+
+
+class HeadSketch:
+    """Codes of the first `count` keys of a head.
+
+    Args:
+        tiers: a single one without ids holds all keys; several hold those that `placing` gives
+            them.
+        num_rerank: candidates that are ranked exactly, for the number of results checked.
+    """
+
+    def __init__(
+        self, tiers: Sequence[SketchTier], num_rerank: int, placing: Placing | None = None
+    ) -> None:
+        self.tiers, self.num_rerank, self.placing = tuple(tiers), num_rerank, placing
+        self.count = sum(tier.count for tier in tiers)
+
+    @classmethod
+    def of(cls, maps: Sequence[SketchMap], keys: Tensor, placing: Placing | None) -> HeadSketch:
+        """Of all keys [N, D]."""
+        tiers = [new_tier(one, with_ids=placing is not None) for one in maps]
+        sketch = cls(tiers, 0, placing)
+        sketch.append(keys)
+        return sketch
+
+    def append(self, keys: Tensor) -> None:
+        """Encodes the rows of keys [N, D] from `count` on."""
+        if self.placing is None:
+            encode(self.tiers[0], keys)
+        else:
+            tier_of = self.placing.of(keys[self.count :])
+            for number, tier in enumerate(self.tiers):
+                encode(tier, keys, (tier_of == number).nonzero()[:, 0] + self.count)
+        self.count = len(keys)
+
+    @property
+    def memory_bytes(self) -> int:
+        parts = sum(tier.memory_bytes + tier.map.nbytes for tier in self.tiers)
+        return parts + (0 if self.placing is None else self.placing.nbytes)

@@ -1,0 +1,237 @@
+"""How one KV head's sketch comes about: forecasts on some keys, a proof on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from time import thread_time
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, TypeAdapter
+from torch import Tensor
+
+from hybrid_kv.index._sketch_engine import Searcher
+from hybrid_kv.index._sketch_forecast import Forecast, Goal, forecasts
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_maker import SketchMaker
+from hybrid_kv.index._sketch_plans import Layout
+from hybrid_kv.index._trial import HeldOut, Trial
+
+_MARGIN, _WIDER = 1.05, 1.25
+"""Candidates of the first proof over those that the forecast asks for, and of the next ones."""
+_PROOFS, _LAYOUTS = 3, 3
+"""Numbers of candidates that are tried for a layout, and layouts."""
+_HELD_SHARE = 8
+_SCORES_AT_ONCE, _RUN = 2**23, 32
+_SAMPLE_KEYS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """code_bytes: of each of its keys, of which there were `num_keys` when the index was built."""
+
+    code_bytes: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class SketchReport:
+    """What serves one KV head, and why.
+
+    serves: "sketch" or "flat". num_rerank: candidates that a query ranks exactly. recall, mass: the
+    promise: shares of their exact top keys, and of the softmax mass of these, that held-out queries
+    found. forecasts: the layouts by their bytes, with the candidates each would take and the work
+    over the 8-bit scan's. top_mass: softmax mass of the exact top keys over all cold keys.
+    effective_dim: of the keys as queries see them. learn_s: seconds of one thread.
+    """
+
+    serves: str
+    reason: str
+    tiers: tuple[TierReport, ...] = ()
+    num_rerank: Annotated[int, Field(ge=0, le=2**31)] = 0
+    recall: float = 0.0
+    mass: float = 0.0
+    forecasts: tuple[str, ...] = ()
+    top_mass: float = 0.0
+    effective_dim: float = 0.0
+    learn_s: float = field(default=0.0, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SketchReport:
+        """From what `to_dict` gave.
+
+        Raises:
+            ValueError: a value is missing or of another type.
+        """
+        return _REPORT.validate_python(data)
+
+
+_REPORT = TypeAdapter(SketchReport)
+
+
+def learn(
+    keys: Tensor,
+    samples: Tensor,
+    choices: Sequence[Layout],
+    goal: Goal,
+    check_cancelled: Callable[[], None],
+) -> tuple[HeadSketch | None, SketchReport]:
+    """The sketch of one KV head, or None where it does not pay or misses the goal.
+
+    Args:
+        keys: [N, D], N at least 1.
+        samples: [G, M, D] queries of the group's heads at M positions.
+        choices: the layouts that are tried; none where the head has too few channels.
+        check_cancelled: called between pieces of the work.
+    """
+    begin = thread_time()
+    build, check = hold_out_block(samples, max(1, goal.queries // samples.shape[0]))
+    if not choices:
+        return _scanned(f"{keys.shape[1]} channels are too few for such codes")
+    if check.shape[1] == 0:
+        return _scanned(f"{samples.shape[1]} sampled positions are too few")
+    if not bool(torch.isfinite(samples.float().sum())):
+        return _scanned("the samples hold NaN or infinity")
+    maker = SketchMaker(keys, build.flatten(0, 1))
+    if maker.space.is_flat:
+        return _scanned("queries see no difference between the keys")
+    check_cancelled()
+    held = held_out(keys, check, goal.top_k)
+    check_cancelled()
+    found = forecasts(maker, choices, held, goal)
+    sketch, report = _first_proven(maker, found, held, goal, check_cancelled)
+    return sketch, replace(
+        report,
+        forecasts=tuple(map(str, found)),
+        top_mass=held.top_mass,
+        effective_dim=maker.space.effective_dim,
+        learn_s=thread_time() - begin,
+    )
+
+
+def hold_out_block(samples: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Splits samples [G, M, D] into (build, check): the last eighth takes no part in the build.
+
+    Neighbours of a held-out query would tell its answers; a block has them at one end only. `count`
+    positions, spread over the block, are enough to check.
+    """
+    total = samples.shape[1]
+    block = total // _HELD_SHARE
+    count = min(count, block)
+    held = samples[:, total - block :]
+    if count:
+        held = held[:, torch.arange(count) * block // count]
+    return samples[:, : total - block], held
+
+
+def held_out(keys: Tensor, check: Tensor, top_k: int) -> HeldOut:
+    """The exact answers of queries [G, P, D] over keys [N, D]."""
+    by_position = check.transpose(0, 1).float().contiguous()
+    flat = by_position.flatten(0, 1)
+    scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
+    best, ids = torch.empty(len(flat), 0), torch.empty(len(flat), 0, dtype=torch.int64)
+    first = 0
+    for rows in keys.split(max(_RUN, _SCORES_AT_ONCE // len(flat) // _RUN * _RUN)):
+        scores = flat @ rows.float().T
+        found, found_ids = _best(scores, top_k)
+        best, order = torch.cat([best, found], 1).topk(min(top_k, first + len(rows)))
+        ids = torch.cat([ids, found_ids + first], 1).gather(1, order)
+        first += len(rows)
+    total = _log_sums(flat, keys, best, scale)
+    ids, best, total = (part.unflatten(0, by_position.shape[:2]) for part in (ids, best, total))
+    return HeldOut(by_position, ids, best, total, scale)
+
+
+def _log_sums(queries: Tensor, keys: Tensor, best: Tensor, scale: float) -> Tensor:
+    """[Q], log-sum-exp of the scaled scores of all keys.
+
+    Most of it are the best ones [Q, K]; a sample tells of the others.
+    """
+    step = max(1, len(keys) // _SAMPLE_KEYS)
+    scores = queries @ keys[::step].float().T
+    others = scores.masked_fill(scores >= best.amin(1, keepdim=True), -torch.inf)
+    rest = torch.logsumexp(others * scale, 1) + math.log(step)
+    return torch.logaddexp(torch.logsumexp(best * scale, 1), rest)
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of scores [Q, n], with their places, unordered.
+
+    They lie in the runs whose largest ones are the largest, which takes a third of the time.
+    """
+    whole = scores.shape[1] // _RUN
+    if whole <= count:
+        all_of_them = scores.topk(min(count, scores.shape[1]), sorted=False)
+        return all_of_them.values, all_of_them.indices
+    runs = scores[:, : whole * _RUN].unflatten(1, (whole, _RUN))
+    picked = runs.amax(2).topk(count, sorted=False).indices
+    places = (picked[..., None] * _RUN + torch.arange(_RUN)).flatten(1)
+    rest = torch.arange(whole * _RUN, scores.shape[1]).expand(len(scores), -1)
+    places = torch.cat([places, rest], 1)
+    found = scores.gather(1, places).topk(count, sorted=False)
+    return found.values, places.gather(1, found.indices)
+
+
+def _scanned(reason: str) -> tuple[None, SketchReport]:
+    return None, SketchReport("flat", reason)
+
+
+def _first_proven(
+    maker: SketchMaker,
+    found: list[Forecast],
+    held: HeldOut,
+    goal: Goal,
+    check_cancelled: Callable[[], None],
+) -> tuple[HeadSketch | None, SketchReport]:
+    """The layout of least work that reaches the goal."""
+    reason = "no layout reaches the goal by forecast"
+    for forecast in found[:_LAYOUTS]:
+        if forecast.num_rerank is None:
+            break
+        if goal.gain * forecast.work > 1:
+            return _scanned(f"the 8-bit scan is less work than a sketch ({forecast})")
+        sketch = maker.sketch(forecast.layout)
+        check_cancelled()
+        trial = _prove(sketch, maker.keys, forecast, held, goal)
+        tiers = tuple(TierReport(one.map.plan.code_bytes, one.count) for one in sketch.tiers)
+        reason = (
+            f"recall {trial.recall:.3f}, mass {trial.mass:.4f} with {trial.beam} of {forecast.name}"
+        )
+        if _is_reached(trial, goal):
+            sketch.num_rerank = -(-trial.beam * goal.top_k // held.ids.shape[-1])
+            return sketch, SketchReport(
+                "sketch", reason, tiers, trial.beam, trial.recall, trial.mass
+            )
+        reason = f"{reason} misses {goal.recall:g}, {goal.mass:g}"
+    return _scanned(reason)
+
+
+def _prove(
+    sketch: HeadSketch, keys: Tensor, forecast: Forecast, held: HeldOut, goal: Goal
+) -> Trial:
+    """What the held-out queries find with as few candidates as reach the goal, or with the most."""
+    assert forecast.num_rerank is not None
+    most = forecast.layout.most_reranked
+    searcher, top_k = Searcher([keys], [sketch.tiers]), held.ids.shape[-1]
+    ranked = max(top_k, math.ceil(_MARGIN * forecast.num_rerank))
+    for _ in range(_PROOFS):
+        found = [searcher.search(q[None], top_k, num_rerank=[ranked]) for q in held.queries]
+        ids, scores = (
+            torch.cat([one.ids for one in found]),
+            torch.cat([one.scores for one in found]),
+        )
+        trial = held.judge(ranked, ids, scores, 1.0)
+        if _is_reached(trial, goal) or ranked >= most:
+            break
+        ranked = min(most, math.ceil(_WIDER * ranked))
+    return trial
+
+
+def _is_reached(trial: Trial, goal: Goal) -> bool:
+    return trial.recall >= goal.recall and trial.mass >= goal.mass

@@ -1,0 +1,257 @@
+"""`sketch`: short codes of the keys in the metric of the queries, scanned; the best ranked exactly.
+
+The recipe is this project's. Related: quantisation for queries that are not spread as the keys are
+(Guo et al. 2020, ScaNN), and RaBitQ's random rotations (Gao and Long 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hybrid_kv import config
+from hybrid_kv.errors import FileFormatError
+from hybrid_kv.index import _sketch_file
+from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._file import (
+    check_fingerprint,
+    fingerprint,
+    read_arrays,
+    refusing_what_is_damaged,
+    write_arrays,
+)
+from hybrid_kv.index._flat_scans import FlatScan, int8_scan
+from hybrid_kv.index._sketch_engine import Searcher, why_unread
+from hybrid_kv.index._sketch_forecast import Goal
+from hybrid_kv.index._sketch_head import TAIL_KEYS, HeadSketch
+from hybrid_kv.index._sketch_learn import SketchReport, learn
+from hybrid_kv.index._sketch_plans import layouts
+from hybrid_kv.index._stand_in import StandIn
+from hybrid_kv.plugins import INDEXES, Index
+from hybrid_kv.types import Needs, SearchResult
+
+_RERANK = 1.5
+"""Of heads that are scanned: keys that a search ranks exactly per key that it is asked for."""
+
+
+@INDEXES.register("sketch", paper="this project; ScaNN (Guo et al. 2020)")
+class SketchIndex(KeyIndex):
+    """Scans codes of a few bytes a key that prefill queries shaped; the best are ranked exactly.
+
+    One sketch per KV head, for all its query heads together. Every head proves itself on queries
+    that took no part in its making (`reports`): where it misses the goal, or where scanning 8-bit
+    copies is less work, that is done.
+
+    Later keys are encoded as the others are.
+    """
+
+    class Params(config.Params):
+        """sampled_queries, recent_queries: prefill queries per query head to learn from, spread
+        evenly (up to twice as many) and from the prompt's end; horizon_tokens: they are turned to
+        so many positions behind the prompt (RoPE), and codes are learned again, in the background,
+        when so many further keys have come, 0 for neither; min_keys: fewer are scanned;
+        target_recall, target_mass: goals of the self-check, both of which have to be reached;
+        check_queries: held out for it, of all query heads together; check_top_k: the best keys that
+        it asks for; gain: how much more work a scan must be for a head to get a sketch, 0 for any;
+        codes: bytes of a key at head_dim 128 (others in proportion), or 16, 32 and 64 in "tiers",
+        "auto" for the least work; num_rerank: candidates that a query ranks exactly, for
+        check_top_k results, "auto" for what the self-check found for each head.
+        """
+
+        sampled_queries: config.Tokens = 1024
+        recent_queries: config.Tokens = 1024
+        horizon_tokens: config.Tokens = 4096
+        min_keys: config.Count = 4096
+        target_recall: float = Field(default=0.96, gt=0, le=1)
+        target_mass: float = Field(default=0.997, gt=0, le=1)
+        check_queries: config.Count = 192
+        check_top_k: config.Count = 100
+        gain: float = Field(default=1.0, ge=0)
+        codes: Literal["auto", "16", "24", "32", "48", "64", "tiers"] = "auto"
+        num_rerank: config.Count | Literal["auto"] = "auto"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.reports: tuple[SketchReport, ...] = ()
+        self._sketches: dict[int, HeadSketch] = {}  # by KV head
+        self._searcher: Searcher | None = None
+        self._scans: list[tuple[slice, FlatScan]] = []  # of consecutive heads without a sketch
+        self._encoded = 0  # rows; later ones are scored exactly
+
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        return Needs(
+            params.sampled_queries, params.recent_queries, horizon_tokens=params.horizon_tokens
+        )
+
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        return head_dim + 8  # where a head is scanned; codes are less
+
+    @property
+    def relearn_keys(self) -> int:
+        return int(self.params.horizon_tokens) if self._sketches or not self.reports else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        scans = sum(scan.memory_bytes for _, scan in self._scans)
+        return scans + sum(one.memory_bytes for one in self._sketches.values())
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [report.to_dict() for report in self.reports]
+
+    def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
+        return None if self._why_flat(keys, samples) else StandIn()
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        if (reason := self._why_flat(self._keys, samples)) is not None:
+            self.reports = tuple(SketchReport("flat", reason) for _ in self._keys)
+            self._serve({})
+            return
+        assert samples is not None
+        learned = [self._learn_head(*head) for head in zip(self._keys, samples, strict=True)]
+        self.reports = tuple(report for _, report in learned)
+        self._serve({n: sketch for n, (sketch, _) in enumerate(learned) if sketch is not None})
+
+    def _learn_head(self, keys: Tensor, samples: Tensor) -> tuple[HeadSketch | None, SketchReport]:
+        self._check_cancelled()
+        p = self.params
+        goal = Goal(p.check_top_k, p.target_recall, p.target_mass, p.check_queries, p.gain)
+        choices = layouts(keys.shape[1], None if p.codes == "auto" else p.codes)
+        return learn(keys, samples, choices, goal, self._check_cancelled)
+
+    def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+        """Why no head can get a sketch, whatever its keys are; None if one can."""
+        if keys.shape[1] < self.params.min_keys:
+            return f"{keys.shape[1]} keys, a sketch takes {self.params.min_keys}"
+        if samples is None or samples.shape[2] == 0:
+            return "there are no prefill queries to learn from"
+        return why_unread(keys)
+
+    def _serve(self, sketches: dict[int, HeadSketch]) -> None:
+        """Searches run on these sketches from now on; heads without one are scanned."""
+        self._sketches = sketches
+        self._encoded = min((sketch.count for sketch in sketches.values()), default=0)
+        self._scans = []
+        for is_sketched, run in groupby(range(len(self._keys)), sketches.__contains__):
+            if not is_sketched:
+                heads, scan = list(run), int8_scan(_RERANK)
+                scan.rebuild(self._keys[heads[0] : heads[-1] + 1])
+                self._scans.append((slice(heads[0], heads[-1] + 1), scan))
+        self._describe()
+
+    def _append(self, known: int) -> None:
+        for heads, scan in self._scans:
+            scan.append(self._keys[heads])
+        if len(self) - self._encoded >= TAIL_KEYS:
+            for head, sketch in self._sketches.items():
+                sketch.append(self._keys[head])
+            self._encoded = len(self)
+        self._describe()
+
+    def _describe(self) -> None:
+        """Tells the engine where everything lies, after keys have moved or codes have grown."""
+        keys = [self._keys[head] for head in self._sketches]
+        tiers = [sketch.tiers for sketch in self._sketches.values()]
+        self._searcher = Searcher(keys, tiers) if keys else None
+
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        parts = [(heads, scan.find(queries[heads], count, most)) for heads, scan in self._scans]
+        if self._searcher is None and len(parts) == 1:
+            return parts[0][1]
+        rows = sum(part.ids.shape[0] for _, part in parts) * len(self)
+        if self._searcher is None:
+            return _joined(queries, parts, rows)
+        found = self._searcher.search(
+            queries[list(self._sketches)] if parts else queries,
+            count,
+            most=most,
+            num_rerank=[self._num_rerank(sketch, count) for sketch in self._sketches.values()],
+            num_exact=len(self) - self._encoded,
+        )
+        if not parts:
+            return found
+        assert found.rows_read is not None
+        return _joined(queries, [(list(self._sketches), found), *parts], rows + found.rows_read)
+
+    def _num_rerank(self, sketch: HeadSketch, count: int) -> int:
+        """The check was for so many results; to find more, more are ranked."""
+        fixed, checked = self.params.num_rerank, self.params.check_top_k
+        ranked: int = sketch.num_rerank if fixed == "auto" else fixed
+        scaled: int = -(-ranked * count // checked)
+        return min(max(ranked, scaled), len(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes codes, maps and reports; keys stay with their owner (docs/index-file.md).
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        arrays = {
+            f"{head}.{name}": array.numpy()
+            for head, sketch in self._sketches.items()
+            for name, array in _sketch_file.arrays_of(sketch).items()
+        }
+        meta = {
+            "params": self.params.model_dump(mode="json"),
+            "reports": self.describe(),
+            "codes": _sketch_file.CODES,
+            "keys": fingerprint(self._keys, self._saved),
+            "sketches": {
+                str(head): _sketch_file.describe(sketch) for head, sketch in self._sketches.items()
+            },
+        }
+        write_arrays(Path(path), "sketch", meta, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path, keys: Tensor) -> SketchIndex:
+        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
+
+        Raises:
+            FileFormatError: the file is damaged, foreign or was made for other keys.
+            OSError: it cannot be read.
+        """
+        path = Path(path)
+        meta, arrays = read_arrays(path, "sketch")
+        with refusing_what_is_damaged(path):
+            if meta["codes"] != _sketch_file.CODES:
+                raise FileFormatError(
+                    f"{path} has codes of version {meta['codes']}, this package reads "
+                    f"{_sketch_file.CODES}; build the index again or use the package that wrote it"
+                )
+            index = cls(cls.Params.model_validate(meta["params"]))
+            index.reports = tuple(SketchReport.from_dict(report) for report in meta["reports"])
+            sketches = {
+                int(head): _sketch_file.sketch_of(head, what, arrays)
+                for head, what in meta["sketches"].items()
+            }
+            saved = int(meta["keys"]["shape"][1])
+            check_fingerprint(path, meta["keys"], keys, saved)
+            _sketch_file.check(sketches, len(index.reports), keys, saved)
+        index._known = keys
+        index._serve(sketches)
+        return index
+
+    @property
+    def _saved(self) -> int:
+        """Rows that a file knows of."""
+        return self._encoded if self._sketches else len(self)
+
+
+def _joined(
+    queries: Tensor, parts: Sequence[tuple[slice | list[int], SearchResult]], rows_read: int
+) -> SearchResult:
+    """What was found for some heads each; narrower results are padded."""
+    width = max(found.ids.shape[2] for _, found in parts)
+    ids = torch.full((*queries.shape[:2], width), -1, dtype=torch.int64)
+    scores = torch.full(ids.shape, -torch.inf)
+    for heads, found in parts:
+        ids[heads, :, : found.ids.shape[2]] = found.ids
+        scores[heads, :, : found.ids.shape[2]] = found.scores
+    return SearchResult(ids, scores, sum(found.scored for _, found in parts), rows_read)

@@ -1,0 +1,49 @@
+"""Plans of sketches: bytes in proportion to the head's channels, within what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_kv.index._sketch_plans import layouts, plan_of
+from hybrid_kv.ops.sketch_codes import MAX_DIMS
+
+NAMED = (16, 24, 32, 48, 64)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sizes"),
+    [(128, [16, 24, 32, 48, 64]), (64, [8, 12, 16, 24, 32]), (256, [32, 48, 64, 96, 128])],
+)
+def test_codes_take_bytes_in_proportion_to_the_channels(head_dim: int, sizes: list[int]) -> None:
+    plans = [plan_of(size, head_dim) for size in NAMED]
+    assert [plan.code_bytes for plan in plans if plan is not None] == sizes
+
+
+def test_the_plans_of_128_channels_are_the_measured_ones() -> None:
+    plans = [plan_of(size, 128) for size in (16, 32, 48, 64)]
+    assert [plan.groups for plan in plans if plan is not None] == [
+        ((4, 8), (24, 4)),
+        ((8, 8), (32, 4), (32, 2)),
+        ((8, 8), (80, 4)),
+        ((16, 8), (96, 4)),
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [4, 5, 17, 70, 72, 80, 96, 255, 300])
+def test_no_code_has_more_dims_than_the_head_has_channels(head_dim: int) -> None:
+    found = layouts(head_dim)
+    assert found
+    for layout in found:
+        assert all(plan.num_dims <= min(head_dim, MAX_DIMS) for plan in layout.plans)
+        assert sum(layout.shares) == pytest.approx(1)
+
+
+def test_fewer_channels_than_a_quad_have_no_plan() -> None:
+    assert layouts(3) == []
+
+
+def test_the_lowest_tier_is_kept_in_coarse_codes() -> None:
+    (tiers,) = (layout for layout in layouts(128) if not layout.is_uniform)
+    assert [plan.code_bytes for plan in tiers.plans] == [16, 32, 64]
+    assert tiers.shares[0] == 0.6
+    assert tiers.scanned_bytes == pytest.approx(25.6)
