@@ -15,6 +15,8 @@ from benchmarks.cold_search.heads import Prompt
 from benchmarks.cold_search.quality import K
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.index._sketch_engine import restored_tier
+from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.plugins import Index
@@ -125,7 +127,9 @@ class Own(Engine):
         spread = torch.linspace(0, count - 1, min(count, needs.sampled_queries)).long()
         last = torch.arange(max(0, count - needs.last_queries), count)
         rows = torch.cat([spread, last])  # as `Evidence.queries` has them
-        self._samples = prompt(rows)[None] if len(rows) else None
+        self._samples = None
+        if len(rows):
+            self._samples = prompt(rows, needs.horizon_tokens)[None]
         self._keys = keys.to(DTYPES[self._dtype])[None]
         self._index.build(self._keys, self._samples)
         serves = [report.get("serves") for report in self._index.describe()]
@@ -191,6 +195,12 @@ class Own(Engine):
         return self._keys.shape[2] * min([code, *sizes])
 
     @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes that each search reads, beside the rows it counts; of sketches."""
+        tiers = [tier for note in self.notes() for tier in note.get("tiers", ())]
+        return sum(tier["code_bytes"] * tier["num_keys"] for tier in tiers)
+
+    @property
     def exact_row_bytes(self) -> int:
         """Bytes of a row of the caller's keys, which rank the candidates exactly."""
         return self._keys.shape[2] * self._keys.itemsize
@@ -215,7 +225,10 @@ class OwnCopies(Copies):
 
 
 def moved(arrays: Any) -> Any:
-    """A dataclass of tensors in memory of its own, as the engine allocates it."""
+    """What was learned (a sketch, or a dataclass of tensors) in memory of its own."""
+    if isinstance(arrays, HeadSketch):
+        tiers = [restored_tier(t.map, t.codes, t.ids, t.count) for t in arrays.tiers]
+        return HeadSketch(tiers, arrays.num_rerank, arrays.placing)
 
     def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

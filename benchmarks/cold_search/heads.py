@@ -11,8 +11,10 @@ import torch
 from benchmarks.cold_search import minilm, needle
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 
-Prompt = Callable[[torch.Tensor], torch.Tensor]
-"""Queries [G, M, D] of the prompt at the M rows asked for."""
+Prompt = Callable[..., torch.Tensor]
+"""(rows [M], horizon=0): queries [G, M, D] of the prompt at these rows, turned to so many positions
+behind it where that is known how.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def load(name: str, num_keys: int, seed: int, positions: int, text: Path | None)
     steps = draw_steps(later.shape[1], positions, seed)
     groups = later.transpose(0, 1)
     return Head(
-        *(name, seed, k, lambda rows: q[:, rows]),
+        *(name, seed, k, lambda rows, horizon=0: q[:, rows]),
         *(groups[steps[1]].clone(), groups[steps[0]].clone(), steps[0], len(groups), source),
     )
 
@@ -78,8 +80,8 @@ def synthetic(profile: str, num_keys: int, seed: int, positions: int) -> Head:
     made = SyntheticHead(PROFILES[profile], num_keys, weight_seed=seed, text_seed=seed)
     heads = range(made.num_q_heads)
 
-    def prompt(rows: torch.Tensor) -> torch.Tensor:
-        return torch.stack([made.build_queries(head, rows) for head in heads])
+    def prompt(rows: torch.Tensor, horizon: int = 0) -> torch.Tensor:
+        return made.build_samples(rows, horizon).queries[0]
 
     def later(rows: torch.Tensor) -> torch.Tensor:
         return torch.stack([made.test_queries(head, rows) for head in heads], 1)

@@ -188,7 +188,9 @@ def amounts(engine: Engine, work: Work, grouped: bool, head: Head) -> dict[str, 
     if rows is None or dots is None:
         return {"scanned_ratio": None, "dots_per_query": None, "bytes_read": None}
     read = rows * engine.row_bytes
-    if isinstance(engine, Own) and not engine.exact:  # candidates are ranked by their own keys
+    if isinstance(engine, Own) and engine.code_bytes:  # of all keys; rows are those ranked exactly
+        read, rows = read + calls * engine.code_bytes, calls * size
+    elif isinstance(engine, Own) and not engine.exact:  # candidates are ranked by their own keys
         read += max(0, dots - rows * queries // calls) * engine.exact_row_bytes
     return {
         "scanned_ratio": rows / (calls * size),

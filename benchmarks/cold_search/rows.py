@@ -35,10 +35,14 @@ KNOBS = {
     "ivf": Knob("nprobe", 1, 1024),
     "hnsw": Knob("ef_search", 100, 1600),
     "graph": (BEAM := Knob("beam", 16, 1024)),
+    "sketch": Knob("num_rerank", 100, 4096),
 }
 EF = Knob("ef", 100, 1600)
 PROVEN = {"target_recall": 1e-6, "max_scanned": 1.0, "min_keys": 1}
 """Keeps a graph whatever its self-check says, so that its beams can be compared."""
+ANY_SKETCH = {"target_recall": 1e-6, "target_mass": 1e-6, "gain": 0, "min_keys": 1}
+"""The same for a sketch and its candidates."""
+CODES = ("16", "24", "32", "48", "64", "tiers")
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,12 @@ def own(kind: str, modes: Sequence[str] = BOTH, *, swept: bool = True, **options
     said = [kind, *(f"{key}={value}" for key, value in options.items())]
     if knob is not None and knob.name in options:
         knob = None
-    if kind == "graph":
+    if kind in ("graph", "sketch"):
         if knob is None:
             said.append("checked")
         else:
-            options = {knob.name: knob.low, **PROVEN, **options}
+            always = PROVEN if kind == "graph" else ANY_SKETCH
+            options = {knob.name: knob.low, **always, **options}
     return Row(" ".join(said), partial(Own, kind, **options), modes, knob)
 
 
@@ -89,6 +94,8 @@ def default_rows() -> list[Row]:
         Row("pivot-graph keys=f16", partial(PivotGraph, keys="f16", beam=16, **PROVEN), BOTH, BEAM),
         own("graph", keys="f16"),
         own("graph", GROUP, swept=False, keys="f16"),
+        *(own("sketch", GROUP, keys="f16", codes=codes) for codes in CODES),
+        own("sketch", GROUP, swept=False, keys="f16"),
         own("auto", GROUP, keys="f16", remember=False),
     ]
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.rotary import Rotary, Samples
 
 Array: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
@@ -192,6 +193,23 @@ class SyntheticHead:
     def keys(self) -> Tensor:
         """[N, D] float32, after RoPE."""
         return torch.from_numpy(self._keys)
+
+    @property
+    def rotary(self) -> Rotary:
+        """How queries and keys are turned by their positions."""
+        pairs = self.head_dim // 2
+        return Rotary(tuple(_ROPE_BASE ** (-place / pairs) for place in range(pairs)))
+
+    def build_samples(self, rows: Tensor, horizon_tokens: int = 0) -> Samples:
+        """Queries of all heads at the positions of some keys, as an index learns from them.
+
+        Args:
+            rows: [M] rows of `keys`, in any order.
+            horizon_tokens: they are turned to so many positions behind the prompt; 0 for none.
+        """
+        queries = torch.stack([self.build_queries(head, rows) for head in range(self.num_q_heads)])
+        samples = Samples(queries[None], rows + self._first_key, self.rotary)
+        return samples.ahead(self._first_test, horizon_tokens)
 
     def build_queries(self, head: int, rows: Tensor | None = None) -> Tensor:
         """Queries of a head at the keys' own positions.
