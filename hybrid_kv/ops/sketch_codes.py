@@ -11,7 +11,7 @@ code of 8 bits, or codes of several quads of 4 dims, the first quad of the line 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -279,11 +279,35 @@ class SketchTier(ABC):
         self._ids[: len(old_ids)] = old_ids
 
     def _allocate(self, capacity: int) -> None:
-        """Room for so many keys and some that follow; what is not written takes no memory."""
-        blocks = -(-max(capacity + capacity // 4, _MIN_CAPACITY) // BLOCK_KEYS)
-        self._capacity = blocks * BLOCK_KEYS
+        self._capacity = _generous(capacity)
+        blocks = self._capacity // BLOCK_KEYS
         self._codes = host_array([blocks, self.map.plan.num_lines, LINE_BYTES], torch.uint8)
         self._ids = host_array([self._capacity if self.with_ids else 0], torch.int32)
+
+
+def pack_tiers(tiers: Iterable[SketchTier]) -> None:
+    """Moves the codes of many tiers into one array, with room for each to grow by a quarter.
+
+    A tier alone is often smaller than a huge page, and small pages cost a scan up to half of its
+    speed. One that grows beyond its room moves out; the array lives as long as any tier in it.
+    """
+    tiers = list(tiers)
+    for tier in tiers:
+        tier._capacity = _generous(tier.count)
+    sizes = [tier._capacity * tier.map.plan.code_bytes for tier in tiers]
+    array, begin = host_array([sum(sizes)], torch.uint8), 0
+    for tier, size in zip(tiers, sizes, strict=True):
+        own = array[begin : begin + size].view(-1, *tier._codes.shape[1:])
+        own[: len(tier.codes)] = tier.codes
+        ids = host_array([tier._capacity if tier.with_ids else 0], torch.int32)
+        ids[: tier.count] = tier._ids[: tier.count]  # nothing where there are none
+        tier._codes, tier._ids = own, ids
+        begin += size
+
+
+def _generous(count: int) -> int:
+    """Room for so many keys and those that follow; what is not written takes no memory."""
+    return -(-max(count + count // 4, _MIN_CAPACITY) // BLOCK_KEYS) * BLOCK_KEYS
 
 
 def _check_ascending(rows: Tensor, first: int, limit: int) -> None:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "convert.h"
 #include "quantise.h"
@@ -17,6 +18,22 @@
 
 namespace hkv {
 
+namespace detail {
+
+template <typename Body, int... Indices>
+HKV_INLINE inline void unrolled(const Body &body, std::integer_sequence<int, Indices...>) {
+  (body(std::integral_constant<int, Indices>()), ...);
+}
+
+}  // namespace detail
+
+/// Calls body(0) .. body(Count - 1) with constants: what is indexed by them stays in registers, which
+/// GCC 12 does not grant to loops.
+template <int Count, typename Body>
+HKV_INLINE inline void unrolled(const Body &body) {
+  detail::unrolled(body, std::make_integer_sequence<int, Count>());
+}
+
 // What each instruction set defines:
 //   kSketchSlice     queries that share what is loaded
 //   kDotKeys         keys at once; a block is worked on in parts of so many
@@ -24,7 +41,8 @@ namespace hkv {
 //   kShiftedBytes    8-bit codes are multiplied less 128, which the caller makes good
 //   kFlushNibbles, kFlushPairs   lines of 4 and of 2 bits after which `flush` is due
 //   put_word_of_8    writes those words
-//   DotSums          start, add_bytes, add_nibbles, add_pairs, flush, any, passing, store
+//   DotSums          start, add_bytes, add_nibbles, add_pairs, flush, any, store
+//   not_negative     which of kDotKeys stored sums are
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
@@ -87,15 +105,30 @@ constexpr int kFlushNibbles = 1 << 20, kFlushPairs = 1 << 20;  // sums have 32 b
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
 
+inline uint32_t not_negative(const int32_t *sums) {
+  uint32_t negative = 0;
+  for (int i = 0; i < DotVector::kVectors; ++i) {
+    const int first = i * kDotKeys / DotVector::kVectors;
+    const auto *at = reinterpret_cast<const uint8_t *>(sums + first);
+    negative |= DotVector::negative(DotVector::load(at)) << first;
+  }
+  return ~negative & ((1u << kDotKeys) - 1);
+}
+
 template <int Queries>
 class DotSums {
  public:
   HKV_INLINE inline void start(const int32_t *from) {
-    for (int query = 0; query < Queries; ++query)
-      for (int i = 0; i < V::kVectors; ++i) sums_[query][i] = V::all(from[query]);
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      unrolled<V::kVectors>([&](auto i) HKV_INLINE {
+        sums_[query][i] = V::all(from[query]);
+      });
+    });
   }
   HKV_INLINE inline void add_bytes(const uint8_t *line, const int32_t *words) {
-    for (int i = 0; i < V::kVectors; ++i) add(i, V::load(line + i * kBytes), words);
+    unrolled<V::kVectors>([&](auto i) HKV_INLINE {
+      add(i, V::load(line + i * kBytes), words);
+    });
   }
   HKV_INLINE inline void add_nibbles(const uint8_t *line, const int32_t *words) {
     add_parts<4>(line, words);
@@ -106,19 +139,20 @@ class DotSums {
   HKV_INLINE inline void flush() {}
   HKV_INLINE inline bool any() const {
     typename V::Type all = sums_[0][0];
-    for (int query = 0; query < Queries; ++query)
-      for (int i = 0; i < V::kVectors; ++i) all = V::both(all, sums_[query][i]);
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      unrolled<V::kVectors>([&](auto i) HKV_INLINE {
+        all = V::both(all, sums_[query][i]);
+      });
+    });
     return V::negative(all) != (1u << kDotKeys / V::kVectors) - 1;
   }
-  HKV_INLINE inline uint32_t passing(int query) const {
-    uint32_t negative = 0;
-    for (int i = 0; i < V::kVectors; ++i)
-      negative |= V::negative(sums_[query][i]) << (i * kDotKeys / V::kVectors);
-    return ~negative & 0xffffu;
-  }
-  HKV_INLINE inline void store(int query, int32_t *to) const {
-    for (int i = 0; i < V::kVectors; ++i)
-      V::store(to + i * kDotKeys / V::kVectors, sums_[query][i]);
+  /// to: [Queries][kDotKeys].
+  HKV_INLINE inline void store(int32_t *to) const {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      unrolled<V::kVectors>([&](auto i) HKV_INLINE {
+        V::store(to + query * kDotKeys + i * kDotKeys / V::kVectors, sums_[query][i]);
+      });
+    });
   }
 
  private:
@@ -126,16 +160,18 @@ class DotSums {
   static constexpr int kBytes = kLineBytes / V::kVectors;
 
   HKV_INLINE inline void add(int i, typename V::Type codes, const int32_t *words) {
-    for (int query = 0; query < Queries; ++query)
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       V::multiply_add(sums_[query][i], codes, V::all(words[query]));
+    });
   }
   template <int Bits>
   HKV_INLINE inline void add_parts(const uint8_t *line, const int32_t *words) {
-    for (int i = 0; i < V::kVectors; ++i) {
+    unrolled<V::kVectors>([&](auto i) HKV_INLINE {
       const typename V::Type codes = V::load(line + i * kBytes);
-      for (int part = 0; part < 8 / Bits; ++part)
+      unrolled<8 / Bits>([&](auto part) HKV_INLINE {
         add(i, V::template part<Bits>(codes, part), words + part * Queries);
-    }
+      });
+    });
   }
 
   typename V::Type sums_[Queries][V::kVectors];
@@ -155,22 +191,30 @@ inline void put_word_of_8(const int8_t *codes, int32_t *words) {
   std::memcpy(words, wide, sizeof wide);
 }
 
+inline uint32_t negative_lanes(__m256i sums) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(sums)));
+}
+
+inline uint32_t not_negative(const int32_t *sums) {
+  return ~negative_lanes(_mm256_load_si256(reinterpret_cast<const __m256i *>(sums))) & 0xffu;
+}
+
 template <int Queries>
 class DotSums {
  public:
   HKV_INLINE inline void start(const int32_t *from) {
-    for (int query = 0; query < Queries; ++query) {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       sums_[query] = _mm256_set1_epi32(from[query]);
       narrow_[query] = _mm256_setzero_si256();
-    }
+    });
   }
   HKV_INLINE inline void add_bytes(const uint8_t *line, const int32_t *words) {
     const detail::Codes codes = detail::load_codes(line);
-    for (int query = 0; query < Queries; ++query) {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       const detail::QueryCodes factor = {_mm256_set1_epi32(words[2 * query]),
                                          _mm256_set1_epi32(words[2 * query + 1])};
       sums_[query] = detail::add_products(sums_[query], codes, factor);
-    }
+    });
   }
   HKV_INLINE inline void add_nibbles(const uint8_t *line, const int32_t *words) {
     const __m256i codes = load(line), mask = _mm256_set1_epi8(15);
@@ -185,34 +229,34 @@ class DotSums {
     add_narrow(_mm256_and_si256(_mm256_srli_epi16(codes, 6), mask), words + 3 * Queries);
   }
   HKV_INLINE inline void flush() {
-    for (int query = 0; query < Queries; ++query) {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       const __m256i pairs = _mm256_madd_epi16(narrow_[query], _mm256_set1_epi16(1));
       sums_[query] = _mm256_add_epi32(sums_[query], pairs);
       narrow_[query] = _mm256_setzero_si256();
-    }
+    });
   }
   HKV_INLINE inline bool any() const {
     __m256i all = sums_[0];
-    for (int query = 1; query < Queries; ++query) all = _mm256_and_si256(all, sums_[query]);
-    return negative(all) != 0xffu;
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      all = _mm256_and_si256(all, sums_[query]);
+    });
+    return negative_lanes(all) != 0xffu;
   }
-  HKV_INLINE inline uint32_t passing(int query) const { return ~negative(sums_[query]) & 0xffu; }
-  HKV_INLINE inline void store(int query, int32_t *to) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), sums_[query]);
+  HKV_INLINE inline void store(int32_t *to) const {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      _mm256_store_si256(reinterpret_cast<__m256i *>(to + query * kDotKeys), sums_[query]);
+    });
   }
 
  private:
   static __m256i load(const uint8_t *at) {
     return _mm256_load_si256(reinterpret_cast<const __m256i *>(at));
   }
-  static uint32_t negative(__m256i sums) {
-    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(sums)));
-  }
   HKV_INLINE inline void add_narrow(__m256i codes, const int32_t *words) {
-    for (int query = 0; query < Queries; ++query) {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       const __m256i products = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(words[query]));
       narrow_[query] = _mm256_add_epi16(narrow_[query], products);
-    }
+    });
   }
 
   __m256i sums_[Queries], narrow_[Queries];
@@ -226,6 +270,12 @@ constexpr int kWordsOf8 = 1;
 constexpr bool kShiftedBytes = true;  // so that both factors are signed bytes
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
+
+inline uint32_t not_negative(const int32_t *sums) {
+  uint32_t result = 0;
+  for (int key = 0; key < kDotKeys; ++key) result |= uint32_t{sums[key] >= 0} << key;
+  return result;
+}
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
@@ -277,11 +327,15 @@ template <int Queries>
 class DotSums {
  public:
   HKV_INLINE inline void start(const int32_t *from) {
-    for (int query = 0; query < Queries; ++query) sums_[query].start(from[query]);
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      sums_[query].start(from[query]);
+    });
   }
   HKV_INLINE inline void add_bytes(const uint8_t *line, const int32_t *words) {
     const int8x16_t codes = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line), vdupq_n_u8(0x80)));
-    for (int query = 0; query < Queries; ++query) sums_[query].add_large(codes, words[query]);
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      sums_[query].add_large(codes, words[query]);
+    });
   }
   HKV_INLINE inline void add_nibbles(const uint8_t *line, const int32_t *words) {
     const uint8x16_t codes = vld1q_u8(line);
@@ -296,26 +350,28 @@ class DotSums {
     add(vshrq_n_u8(codes, 6), words + 3 * Queries);
   }
   HKV_INLINE inline void flush() {
-    for (int query = 0; query < Queries; ++query) sums_[query].flush();
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      sums_[query].flush();
+    });
   }
   HKV_INLINE inline bool any() const {
     int32x4_t all = sums_[0].sums;
-    for (int query = 1; query < Queries; ++query) all = vandq_s32(all, sums_[query].sums);
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      all = vandq_s32(all, sums_[query].sums);
+    });
     return vmaxvq_s32(all) >= 0;
   }
-  HKV_INLINE inline uint32_t passing(int query) const {
-    int32_t values[4];
-    store(query, values);
-    uint32_t passing = 0;
-    for (int key = 0; key < 4; ++key) passing |= uint32_t{values[key] >= 0} << key;
-    return passing;
+  HKV_INLINE inline void store(int32_t *to) const {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
+      vst1q_s32(to + query * kDotKeys, sums_[query].sums);
+    });
   }
-  HKV_INLINE inline void store(int query, int32_t *to) const { vst1q_s32(to, sums_[query].sums); }
 
  private:
   HKV_INLINE inline void add(uint8x16_t codes, const int32_t *words) {
-    for (int query = 0; query < Queries; ++query)
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       sums_[query].add(vreinterpretq_s8_u8(codes), words[query]);
+    });
   }
 
   NeonSums sums_[Queries];
@@ -331,13 +387,20 @@ constexpr int kFlushNibbles = 1 << 20, kFlushPairs = 1 << 20;
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
 
+inline uint32_t not_negative(const int32_t *sums) {
+  uint32_t result = 0;
+  for (int key = 0; key < kDotKeys; ++key) result |= uint32_t{sums[key] >= 0} << key;
+  return result;
+}
+
 /// Plain 16-bit products, which compilers turn into vector code.
 template <int Queries>
 class DotSums {
  public:
   HKV_INLINE inline void start(const int32_t *from) {
-    for (int query = 0; query < Queries; ++query)
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       for (int32_t &sum : sums_[query]) sum = from[query];
+    });
   }
   HKV_INLINE inline void add_bytes(const uint8_t *line, const int32_t *words) {
     add<8>(line, 0, words);
@@ -351,18 +414,12 @@ class DotSums {
   HKV_INLINE inline void flush() {}
   HKV_INLINE inline bool any() const {
     int32_t most = sums_[0][0];
-    for (int query = 0; query < Queries; ++query)
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       for (const int32_t sum : sums_[query]) most = std::max(most, sum);
+    });
     return most >= 0;
   }
-  HKV_INLINE inline uint32_t passing(int query) const {
-    uint32_t passing = 0;
-    for (int key = 0; key < kDotKeys; ++key) passing |= uint32_t{sums_[query][key] >= 0} << key;
-    return passing;
-  }
-  HKV_INLINE inline void store(int query, int32_t *to) const {
-    std::memcpy(to, sums_[query], sizeof sums_[query]);
-  }
+  HKV_INLINE inline void store(int32_t *to) const { std::memcpy(to, sums_, sizeof sums_); }
 
  private:
   template <int Bits>
@@ -371,13 +428,13 @@ class DotSums {
     for (int key = 0; key < kDotKeys; ++key)
       for (int i = 0; i < 4; ++i)
         codes[i][key] = static_cast<int16_t>(line[4 * key + i] >> (Bits * part) & ((1 << Bits) - 1));
-    for (int query = 0; query < Queries; ++query) {
+    unrolled<Queries>([&](auto query) HKV_INLINE {
       int8_t factor[4];
       std::memcpy(factor, words + query, sizeof factor);
       for (int key = 0; key < kDotKeys; ++key)
         sums_[query][key] += codes[0][key] * factor[0] + codes[1][key] * factor[1] +
                              codes[2][key] * factor[2] + codes[3][key] * factor[3];
-    }
+    });
   }
 
   int32_t sums_[Queries][kDotKeys];

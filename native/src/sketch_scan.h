@@ -16,7 +16,7 @@ namespace detail {
 /// are asked for.
 template <int Queries>
 HKV_INLINE inline void add_lines(DotSums<Queries> &sums, const uint8_t *line,
-                                 const SketchLines &lines, const int32_t *words, int64_t ahead) {
+                                 const SketchLines lines, const int32_t *words, int64_t ahead) {
   for (int i = 0; i < lines.of_8; ++i, line += kLineBytes, words += kWordsOf8 * Queries) {
     __builtin_prefetch(line + ahead);
     sums.add_bytes(line, words);
@@ -98,30 +98,31 @@ class TierScan {
       start[query] = scale(query).shift - limits[query];
     };
     for (int query = 0; query < Queries; ++query) limit(query);
+    const SketchLines lines = lines_;
+    const int64_t bytes = bytes_;
     const int32_t *words = queries_.words(slice_);
-    const uint8_t *at = tier_.blocks + first * bytes_;
-    for (int64_t block = first; block < last; ++block, at += bytes_)
+    const uint8_t *at = tier_.blocks + first * bytes;
+    for (int64_t block = first; block < last; ++block, at += bytes)
       for (int part = 0; part < detail::kDotParts; ++part) {
         DotSums<Queries> sums;
         sums.start(start);
-        detail::add_lines<Queries>(sums, at + part * detail::kPartBytes, lines_, words,
+        detail::add_lines<Queries>(sums, at + part * detail::kPartBytes, lines, words,
                                    part == 0 ? kPrefetchBytes : 0);
         if (__builtin_expect(!sums.any(), 1)) continue;
         const int64_t place = block * HKV_BLOCK_KEYS + part * kDotKeys;
-        for (int query = 0; query < Queries; ++query) {
-          const uint32_t passing = sums.passing(query);
-          if (passing == 0) continue;
-          alignas(64) int32_t values[kDotKeys];
-          sums.store(query, values);
-          if (push_lanes(query, passing, values, limits[query], place, selections[query]))
+        alignas(64) int32_t values[Queries * kDotKeys];
+        sums.store(values);
+        for (int query = 0; query < Queries; ++query)
+          if (push_lanes(query, values + query * kDotKeys, limits[query], place,
+                         selections[query]))
             limit(query);
-        }
       }
   }
 
   /// Returns whether the threshold has risen.
-  bool push_lanes(int query, uint32_t passing, const int32_t *values, int32_t limit,
-                  int64_t place, Selection &selection) const {
+  bool push_lanes(int query, const int32_t *values, int32_t limit, int64_t place,
+                  Selection &selection) const {
+    uint32_t passing = not_negative(values);
     const float threshold = selection.threshold();
     const int64_t left = tier_.count - place;
     if (left < kDotKeys) passing &= left > 0 ? (1u << left) - 1 : 0;
@@ -143,12 +144,12 @@ class TierScan {
       sums.start(start);
       detail::add_lines<Queries>(sums, at + part * detail::kPartBytes, lines_,
                                  queries_.words(slice_), part == 0 ? ahead * bytes_ : 0);
-      for (int query = 0; query < Queries; ++query) {
-        alignas(64) int32_t values[kDotKeys];
-        sums.store(query, values);
+      alignas(64) int32_t values[Queries * kDotKeys];
+      sums.store(values);
+      for (int query = 0; query < Queries; ++query)
         for (int key = 0; key < kDotKeys; ++key)
-          out[query * HKV_BLOCK_KEYS + part * kDotKeys + key] = scale(query).score(values[key]);
-      }
+          out[query * HKV_BLOCK_KEYS + part * kDotKeys + key] =
+              scale(query).score(values[query * kDotKeys + key]);
     }
   }
 

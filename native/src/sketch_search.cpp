@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kGroup = 64;           // queries of one scan
 constexpr int64_t kSampleStep = 24;      // one block of so many is scored for the guess
 constexpr int64_t kSampleSlots = 32;     // vectors of maxima that a sample is reduced to, at least
-constexpr int64_t kSamplesAhead = 4;     // blocks of the sample that are asked for early
+constexpr int64_t kSampleAhead = 8 * 1024;  // bytes of the sample that are asked for early
 constexpr int64_t kChunkBytes = 32 * 1024;   // of codes that stay in the cache for all slices
 constexpr int64_t kSmallestPart = 64 * 1024;  // bytes of codes that are worth another thread
 constexpr int64_t kMostParts = 64;
@@ -234,10 +234,11 @@ void Search::guess(Scratch &own, int32_t at, int64_t group) {
     const hkv_sketch_tier &tier = from.tiers[index];
     const SketchQueries &own_queries = coded(at, group)[index];
     const int64_t blocks = tier.count / HKV_BLOCK_KEYS;
+    const int64_t blocks_ahead = kSampleAhead / SketchLines(*tier.map).block_bytes() + 1;
     for (int64_t block = kSampleStep - 1; block < blocks; block += kSampleStep) {
       for (int64_t slice = 0; slice < own_queries.num_slices(); ++slice) {
         float values[kSketchSlice * HKV_BLOCK_KEYS];
-        const int64_t ahead = slice == 0 ? kSamplesAhead * kSampleStep : 0;
+        const int64_t ahead = slice == 0 ? blocks_ahead * kSampleStep : 0;
         TierScan(tier, own_queries, slice, 0).score(block, ahead, values);
         for (int query = 0; query < own_queries.num_queries(slice); ++query) {
           const float *score = values + query * HKV_BLOCK_KEYS;

@@ -9,6 +9,7 @@
 #include "hybrid_kv_attend.h"
 #include "hybrid_kv_flat.h"
 #include "hybrid_kv_pages.h"
+#include "sketch_case.h"
 
 namespace {
 
@@ -99,6 +100,32 @@ CLAIM(scans_survive_lack_of_memory) {
       CHECK(ids == first);
     }
   }
+}
+
+CLAIM(sketches_survive_lack_of_memory) {
+  const Rows rows(random_floats(17011 * 8, 1), 8, HKV_BF16);
+  const SketchCase tiers(rows, 17000, 2);
+  const std::vector<float> queries = random_floats(9 * 8, 2);
+  const hkv_sketch_head head = tiers.head(20);
+  std::vector<int64_t> ids(9 * 9), first = ids;
+  std::vector<float> scores(9 * 9);
+  for (const int32_t threads : {1, 2}) {
+    ScopedPool pool(threads);
+    const auto search = [&](std::vector<int64_t> &to) {
+      return hkv_sketch_search(pool.get(), 1, &head, queries.data(), 9, 9, to.data(),
+                               scores.data(), nullptr, nullptr);
+    };
+    check_every_allocation([&] { return search(ids); });
+    CHECK_OK(search(first));
+    CHECK(ids == first);
+  }
+  const SketchMap map(8, 1, 1, 0);
+  const hkv_keys keys = rows.keys();
+  const std::vector<int32_t> order(37, 5);
+  const Aligned blocks(3 * hkv_sketch_block_bytes(&map.get()));
+  check_every_allocation([&] {
+    return hkv_sketch_encode(nullptr, &map.get(), &keys, order.data(), 37, 0, blocks.data());
+  });
 }
 
 CLAIM(attention_survives_lack_of_memory) {
