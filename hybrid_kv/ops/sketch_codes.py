@@ -288,8 +288,8 @@ class SketchTier(ABC):
 def pack_tiers(tiers: Iterable[SketchTier]) -> None:
     """Moves the codes of many tiers into one array, with room for each to grow by a quarter.
 
-    A tier alone is often smaller than a huge page, and small pages cost a scan up to half of its
-    speed. One that grows beyond its room moves out; the array lives as long as any tier in it.
+    A tier alone is often smaller than a huge page, and small pages slow a scan down. One that grows
+    beyond its room moves out; the array lives as long as any tier in it.
     """
     tiers = list(tiers)
     for tier in tiers:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.ops.portable.sketch import SketchSearcher, SketchTier
-from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan
+from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
 from tests.ops.sketch_data import PLANS, make_map, make_tiers
 
 
@@ -66,6 +66,24 @@ def test_appending_in_parts_gives_the_same_codes() -> None:
     again.append(keys, torch.tensor([899]))
     assert torch.equal(unpack(again)[:450], unpack(whole))
     assert again.ids[450] == 899
+
+
+def test_packed_tiers_hold_the_same_and_grow() -> None:
+    keys = torch.randn(400, 64)
+    maps = [make_map(PLANS[size], 64) for size in (16, 64)]
+    tiers = make_tiers(SketchTier, keys[:363], maps, (0.6, 0.4)) + one_tier(keys, 32)
+    before = [(unpack(tier), tier.ids) for tier in tiers]
+    pack_tiers(tiers)
+    for tier, (codes, ids) in zip(tiers, before, strict=True):
+        assert torch.equal(unpack(tier), codes)
+        assert (tier.ids is None) if ids is None else torch.equal(tier.ids, ids)
+        assert tier.codes.data_ptr() % 64 == 0
+    more = torch.randn(1000, 64)
+    more[:400] = keys
+    tiers[1].append(more, torch.arange(363, 1000))  # beyond its room
+    tiers[0].append(more, torch.tensor([999]))
+    assert torch.equal(unpack(tiers[1])[: len(before[1][0])], before[1][0])
+    assert torch.equal(unpack(tiers[2]), before[2][0])
 
 
 def test_tiers_share_one_order_and_the_newest_rows_are_ranked_exactly() -> None:
