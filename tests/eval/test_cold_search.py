@@ -45,7 +45,7 @@ def tiny_head(group: int = GROUP) -> heads.Head:
     prompt = normal(group, NUM_KEYS, DIM, seed=1)
     steps = torch.tensor([0, 1, 2, 10, 11, 12, 20, 21, 30, 31, 39])
     return heads.Head(
-        *("tiny", 0, normal(NUM_KEYS, DIM), lambda rows: prompt[:, rows]),
+        *("tiny", 0, normal(NUM_KEYS, DIM), lambda rows, horizon=0: prompt[:, rows]),
         *(normal(POSITIONS, group, DIM, seed=2), normal(POSITIONS, group, DIM, seed=3)),
         *(steps, 40, "a test"),
     )
@@ -422,6 +422,32 @@ def test_copies_of_ours_are_heads_of_one_index_with_the_graph_learned_once(
     graphs = copies._index._graphs
     places = {graph.lists.data_ptr() for graph in (*graphs, *engine._index._graphs)}
     assert len(places) == 4
+
+
+def test_copies_of_a_sketch_are_learned_once_and_lie_apart() -> None:
+    head = tiny_head()
+    engine = own("sketch", keys="f16", codes="16").make()
+    assert isinstance(engine, Own)
+    engine.build(head.keys, head.prompt)
+    if engine.notes()[0]["serves"] != "sketch":
+        pytest.skip(f"no sketch here: {engine.notes()[0]['reason']}")
+    expected = engine.find(head.test[0].numpy())
+    copies = engine.repeated(3)
+    found = copies._index.search(head.test[:1].expand(3, -1, -1).contiguous(), K).ids
+    assert np.array_equal(found.numpy(), np.stack([expected] * 3))
+    sketches = (*copies._index._sketches.values(), *engine._index._sketches.values())
+    assert len({sketch.tiers[0].codes.data_ptr() for sketch in sketches}) == 4
+    plan = engine._index._sketches[0].tiers[0].map.plan
+    assert engine.code_bytes == len(head.keys) * plan.code_bytes
+
+
+def test_samples_of_a_made_up_head_stand_where_decoding_will_ask() -> None:
+    head = heads.synthetic("paper", 700, 0, 5)
+    rows = torch.tensor([3, 37, 699])
+    there, ahead = head.prompt(rows), head.prompt(rows, 64)
+    assert torch.equal(there, head.prompt(rows, 0))
+    assert not torch.allclose(there, ahead)
+    torch.testing.assert_close(there.norm(dim=-1), ahead.norm(dim=-1))
 
 
 def test_auto_is_compared_with_what_it_chooses_from(plan: measure.Plan) -> None:
