@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_kv.index import _sketch_learn
 from hybrid_kv.index._sketch_engine import Searcher
-from hybrid_kv.index._sketch_forecast import Goal, forecasts
+from hybrid_kv.index._sketch_forecast import Forecast, Goal, forecasts
 from hybrid_kv.index._sketch_learn import held_out, hold_out_block, learn
 from hybrid_kv.index._sketch_maker import SketchMaker
-from hybrid_kv.index._sketch_plans import layouts, plan_of
+from hybrid_kv.index._sketch_plans import Layout, layouts, plan_of
 from hybrid_kv.index._sketch_potential import Potential
 from hybrid_kv.index._sketch_space import QuerySpace, sketch_map
 from tests.index.oracle import SCORE_TOLERANCE
@@ -136,6 +137,18 @@ def test_a_head_whose_goal_no_layout_reaches_is_scanned() -> None:
     assert report.serves == "flat"
     assert "misses" in report.reason or "no layout" in report.reason
     assert len(report.forecasts) == len(layouts(72))
+
+
+@pytest.mark.parametrize(("recall", "mass"), [(0.999, 0.1), (0.1, 0.9999)])
+def test_a_forecast_that_is_not_kept_serves_no_head(
+    recall: float, mass: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, samples, _ = seen_head(6000)
+    few = Layout(layouts(72)[0].plans, (1.0,), most_reranked=101)
+    monkeypatch.setattr(_sketch_learn, "forecasts", lambda *_: [Forecast(few, 101, 0.1)])
+    sketch, report = learn(keys, samples, [few], Goal(100, recall, mass, 60, 0), go_on)
+    assert sketch is None
+    assert "misses" in report.reason
 
 
 def test_where_a_scan_is_less_work_a_sketch_is_not_made() -> None:
