@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Literal, overload
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
+from hybrid_kv.api.template import ChatTemplate, Message
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.rollback import Mark, rolled_back
@@ -20,13 +22,23 @@ class Conversation:
     """Turns that share one cache; `history` holds the messages in chat format.
 
     With a chat template the whole conversation is rendered anew for each turn and the cache is kept
-    as far as the tokens agree; without one, texts follow each other as they are.
+    as far as the tokens agree, so an answer is that of `generate` on the history and the new
+    message; without one, texts follow each other as they are.
+
+    Args:
+        template: renders the messages; None for raw text.
+        system: what a message of the system says before all others.
     """
 
-    def __init__(self, llm: Model) -> None:
+    def __init__(
+        self, llm: Model, template: ChatTemplate | None = None, system: str | None = None
+    ) -> None:
         self._llm, self._cache = llm, llm.runtime.cache()
+        self.template = template
         self._seen: list[int] = []
         self.history: list[dict[str, str]] = []
+        if system is not None:
+            self.history.append({"role": "system", "content": system})
 
     @overload
     def send(self, text: str, *, stream: Literal[False] = False, **options: Any) -> Generation: ...
@@ -40,7 +52,8 @@ class Conversation:
         An answer that is cut short stays in the history as far as it came.
 
         Raises:
-            ConfigError: the text is empty, or the conversation outgrows the model's context.
+            ConfigError: the text is empty, the conversation outgrows the model's context, or the
+                chat template refuses it.
             CapacityError, DeviceMemoryError: memory ran out; the conversation is as it was before,
                 as after any error, and can go on.
             BusyError: the model generates in another thread.
@@ -70,24 +83,16 @@ class Conversation:
         old.close()
 
     def _render(self, message: dict[str, str]) -> list[int]:
-        tokenizer = self._llm.require_tokenizer()
-        if tokenizer.chat_template is None:
-            special = not self._seen
-            new = tokenizer(message["content"], add_special_tokens=special)["input_ids"]
-            return self._seen + list(new)
-        rendered: Any = tokenizer.apply_chat_template(
-            [*self.history, message], add_generation_prompt=True, return_dict=True
-        )
-        return list(rendered["input_ids"])
+        if self.template is not None:
+            return self.template.encode([*self.history, message])
+        tokenizer, special = self._llm.require_tokenizer(), not self._seen
+        new = tokenizer(message["content"], add_special_tokens=special)["input_ids"]
+        return self._seen + list(new)
 
     def _keep_common(self, ids: list[int]) -> None:
         """Forgets cached tokens from the first one that differs; at least one stays to compute."""
         cached = self._cache.get_seq_length()
-        same = 0
-        for old, new in zip(self._seen[:cached], ids[:-1], strict=False):
-            if old != new:
-                break
-            same += 1
+        same = common_length(self._seen[:cached], ids[:-1])
         if same < cached and not self._cache.can_crop:
             self.forget_cache()
         elif same < cached:
@@ -104,7 +109,8 @@ class _RememberedTurn(Turn):
         ids: list[int],
         options: dict[str, Any],
     ) -> None:
-        super().__init__(conversation._llm, conversation._cache, torch.tensor([ids]), options)
+        llm, cache, whole = conversation._llm, conversation._cache, torch.tensor([ids])
+        super().__init__(llm, cache, whole, options, conversation.template)
         self._conversation, self._message, self._prompt = conversation, message, ids
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
@@ -135,14 +141,54 @@ class _ForgottenTurn(Turn):
             return super().run(pieces)
 
 
+class AskedMessages:
+    """Messages of which the last is to end with a question that is not known yet.
+
+    The question follows the text in the same message: a message of its own would be a second one of
+    the user in a row, which many templates refuse and few models know.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: list[Message]) -> None:
+        if messages[-1]["role"] != "user":
+            raise ConfigError(
+                "the last message of a context must be the user's, because questions follow in it, "
+                f"got one of {messages[-1]['role']}; put the text there"
+            )
+        self.template, self._messages = template, messages
+
+    def before_question(self) -> list[int]:
+        """The tokens that come out the same whatever is asked."""
+        # What follows the text may change how its last word is taken apart, so neither this ending
+        # nor that one is kept.
+        asked, ended = self.with_question("a"), self.template.encode(self._messages)
+        return asked[: common_length(asked, ended)]
+
+    def with_question(self, question: str) -> list[int]:
+        """All tokens up to where the answer begins."""
+        last = self._messages[-1]
+        content = f"{last['content']}\n\n{question}"
+        return self.template.encode([*self._messages[:-1], {**last, "content": content}])
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
+    return next((idx for idx, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
 class Context:
     """A long text, prefilled once; every `ask` continues from its end and leaves no trace.
 
     ids: [1, tokens].
+
+    Args:
+        messages: what a chat template makes `ids` and a question of; None for raw text.
     """
 
-    def __init__(self, llm: Model, ids: Tensor) -> None:
+    def __init__(self, llm: Model, ids: Tensor, messages: AskedMessages | None = None) -> None:
         self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
+        self._messages = messages
         check_room(llm, self._cache, ids.shape[1])
         self._cache.kv.reserve(ids.shape[1])
         cache, alone = self._cache, llm.runtime.generating()
@@ -168,22 +214,45 @@ class Context:
     ) -> Generation | TextStream:
         """The continuation of context and question; `stream` and options as in `generate`.
 
+        A context of messages is answered as `generate` answers it with two line breaks and the
+        question at the end of the last message.
+
         Args:
-            question: text, or token ids [1, tokens].
+            question: text, or token ids [1, tokens] where the context is no messages.
 
         Raises:
             ConfigError: the question is empty or does not fit into the model's context.
             CapacityError, DeviceMemoryError: memory ran out; the context is as it was before.
         """
-        ids = self._question_ids(question)
-        whole = torch.cat([self.ids, ids.to(self.ids)], 1)
-        turn = _ForgottenTurn(self._llm, self._cache, whole, options)
+        template = None if self._messages is None else self._messages.template
+        whole = self._raw(question) if self._messages is None else self._rendered(question)
+        turn = _ForgottenTurn(self._llm, self._cache, whole, options, template)
         return turn.stream() if stream else turn.run()
 
-    def _question_ids(self, question: str | Tensor) -> Tensor:
+    def _raw(self, question: str | Tensor) -> Tensor:
+        """Context and question [1, tokens], one behind the other."""
         if isinstance(question, str):
             encoded = self._llm.require_tokenizer()(question, add_special_tokens=False)
             question = torch.tensor(encoded["input_ids"], dtype=torch.long)
         if question.numel() == 0:
             raise ConfigError("question is empty; pass at least one token")
-        return question.reshape(1, -1)
+        return torch.cat([self.ids, question.reshape(1, -1).to(self.ids)], 1)
+
+    def _rendered(self, question: str | Tensor) -> Tensor:
+        """Context and question [1, tokens] as the chat template puts them together."""
+        assert self._messages is not None
+        if not isinstance(question, str):
+            raise ConfigError(
+                "a question about messages must be text, got token ids; make the context of token "
+                "ids, too"
+            )
+        if not question.strip():
+            raise ConfigError("question is empty; type at least one word")
+        known, ids = self.ids[0].tolist(), self._messages.with_question(question)
+        if (same := common_length(known, ids)) < len(known):
+            raise ConfigError(
+                f"the context must come out as it was computed, {len(known)} tokens, got {same} "
+                "and then others from its chat template, which may write the date; make a new "
+                "context"
+            )
+        return torch.tensor([ids]).to(self.ids)

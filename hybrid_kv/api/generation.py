@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid_kv.api.template import NO_TEMPLATE
 from hybrid_kv.runtime.audit import Audit
 from hybrid_kv.types import Work
 
@@ -31,7 +32,8 @@ class Generation:
     the cold tier held then. backends: what computed each op of the cache at last. index: what
     served each layer and KV head at the end, and why; with `build` ("done", "in progress",
     "failed: ..."), the `searches` of the cache so far and those before the index was built. audit:
-    what was found to be missing during this call, None without `audit_every`.
+    what was found to be missing during this call, None without `audit_every`. chat_template: the
+    first digits of the SHA-256 of the template that rendered the prompt, "none" for raw text.
     """
 
     text: str
@@ -50,6 +52,7 @@ class Generation:
     backends: dict[str, str] = field(default_factory=dict, repr=False)
     index: list[dict[str, Any]] = field(default_factory=list, repr=False)
     audit: Audit | None = field(default=None, repr=False)
+    chat_template: str = NO_TEMPLATE
 
 
 class TokenClock(BaseStreamer):

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_kv.api.conversation import Context, Conversation
+from hybrid_kv.api.conversation import AskedMessages, Context, Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
+from hybrid_kv.api.template import ChatTemplate, Message, checked, is_chat
 from hybrid_kv.api.turn import Turn
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.load import load_model, load_tokenizer
 
-Prompt: TypeAlias = str | Sequence[int] | Tensor
+Prompt: TypeAlias = str | Sequence[int] | Tensor | Sequence[Message]
 
 
 class LLM:
@@ -57,7 +58,9 @@ class LLM:
         """Continues a prompt.
 
         Args:
-            prompt: text, token ids, or a tensor [tokens] or [1, tokens].
+            prompt: raw text, token ids, a tensor [tokens] or [1, tokens], or messages like
+                [{"role": "user", "content": "..."}], which the model's chat template renders.
+                Special tokens in a message are text; in raw text they are tokens.
             stream: yield pieces of text as they come; the Generation is the stream's `result`.
             options: `max_new_tokens` (default 128), `stop` (strings that end the text and are cut
                 off), `seed`, `on_prefill` (called with (done, total) while the prompt is computed),
@@ -65,29 +68,54 @@ class LLM:
                 GenerationConfig knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...).
 
         Raises:
-            ConfigError: the prompt is empty or longer than the model's context.
+            ConfigError: the prompt is empty or longer than the model's context, or its messages
+                are refused by the chat template, or there is none.
             CapacityError: the context does not fit into host memory; said before prefill starts
                 where it can be known then.
             DeviceMemoryError: the GPU's memory ran out; the message says where and what to lower.
             BusyError: the model generates in another thread.
         """
-        turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options)
+        template = self.require_chat_template() if is_chat(prompt) else None
+        turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options, template)
         return turn.stream() if stream else turn.run()
 
-    def conversation(self) -> Conversation:
-        """A chat whose cache is kept between turns: each turn computes its own tokens only."""
-        return Conversation(self)
+    def conversation(self, *, system: str | None = None, raw: bool = False) -> Conversation:
+        """A chat whose cache is kept between turns: each turn computes its own tokens only.
+
+        Args:
+            system: what a system message says before all turns.
+            raw: leave out the model's chat template; texts then follow each other as they are.
+
+        Raises:
+            ConfigError: there is no template to put the system message into.
+        """
+        if system is None:
+            return Conversation(self, None if raw else self.chat_template)
+        if raw:
+            raise ConfigError(
+                "system needs the chat template, which raw=True turns off; leave out one of them"
+            )
+        return Conversation(self, self.require_chat_template(), system)
 
     def context(self, prompt: Prompt) -> Context:
         """A long text that is prefilled once, now, and then asked many times.
 
+        Args:
+            prompt: as in `generate`; of messages the last is the user's, and questions follow the
+                text in it.
+
         Raises:
             ConfigError, CapacityError: as `generate`.
         """
-        return Context(self, self.encode(prompt))
+        if not is_chat(prompt):
+            return Context(self, self.encode(prompt))
+        asked = AskedMessages(self.require_chat_template(), checked(prompt))
+        return Context(self, self.encode(asked.before_question()), asked)
 
     def encode(self, prompt: Prompt) -> Tensor:
-        """Token ids [1, tokens] on the model's device."""
+        """Token ids [1, tokens] on the model's device; of messages with what begins the answer."""
+        if is_chat(prompt):
+            prompt = self.require_chat_template().encode(checked(prompt))
         if isinstance(prompt, str):
             prompt = self.require_tokenizer()(prompt)["input_ids"]
         ids = torch.as_tensor(prompt, dtype=torch.long)
@@ -116,6 +144,25 @@ class LLM:
                 f"text needs a tokenizer, and the model has none{why}; pass token ids or tokenizer="
             )
         return self.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The tokenizer's chat template; None where there is none."""
+        return ChatTemplate.of(self.tokenizer)
+
+    def require_chat_template(self) -> ChatTemplate:
+        """The tokenizer's chat template.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self.require_tokenizer()
+        if (template := self.chat_template) is None:
+            raise ConfigError(
+                "messages need a chat template, and the model's tokenizer has none; pass the whole "
+                "prompt as text"
+            )
+        return template
 
     def close(self) -> None:
         """Detaches the model; it is plain transformers again."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode
 from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
 from hybrid_kv.api.stream import TextStream
+from hybrid_kv.api.template import NO_TEMPLATE, ChatTemplate
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import TieredCache
@@ -48,12 +49,22 @@ def check_room(llm: Model, cache: TieredCache, total_tokens: int) -> None:
 
 
 class Turn:
-    """One call of transformers' generate on one cache."""
+    """One call of transformers' generate on one cache.
+
+    Args:
+        template: what rendered the prompt, None for raw text; its end of a message ends the answer.
+    """
 
     def __init__(
-        self, llm: Model, cache: TieredCache, ids: Tensor, options: dict[str, Any]
+        self,
+        llm: Model,
+        cache: TieredCache,
+        ids: Tensor,
+        options: dict[str, Any],
+        template: ChatTemplate | None = None,
     ) -> None:
         self._llm, self.cache, self._ids = llm, cache, ids.to(llm.runtime.device)
+        self._template = template
         options = dict(options)
         stop: str | Sequence[str] | None = options.pop("stop", None)
         self._stop = [stop] if isinstance(stop, str) else list(stop or ())
@@ -127,6 +138,7 @@ class Turn:
             streamer=clock if self._options.get("num_beams", 1) == 1 else None,
             stopping_criteria=self._stopping(),
             **self._pad(),
+            **self._ends(),
             **self._options,
         )
         return output
@@ -145,6 +157,16 @@ class Turn:
         """One sequence is never padded; naming a token keeps transformers from warning about it."""
         known = self._llm.model.generation_config.pad_token_id
         return {} if known is not None or "pad_token_id" in self._options else {"pad_token_id": 0}
+
+    def _ends(self) -> dict[str, list[int]]:
+        """What the model's own settings lack: the token by which its template ends an answer."""
+        if self._template is None or "eos_token_id" in self._options:
+            return {}
+        settings = self._options.get("generation_config") or self._llm.model.generation_config
+        known = settings.eos_token_id
+        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
+        lacking = [token for token in self._template.end_ids() if token not in ends]
+        return {"eos_token_id": ends + lacking} if lacking else {}
 
     def _result(self, output: Tensor, clock: TokenClock, work: Work) -> Generation:
         self.cache.kv.finite.look(wait=True)
@@ -181,6 +203,7 @@ class Turn:
                 for head in layer.cold.describe_indexes()
             ],
             audit=None if auditor is None else auditor.audit.since(self._looks_before),
+            chat_template=NO_TEMPLATE if self._template is None else self._template.name,
         )
 
     def stream(self) -> TextStream:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_kv.cli.display import note, stats_line
 from hybrid_kv.cli.options import (
+    ChatOptions,
     LayersOption,
     ModelArgument,
     ModelOptions,
@@ -17,7 +18,7 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.api import LLM, Conversation
+    from hybrid_kv.api import Conversation
     from hybrid_kv.cli.running import Outcome
 
 _HELP = "/reset forgets the conversation, /stats tells what the last answer cost, /quit leaves"
@@ -26,6 +27,7 @@ _HELP = "/reset forgets the conversation, /stats tells what the last answer cost
 def chat(
     model: ModelArgument,
     *,
+    talk: ChatOptions,
     sampling: SamplingOptions,
     options: ModelOptions,
     cut: LayersOption,
@@ -40,12 +42,14 @@ def chat(
     from hybrid_kv.report.schema import ChatReport
 
     config = build_config(options)
+    talk.check()
     check_target(output)
     if has_no_tokenizer(model):
         raise ConfigError(f"a conversation needs a tokenizer, and model '{model}' has none")
     with opened(model, options, config, output, cut.layers) as llm:
         llm.require_tokenizer()
-        session = Session(llm, sampling, output)
+        begin = partial(llm.conversation, system=talk.system, raw=talk.raw)
+        session = Session(begin, sampling, output)
         if sys.stdin.isatty():
             note(_HELP, output)
         try:
@@ -58,10 +62,12 @@ def chat(
 class Session:
     """Reads messages and commands until the end of stdin."""
 
-    def __init__(self, llm: LLM, sampling: SamplingOptions, output: OutputOptions) -> None:
-        self._llm, self._output = llm, output
+    def __init__(
+        self, begin: Callable[[], Conversation], sampling: SamplingOptions, output: OutputOptions
+    ) -> None:
+        self._begin, self._output = begin, output
         self._options = sampling.as_options()
-        self._conversation: Conversation = llm.conversation()
+        self._conversation = begin()
         self.outcomes: list[Outcome] = []
         self._commands: dict[str, Callable[[], None]] = {
             "/reset": self._reset,
@@ -97,7 +103,7 @@ class Session:
             write("\n")
 
     def _reset(self) -> None:
-        self._conversation = self._llm.conversation()
+        self._conversation = self._begin()
         note("the conversation begins anew", self._output)
 
     def _stats(self) -> None:

@@ -80,6 +80,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
         backends=got.backends,
         index=tuple(got.index),
         audit=None if got.audit is None else describe_audit(got.audit),
+        chat_template=got.chat_template,
         interrupted=outcome.interrupted,
     )
 

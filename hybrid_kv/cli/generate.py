@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hybrid_kv.cli.display import note, stats_line
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
+    ChatOptions,
     LayersOption,
     ModelArgument,
     ModelOptions,
@@ -21,7 +23,6 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM
-    from hybrid_kv.cli.prompts import PromptSource
     from hybrid_kv.cli.running import Outcome
 
 _PROMPT = "Prompt"
@@ -51,6 +52,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text.")] = None,
     *,
     source: PromptOptions,
+    talk: ChatOptions,
     num_beams: Annotated[
         int,
         typer.Option(
@@ -66,7 +68,7 @@ def generate(
     cut: LayersOption,
     output: OutputOptions,
 ) -> None:
-    """Continue a prompt; the text goes to stdout, everything else to stderr."""
+    """Answer or continue a prompt; the text goes to stdout, everything else to stderr."""
     from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
     from hybrid_kv.cli.prompts import find_prompt
     from hybrid_kv.cli.running import opened
@@ -76,10 +78,13 @@ def generate(
     config = build_config(options)
     found = find_prompt(prompt, source.prompt_file, source.prompt_tokens, sampling.seed or 0)
     found.check(model)
+    talk.check(text=found.text is not None)
     check_target(output)
     with opened(model, options, config, output, cut.layers) as llm:
         streaming = not no_stream and num_beams == 1
-        outcome = _answer(llm, found, sampling, num_beams, streaming, output)
+        start = partial(llm.generate, found.for_model(llm, talk.system, raw=talk.raw))
+        asked = {**sampling.as_options(), "num_beams": num_beams}
+        outcome = _answer(llm, start, asked, streaming, output)
         got = outcome.generation
         note(stats_line(got, interrupted=outcome.interrupted), output)
         notice = exactness_notice(given_settings(options), got.work, got.prompt_tokens)
@@ -94,17 +99,14 @@ def generate(
 
 def _answer(
     llm: LLM,
-    source: PromptSource,
-    sampling: SamplingOptions,
-    num_beams: int,
+    start: Callable[..., Any],
+    options: dict[str, Any],
     streaming: bool,
     output: OutputOptions,
 ) -> Outcome:
     """Generates, and prints the text unless stdout belongs to the JSON."""
     from hybrid_kv.cli.running import run, write_now
 
-    options = {**sampling.as_options(), "num_beams": num_beams}
-    start = partial(llm.generate, source.for_model(llm))
     streaming = streaming and llm.tokenizer is not None and not output.json_only
     outcome = run(start, options, write_now if streaming else None, output)
     if not output.json_only:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-_MODEL, _SAMPLING, _OUTPUT = "Model and cache", "Sampling", "Output"
+_PROMPT, _MODEL, _SAMPLING, _OUTPUT = "Prompt", "Model and cache", "Sampling", "Output"
 
 
 def count(text: str | int) -> int:
@@ -116,6 +116,49 @@ class LayersOption:
             rich_help_panel=_MODEL,
         ),
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How text becomes a prompt."""
+
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            metavar="TEXT",
+            help="What the system message says; needs a chat template.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw",
+            help="Leave out the model's chat template: the text is the prompt.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = False
+
+    def check(self, *, text: bool = True) -> None:
+        """Raises ConfigError for a system message that has no place, before anything is loaded.
+
+        Args:
+            text: whether the prompt is text.
+        """
+        from hybrid_kv.errors import ConfigError
+
+        if self.system is None:
+            return
+        if not self.system.strip():
+            raise ConfigError("--system is empty; write at least one word or leave it out")
+        if self.raw:
+            raise ConfigError("--system needs the chat template, which --raw turns off; drop one")
+        if not text:
+            raise ConfigError(
+                "--system needs text that the chat template renders, got random tokens; give a "
+                "prompt or leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,20 @@ class PromptSource:
                 "--prompt-tokens N instead"
             )
 
-    def for_model(self, llm: LLM) -> Prompt:
-        """What `LLM.generate` takes."""
+    def for_model(self, llm: LLM, system: str | None, *, raw: bool) -> Prompt:
+        """What `LLM.generate` takes: messages if the model has a chat template, unless `raw`.
+
+        Raises:
+            ConfigError: there is none to put the system message into.
+        """
         import torch
 
         if self.text is not None:
-            return self.text
+            if system is None and (raw or llm.chat_template is None):
+                return self.text
+            llm.require_chat_template()
+            opening = [] if system is None else [{"role": "system", "content": system}]
+            return [*opening, {"role": "user", "content": self.text}]
         embedding: Any = llm.model.get_input_embeddings()
         size = embedding.weight.shape[0]
         generator = torch.Generator().manual_seed(self.seed)

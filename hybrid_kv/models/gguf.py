@@ -100,7 +100,8 @@ def read_gguf(
     """
     dtype = dtype or torch.bfloat16
     folder, where = where_of(name, path)
-    size = _plain_bytes(read_config(name, folder, **where), dtype)
+    config = read_config(name, folder, **where)
+    size = _plain_bytes(config, dtype)
     if device.type == "cpu":
         check_weights_memory(size, name)
     warn(
@@ -111,6 +112,8 @@ def read_gguf(
     )
     if quantization_config is None and hasattr(transformers, "GgufConfig"):
         quantization_config = transformers.GgufConfig(dequantize=True)
+    # With its configuration at hand the header, seconds of work, is not taken apart once more.
+    where["config"] = config
     model: Any = read_model(name, folder, device, dtype, quantization_config, **where)
     return model.to(dtype)  # type: ignore[no-any-return]
 

@@ -313,7 +313,12 @@ class TieredCache(Cache):
 
     @property
     def can_crop(self) -> bool:
-        """Whether every layer still has what came before its newest tokens; windows have not."""
+        """Whether every layer still has what came before its newest tokens.
+
+        Windows have not, nor has a method that drops entries once it has dropped some.
+        """
+        if any(any(layer.dropped) for layer in self.kv.layers.values()):
+            return False
         return all(
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding
             for layer in self.layers

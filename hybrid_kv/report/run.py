@@ -128,6 +128,8 @@ class Run(Group):
     token after the first. interrupted: the user ended it early. backends: what computed each op of
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
+    chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
+    for raw text.
     """
 
     config: dict[str, Any]
@@ -149,6 +151,7 @@ class Run(Group):
     backends: dict[str, str] = {}
     index: tuple[dict[str, Any], ...] = ()
     audit: AuditReport | None = None
+    chat_template: str = "none"
     interrupted: bool = False
 
 

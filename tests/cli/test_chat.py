@@ -54,7 +54,7 @@ def test_memory_that_runs_out_ends_an_answer_and_not_the_talk_at_a_terminal(
 
     talk = SimpleNamespace(send=send)
     session = Session(
-        SimpleNamespace(conversation=lambda: talk),  # type: ignore[arg-type]
+        lambda: talk,  # type: ignore[arg-type,return-value]
         SimpleNamespace(as_options=dict),  # type: ignore[arg-type]
         OutputOptions(),
     )
