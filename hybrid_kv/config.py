@@ -258,7 +258,7 @@ class HybridConfig(PluginConfig):
         if "method" in settings:
             tree["method"] = settings["method"]
         plugin = METHODS[str(tree.get("method", cls.model_fields["method"].default))]
-        paths = cls._settings_of(plugin.name)
+        paths = cls.settings_of(plugin.name)
         values: dict[str, object] = {}
         for key, value in settings.items():
             path = _full_path(str(key), paths, plugin.name)
@@ -276,11 +276,12 @@ class HybridConfig(PluginConfig):
     @classmethod
     def knows(cls, method: str, key: str) -> bool:
         """Whether a method has the setting that a dotted key, or the last part of one, names."""
-        paths = cls._settings_of(method)
+        paths = cls.settings_of(method)
         return key in paths or any(path.endswith(f".{key}") for path in paths)
 
     @classmethod
-    def _settings_of(cls, method: str) -> set[str]:
+    def settings_of(cls, method: str) -> set[str]:
+        """Dotted names of all settings that a method may be given."""
         return {*cls.model_fields, *_paths(METHODS[method].params)} - {"params"}
 
 

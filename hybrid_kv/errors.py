@@ -130,6 +130,10 @@ _SYNONYMS = {
     "ef_construction": ("efc", "efconstruction"),
     "retrieval_attention": ("roargraph", "roar_graph"),
     "full": ("dense", "exact"),
+    "max_new_tokens": ("max_tokens", "num_predict", "n_predict", "max_completion_tokens"),
+    "stop": ("stop_sequences", "stop_words", "stop_tokens"),
+    "num_beams": ("beams", "beam_size", "beam_width"),
+    "seed": ("random_seed", "rng_seed"),
 }
 """Names by which other systems call a thing, where spelling says nothing."""
 

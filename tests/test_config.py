@@ -345,3 +345,51 @@ class TestBuiltInMethods:
     @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"])
     def test_tiers_hold_whole_pages(self, name: str) -> None:
         assert refusal(**{name: 40}).endswith("got 40; use 32 or 48")
+
+    @pytest.mark.parametrize(
+        "spelling",
+        [
+            {"top_k": 7, "window_tokens": 32},
+            {"cold.top_k": "7", "window_tokens": "32"},
+            {"cold": {"top_k": 7}, "window_tokens": 32},
+        ],
+        ids=["last part", "dotted", "nested"],
+    )
+    def test_the_constructor_takes_every_spelling(self, spelling: dict[str, Any]) -> None:
+        """Regression: only nested groups were known to it."""
+        config = HybridConfig(**spelling)
+        assert (config.cold.top_k, config.window_tokens) == (7, 32)
+        assert HybridConfig.of(spelling) == config
+        assert HybridConfig().replace(**spelling) == config
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"top_k": 7, "cold.top_k": 8}, "setting 'cold.top_k' is given twice; keep one"),
+            ({"top_k": 7, "cold": {"top_k": 8}}, "setting 'cold.top_k' is given twice; keep one"),
+            ({"kind": "flat", "index": "graph"}, "setting 'cold.index.kind' is given twice; keep"),
+            ({"top_kk": 7}, "unknown hybrid setting 'top_kk'; did you mean 'cold.top_k'? known:"),
+            ({"cold.topk": 7}, "cold: unknown setting 'topk'; did you mean 'top_k'? known: "),
+            ({"method": "full", "top_k": 7}, "unknown full setting 'top_k'; known: "),
+        ],
+    )
+    def test_the_constructor_places_nothing_twice_and_nothing_by_guess(
+        self, settings: dict[str, Any], text: str
+    ) -> None:
+        assert refusal(**settings).startswith(text)
+
+    def test_the_constructor_asks_which_of_two_is_meant(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Twin(Params):
+            near: Cold = Cold()
+            far: Cold = Cold()
+
+        method = type("Method", (Tiered,), {"Params": Twin})
+        methods: Registry[Any] = Registry("method", provider="json")
+        methods.register("twin")(method)
+        monkeypatch.setattr(HybridConfig, "registry", methods)
+        monkeypatch.setattr(config_module, "METHODS", methods)
+        text = refusal(method="twin", top_k=6)
+        assert text == "setting 'top_k' may mean far.top_k or near.top_k; write it out"
+        assert HybridConfig(method="twin", **{"far.top_k": 6}).far.top_k == 6

@@ -21,7 +21,7 @@ PACKAGE = "hybrid_kv"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 LEVELS = [
-    {"types", "config", "errors", "registry", "rotary", "plugins"},
+    {"types", "config", "errors", "keywords", "registry", "rotary", "plugins"},
     {"ops"},
     {"attention", "index", "codecs", "parts"},
     {"store"},

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.api.arguments import GenerateOptions, token_ids
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message
 from hybrid_kv.api.turn import Model, Turn, check_room
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, said
 from hybrid_kv.models.rollback import Mark, rolled_back
 from hybrid_kv.runtime import memory_errors
 
@@ -41,12 +42,18 @@ class Conversation:
             self.history.append({"role": "system", "content": system})
 
     @overload
-    def send(self, text: str, *, stream: Literal[False] = False, **options: Any) -> Generation: ...
+    def send(
+        self, text: str, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
 
     @overload
-    def send(self, text: str, *, stream: Literal[True], **options: Any) -> TextStream: ...
+    def send(
+        self, text: str, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> TextStream: ...
 
-    def send(self, text: str, *, stream: bool = False, **options: Any) -> Generation | TextStream:
+    def send(
+        self, text: str, *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Generation | TextStream:
         """The model's answer to `text`, given all turns before; options as in `generate`.
 
         An answer that is cut short stays in the history as far as it came.
@@ -58,6 +65,8 @@ class Conversation:
                 as after any error, and can go on.
             BusyError: the model generates in another thread.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"message must be text, got {said(text)}; decode token ids")
         if not text.strip():
             raise ConfigError("message is empty; type at least one word")
         message = {"role": "user", "content": text}
@@ -107,7 +116,7 @@ class _RememberedTurn(Turn):
         conversation: Conversation,
         message: dict[str, str],
         ids: list[int],
-        options: dict[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
         llm, cache, whole = conversation._llm, conversation._cache, torch.tensor([ids])
         super().__init__(llm, cache, whole, options, conversation.template)
@@ -201,16 +210,28 @@ class Context:
 
     @overload
     def ask(
-        self, question: str | Tensor, *, stream: Literal[False] = False, **options: Any
+        self,
+        question: str | Sequence[int] | Tensor,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
     ) -> Generation: ...
 
     @overload
     def ask(
-        self, question: str | Tensor, *, stream: Literal[True], **options: Any
+        self,
+        question: str | Sequence[int] | Tensor,
+        *,
+        stream: Literal[True],
+        **options: Unpack[GenerateOptions],
     ) -> TextStream: ...
 
     def ask(
-        self, question: str | Tensor, *, stream: bool = False, **options: Any
+        self,
+        question: str | Sequence[int] | Tensor,
+        *,
+        stream: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> Generation | TextStream:
         """The continuation of context and question; `stream` and options as in `generate`.
 
@@ -218,7 +239,7 @@ class Context:
         question at the end of the last message.
 
         Args:
-            question: text, or token ids [1, tokens] where the context is no messages.
+            question: text, token ids, or a tensor [tokens] or [1, tokens]; of messages, text only.
 
         Raises:
             ConfigError: the question is empty or does not fit into the model's context.
@@ -229,22 +250,21 @@ class Context:
         turn = _ForgottenTurn(self._llm, self._cache, whole, options, template)
         return turn.stream() if stream else turn.run()
 
-    def _raw(self, question: str | Tensor) -> Tensor:
+    def _raw(self, question: str | Sequence[int] | Tensor) -> Tensor:
         """Context and question [1, tokens], one behind the other."""
         if isinstance(question, str):
             encoded = self._llm.require_tokenizer()(question, add_special_tokens=False)
-            question = torch.tensor(encoded["input_ids"], dtype=torch.long)
-        if question.numel() == 0:
-            raise ConfigError("question is empty; pass at least one token")
-        return torch.cat([self.ids, question.reshape(1, -1).to(self.ids)], 1)
+            question = encoded["input_ids"]
+        ids = token_ids(question, self._llm.model, "question")
+        return torch.cat([self.ids, ids.to(self.ids)], 1)
 
-    def _rendered(self, question: str | Tensor) -> Tensor:
+    def _rendered(self, question: str | Sequence[int] | Tensor) -> Tensor:
         """Context and question [1, tokens] as the chat template puts them together."""
         assert self._messages is not None
         if not isinstance(question, str):
             raise ConfigError(
-                "a question about messages must be text, got token ids; make the context of token "
-                "ids, too"
+                f"a question about messages must be text, got {said(question)}; make the context "
+                "of token ids to ask with token ids"
             )
         if not question.strip():
             raise ConfigError("question is empty; type at least one word")

@@ -6,21 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_kv.api.arguments import (
+    GenerateOptions,
+    LoadOptions,
+    check_load_options,
+    check_source,
+    token_ids,
+)
 from hybrid_kv.api.conversation import AskedMessages, Context, Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message, checked, is_chat
 from hybrid_kv.api.turn import Turn
-from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.config import ConfigLike, HybridConfig
+from hybrid_kv.errors import ConfigError, ModelNotFoundError, said
+from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.load import load_model, load_tokenizer
+from hybrid_kv.models.support import check_model
 
 Prompt: TypeAlias = str | Sequence[int] | Tensor | Sequence[Message]
 
@@ -46,14 +54,16 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Any
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
     ) -> Generation: ...
 
     @overload
-    def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> TextStream: ...
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> TextStream: ...
 
     def generate(
-        self, prompt: Prompt, *, stream: bool = False, **options: Any
+        self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Generation | TextStream:
         """Continues a prompt.
 
@@ -65,11 +75,16 @@ class LLM:
             options: `max_new_tokens` (default 128), `stop` (strings that end the text and are cut
                 off), `seed`, `on_prefill` (called with (done, total) while the prompt is computed),
                 `cancel` (a threading.Event that ends the call early), and everything transformers'
-                GenerationConfig knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...).
+                GenerationConfig knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...),
+                by keyword or as `generation_config`. One answer comes back, as a Generation, from
+                a cache made here: `num_return_sequences` above 1, `return_dict_in_generate`,
+                `past_key_values`, `streamer`, `attention_mask` and `output_...` are refused;
+                `model.generate` inside `attach` has them all.
 
         Raises:
-            ConfigError: the prompt is empty or longer than the model's context, or its messages
-                are refused by the chat template, or there is none.
+            ConfigError: an option is unknown, refused or of a wrong type, the prompt is not of the
+                types above, empty, or longer than the model's context, or its messages are refused
+                by the chat template, or there is none.
             CapacityError: the context does not fit into host memory; said before prefill starts
                 where it can be known then.
             DeviceMemoryError: the GPU's memory ran out; the message says where and what to lower.
@@ -79,6 +94,7 @@ class LLM:
         turn = _OnlyTurn(self, self.runtime.cache(), self.encode(prompt), options, template)
         return turn.stream() if stream else turn.run()
 
+    @known_keywords_only
     def conversation(self, *, system: str | None = None, raw: bool = False) -> Conversation:
         """A chat whose cache is kept between turns: each turn computes its own tokens only.
 
@@ -97,6 +113,7 @@ class LLM:
             )
         return Conversation(self, self.require_chat_template(), system)
 
+    @known_keywords_only
     def context(self, prompt: Prompt) -> Context:
         """A long text that is prefilled once, now, and then asked many times.
 
@@ -118,19 +135,7 @@ class LLM:
             prompt = self.require_chat_template().encode(checked(prompt))
         if isinstance(prompt, str):
             prompt = self.require_tokenizer()(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt, dtype=torch.long)
-        ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
-        if ids.shape[0] != 1:
-            raise ConfigError(f"prompt must be one sequence of token ids, got {ids.shape[0]} rows")
-        if ids.numel() == 0:
-            raise ConfigError("prompt is empty; pass at least one token")
-        embedding: Any = self.model.get_input_embeddings()
-        size: int = embedding.weight.shape[0]
-        if int(ids.min()) < 0 or int(ids.max()) >= size:
-            raise ConfigError(
-                f"token ids must be 0..{size - 1}, got {int(ids.min())}..{int(ids.max())}"
-            )
-        return ids.to(self.runtime.device)
+        return token_ids(prompt, self.model).to(self.runtime.device)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
@@ -193,35 +198,48 @@ class _OnlyTurn(Turn):
 def load(
     model: str | Path | PreTrainedModel,
     *,
-    config: HybridConfig | None = None,
+    config: ConfigLike = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> LLM:
     """A model ready to generate from a tiered KV cache.
 
     Args:
         model: a folder, a GGUF file, a hub id, 'needle', 'smollm2', 'random:SHAPE', or a loaded
             transformers model.
-        config: how the cache is kept and read; the default is the `hybrid` method.
+        config: how the cache is kept and read: a HybridConfig, a dict of its settings, or the name
+            of a method; the default is the `hybrid` method.
         tokenizer: in place of the one beside the weights, which is then not read; text needs one.
         options: `device`, `dtype`, `layers`, `quantization_config`, `seed`; see `load_model`.
 
     Raises:
+        ConfigError: an argument is unknown or of a wrong type, or a setting is.
         ModelNotFoundError: the model cannot be read.
         UnsupportedModelError: its attention cannot be served.
         CapacityError, DeviceMemoryError: the weights do not fit.
     """
+    check_load_options(options)
+    wanted = HybridConfig.of(config)
+    if not (tokenizer is None or callable(tokenizer)):
+        raise ConfigError(
+            f"tokenizer must be a loaded one, got {said(tokenizer)}; load it with "
+            "AutoTokenizer.from_pretrained"
+        )
+    if isinstance(model, (str, Path)):
+        check_source(model)
+    else:
+        check_model(model)
     if isinstance(model, PreTrainedModel):
         if options:
             raise ConfigError(
                 f"options {', '.join(sorted(options))} apply when a model is loaded by name, got a "
                 "loaded model; prepare it before passing it in"
             )
-        return LLM(model, tokenizer, config or HybridConfig())
+        return LLM(model, tokenizer, wanted)
     loaded, reason = load_model(model, **options), ""
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(model)
         except ModelNotFoundError as error:  # token ids do without; text will be refused with this
             reason = str(error)
-    return LLM(loaded, tokenizer, config or HybridConfig(), no_tokenizer=reason)
+    return LLM(loaded, tokenizer, wanted, no_tokenizer=reason)

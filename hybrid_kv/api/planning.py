@@ -7,19 +7,22 @@ from pathlib import Path
 import psutil
 import torch
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.api.arguments import check_source, whole_number
+from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.runtime.planner import Machine, Plan, make_plan
 from hybrid_kv.runtime.rates import CARDS, Rates, measure_rates, rates_of_card
 
 
+@known_keywords_only
 def plan(
     model: str | Path,
     context_tokens: int,
     *,
-    config: HybridConfig | None = None,
+    config: ConfigLike = None,
     device: str | torch.device | None = None,
     card: str | None = None,
     device_bytes: int | None = None,
@@ -34,7 +37,7 @@ def plan(
     Args:
         model: as for `load`; only its configuration is read.
         context_tokens: prompt and answer together.
-        config: the tiered method; its default is `HybridConfig()`.
+        config: the tiered method, as for `load`.
         device: what the model would run on; the first GPU of this machine, else its CPU.
         card: a name of `CARDS` to plan for a GPU that is not here, with its specified bandwidths.
         device_bytes: GPU memory instead of what the device or the card has.
@@ -43,16 +46,18 @@ def plan(
         rates: bandwidths instead of those measured here, which takes about a second.
 
     Raises:
-        ConfigError: a number is out of range, or there is no such card.
+        ConfigError: an argument is unknown, of a wrong type or out of range, or there is no such
+            card.
         ModelNotFoundError, UnsupportedModelError: the model cannot be read or tiered.
     """
-    if context_tokens < 1:
-        raise ConfigError(f"context_tokens must be at least 1, got {context_tokens}")
+    context_tokens = whole_number("context_tokens", context_tokens)
     for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+        if value is not None:
+            whole_number(name, value)
+    wanted = HybridConfig.of(config)
     if card is not None and card not in CARDS:
         raise unknown_name("card", card, CARDS)
+    check_source(model)
     facts = model_facts(model, dtype=dtype, layers=layers, weight_bits=weight_bits)
     limit = facts.max_context_tokens
     if limit is not None and context_tokens > limit:
@@ -62,7 +67,7 @@ def plan(
         )
     host = psutil.virtual_memory().available if host_bytes is None else host_bytes
     machine = _machine(resolve_device(device), card, device_bytes, host, rates)
-    return make_plan(facts, machine, context_tokens, config or HybridConfig())
+    return make_plan(facts, machine, context_tokens, wanted)
 
 
 def _machine(

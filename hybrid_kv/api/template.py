@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is a list of messages (or a single one, which `checked` refuses)."""
     if isinstance(prompt, Mapping):
-        return True
+        return "input_ids" not in prompt
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return listed and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import nan
 from queue import SimpleQueue
@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
+from hybrid_kv.api.arguments import (
+    check_watchers,
+    generate_options,
+    random_seed,
+    stop_strings,
+    whole_number,
+)
 from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode
 from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
 from hybrid_kv.api.stream import TextStream
@@ -60,30 +67,27 @@ class Turn:
         llm: Model,
         cache: TieredCache,
         ids: Tensor,
-        options: dict[str, Any],
+        options: Mapping[str, Any],
         template: ChatTemplate | None = None,
     ) -> None:
         self._llm, self.cache, self._ids = llm, cache, ids.to(llm.runtime.device)
         self._template = template
-        options = dict(options)
-        stop: str | Sequence[str] | None = options.pop("stop", None)
-        self._stop = [stop] if isinstance(stop, str) else list(stop or ())
-        self._seed: int | None = options.pop("seed", None)
-        self._max_new: int = options.pop("max_new_tokens", 128)
-        cancel: threading.Event | None = options.pop("cancel", None)
+        own = generate_options(options)
+        self._stop = stop_strings(own.pop("stop", None))
+        self._seed = random_seed(own.pop("seed", None))
+        self._max_new = whole_number("max_new_tokens", own.pop("max_new_tokens", 128))
+        cancel: threading.Event | None = own.pop("cancel", None)
+        self._on_prefill: Report | None = own.pop("on_prefill", None)
+        check_watchers(self._on_prefill, cancel)
         self._cancels = [] if cancel is None else [cancel]
-        self._on_prefill: Report | None = options.pop("on_prefill", None)
-        self._options = options
+        self._criteria = list(own.pop("stopping_criteria", None) or ())
+        self._options = own
         self._check()
         self._begin_costs()
 
     def _check(self) -> None:
-        if self._max_new < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self._max_new}")
         if self._stop and self._llm.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
-        if "" in self._stop:
-            raise ConfigError("stop strings must not be empty; leave `stop` out to have none")
         check_room(self._llm, self.cache, self._ids.shape[1] + self._max_new)
 
     def _begin_costs(self) -> None:
@@ -137,6 +141,9 @@ class Turn:
             # Beams are rearranged as a whole, so they cannot be handed out token by token.
             streamer=clock if self._options.get("num_beams", 1) == 1 else None,
             stopping_criteria=self._stopping(),
+            # A model's own defaults may ask for more than one answer, or for more than tokens.
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             **self._pad(),
             **self._ends(),
             **self._options,
@@ -148,7 +155,7 @@ class Turn:
         return "decode" if clock.times or beyond else "prefill"
 
     def _stopping(self) -> list[StoppingCriteria]:
-        criteria: list[StoppingCriteria] = [StopOnEvent(event) for event in self._cancels]
+        criteria = [*self._criteria, *(StopOnEvent(event) for event in self._cancels)]
         if self._stop and self._llm.tokenizer is not None:
             criteria.append(StopOnText(self._llm.tokenizer, self._stop, self._ids.shape[1]))
         return criteria

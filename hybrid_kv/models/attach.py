@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
+from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rotary import find_rotary
 from hybrid_kv.models.serving import Serving
@@ -67,6 +68,7 @@ class Attachment:
         self._end.atexit = False
         _attached[model] = weakref.ref(self)
 
+    @known_keywords_only
     def cache(self, config: ConfigLike = None) -> HybridCache:
         """A new, empty cache: one per conversation, passed as `past_key_values`.
 
@@ -181,6 +183,7 @@ class HybridCache(TieredCache):
         UnsupportedModelError, BackendUnavailable, ConfigError: see `attach` and `Attachment.cache`.
     """
 
+    @known_keywords_only
     def __init__(self, model: PreTrainedModel, config: ConfigLike = None) -> None:
         check_model(model)
         home = _attachment_of(model) or Attachment(model, HybridConfig.of(config))
@@ -197,6 +200,7 @@ def _attachment_of(model: PreTrainedModel) -> Attachment | None:
     return None if known is None else known()
 
 
+@known_keywords_only
 def attach(model: PreTrainedModel, config: ConfigLike = None) -> Attachment:
     """Lets a loaded transformers model generate from a tiered KV cache.
 
@@ -218,6 +222,7 @@ def attach(model: PreTrainedModel, config: ConfigLike = None) -> Attachment:
     return Attachment(model, HybridConfig.of(config))
 
 
+@known_keywords_only
 def detach(model: PreTrainedModel) -> None:
     """Ends the attachment of a model, whoever made it; harmless where there is none.
 

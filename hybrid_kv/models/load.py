@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hybrid_kv.errors import ConfigError, ModelNotFoundError, unknown_name
+from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
 from hybrid_kv.models.gguf import SMOLLM2, is_gguf, read_gguf, smollm2_file, where_of
 from hybrid_kv.models.shapes import random_config
@@ -40,7 +40,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         wanted = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(f"device must be like 'cpu' or 'cuda:0', got '{device}'") from None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.type == "cuda" and (wanted.index or 0) >= count:
@@ -57,6 +57,8 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype by name; None stands for the one the weights are stored in."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
+    if not isinstance(dtype, str):
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {said(dtype)}")
     if dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
     return _DTYPES[dtype]

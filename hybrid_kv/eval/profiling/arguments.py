@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from hybrid_kv.config import HybridConfig, first_sentence
+from hybrid_kv.config import HybridConfig, Params, first_sentence
 from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.plugins import METHODS
 
@@ -21,7 +21,7 @@ SYNTHETIC_LIMIT_S = 120.0
 """Seconds that a row of a made-up context takes at most, if nothing else is said."""
 
 
-class ProfileArguments(BaseModel):
+class ProfileArguments(Params):
     """One sweep over contexts and methods.
 
     model, layers, device, dtype: as `load_model`. contexts: prompt tokens, ascending. methods:
@@ -33,8 +33,6 @@ class ProfileArguments(BaseModel):
     limit. settings: by dotted name, for the methods that know them. Quest's dense layers are none
     where `layers` would leave no others, unless they are set.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     contexts: tuple[int, ...] = CONTEXTS_BY_DEFAULT
@@ -54,11 +52,16 @@ class ProfileArguments(BaseModel):
     def of(cls, values: Mapping[str, Any], source: str = "the profile") -> ProfileArguments:
         """Checked arguments; `source` is what errors call them.
 
+        Args:
+            values: by name; `config` (a HybridConfig, a dict of its settings or the name of a
+                method) may stand for `methods` and `settings`.
+
         Raises:
-            ConfigError: a value is out of range, or a method or a setting is unknown.
+            ConfigError: a name is unknown, a value is out of range, or a method or a setting is
+                unknown.
         """
         try:
-            asked = cls.model_validate(dict(values))
+            asked = cls.model_validate(_without_config(values))
         except ValidationError as error:
             raise ConfigError(f"arguments of {source}: {first_sentence(error)}") from None
         if not asked.contexts or min(asked.contexts) < 1:
@@ -114,6 +117,24 @@ class ProfileArguments(BaseModel):
             f"measured with dense_layers=0: by default {config.method} reads its first layers "
             f"whole, and the {self.layers} that are left would all be among them"
         )
+
+
+def _without_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with one method and its settings in place of a configuration."""
+    kept = dict(values)
+    if "config" not in kept:
+        return kept
+    for name in ("methods", "settings"):
+        if name in kept:
+            raise ConfigError(f"config and {name} are both given; keep one")
+    config = HybridConfig.of(kept.pop("config"))
+    flat = config.flat()
+    given = (config.model_fields_set | config.params.model_fields_set) - {"method", "params"}
+    return {
+        **kept,
+        "methods": (config.method,),
+        "settings": {name: flat[name] for name in flat if name in given},
+    }
 
 
 def method_names(names: Sequence[str]) -> tuple[str, ...]:
