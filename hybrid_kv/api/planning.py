@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import torch
 
 from hybrid_kv.api.arguments import check_source, whole_number
@@ -13,6 +12,7 @@ from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import resolve_device
+from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.runtime.planner import Machine, Plan, make_plan
 from hybrid_kv.runtime.rates import CARDS, Rates, measure_rates, rates_of_card
 
@@ -65,7 +65,7 @@ def plan(
             f"context must be at most {limit} tokens for this model, got {context_tokens}; plan "
             "for fewer or for a model with a longer context"
         )
-    host = psutil.virtual_memory().available if host_bytes is None else host_bytes
+    host = free_memory().num_bytes if host_bytes is None else host_bytes
     machine = _machine(resolve_device(device), card, device_bytes, host, rates)
     return make_plan(facts, machine, context_tokens, wanted)
 

@@ -76,7 +76,8 @@ def _print(report: DoctorReport) -> None:
     features = " ".join(cpu.features) or "no vector extensions known"
     table.add_row("cpu", f"{cpu.model}, {cpu.cores} cores, {cpu.threads} threads; {features}")
     free = human_bytes(report.ram_free_bytes)
-    table.add_row("memory", f"{human_bytes(machine.ram_bytes)}, {free} free")
+    limit = f" {report.ram_limit}" if report.ram_limit else ""
+    table.add_row("memory", f"{human_bytes(machine.ram_bytes)}, {free} free{limit}")
     for device in report.devices:
         table.add_row("device", device)
     out.print(table)

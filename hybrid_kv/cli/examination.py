@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 
-import psutil
 import torch
 
 from hybrid_kv.cli.display import human_bytes
@@ -15,6 +14,7 @@ from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import why_unavailable
+from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
 from hybrid_kv.report import probe_environment
@@ -24,7 +24,8 @@ from hybrid_kv.report.schema import Check, DoctorReport
 _MODULES = {"hybrid-kv": "hybrid_kv", "faiss-cpu": "faiss"}
 _OPTIONAL = {
     "triton": "optional: part of torch for NVIDIA GPUs, else pip install 'hybrid-kv[triton]'",
-    "flashinfer": "optional: pip install 'hybrid-kv[flashinfer]' on Linux with an NVIDIA GPU",
+    "flashinfer": "optional: pip install 'hybrid-kv[flashinfer]' on Linux; whether the "
+    "machine is x86-64 or aarch64 with CUDA is up to you, pip does not look",
 }
 _NEEDED = {"faiss-cpu": "index kinds ivf and hnsw need it: pip install faiss-cpu"}
 _BACKEND_DETAILS = {
@@ -39,9 +40,11 @@ _BACKEND_DETAILS = {
 
 def examine() -> DoctorReport:
     """Everything the verb shows; reads, changes nothing."""
+    free = free_memory()
     return DoctorReport(
         environment=probe_environment(),
-        ram_free_bytes=psutil.virtual_memory().available,
+        ram_free_bytes=free.num_bytes,
+        ram_limit=free.limit.strip() or None,
         devices=tuple(devices()),
         checks=(
             Check(name="python", state="ok", detail=probe_environment().versions["python"] or ""),

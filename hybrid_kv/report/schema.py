@@ -81,11 +81,14 @@ class Check(Group):
 class DoctorReport(_Head):
     """`doctor`: what this machine can run.
 
-    model, context_tokens: what the lines on bandwidths speak of; null where none were measured.
+    ram_free_bytes: within the limit that is met first; ram_limit: which one, null for the machine's
+    own memory. model, context_tokens: what the lines on bandwidths speak of; null where none were
+    measured.
     """
 
     command: Literal["doctor"] = "doctor"
     ram_free_bytes: int
+    ram_limit: str | None = None
     devices: tuple[str, ...]
     model: str | None = None
     context_tokens: int | None = None

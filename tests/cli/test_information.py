@@ -6,6 +6,7 @@ import json
 import resource
 from pathlib import Path
 
+import psutil
 import pytest
 
 import hybrid_kv
@@ -82,6 +83,29 @@ def test_doctor_reports_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["backend reference"].state == "ok"
     assert report.ram_free_bytes > 0
     assert report.devices
+
+
+def test_doctor_and_plan_count_within_the_limit_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mapped = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (mapped + 10**9, mapped + 10**9))
+    report = report_of(call("doctor", "--no-measure", "--json", "-"))
+    assert report.command == "doctor"
+    assert report.ram_free_bytes < 1.1e9
+    assert report.ram_limit == "within the limit of this process (ulimit -v)"
+    assert "free within the limit of this process" in " ".join(
+        call("doctor", "--no-measure").stdout.split()
+    )
+    planned = hybrid_kv.plan("random:llama-3-8b", 8192, rates=Rates(50, 50, 20))
+    assert planned.machine.host_bytes < 1.1e9
+
+
+def test_doctor_says_who_sees_to_flashinfer_s_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "installed_version", lambda _: None)
+    detail = examination.check_package("flashinfer").detail
+    assert "hybrid-kv[flashinfer]" in detail
+    assert "whether the machine is x86-64 or aarch64 with CUDA is up to you" in detail
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from hybrid_kv.eval.profiling.steps import StepWatch
 from hybrid_kv.eval.profiling.traffic import bytes_per_step
 from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import load_model
+from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.runtime import stats
 from hybrid_kv.runtime.rates import Rates
 from hybrid_kv.runtime.recorder import DEVICE, HOST, DeviceClock, Span
@@ -306,7 +309,7 @@ def test_contexts_beyond_memory_are_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(sweep_module, "load_model", lambda *a, **k: pytest.fail("loaded"))
     free = type("Memory", (), {"available": 2**30})
-    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     asked = ProfileArguments.of(
         {**TINY, "contexts": (1024, 2**20), "methods": ("full",), "fill": "synthetic"}
     )
@@ -318,7 +321,7 @@ def test_only_the_methods_that_do_not_fit_are_skipped(monkeypatch: pytest.Monkey
     asked = ProfileArguments.of({**TINY, **SMALL, "contexts": (2000,), "methods": ("full", "hnsw")})
     bench = open_bench(asked)
     free = type("Memory", (), {"available": 2_600_000})
-    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     rows = list(sweep(bench))
     assert [row.status for row in rows] == ["ok", "skipped"]
     assert rows[1].reason is not None
@@ -342,7 +345,7 @@ def test_kept_kv_is_given_back_before_a_row_is_skipped(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SyntheticContext, "forget_kv", heard)
     monkeypatch.setattr(sweep_module, "_predicted", lambda *_: {})
-    monkeypatch.setattr(sweep_module.psutil, "virtual_memory", available)
+    monkeypatch.setattr(psutil, "virtual_memory", available)
     rows = list(sweep(opened))
     assert [row.status for row in rows] == ["ok", "ok"]
     assert forgotten == [True]
@@ -350,11 +353,24 @@ def test_kept_kv_is_given_back_before_a_row_is_skipped(monkeypatch: pytest.Monke
 
 def test_the_arithmetic_of_memory_is_shown() -> None:
     needed = {"weights": 2**30, "KV": 3 * 2**30}
-    assert lack_of_room(5, "full", needed, 8 * 2**30) is None
-    assert lack_of_room(5, "full", needed, 2 * 2**30) == (
+    assert lack_of_room(5, "full", needed, FreeMemory(8 * 2**30)) is None
+    little = FreeMemory(2 * 2**30, " within the limit of the box")
+    assert lack_of_room(5, "full", needed, little) == (
         "context of 5 tokens with method full needs 4.0 GiB of host memory (1.0 weights + 3.0 KV), "
-        "2.0 GiB are free; profile a shorter context or fewer layers"
+        "2.0 GiB are free within the limit of the box; profile a shorter context or fewer layers"
     )
+
+
+def test_the_limit_of_the_process_counts_before_the_machine_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine's memory alone was asked for, and a container's end came as a kill."""
+    monkeypatch.setattr(sweep_module, "load_model", lambda *a, **k: pytest.fail("loaded"))
+    mapped = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (mapped + 10**6, mapped + 10**6))
+    asked = ProfileArguments.of({**TINY, "contexts": (65536,), "methods": ("full",)})
+    with pytest.raises(CapacityError, match=r"within the limit of this process \(ulimit -v\)"):
+        open_bench(asked)
 
 
 def test_what_is_asked_for_is_checked() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from hybrid_kv.eval.profiling.traffic import index_of
 from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import load_config, load_model, resolve_device
 from hybrid_kv.models.support import inspect_model
+from hybrid_kv.ops.host_memory import FreeMemory, free_memory
 from hybrid_kv.runtime.planner import Machine, ModelFacts, make_plan
 from hybrid_kv.runtime.rates import Rates, measure_rates
 from hybrid_kv.types import ModelInfo
@@ -91,7 +91,7 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
             f"contexts must be at most {limit - asked.steps} tokens for this model, which takes "
             f"{limit} with the {asked.steps} decode steps, got {asked.contexts[-1]}"
         )
-    free = psutil.virtual_memory().available
+    free = free_memory()
     for num_tokens in asked.contexts:
         lacks = [
             _lack(asked, facts, config, num_tokens, free, device) for config in configs.values()
@@ -113,7 +113,7 @@ def _lack(
     facts: ModelFacts,
     config: HybridConfig,
     num_tokens: int,
-    free: int,
+    free: FreeMemory,
     device: torch.device,
 ) -> str | None:
     needed = host_bytes(asked, facts, config, num_tokens, on_device=device.type != "cpu")
@@ -192,7 +192,7 @@ class _Contexts:
             num_tokens,
             max_steps=self._bench.asked.steps,
             seed=self._bench.asked.seed,
-            keep=making + kept < USABLE * psutil.virtual_memory().available,
+            keep=making + kept < USABLE * free_memory().num_bytes,
         )
 
 
@@ -246,7 +246,7 @@ def _lack_now(bench: Bench, row: Row, context: SyntheticContext | None) -> str |
     needed = host_bytes(bench.asked, bench.facts, row.config, row.context_tokens, on_device=True)
     if context is not None:
         needed.pop("the made-up context", None)
-    free = psutil.virtual_memory().available
+    free = free_memory()
     return lack_of_room(row.context_tokens, row.method, needed, free)
 
 
@@ -262,7 +262,7 @@ def _predicted(bench: Bench, config: HybridConfig, num_tokens: int) -> dict[str,
     size = None
     if device.type == "cuda":
         size = torch.cuda.get_device_properties(device).total_memory
-    machine = Machine(str(device), size, psutil.virtual_memory().available, bench.rates)
+    machine = Machine(str(device), size, free_memory().num_bytes, bench.rates)
     if config.method != "full" and index_of(config) is None:
         return {}
     plan = make_plan(bench.facts, machine, num_tokens, config)

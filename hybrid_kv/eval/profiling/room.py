@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.filling import context_bytes
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
+from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.runtime.planner import ModelFacts, prefill_peak_bytes
 
 USABLE = 0.95
@@ -36,13 +37,16 @@ def host_bytes(
     return {purpose: count for purpose, count in needed.items() if count}
 
 
-def lack_of_room(num_tokens: int, method: str, needed: dict[str, int], free: int) -> str | None:
+def lack_of_room(
+    num_tokens: int, method: str, needed: dict[str, int], free: FreeMemory
+) -> str | None:
     """The arithmetic in a sentence where it does not fit; None where it does."""
-    if sum(needed.values()) <= USABLE * free:
+    if sum(needed.values()) <= USABLE * free.num_bytes:
         return None
     parts = " + ".join(f"{count / 2**30:.1f} {name}" for name, count in needed.items())
     return (
         f"context of {num_tokens:,} tokens with method {method} needs "
         f"{sum(needed.values()) / 2**30:.1f} GiB of host memory ({parts}), "
-        f"{free / 2**30:.1f} GiB are free; profile a shorter context or fewer layers"
+        f"{free.num_bytes / 2**30:.1f} GiB are free{free.limit}; "
+        "profile a shorter context or fewer layers"
     )
