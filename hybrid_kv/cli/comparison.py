@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from time import perf_counter
 from typing import Any
 
+import torch
 from rich.text import Text
 
-from hybrid_kv.api import LLM, Generation, load
-from hybrid_kv.cli.display import attended_ratio, human_bytes, human_seconds, note, percent
+from hybrid_kv.api import LLM, Generation
+from hybrid_kv.api.prefill import PrefillWatch
+from hybrid_kv.api.turn import Turn, check_room
+from hybrid_kv.cli.display import (
+    attended_ratio,
+    human_bytes,
+    human_seconds,
+    note,
+    percent,
+    prefill_bar,
+)
 from hybrid_kv.cli.documents import describe_run, environment_of
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.cli.running import opened, run
 from hybrid_kv.cli.tables import Cell
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.eval.accuracy import Prefilled, open_cache, prefill
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.report import Environment
 from hybrid_kv.report.run import Run
+from hybrid_kv.runtime import memory_errors
 
 _MODEL = "needle"
 _ENDING_TOKENS = 40
@@ -25,12 +39,13 @@ _ENDING_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one method answered, and what that cost."""
+    """What one method answered, and what that cost; ready_s: until its tiers and index stood."""
 
     title: str
     generation: Generation
     run: Run
     correct: bool
+    ready_s: float
 
     def rows(self) -> list[tuple[str, Cell]]:
         """Labels and cells of a column of the comparison."""
@@ -45,6 +60,7 @@ class Answer:
             ("KV on device", human_bytes(got.device_kv_bytes)),
             ("KV on host", human_bytes(got.host_kv_bytes)),
             ("index on host", human_bytes(got.host_index_bytes)),
+            ("tiers and index", human_seconds(self.ready_s)),
             ("first token", human_seconds(got.ttft_s)),
             ("each further", human_seconds(got.tpot_ms / 1e3) if got.tpot_ms else "-"),
         ]
@@ -58,7 +74,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both answers, exact first, with what was asked."""
+    """Both answers, exact first, with what was asked; read_s: computing the text, once for both."""
 
     model: str
     environment: Environment
@@ -67,6 +83,7 @@ class Comparison:
     ending: str
     question: str
     expected: str
+    read_s: float
     answers: tuple[Answer, Answer]
 
     @property
@@ -86,39 +103,92 @@ class Comparison:
 def compare(
     sample: Sample, records: int, config: HybridConfig, options: ModelOptions, output: OutputOptions
 ) -> Comparison:
-    """Asks the sample's first question with full attention, then with `config`."""
+    """Asks the sample's first question with full attention, then with `config`.
+
+    The text is computed once, exactly, as every method does; both get its keys and values.
+    """
     question = sample.questions[0]
     exact = HybridConfig(
         method="full",
         page_size=config.page_size,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
+        compile_decode=config.compile_decode,
         backend=config.backend,
     )
     with opened(_MODEL, options, exact, output) as llm:
         tokenizer: Any = llm.tokenizer
-        first = _ask(llm, sample, question, "full attention", output)
-        model, environment = llm.model, environment_of(llm)
-    with load(model, config=config, tokenizer=tokenizer) as llm:
+        begin = perf_counter()
+        prompt = _read(llm, sample, config, output)
+        read_s = perf_counter() - begin
+        first = _ask(llm, exact, prompt, question, "full attention", output)
         title = config.method if config.method != "full" else "full again"
-        second = first if first.run.interrupted else _ask(llm, sample, question, title, output)
-    layers = model.config.num_hidden_layers
-    return Comparison(
-        model=f"{_MODEL}, {layers} layers, {str(model.dtype).removeprefix('torch.')}",
-        environment=environment,
-        context_tokens=len(sample.context),
-        records=records,
-        ending=tokenizer.decode(sample.context[-_ENDING_TOKENS:].tolist()),
-        question=tokenizer.decode(list(question.ids)),
-        expected=tokenizer.decode(list(question.answer)),
-        answers=(first, second),
-    )
+        if first.run.interrupted:
+            second = first
+        else:
+            second = _ask(llm, config, prompt, question, title, output)
+        layers = llm.model.config.num_hidden_layers
+        return Comparison(
+            model=f"{_MODEL}, {layers} layers, {str(llm.model.dtype).removeprefix('torch.')}",
+            environment=environment_of(llm),
+            context_tokens=len(sample.context),
+            records=records,
+            ending=tokenizer.decode(sample.context[-_ENDING_TOKENS:].tolist()),
+            question=tokenizer.decode(list(question.ids)),
+            expected=tokenizer.decode(list(question.answer)),
+            read_s=read_s,
+            answers=(first, second),
+        )
 
 
-def _ask(llm: LLM, sample: Sample, question: Question, title: str, output: OutputOptions) -> Answer:
-    note(f"reading {len(sample.context):,} tokens: {title}", output)
-    prompt = [*sample.context.tolist(), *question.ids]
-    options = {"max_new_tokens": len(question.answer), "do_sample": False}
-    outcome = run(partial(llm.generate, prompt), options, None, output)
+def _read(llm: LLM, sample: Sample, config: HybridConfig, output: OutputOptions) -> Prefilled:
+    """The text's keys and values, with what the method's index learns from."""
+    total = len(sample.context)
+    note(f"reading {total:,} tokens, once for both", output)
+    with _cache(llm, config) as cache:
+        check_room(llm, cache, total + len(sample.questions[0].ids))
+        needs = cache.kv.method.needs
+    with (
+        prefill_bar(output) as report,
+        PrefillWatch(llm.model, total, report, ()),
+        memory_errors(lambda: "prefill"),
+    ):
+        return prefill(llm.runtime, sample.context, needs)
+
+
+@contextmanager
+def _cache(llm: LLM, config: HybridConfig) -> Iterator[Any]:
+    cache = llm.runtime.cache(config)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def _ask(
+    llm: LLM,
+    config: HybridConfig,
+    prompt: Prefilled,
+    question: Question,
+    title: str,
+    output: OutputOptions,
+) -> Answer:
+    note(f"asking: {title}", output)
+    begin = perf_counter()
+    with memory_errors(lambda: "prefill"):
+        cache = open_cache(llm.runtime, config, prompt, wait=False)
+    ready_s, build_s = perf_counter() - begin, cache.kv.builds.clock.seconds
+    ids = torch.cat([prompt.ids, torch.tensor([question.ids]).to(prompt.ids)], 1)
+
+    def answer(**options: Any) -> Generation:
+        return Turn(llm, cache, ids, options).run()
+
+    try:
+        options = {"max_new_tokens": len(question.answer), "do_sample": False}
+        outcome = run(answer, options, None, output)
+    finally:
+        cache.close()
     got = outcome.generation
-    right = is_correct(question, got.token_ids)
-    return Answer(title, got, describe_run(llm, _MODEL, outcome), right)
+    described = describe_run(llm, _MODEL, outcome, config).model_copy(
+        update={"index_build_s": got.index_build_s + build_s}
+    )
+    return Answer(title, got, described, is_correct(question, got.token_ids), ready_s)

@@ -11,7 +11,7 @@ from hybrid_kv.cli.options import ModelOptions, OutputOptions, count
 
 if TYPE_CHECKING:
     from hybrid_kv.cli.comparison import Comparison
-    from hybrid_kv.report.schema import DemoReport
+    from hybrid_kv.report.schema import DemoReport, LayerReport
 
 
 def demo(
@@ -23,11 +23,19 @@ def demo(
         int, typer.Option(parser=count, metavar="N", help="Records hidden in it.")
     ] = 64,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of text and question.")] = 0,
+    layer: Annotated[
+        bool,
+        typer.Option("--layer/--no-layer", help="End with one layer of a large model."),
+    ] = True,
+    layer_context: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Made-up tokens of that layer.")
+    ] = 131072,
     options: ModelOptions,
     output: OutputOptions,
 ) -> None:
     """Find one record in a long text twice, with full attention and with --method; compare.
 
+    Ends with a decode step of one layer of the Llama-3-8B shape, full attention against hybrid.
     Exit code 1 if the answers differ or are wrong.
     """
     from hybrid_kv.cli.comparison import compare
@@ -45,14 +53,31 @@ def demo(
     result = compare(sample, records, config, options, output)
     if not output.json_only:
         _print(result)
-    write_report(_describe(result), output)
-    if result.interrupted:
+    decoded, interrupted = None, result.interrupted
+    if layer and not interrupted:
+        try:
+            decoded = _decode_layer(layer_context, output)
+        except KeyboardInterrupt:  # the answers are there and are kept
+            interrupted = True
+    write_report(_describe(result, decoded), output)
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
     if not (result.agree and result.correct):
         raise typer.Exit(1)
 
 
-def _describe(result: Comparison) -> DemoReport:
+def _decode_layer(num_tokens: int, output: OutputOptions) -> LayerReport | None:
+    from hybrid_kv.cli.display import console
+    from hybrid_kv.cli.layer import decode_layer, print_layer
+
+    decoded = decode_layer(num_tokens, output)
+    if decoded is not None and not output.json_only:
+        console().print()
+        print_layer(console(), decoded)
+    return decoded
+
+
+def _describe(result: Comparison, layer: LayerReport | None) -> DemoReport:
     from hybrid_kv.cli.display import attended_ratio
     from hybrid_kv.report.schema import DemoReport
 
@@ -65,21 +90,25 @@ def _describe(result: Comparison) -> DemoReport:
         correct=result.correct,
         attended_ratio=attended_ratio(second.generation.work),
         device_kv_bytes=second.generation.device_kv_bytes,
+        read_s=result.read_s,
         runs=(first.run, second.run),
+        layer=layer,
     )
 
 
 def _print(result: Comparison) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.display import attended_ratio, console, percent
+    from hybrid_kv.cli.display import attended_ratio, console, human_seconds, percent
     from hybrid_kv.cli.tables import Column, facts_table, print_columns
 
     out = console()
     facts = facts_table("bold")
     facts.add_row("model", f"{result.model}, on {result.environment.cpu.model}")
     facts.add_row(
-        "context", f"{result.context_tokens:,} tokens, {result.records} records in filler"
+        "context",
+        f"{result.context_tokens:,} tokens, {result.records} records in filler; read once in "
+        f"{human_seconds(result.read_s)}",
     )
     facts.add_row("it ends", Text(f"… {result.ending}", "dim"))
     facts.add_row("question", Text(result.question, "cyan"))

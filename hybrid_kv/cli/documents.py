@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.config import HybridConfig
     from hybrid_kv.runtime.audit import Audit, Estimate
     from hybrid_kv.types import Work
 
@@ -58,12 +59,16 @@ def environment_on(device: torch.device) -> Environment:
     return probe_environment(f"{device}{name}")
 
 
-def describe_run(llm: LLM, model: str, outcome: Outcome) -> Run:
-    """The run as schema 1 has it; what nobody measured is null."""
-    got = outcome.generation
+def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | None = None) -> Run:
+    """The run as schema 1 has it; what nobody measured is null.
+
+    Args:
+        config: of the run, where it is not the model's.
+    """
+    got, config = outcome.generation, config or llm.config
     return Run(
-        config=llm.config.flat(),
-        method=llm.config.method,
+        config=config.flat(),
+        method=config.method,
         model=model,
         context_tokens=got.prompt_tokens,
         new_tokens=len(got.token_ids),

@@ -72,9 +72,15 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
     )
 
 
-def open_cache(runtime: Attachment, config: HybridConfig, prompt: Prefilled) -> TieredCache:
-    """A cache under `config` that holds the prompt; indexes are waited for, to compare runs."""
-    cache = runtime.cache(config.replace(index_build="wait"))
+def open_cache(
+    runtime: Attachment, config: HybridConfig, prompt: Prefilled, *, wait: bool = True
+) -> TieredCache:
+    """A cache under `config` that holds the prompt.
+
+    Args:
+        wait: for its indexes, to compare runs; else as `config` says.
+    """
+    cache = runtime.cache(config.replace(index_build="wait") if wait else config)
     with torch.inference_mode():
         for layer, (k, v), evidence in zip(
             cache.layers, prompt.layers, prompt.evidence, strict=True

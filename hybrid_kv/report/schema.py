@@ -36,11 +36,42 @@ class ChatReport(_Head):
     turns: tuple[Run, ...]
 
 
+class LayerRun(Group):
+    """Decode steps of one attention layer under a method.
+
+    step_ms: median. mass: share of the softmax that was attended, mean over steps and query heads.
+    device_kv_bytes: K and V on the device tier; host_bytes: cold K, V and their index.
+    """
+
+    config: dict[str, Any]
+    method: str
+    step_ms: float
+    attended_ratio: float
+    mass: float
+    device_kv_bytes: int
+    host_bytes: int
+
+
+class LayerReport(Group):
+    """A made-up decode of one attention layer, computed by the CPU: full attention, then a method.
+
+    shape: whose layer it is; kv_bytes: its K and V in 16 bits. steps: measured of each.
+    """
+
+    shape: str
+    context_tokens: int
+    kv_bytes: int
+    steps: int
+    runs: tuple[LayerRun, LayerRun]
+
+
 class DemoReport(_Head):
     """`demo`: one question answered by full attention and by the method, in this order.
 
     attended_ratio: entries that the method attended over those that full attention attends.
-    agree: both wrote the same tokens. correct: both wrote the expected answer.
+    agree: both wrote the same tokens. correct: both wrote the expected answer. read_s: computing
+    the text, once for both, so that `ttft_s` of the runs begins with the question; null in reports
+    whose runs have each read it. layer: null where it was left out.
     """
 
     command: Literal["demo"] = "demo"
@@ -50,7 +81,9 @@ class DemoReport(_Head):
     correct: bool
     attended_ratio: float | None
     device_kv_bytes: int
+    read_s: float | None = None
     runs: tuple[Run, Run]
+    layer: LayerReport | None = None
 
 
 class PluginReport(Group):

@@ -18,7 +18,14 @@ from hybrid_kv.report.run import (
     Run,
     WorkReport,
 )
-from hybrid_kv.report.schema import ChatReport, DemoReport, ProfileReport, RunReport
+from hybrid_kv.report.schema import (
+    ChatReport,
+    DemoReport,
+    LayerReport,
+    LayerRun,
+    ProfileReport,
+    RunReport,
+)
 
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 METHODS = ("full", "flat", "ivf", "hnsw", "quest", "retrieval_attention", "hybrid")
@@ -260,5 +267,25 @@ def demo() -> DemoReport:
         correct=True,
         attended_ratio=0.021,
         device_kv_bytes=1_363_148,
+        read_s=25.0,
         runs=(run("full"), run("hybrid")),
+        layer=LayerReport(
+            shape="Llama-3-8B",
+            context_tokens=131072,
+            kv_bytes=2**29,
+            steps=24,
+            runs=(layer_run("full", 70.0, 1.0), layer_run("hybrid", 14.0, 0.922)),
+        ),
+    )
+
+
+def layer_run(method: str, step_ms: float, mass: float) -> LayerRun:
+    return LayerRun(
+        config={"method": method},
+        method=method,
+        step_ms=step_ms,
+        attended_ratio=1.0 if method == "full" else 0.006,
+        mass=mass,
+        device_kv_bytes=2**29 if method == "full" else 2**21,
+        host_bytes=0 if method == "full" else 2**29,
     )

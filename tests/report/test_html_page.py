@@ -259,6 +259,8 @@ def test_a_demo_says_how_it_ended() -> None:
     text = page_of(profiles.demo()).text
     assert "? key 3f a0" in text
     assert "the same tokens" in text
+    assert "One layer of Llama-3-8B at 131,072 tokens, a step" in text
+    assert "70.0 ms full, 14.0 ms hybrid, 92.2% of the mass" in text
     wrong = profiles.demo().model_copy(update={"agree": False})
     assert "different tokens" in page_of(wrong).text
 

@@ -59,6 +59,10 @@ def run_head(report: RunDocument, source: str) -> Html:
             "Tokens attended": numbers.percent(report.attended_ratio),
             "KV on the device": numbers.size(report.device_kv_bytes),
         }
+        if (layer := report.layer) is not None:
+            steps = ", ".join(f"{numbers.short(run.step_ms)} ms {run.method}" for run in layer.runs)
+            name = f"One layer of {layer.shape} at {layer.context_tokens:,} tokens, a step"
+            pairs[name] = f"{steps}, {numbers.percent(layer.runs[1].mass)} of the mass"
     return facts({**pairs, **machine(report.environment), "File": source})
 
 
