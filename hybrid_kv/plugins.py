@@ -105,6 +105,14 @@ class Index(ABC):
         """
         return None
 
+    def successor(self) -> Index | None:
+        """An empty index that is likely to serve faster than this one, which has been built.
+
+        It is built over the same keys and samples, and takes over, while this one serves. Asked
+        for once, by the thread that adds keys. None where there is nothing better to expect.
+        """
+        return None
+
     def cancel(self) -> None:  # noqa: B027 (neutral on purpose)
         """Asks a `build` that runs in another thread to give up; its result is not wanted any more.
 

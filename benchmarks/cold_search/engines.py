@@ -168,7 +168,8 @@ class Own(Engine):
         They would learn the same, which at 16K keys took nine tenths of the run. Everything else of
         a build stays, such as the choice between scan and graph.
         """
-        learn = getattr(index, "_learn_head", None)
+        index = getattr(index, "_sketcher", index)  # `auto` learns by another index
+        learn = getattr(index, "learn_head", None)
         if learn is None:
             return
 
@@ -178,7 +179,7 @@ class Own(Engine):
             graph, report = self._learned[0]
             return None if graph is None else moved(graph), report
 
-        index._learn_head = once  # type: ignore[attr-defined]
+        index.learn_head = once  # type: ignore[attr-defined]
 
     def search_heads(self, queries: torch.Tensor) -> None:
         """One call for all copies: queries [copies, M, D]."""

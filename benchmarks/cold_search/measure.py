@@ -132,7 +132,7 @@ class Bench:
         use_threads(plan.threads[0])
 
     def compare_auto(self, keys: str) -> dict[str, Any]:
-        """`auto` beside the scan and the graph that it chooses from, in turns and cold.
+        """`auto` beside the kinds that it chooses from, in turns and cold.
 
         Raises:
             AbsentError: this version has no such kinds.
@@ -140,6 +140,7 @@ class Bench:
         watch = self.plan.watch
         rows = {
             "flat": own("flat", keys=keys, precision="int8"),
+            "sketch": own("sketch", swept=False, keys=keys),
             "graph": own("graph", swept=False, keys=keys),
             "auto": own("auto", keys=keys, remember=False),
         }
@@ -157,14 +158,14 @@ class Bench:
             serves = [note["serves"] for note in engine.notes()]
         taken = cold_times({n: (c, True) for n, c in made.items()}, count, self._groups, watch)
         times = zip(*(taken[name]["times"] for name in rows), strict=True)
-        better = min(taken["flat"]["us"], taken["graph"]["us"])
+        better = min(taken[name]["us"] for name in rows if name != "auto")
         return {
             "serves": serves,
             "copies": count,
             **{f"{name}_us": taken[name]["us"] for name in rows},
             "auto_over_better": taken["auto"]["us"] / better,
             "auto_over_better_by_turn": statistics.median(
-                auto / min(flat, graph) for flat, graph, auto in times
+                auto / min(others) for *others, auto in times
             ),
         }
 

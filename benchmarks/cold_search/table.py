@@ -50,7 +50,8 @@ def auto_line(auto: dict[str, Any]) -> str:
         return f"auto: {auto['absent']}"
     return (
         f"auto serves {'+'.join(sorted(set(auto['serves'])))}: {auto['auto_us']:.1f} us cold; flat "
-        f"{auto['flat_us']:.1f}, graph {auto['graph_us']:.1f}; auto / better "
+        f"{auto['flat_us']:.1f}, sketch {auto['sketch_us']:.1f}, graph {auto['graph_us']:.1f}; "
+        "auto / best "
         f"{auto['auto_over_better']:.3f} of the medians, {auto['auto_over_better_by_turn']:.3f} "
         "by turn"
     )

@@ -70,9 +70,10 @@ def work_s(search: Callable[[], Any]) -> float:
     return thread_time() - begin
 
 
-def mean_cost(costs: Sequence[Cost], pace: Pace) -> float:
-    """Seconds a head, where all of them are served by one kind."""
-    return sum(cost.seconds(pace) for cost in costs) / len(costs)
+def mean_cost(costs: Sequence[Cost]) -> Cost:
+    """Of a head, where all of them are served so."""
+    work = sum(cost.work_s for cost in costs) / len(costs)
+    return Cost(costs[0].kind, work, sum(cost.read_bytes for cost in costs) / len(costs))
 
 
 @cache

@@ -56,6 +56,10 @@ class Engine(Protocol):
         """The exact best keys of each query, [Q, count] int32, best first."""
         ...
 
+    def lists(self, queries: Tensor, count: int) -> Tensor:
+        """As `nearest`, but nearly: what a graph is made from need not be exact."""
+        ...
+
     def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
         """The graph of what queries retrieved: lists [Q, K] int32."""
         ...
@@ -98,7 +102,7 @@ def learn(
     known_build, known_check = (None, None)
     if nearest is not None:
         known_build, known_check = hold_out(nearest, goal.positions, among)
-    lists = _nearest(engine, queries, min(list_length, keys.shape[0]), known_build)
+    lists = _nearest(engine.lists, queries, min(list_length, keys.shape[0]), known_build)
     listed = perf_counter()
     graph = engine.project(lists, queries, params)
     projected = perf_counter()
@@ -138,10 +142,12 @@ def beam_search(
     return search
 
 
-def _nearest(engine: Engine, queries: Tensor, count: int, known: Tensor | None) -> Tensor:
+def _nearest(
+    find: Callable[[Tensor, int], Tensor], queries: Tensor, count: int, known: Tensor | None
+) -> Tensor:
     """The exact best keys [Q, count] of queries [Q, D]; known: [..., K] the same queries'."""
     if known is None or known.shape[-1] < count:
-        return engine.nearest(queries, count)
+        return find(queries, count)
     return known.reshape(-1, known.shape[-1])[:, :count].contiguous()
 
 
@@ -152,7 +158,7 @@ def _exact_answers(
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
     flat = by_position.flatten(0, 1)
     known = None if known is None else known.transpose(0, 1)
-    ids = _nearest(engine, flat, min(top_k, keys.shape[0]), known).long()
+    ids = _nearest(engine.nearest, flat, min(top_k, keys.shape[0]), known).long()
     scores = torch.einsum("qkd,qd->qk", keys[ids].float(), flat)
     scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
     block = max(1, 2**25 // max(1, len(flat)))

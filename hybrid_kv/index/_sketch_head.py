@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._sketch_engine import encode, new_tier
+from hybrid_kv.index._sketch_engine import encode, new_tier, restored_tier
 from hybrid_kv.index._sketch_potential import Potential
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
 
@@ -64,6 +64,11 @@ class HeadSketch:
             for number, tier in enumerate(self.tiers):
                 encode(tier, keys, (tier_of == number).nonzero()[:, 0] + self.count)
         self.count = len(keys)
+
+    def copy(self) -> HeadSketch:
+        """The same in memory of its own, to be appended to by itself."""
+        tiers = [restored_tier(one.map, one.codes, one.ids, one.count) for one in self.tiers]
+        return HeadSketch(tiers, self.num_rerank, self.placing)
 
     @property
     def memory_bytes(self) -> int:

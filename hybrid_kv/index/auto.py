@@ -2,192 +2,396 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from statistics import median
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace, mean_cost, work_s
-from hybrid_kv.index._flat_scans import num_candidates
+from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, Trial, measured
+from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace, mean_cost
+from hybrid_kv.index._file import read_arrays, refusing_what_is_damaged, write_arrays
+from hybrid_kv.index._parts import joined, runs
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_learn import SketchReport
+from hybrid_kv.index._stand_in import StandIn
+from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.crossover import read_crossover, write_crossover
-from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.ops.key_graph import KeyGraph, Searched, no_graph
+from hybrid_kv.index.graph import GraphIndex, rows_of
+from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.flat import FlatScan
-from hybrid_kv.ops.native.graph import GraphSearcher
-from hybrid_kv.ops.native.pool import default_pool
-from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.plugins import INDEXES
+from hybrid_kv.ops.native.pool import default_pool, pool_here
+from hybrid_kv.plugins import INDEXES, Index
+from hybrid_kv.types import Needs, SearchResult
 
-_ROUNDS = 15
+_LISTS_SHARE = 0.25
+"""Of a search by scan, what one sampled position takes of a build where none was seen yet: many
+queries share what is read."""
+_TIMED_SCANS = 2
+"""Heads whose scan is timed; all cost the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An index over some heads, whose keys are a view of the layer's."""
+
+    heads: slice
+    index: SketchIndex | GraphIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """A layer as sketches serve it: what to build graphs beside.
+
+    costs: of what serves, by head; wanted: the heads that shall try a graph, with the reason.
+    """
+
+    reports: tuple[SketchReport, ...]
+    sketches: dict[int, HeadSketch]
+    costs: dict[int, Cost]
+    wanted: dict[int, str]
 
 
 @INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
-class AutoIndex(GraphIndex):
-    """Builds graphs where they are likely to pay; a head keeps its own if that beats a scan.
+class AutoIndex(KeyIndex):
+    """Serves each head by a sketch, a scan or a graph: by what takes the least time where it runs.
 
-    Every build times both on queries of the prompt, on one thread, and counts the bytes that they
-    read: the one that takes less time with the threads and the memory of decoding serves the head
-    (`reports` has both figures). What was measured is kept for the machine (`hybrid-kv doctor`
-    shows it), so that later contexts that are clearly too short for a graph do not build one. A
-    context that is scanned as a whole is decided anew whenever it has doubled.
+    Sketches come first, because they are learned quickly. Sketch and scan are timed on queries of
+    the prompt, on one thread, and the bytes that they read are counted: what takes less time with
+    the threads and the memory of decoding serves the head, and the head's report has the figures.
+
+    Where a graph is forecast to win back its build, its layer has a `successor`, which builds
+    graphs while the sketches serve, times them too, and keeps what is the fastest. What was
+    measured is kept for the machine (`hybrid-kv doctor` shows it) and is what forecasts are made
+    from. A context that is scanned as a whole is decided anew whenever it has doubled.
     """
 
-    class Params(GraphIndex.Params):
-        """min_keys: no graph is tried with fewer, whatever was measured; remember: keep and use
-        what this machine has measured.
+    class Params(SketchIndex.Params, GraphIndex.Params):
+        """graph_tokens: decoded tokens in which a head's graph has to win back its build, 0 for no
+        graphs; graph_min_keys: no graph is tried with fewer keys; target_recall: of a graph too;
+        target_mass: of sketches only; max_scanned: of graphs; remember: keep and use what this
+        machine has measured; min_keys: fewer are scanned; gain: below 1, where forecasts of sketch
+        and scan are close, both are timed.
         """
 
-        min_keys: config.Count = 4096
+        graph_tokens: config.Tokens = 4096
+        graph_min_keys: config.Count = 16384
+        gain: float = Field(default=0.8, ge=0)
         max_scanned: float = Field(default=0.25, gt=0, le=1)
         remember: bool = Field(default=True)
 
-    _file_kind = "auto"
-
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, before: Sketched | None = None) -> None:
         super().__init__(params)
-        self._samples: Tensor | None = None  # while it is built
+        self._sketcher, self._grapher = _kinds(params)
+        self._before = before
+        self._sketched: Sketched | None = None  # what a successor begins with
+        self._parts: tuple[Part, ...] = ()
         self._chosen_keys = 0
+
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        return SketchIndex.needs(params)
+
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        sketch, graph = _kinds(params)
+        most = sketch.bytes_per_key(sketch.params, num_keys, head_dim)
+        if params.graph_tokens:
+            most = max(most, graph.bytes_per_key(graph.params, num_keys, head_dim))
+        return most
 
     @property
     def relearn_keys(self) -> int:
-        again = super().relearn_keys
-        if again or not self.params.horizon_tokens:
-            return again
-        return max(self._chosen_keys, int(self.params.horizon_tokens))
+        horizon = int(self.params.horizon_tokens)
+        if not self._parts or any(part.index.relearn_keys for part in self._parts):
+            return horizon
+        return max(self._chosen_keys, horizon) if horizon else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(part.index.memory_bytes for part in self._parts)
+
+    def describe(self) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = [{} for _ in range(len(self._keys))]
+        for part in self._parts:
+            told[part.heads] = part.index.describe()
+        return told
+
+    def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
+        return None if self._sketcher.why_flat(keys, samples) else StandIn()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._sketcher.cancel()
+        self._grapher.cancel()
+
+    def successor(self) -> AutoIndex | None:
+        before, self._sketched = self._sketched, None
+        if before is None:
+            return None
+        copies = {head: sketch.copy() for head, sketch in before.sketches.items()}
+        return AutoIndex(self.params, replace(before, sketches=copies))
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        self._samples, self._chosen_keys = samples, len(self)
-        super()._rebuild(samples, nearest)
-        self._samples = None
-
-    def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
-        if (reason := super()._why_flat(keys, samples)) is not None:
-            return reason
-        if samples is not None and self.params.remember:
-            known = read_crossover(_machine_key(keys, samples))
-            if known is not None and keys.shape[1] < 0.8 * known.keys:
-                return f"{keys.shape[1]} keys; on this machine graphs pay from {known.keys:,} on"
-        return None
-
-    def _serve(self, graphs: tuple[KeyGraph, ...]) -> None:
-        super()._serve(graphs)
-        if self._searcher is None or self._samples is None:
+        self._chosen_keys = len(self)
+        if self._before is None:
+            self._sketched = self._serve_sketches(samples)
             return
-        # One position after the other, as decoding asks: [Hkv, G, D] each.
-        queries = [q.float() for q in self._samples[:, :, -_ROUNDS:].unbind(2)]
-        top_k = min(self.params.check_top_k, len(self))
-        ranked = num_candidates(self._rerank, top_k, len(self))
-        candidates: list[Candidate] = [
-            _Graphs(self._searcher, self._beams, top_k, ranked),
-            _Scan(self._keys, top_k, ranked),
-        ]
-        self._choose([candidate.costs(queries) for candidate in candidates], decoding_pace())
+        assert samples is not None
+        self._serve_graphs(self._before, samples, nearest)
+        self._before = None
 
-    def _choose(self, costs: Sequence[Sequence[Cost | None]], pace: Pace) -> None:
-        """Serves each head by the cheapest of the kinds that can; costs: by kind and head."""
-        reports, graphs = list(self.reports), list(self._graphs)
-        compared = []
-        for head, report in enumerate(reports):
-            if report.serves != "graph":
-                continue
-            able = [cost for kind in costs if (cost := kind[head]) is not None]
-            compared.append(able)
+    def _serve_sketches(self, samples: Tensor | None) -> Sketched | None:
+        """Serves heads by sketch or scan; what is left to do if graphs are likely to pay."""
+        reports, sketches = self._sketcher.learn(self._keys, samples)
+        if not sketches or engine_state().isa is None:
+            self._parts = self._composed(reports, sketches, {}, 0)
+            return None
+        assert samples is not None
+        pace, costs = decoding_pace(), self._sketch_costs(sketches, samples)
+        told, served = list(reports), {}
+        for head in list(sketches):
+            able = [costs["sketch", head], costs["flat", 0]]
             kind, why = cheapest(able, pace)
-            reports[head] = replace(report, reason=f"{report.reason}; {why}")
-            if kind != "graph":
-                reports[head] = replace(reports[head], serves=kind, beam=0)
-                graphs[head] = no_graph()
-        assert self._samples is not None
-        if self.params.remember:
-            graph_s, scan_s = (
-                mean_cost([cost for able in compared for cost in able if cost.kind == kind], pace)
-                for kind in ("graph", "flat")
-            )
-            key = _machine_key(self._keys, self._samples)
-            write_crossover(key, len(self), graph_s, scan_s)
-        self.reports = tuple(reports)
-        if [len(graph) for graph in graphs] != [len(graph) for graph in self._graphs]:
-            super()._serve(tuple(graphs))
+            served[head] = next(cost for cost in able if cost.kind == kind)
+            told[head] = replace(told[head], serves=kind, reason=f"{told[head].reason}; {why}")
+            if kind == "flat":
+                told[head] = replace(told[head], tiers=(), num_rerank=0)
+                del sketches[head]
+        wanted = {}
+        for head in range(len(told)):
+            served.setdefault(head, costs["flat", 0])
+            is_wanted, why = self._forecast(served[head], costs["flat", 0], samples, pace)
+            told[head] = replace(told[head], reason=f"{told[head].reason}; {why}")
+            if is_wanted:
+                wanted[head] = why
+        self._parts = self._composed(told, sketches, {}, 0)
+        return Sketched(tuple(told), sketches, served, wanted) if wanted else None
 
+    def _sketch_costs(
+        self, sketches: Mapping[int, HeadSketch], samples: Tensor
+    ) -> dict[tuple[str, int], Cost]:
+        """Of every sketch by ("sketch", head); of a scan as ("flat", 0)."""
+        group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
+        trials: dict[tuple[str, int], Trial] = {
+            ("sketch", head): SketchTrial(self._keys[head : head + 1], sketch, group, top_k)
+            for head, sketch in sketches.items()
+        }
+        for head in range(min(_TIMED_SCANS, len(self._keys))):
+            trials["flat", head] = ScanTrial(self._keys[head : head + 1], group, top_k)
+        costs = measured(trials, samples)
+        scans = [cost for (kind, _), cost in costs.items() if kind == "flat"]
+        return costs | {("flat", 0): mean_cost(scans)}
 
-class Candidate(Protocol):
-    """A kind of search that may serve a head."""
-
-    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
-        """By head, None where it cannot serve; queries [Hkv, G, D], of one position each."""
-        ...
-
-
-class _Graphs:
-    """The graphs of a layer's heads."""
-
-    def __init__(
-        self, searcher: GraphSearcher, beams: Sequence[int], top_k: int, ranked: int
-    ) -> None:
-        self._searcher, self._beams = searcher, beams
-        self._top_k, self._ranked = top_k, ranked
-
-    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
-        graphs = self._searcher.graphs
-        alone = [self._searcher.of_head(head) for head in range(len(graphs))]
-        times: list[list[float]] = [[] for _ in graphs]
-        # Head after head, so that none finds what it reads in the cache.
-        for asked in (queries[0], *queries):
-            for head in range(len(graphs)):
-                if len(graphs[head]):
-                    times[head].append(work_s(partial(self._find, alone[head], head, asked)))
-        return [
-            Cost("graph", median(times[head][1:]), self._bytes(alone[head], head, queries[0]))
-            if len(graph)
-            else None
-            for head, graph in enumerate(graphs)
-        ]
-
-    def _find(self, searcher: GraphSearcher, head: int, queries: Tensor) -> Searched:
-        return searcher.search(
-            queries[head : head + 1],
-            self._top_k,
-            beam=self._beams[head],
-            pool_size=self._ranked,
+    def _forecast(self, served: Cost, scan: Cost, samples: Tensor, pace: Pace) -> tuple[bool, str]:
+        """Whether a graph is likely to win back its build, and why or why not."""
+        tokens = self.params.graph_tokens
+        if not tokens:
+            return False, "no graphs are wanted"
+        if len(self) < self.params.graph_min_keys:
+            return False, f"{len(self)} keys, a graph takes {self.params.graph_min_keys}"
+        known = read_crossover(_machine_key(self._keys, samples)) if self.params.remember else None
+        if known is None:
+            graph_s, told = 0.0, "unknown here"
+            build_s = _LISTS_SHARE * samples.shape[2] * scan.work_s
+        else:
+            graph_s, told = 1e-6 * known.graph_us, f"{known.graph_us:.0f} us"
+            build_s = known.build_s * len(self) / known.measured_keys
+        gain_s = (served.seconds(pace) - graph_s) * pace.threads * tokens
+        verb = "wins" if gain_s > build_s else "does not win"
+        return gain_s > build_s, (
+            f"a graph ({told}, by forecast {build_s:.1f} core-seconds to build) {verb} that back "
+            f"in {tokens} tokens"
         )
 
-    def _bytes(self, searcher: GraphSearcher, head: int, queries: Tensor) -> float:
-        """Rows in 8 bits, the lists of what is expanded, and the keys that are ranked."""
-        graph, rows = searcher.graphs[0], searcher.rows[0]
-        group = queries.shape[1]
-        scored = self._find(searcher, head, queries).rows_visited * (rows.row_bytes + 1)
-        expanded = group * self._beams[head] * graph.lists.shape[1]
-        return scored + expanded + group * self._ranked * 2 * queries.shape[2]
+    def _serve_graphs(self, before: Sketched, samples: Tensor, nearest: Tensor | None) -> None:
+        """Graphs for the heads that shall try one, where they are the fastest then."""
+        told: list[SketchReport | HeadReport] = list(before.reports)
+        graphs: dict[int, KeyGraph] = {}
+        trials: dict[tuple[str, int], Trial] = {}
+        reports: dict[int, HeadReport] = {}
+        group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
+        for head in before.wanted:
+            keys = self._keys[head]
+            listed = None if nearest is None else nearest[head]
+            graph, reports[head] = self._grapher.learn_head(
+                keys, samples[head], listed, before.sketches.get(head)
+            )
+            if graph is None:
+                continue
+            graphs[head], beam = graph, reports[head].beam
+            rows = rows_of(keys, graph)
+            trials["graph", head] = GraphTrial(keys[None], graph, rows, beam, top_k)
+            if (sketch := before.sketches.get(head)) is not None:
+                trials["sketch", head] = SketchTrial(keys[None], sketch, group, top_k)
+            else:
+                trials["flat", head] = ScanTrial(keys[None], group, top_k)
+        costs, pace = measured(trials, samples), decoding_pace()
+        for head, report in reports.items():
+            able = [cost for (_, of), cost in costs.items() if of == head]
+            if not able:
+                told[head] = replace(told[head], reason=f"{told[head].reason}: {report.reason}")
+                continue
+            kind, why = cheapest(able, pace)
+            if kind == "graph":
+                told[head] = replace(report, reason=f"{report.reason}; {why}")
+            else:
+                told[head] = replace(told[head], reason=f"{told[head].reason}: {why}")
+                del graphs[head]
+        self._remember(before, reports, costs, samples, pace)
+        self._parts = self._composed(told, before.sketches, graphs, group)
 
+    def _remember(
+        self,
+        before: Sketched,
+        reports: Mapping[int, HeadReport],
+        costs: Mapping[tuple[str, int], Cost],
+        samples: Tensor,
+        pace: Pace,
+    ) -> None:
+        """A head whose graph missed its goal counts as one that gained nothing."""
+        if not self.params.remember:
+            return
+        others = [before.costs[head] for head in reports]
+        graphs = [costs.get(("graph", head), before.costs[head]) for head in reports]
+        threads = 1 if pool_here() is None else pace.threads
+        build_s = sum(report.lists_s + report.project_s for report in reports.values())
+        write_crossover(
+            _machine_key(self._keys, samples),
+            len(self),
+            graph_s=mean_cost(graphs).seconds(pace),
+            other_s=mean_cost(others).seconds(pace),
+            build_s=build_s * threads / len(reports),
+        )
 
-class _Scan:
-    """The scan of all keys in 8 bits."""
+    def _composed(
+        self,
+        reports: Sequence[SketchReport | HeadReport],
+        sketches: Mapping[int, HeadSketch],
+        graphs: Mapping[int, KeyGraph],
+        group: int,
+    ) -> tuple[Part, ...]:
+        """An index for each run of heads with a graph, and of heads without one."""
+        parts: list[Part] = []
+        for heads in runs(graphs):
+            own = range(len(reports))[heads]
+            told = [report for n in own if isinstance(report := reports[n], HeadReport)]
+            keys, params = self._keys[heads], self._grapher.params
+            index = GraphIndex.serving(params, keys, told, [graphs[n] for n in own], group)
+            parts.append(Part(heads, index))
+        for heads in runs(n for n in range(len(reports)) if n not in graphs):
+            own = range(len(reports))[heads]
+            told_ = [report for n in own if isinstance(report := reports[n], SketchReport)]
+            local = {place: sketches[n] for place, n in enumerate(own) if n in sketches}
+            part = SketchIndex.serving(self._sketcher.params, self._keys[heads], told_, local)
+            parts.append(Part(heads, part))
+        return tuple(parts)
 
-    def __init__(self, keys: Tensor, top_k: int, ranked: int) -> None:
-        heads, _, dim = keys.shape
-        self._quantised = QuantisedKeys(heads, dim)
-        self._quantised.build(keys)
-        self._scan = FlatScan(keys, self._quantised)
-        self._top_k, self._ranked = top_k, ranked
+    def _append(self, known: int) -> None:
+        for part in self._parts:
+            part.index.add(self._keys[part.heads])
 
-    def costs(self, queries: Sequence[Tensor]) -> list[Cost | None]:
-        heads, group, dim = queries[0].shape
-        times = [
-            work_s(partial(self._scan.search, asked, self._top_k, rerank=self._ranked))
-            for asked in (queries[0], *queries)
+    def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        return self._search(queries, count, most, None)
+
+    def _find_near(self, queries: Tensor, count: int, most: int, near: Tensor) -> SearchResult:
+        return self._search(queries, count, most, near)
+
+    def _search(self, queries: Tensor, count: int, most: int, near: Tensor | None) -> SearchResult:
+        if len(self._parts) == 1:
+            return self._parts[0].index.search(queries, count, most, near)
+        parts = []
+        for part in self._parts:
+            own = None if near is None else near[part.heads]
+            parts.append((part.heads, part.index.search(queries[part.heads], count, most, own)))
+        heads = range(len(queries))
+        rows = [
+            len(heads[own]) * len(self) if found.rows_read is None else found.rows_read
+            for own, found in parts
         ]
-        read = self._quantised.memory_bytes / heads + group * self._ranked * 2 * dim
-        return [Cost("flat", median(times[1:]) / heads, read)] * heads
+        return joined(queries, parts, sum(rows))
+
+    def save(self, path: str | Path) -> None:
+        """Writes what serves the heads, part by part (docs/index-file.md).
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        parts: list[dict[str, Any]] = []
+        arrays: dict[str, NDArray[Any]] = {}
+        for number, part in enumerate(self._parts):
+            meta, own = part.index.to_file()
+            kind = "graph" if isinstance(part.index, GraphIndex) else "sketch"
+            heads = list(range(len(self._keys))[part.heads])
+            parts.append({"kind": kind, "heads": heads, "meta": meta})
+            arrays |= {f"{number}/{name}": array for name, array in own.items()}
+        meta = {"params": self.params.model_dump(mode="json"), "parts": parts}
+        write_arrays(Path(path), "auto", {**meta, "chosen_keys": self._chosen_keys}, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path, keys: Tensor) -> AutoIndex:
+        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
+
+        Raises:
+            FileFormatError: the file is damaged, foreign or was made for other keys.
+            OSError: it cannot be read.
+        """
+        path = Path(path)
+        meta, arrays = read_arrays(path, "auto")
+        with refusing_what_is_damaged(path):
+            index = cls(cls.Params.model_validate(meta["params"]))
+            index._known, index._chosen_keys = keys, int(meta["chosen_keys"])
+            index._parts = tuple(
+                _part_of(path, number, part, arrays, keys)
+                for number, part in enumerate(meta["parts"])
+            )
+            heads = sorted(n for part in index._parts for n in range(len(keys))[part.heads])
+            if heads != list(range(len(keys))):
+                raise ValueError(f"its parts serve heads {heads} of {len(keys)}")
+        return index
+
+
+def _kinds(params: Any) -> tuple[SketchIndex, GraphIndex]:
+    """Empty indexes of both kinds with their share of the parameters."""
+
+    def own(kind: type[BaseModel], **changed: Any) -> BaseModel:
+        shared = {name: getattr(params, name) for name in kind.model_fields}
+        return kind.model_validate(shared | changed)
+
+    graph = own(GraphIndex.Params, target_mass=1.0, min_keys=params.graph_min_keys)
+    return SketchIndex(own(SketchIndex.Params)), GraphIndex(graph)
+
+
+def _part_of(
+    path: Path,
+    number: int,
+    what: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    keys: Tensor,
+) -> Part:
+    """A part as a file holds it; raises whatever is wrong with it by itself."""
+    wanted = [int(head) for head in what["heads"]]
+    found = runs(wanted) if wanted == sorted({*wanted} & {*range(len(keys))}) else []
+    if len(found) != 1:
+        raise ValueError(f"part {number} serves heads {wanted[:9]}")
+    own = {
+        name.removeprefix(f"{number}/"): array
+        for name, array in arrays.items()
+        if name.startswith(f"{number}/")
+    }
+    kinds: dict[str, type[SketchIndex | GraphIndex]] = {"sketch": SketchIndex, "graph": GraphIndex}
+    index = kinds[what["kind"]].from_file(path, what["meta"], own, keys[found[0]])
+    return Part(found[0], index)
 
 
 def _machine_key(keys: Tensor, samples: Tensor) -> str:
-    """What the crossover depends on, beside the machine."""
+    """What costs depend on, beside the machine."""
     heads, group, _, dim = samples.shape
     shape = f"heads={heads} group={group} dim={dim} {keys.dtype}"
     return f"{engine_state().isa} threads={default_pool().threads} {shape}"

@@ -1,7 +1,7 @@
-"""From how many keys on a graph is faster than a scan: measured here, kept for this machine.
+"""What a graph takes beside what serves else: measured here, kept for this machine.
 
-A scan's time grows with the keys, a graph's hardly does; one measurement of both at one size says
-where they meet. The file is a cache: a damaged or unwritable one costs a measurement.
+The time of a sketch or a scan grows with the keys, a graph's hardly does; one measurement at one
+size says where they meet. The file is a cache: a damaged or unwritable one costs a measurement.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """keys: where scan and graph take the same time, from one search of each at measured_keys.
+    """keys: where both take the same time, from one search of each at measured_keys.
 
-    Times are those of one KV head with the threads of decoding.
+    Times are those of one KV head with the threads of decoding; other_us is that of the sketch, or
+    of the scan where that is faster; build_s: seconds of one thread for a head's graph.
     """
 
     keys: int
     measured_keys: int
     graph_us: float
-    scan_us: float
+    other_us: float
+    build_s: float
 
 
 def crossover_path() -> Path:
@@ -46,9 +48,11 @@ def read_crossover(name: str) -> Crossover | None:
     return read_crossovers().get(name)
 
 
-def write_crossover(name: str, keys: int, graph_s: float, scan_s: float) -> None:
+def write_crossover(
+    name: str, keys: int, *, graph_s: float, other_s: float, build_s: float
+) -> None:
     """Keeps a measurement; the latest counts, because machines and loads change."""
-    entry = Crossover(round(keys * graph_s / scan_s), keys, 1e6 * graph_s, 1e6 * scan_s)
+    entry = Crossover(round(keys * graph_s / other_s), keys, 1e6 * graph_s, 1e6 * other_s, build_s)
     known = {**read_crossovers(), name: entry}
     text = json.dumps(
         {

@@ -6,11 +6,12 @@ Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; Ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from hybrid_kv.index._file import (
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
+from hybrid_kv.index._sketch_engine import Searcher
+from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import Goal, HeadReport
 from hybrid_kv.ops.graph_lists import list_bytes
@@ -43,6 +46,8 @@ from hybrid_kv.types import Needs, SearchResult
 _ROW_ALIGNMENT = 64
 _QUERIES_AT_ONCE = 8192
 """Of a search for nearest keys; a build that is cancelled ends after these."""
+_SKETCHED_AT_ONCE, _LIST_RERANK = 1024, 3
+"""Queries of a search by sketch for lists, and candidates per key of a list."""
 _ARRAYS = ("keys_of", "lists", "entries")
 
 
@@ -93,7 +98,6 @@ class GraphIndex(KeyIndex):
         link_keys: config.Tokens = 0
         link_positions: config.Count = 1024
 
-    _file_kind: ClassVar[str] = "graph"
     _rerank: ClassVar[float] = 1.5
     """Keys that a search ranks exactly per key that it is asked for."""
 
@@ -143,7 +147,9 @@ class GraphIndex(KeyIndex):
         assert samples is not None
         self._group_size = samples.shape[1]
         learned = [
-            self._learn_head(head, samples[head], None if nearest is None else nearest[head])
+            self.learn_head(
+                self._keys[head], samples[head], None if nearest is None else nearest[head]
+            )
             for head in range(len(self._keys))
         ]
         self.reports = tuple(report for _, report in learned)
@@ -151,15 +157,38 @@ class GraphIndex(KeyIndex):
 
     def _serve_flat(self, reason: str) -> None:
         self.reports = tuple(HeadReport("flat", reason) for _ in self._keys)
-        GraphIndex._serve(self, self._no_graphs())
+        self._serve(tuple(no_graph() for _ in self._keys))
 
-    def _no_graphs(self) -> tuple[KeyGraph, ...]:
-        return tuple(no_graph() for _ in self._keys)
+    @classmethod
+    def serving(
+        cls,
+        params: Any,
+        keys: Tensor,
+        reports: Sequence[HeadReport],
+        graphs: Sequence[KeyGraph],
+        group_size: int,
+    ) -> GraphIndex:
+        """An index over keys [Hkv, N, D] of graphs that are there already, one per head."""
+        index = cls(params)
+        index._known, index.reports, index._group_size = keys, tuple(reports), group_size
+        index._serve(tuple(graphs))
+        return index
 
-    def _learn_head(
-        self, head: int, samples: Tensor, nearest: Tensor | None
+    def learn_head(
+        self,
+        keys: Tensor,
+        samples: Tensor,
+        nearest: Tensor | None,
+        sketch: HeadSketch | None = None,
     ) -> tuple[KeyGraph | None, HeadReport]:
-        keys, p = self._keys[head], self.params
+        """The graph of a head's keys [N, D], if it reaches the goal; not served.
+
+        Args:
+            samples: [G, M, D].
+            nearest: [G, M, K] where the lists are there already.
+            sketch: of the same keys, which makes the lists.
+        """
+        p = self.params
         goal = Goal(
             top_k=p.check_top_k,
             recall=min(1.0, p.target_recall + DRIFT),
@@ -169,7 +198,7 @@ class GraphIndex(KeyIndex):
             beams=BEAMS if p.beam == "auto" else (p.beam, p.beam),
             recent=p.recent_queries,
         )
-        engine = _HeadEngine(keys, self._check_cancelled)
+        engine = _HeadEngine(keys, self._check_cancelled, sketch)
         return learn(keys, samples, self._build_params, p.list_length, goal, engine, nearest)
 
     @property
@@ -193,7 +222,7 @@ class GraphIndex(KeyIndex):
         self._graphs = graphs
         self._beams = _beams_of(self.reports)
         if any(len(graph) for graph in graphs):
-            rows = [_rows(self._keys[head], graph) for head, graph in enumerate(graphs)]
+            rows = [rows_of(self._keys[head], graph) for head, graph in enumerate(graphs)]
             self._searcher = GraphSearcher(self._keys, rows, graphs, pool=pool_here())
             if self.params.link_keys and self._group_size:
                 sizes = [len(graph) for graph in graphs]
@@ -255,6 +284,10 @@ class GraphIndex(KeyIndex):
         Raises:
             OSError: the file cannot be written.
         """
+        write_arrays(Path(path), "graph", *self.to_file())
+
+    def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """What `save` writes: what is no array, and the arrays."""
         arrays = {
             f"{head}.{name}": getattr(graph, name).numpy()
             for head, graph in enumerate(self._graphs)
@@ -268,7 +301,7 @@ class GraphIndex(KeyIndex):
             "degrees": [graph.degree for graph in self._graphs],
             "group_size": self._group_size,
         }
-        write_arrays(Path(path), self._file_kind, meta, arrays)
+        return meta, arrays
 
     @classmethod
     def load(cls, path: str | Path, keys: Tensor) -> GraphIndex:
@@ -279,14 +312,20 @@ class GraphIndex(KeyIndex):
             OSError: it cannot be read.
         """
         path = Path(path)
-        meta, arrays = read_arrays(path, cls._file_kind)
+        return cls.from_file(path, *read_arrays(path, "graph"), keys)
+
+    @classmethod
+    def from_file(
+        cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
+    ) -> GraphIndex:
+        """Of what `to_file` gave; raises as `load`, where `path` is named."""
         with refusing_what_is_damaged(path):
-            index = cls(cls.Params.model_validate(meta["params"]))
-            index.reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
-            index._group_size = int(meta["group_size"])
-            if index._group_size < 0:
-                raise ValueError(f"group_size must be at least 0, got {index._group_size}")
-            graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(index.reports)))
+            params = cls.Params.model_validate(meta["params"])
+            reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])
+            group_size = int(meta["group_size"])
+            if group_size < 0:
+                raise ValueError(f"group_size must be at least 0, got {group_size}")
+            graphs = tuple(_graph_of(head, meta, arrays) for head in range(len(reports)))
             linked = max((len(graph) for graph in graphs), default=0)
             check_fingerprint(path, meta["keys"], keys, linked)
         if len(graphs) != len(keys):
@@ -294,9 +333,7 @@ class GraphIndex(KeyIndex):
                 f"{path} is damaged: it has {len(graphs)} graphs for {len(keys)} heads; build the "
                 "index again"
             )
-        index._known = keys
-        index._serve(graphs)
-        return index
+        return cls.serving(params, keys, reports, graphs, group_size)
 
     @property
     def _linked(self) -> int:
@@ -309,12 +346,27 @@ class _HeadEngine:
 
     Args:
         check_cancelled: called between pieces of the work.
+        sketch: of the same keys; it makes the lists of sampled queries.
     """
 
-    def __init__(self, keys: Tensor, check_cancelled: Callable[[], None]) -> None:
+    def __init__(
+        self, keys: Tensor, check_cancelled: Callable[[], None], sketch: HeadSketch | None
+    ) -> None:
         self._check_cancelled = check_cancelled
+        self._sketch = None if sketch is None else Searcher([keys], [sketch.tiers])
         self._quantised = _quantise(keys[None], with_blocks=True)
         self._scan = native_flat.FlatScan(keys[None], self._quantised)
+
+    def lists(self, queries: Tensor, count: int) -> Tensor:
+        if self._sketch is None:
+            return self.nearest(queries, count)
+        ranked = min(_LIST_RERANK * count, self._scan.keys.shape[1])
+        found = []
+        for some in queries.split(_SKETCHED_AT_ONCE):
+            self._check_cancelled()
+            ids = self._sketch.search(some[None].float(), count, num_rerank=[ranked]).ids[0]
+            found.append(ids.to(torch.int32))
+        return torch.cat(found)
 
     def nearest(self, queries: Tensor, count: int) -> Tensor:
         rerank = count + count // 2
@@ -334,7 +386,7 @@ class _HeadEngine:
         return GraphSearcher(keys, [rows], [graph])
 
 
-def _graph_of(head: int, meta: dict[str, Any], arrays: dict[str, Any]) -> KeyGraph:
+def _graph_of(head: int, meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> KeyGraph:
     """One head's graph as a file holds it; raises whatever is wrong with it."""
     graph = KeyGraph(
         **{name: torch.from_numpy(arrays[f"{head}.{name}"]) for name in _ARRAYS},
@@ -350,7 +402,7 @@ def _beams_of(reports: Sequence[HeadReport]) -> list[int]:
     return [max(1, report.beam) for report in reports]
 
 
-def _rows(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
+def rows_of(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
     """What searches of one head's graph read, its nodes."""
     return _quantise(keys[None]).take(0, graph.keys_of.long())
 

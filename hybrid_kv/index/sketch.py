@@ -6,12 +6,12 @@ The recipe is this project's. Related: quantisation for queries that are not spr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from hybrid_kv.index._file import (
     write_arrays,
 )
 from hybrid_kv.index._flat_scans import FlatScan, int8_scan
+from hybrid_kv.index._parts import joined
 from hybrid_kv.index._sketch_engine import Searcher, why_unread
 from hybrid_kv.index._sketch_forecast import Goal
 from hybrid_kv.index._sketch_head import TAIL_KEYS, HeadSketch
@@ -107,26 +108,46 @@ class SketchIndex(KeyIndex):
         return [report.to_dict() for report in self.reports]
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
-        return None if self._why_flat(keys, samples) else StandIn()
+        return None if self.why_flat(keys, samples) else StandIn()
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        if (reason := self._why_flat(self._keys, samples)) is not None:
-            self.reports = tuple(SketchReport("flat", reason) for _ in self._keys)
-            self._serve({})
-            return
-        assert samples is not None
-        learned = [self._learn_head(*head) for head in zip(self._keys, samples, strict=True)]
-        self.reports = tuple(report for _, report in learned)
-        self._serve({n: sketch for n, (sketch, _) in enumerate(learned) if sketch is not None})
+        self.reports, sketches = self.learn(self._keys, samples)
+        self._serve(sketches)
 
-    def _learn_head(self, keys: Tensor, samples: Tensor) -> tuple[HeadSketch | None, SketchReport]:
+    def learn(
+        self, keys: Tensor, samples: Tensor | None
+    ) -> tuple[tuple[SketchReport, ...], dict[int, HeadSketch]]:
+        """What shall serve each head of keys [Hkv, N, D], and the sketches by head; not served."""
+        if (reason := self.why_flat(keys, samples)) is not None:
+            return tuple(SketchReport("flat", reason) for _ in keys), {}
+        assert samples is not None
+        learned = [self.learn_head(*head) for head in zip(keys, samples, strict=True)]
+        sketches = {n: sketch for n, (sketch, _) in enumerate(learned) if sketch is not None}
+        return tuple(report for _, report in learned), sketches
+
+    @classmethod
+    def serving(
+        cls,
+        params: Any,
+        keys: Tensor,
+        reports: Sequence[SketchReport],
+        sketches: Mapping[int, HeadSketch],
+    ) -> SketchIndex:
+        """An index of what `learn` gave, or of a part of it; heads without a sketch are scanned."""
+        index = cls(params)
+        index._known, index.reports = keys, tuple(reports)
+        index._serve(dict(sketches))
+        return index
+
+    def learn_head(self, keys: Tensor, samples: Tensor) -> tuple[HeadSketch | None, SketchReport]:
+        """The sketch of a head's keys [N, D], if it reaches the goal; samples [G, M, D]."""
         self._check_cancelled()
         p = self.params
         goal = Goal(p.check_top_k, p.target_recall, p.target_mass, p.check_queries, p.gain)
         choices = layouts(keys.shape[1], None if p.codes == "auto" else p.codes)
         return learn(keys, samples, choices, goal, self._check_cancelled)
 
-    def _why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+    def why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
         """Why no head can get a sketch, whatever its keys are; None if one can."""
         if keys.shape[1] < self.params.min_keys:
             return f"{keys.shape[1]} keys, a sketch takes {self.params.min_keys}"
@@ -167,7 +188,7 @@ class SketchIndex(KeyIndex):
             return parts[0][1]
         rows = sum(part.ids.shape[0] for _, part in parts) * len(self)
         if self._searcher is None:
-            return _joined(queries, parts, rows)
+            return joined(queries, parts, rows)
         found = self._searcher.search(
             queries[list(self._sketches)] if parts else queries,
             count,
@@ -178,7 +199,7 @@ class SketchIndex(KeyIndex):
         if not parts:
             return found
         assert found.rows_read is not None
-        return _joined(queries, [(list(self._sketches), found), *parts], rows + found.rows_read)
+        return joined(queries, [(list(self._sketches), found), *parts], rows + found.rows_read)
 
     def _num_rerank(self, sketch: HeadSketch, count: int) -> int:
         """The check was for so many results; to find more, more are ranked."""
@@ -193,6 +214,10 @@ class SketchIndex(KeyIndex):
         Raises:
             OSError: the file cannot be written.
         """
+        write_arrays(Path(path), "sketch", *self.to_file())
+
+    def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """What `save` writes: what is no array, and the arrays."""
         arrays = {
             f"{head}.{name}": array.numpy()
             for head, sketch in self._sketches.items()
@@ -207,7 +232,7 @@ class SketchIndex(KeyIndex):
                 str(head): _sketch_file.describe(sketch) for head, sketch in self._sketches.items()
             },
         }
-        write_arrays(Path(path), "sketch", meta, arrays)
+        return meta, arrays
 
     @classmethod
     def load(cls, path: str | Path, keys: Tensor) -> SketchIndex:
@@ -218,40 +243,31 @@ class SketchIndex(KeyIndex):
             OSError: it cannot be read.
         """
         path = Path(path)
-        meta, arrays = read_arrays(path, "sketch")
+        return cls.from_file(path, *read_arrays(path, "sketch"), keys)
+
+    @classmethod
+    def from_file(
+        cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
+    ) -> SketchIndex:
+        """Of what `to_file` gave; raises as `load`, where `path` is named."""
         with refusing_what_is_damaged(path):
             if meta["codes"] != _sketch_file.CODES:
                 raise FileFormatError(
                     f"{path} has codes of version {meta['codes']}, this package reads "
                     f"{_sketch_file.CODES}; build the index again or use the package that wrote it"
                 )
-            index = cls(cls.Params.model_validate(meta["params"]))
-            index.reports = tuple(SketchReport.from_dict(report) for report in meta["reports"])
+            params = cls.Params.model_validate(meta["params"])
+            reports = tuple(SketchReport.from_dict(report) for report in meta["reports"])
             sketches = {
                 int(head): _sketch_file.sketch_of(head, what, arrays)
                 for head, what in meta["sketches"].items()
             }
             saved = int(meta["keys"]["shape"][1])
             check_fingerprint(path, meta["keys"], keys, saved)
-            _sketch_file.check(sketches, len(index.reports), keys, saved)
-        index._known = keys
-        index._serve(sketches)
-        return index
+            _sketch_file.check(sketches, len(reports), keys, saved)
+        return cls.serving(params, keys, reports, sketches)
 
     @property
     def _saved(self) -> int:
         """Rows that a file knows of."""
         return self._encoded if self._sketches else len(self)
-
-
-def _joined(
-    queries: Tensor, parts: Sequence[tuple[slice | list[int], SearchResult]], rows_read: int
-) -> SearchResult:
-    """What was found for some heads each; narrower results are padded."""
-    width = max(found.ids.shape[2] for _, found in parts)
-    ids = torch.full((*queries.shape[:2], width), -1, dtype=torch.int64)
-    scores = torch.full(ids.shape, -torch.inf)
-    for heads, found in parts:
-        ids[heads, :, : found.ids.shape[2]] = found.ids
-        scores[heads, :, : found.ids.shape[2]] = found.scores
-    return SearchResult(ids, scores, sum(found.scored for _, found in parts), rows_read)

@@ -91,6 +91,9 @@ class LiveIndex:
     One thread owns it: adds, settles, rebuilds, cancels. Searches may come from any thread, but not
     while keys are added. A build whose index nobody refers to any more is cancelled.
 
+    An index that has taken over may name a successor (`Index.successor`), which is then built and
+    takes over likewise.
+
     What an index has learned from queries ages as decoding goes on (`Index.relearn_keys`). Then
     another is built beside the one that serves, from a part of the prompt's samples and from the
     latest queries, as if they were asked where decoding is now.
@@ -137,6 +140,7 @@ class LiveIndex:
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:
+                self._succeed(begun, keys)
                 return
             if not isinstance(error, MemoryError):
                 try:
@@ -199,6 +203,18 @@ class LiveIndex:
         self._await(_Build(index, future, keys.shape[1], samples, is_first=False))
         self.settle(keys)
 
+    def _succeed(self, built: _Build, keys: Tensor) -> None:
+        """Begins to build what is likely to serve faster than the index that now serves."""
+        index = built.index.successor()
+        if index is None:
+            return
+        asked = None if built.samples is None else built.samples.queries
+        build = partial(index.build, keys, asked, built.nearest)
+        future = self._runner.beside(build, built.memory_bytes)
+        following = (built.samples, built.nearest)
+        self._await(_Build(index, future, keys.shape[1], *following, is_first=False))
+        self.settle(keys)
+
     def _await(self, build: _Build) -> None:
         self._build = build
         self._state = "in progress" if build.is_first else "again in progress"
@@ -226,13 +242,14 @@ class LiveIndex:
             # One assignment: a search in another thread sees either of the two, and both are whole.
             self._serving, self.searches_before = build.index, self.searches
             self._state = "done"
+            self._succeed(build, keys)
         elif isinstance(error, Exception):
             what = f"{type(error).__name__}: {error}"
             self._state = f"failed: {what}"
             instead = (
                 "its keys are scanned instead, more slowly"
                 if build.is_first
-                else "the one from before serves on, and finds less as the text grows"
+                else "the one from before serves on, and may find less as the text grows"
             )
             warn(
                 f"an index could not be built ({what}); {instead}",

@@ -401,13 +401,13 @@ def test_copies_exceed_the_cache_within_the_limit(
 def test_copies_of_ours_are_heads_of_one_index_with_the_graph_learned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learn, learned = GraphIndex._learn_head, []
+    learn, learned = GraphIndex.learn_head, []
 
     def counted(*arguments: Any) -> Any:
         learned.append(arguments)
         return learn(*arguments)
 
-    monkeypatch.setattr(GraphIndex, "_learn_head", counted)
+    monkeypatch.setattr(GraphIndex, "learn_head", counted)
     head = tiny_head()
     engine = own("graph", keys="f16", check_positions=7).make()
     assert isinstance(engine, Own)

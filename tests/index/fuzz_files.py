@@ -15,6 +15,7 @@ except ImportError:
     atheris = None
 else:
     with atheris.instrument_imports(include=["hybrid_kv.index", "hybrid_kv.ops"]):
+        import hybrid_kv.index.auto
         import hybrid_kv.index.graph  # its branches are counted
         import hybrid_kv.index.sketch  # noqa: F401
 

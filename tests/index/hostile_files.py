@@ -20,6 +20,8 @@ from hybrid_kv.errors import ConfigError, FileFormatError, NonFiniteError
 from hybrid_kv.index._sketch_head import HeadSketch, Placing
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._sketch_maker import SketchMaker
+from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index.auto import AutoIndex, Part
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
@@ -47,7 +49,7 @@ def keys_of_file() -> Tensor:
 
 def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
     """Sound files: graphs whose lists have slots to spare or have not, one of no graph at all;
-    sketches, uniform and in tiers.
+    sketches, uniform and in tiers; a layer of both kinds.
     """
     keys = keys_of_file()
     files = []
@@ -59,7 +61,22 @@ def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
         path = folder / "seed.hkv"
         index.save(path)
         files.append(path.read_bytes())
-    return files + [_sketch_file(folder / "seed.hkv", with_tiers) for with_tiers in (False, True)]
+    path = folder / "seed.hkv"
+    files += [_sketch_file(path, with_tiers) for with_tiers in (False, True)]
+    return [*files, _mixed_file(path, SketchIndex.load(path, keys))]
+
+
+def _mixed_file(path: Path, sketched: SketchIndex) -> bytes:
+    """The first head by its sketch, the second by a graph."""
+    keys = keys_of_file()
+    report, params = HeadReport("graph", "for a test", 7), sketched.params
+    graph = GraphIndex.serving(GraphIndex.Params(), keys[1:], [report], [_graph(keys[1], 4)], 1)
+    own = SketchIndex.serving(params, keys[:1], sketched.reports[:1], sketched._sketches)
+    index = AutoIndex(AutoIndex.Params())
+    index.build(keys, None)
+    index._parts = (Part(slice(1, 2), graph), Part(slice(0, 1), own))
+    index.save(path)
+    return path.read_bytes()
 
 
 def _sketch_file(path: Path, with_tiers: bool) -> bytes:
@@ -111,7 +128,7 @@ def load_and_search(path: Path, keys: Tensor, queries: Tensor) -> bool:
     Raises:
         AssertionError: it found something else; anything else that `load` should not raise.
     """
-    loaded = (_loaded(kind, path, keys) for kind in (GraphIndex, SketchIndex))
+    loaded = (_loaded(kind, path, keys) for kind in (GraphIndex, SketchIndex, AutoIndex))
     index = next(filter(None, loaded), None)
     if index is None:
         return False
@@ -128,8 +145,8 @@ def load_and_search(path: Path, keys: Tensor, queries: Tensor) -> bool:
 
 
 def _loaded(
-    kind: type[GraphIndex | SketchIndex], path: Path, keys: Tensor
-) -> GraphIndex | SketchIndex | None:
+    kind: type[GraphIndex | SketchIndex | AutoIndex], path: Path, keys: Tensor
+) -> GraphIndex | SketchIndex | AutoIndex | None:
     try:
         return kind.load(path, keys)
     except FileFormatError:

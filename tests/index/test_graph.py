@@ -311,13 +311,11 @@ def exact_lists(keys: Tensor, samples: Tensor, count: int) -> Tensor:
 
 
 @needs_engine
-@pytest.mark.parametrize("kind", ["graph", "auto"])
 def test_known_neighbours_give_the_same_graph_and_spare_the_search(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys, samples, later = attention_like()
-    settings = {**SETTINGS, "remember": False} if kind == "auto" else SETTINGS
-    alone, helped = (IndexConfig(kind=kind, **settings).build() for _ in range(2))
+    alone, helped = (IndexConfig(kind="graph", **SETTINGS).build() for _ in range(2))
     alone.build(keys, samples)
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -325,11 +323,10 @@ def test_known_neighbours_give_the_same_graph_and_spare_the_search(
 
     monkeypatch.setattr("hybrid_kv.index.graph._HeadEngine.nearest", refuse)
     helped.build(keys, samples, exact_lists(keys, samples, 60))
-    if kind == "graph":
-        for one, other in zip(alone._graphs, helped._graphs, strict=True):
-            assert torch.equal(one.keys_of, other.keys_of)
-            assert torch.equal(one.lists, other.lists)
-        assert helped.reports == alone.reports
+    for one, other in zip(alone._graphs, helped._graphs, strict=True):
+        assert torch.equal(one.keys_of, other.keys_of)
+        assert torch.equal(one.lists, other.lists)
+    assert helped.reports == alone.reports
     assert recall(helped.search(later, 20), later, keys, 20) >= 0.93
 
 

@@ -55,6 +55,8 @@ class Exact:
     def nearest(self, queries: Tensor, count: int) -> Tensor:
         return nearest(self.keys, queries, count)
 
+    lists = nearest
+
     def project(self, lists: Tensor, queries: Tensor, params: BuildParams) -> KeyGraph:
         return project(lists, self.keys, queries, params)
 

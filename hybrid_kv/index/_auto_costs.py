@@ -1,0 +1,112 @@
+"""What a search of one head costs by each kind, on queries of the prompt and on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybrid_kv.index._choice import Cost, work_s
+from hybrid_kv.index._flat_scans import num_candidates
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.ops.key_graph import KeyGraph
+from hybrid_kv.ops.native.flat import FlatScan
+from hybrid_kv.ops.native.graph import GraphSearcher
+from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.sketch import SketchSearcher
+
+_RERANK = 1.5
+"""Keys that scan and graph rank exactly per result."""
+_ROUNDS = 9
+
+
+class Trial(Protocol):
+    """A search of one head."""
+
+    @property
+    def read_bytes(self) -> float:
+        """Of a search."""
+        ...
+
+    def search(self, queries: Tensor) -> Any:
+        """Asks [1, G, D] on the calling thread alone."""
+        ...
+
+
+class ScanTrial:
+    """All keys [1, N, D] in 8 bits, the best ranked exactly."""
+
+    def __init__(self, keys: Tensor, group: int, top_k: int) -> None:
+        quantised = QuantisedKeys(1, keys.shape[2])
+        quantised.build(keys)
+        self._scan = FlatScan(keys, quantised)
+        self._top_k, self._ranked = top_k, num_candidates(_RERANK, top_k, keys.shape[1])
+        self.read_bytes = quantised.memory_bytes + _ranked_bytes(keys, group * self._ranked)
+
+    def search(self, queries: Tensor) -> Any:
+        return self._scan.search(queries, self._top_k, rerank=self._ranked)
+
+
+class SketchTrial:
+    """The codes of one head over its keys [1, N, D]."""
+
+    def __init__(self, keys: Tensor, sketch: HeadSketch, group: int, top_k: int) -> None:
+        tiers: list[Any] = list(sketch.tiers)
+        self._searcher = SketchSearcher([keys[0]], [tiers])
+        self._top_k, self._ranked = top_k, min(sketch.num_rerank, keys.shape[1])
+        codes = sum(tier.count * tier.map.plan.code_bytes for tier in sketch.tiers)
+        self.read_bytes = codes + _ranked_bytes(keys, group * self._ranked)
+
+    def search(self, queries: Tensor) -> Any:
+        return self._searcher.search(queries, self._top_k, num_rerank=[self._ranked])
+
+
+class GraphTrial:
+    """A graph over its keys [1, N, D]; read_bytes are those of the latest search."""
+
+    def __init__(
+        self, keys: Tensor, graph: KeyGraph, rows: QuantisedKeys, beam: int, top_k: int
+    ) -> None:
+        self._searcher = GraphSearcher(keys, [rows], [graph])
+        self._keys, self._graph, self._rows = keys, graph, rows
+        self._beam, self._top_k = beam, top_k
+        self._ranked = num_candidates(_RERANK, top_k, keys.shape[1])
+        self.read_bytes = 0.0
+
+    def search(self, queries: Tensor) -> Any:
+        found = self._searcher.search(queries, self._top_k, beam=self._beam, pool_size=self._ranked)
+        group = queries.shape[1]
+        scored = found.rows_visited * (self._rows.row_bytes + 1)
+        expanded = group * self._beam * self._graph.lists.shape[1]
+        self.read_bytes = scored + expanded + _ranked_bytes(self._keys, group * self._ranked)
+        return found
+
+
+def measured(
+    trials: Mapping[tuple[str, int], Trial], queries: Tensor
+) -> dict[tuple[str, int], Cost]:
+    """The cost of each trial, named by kind and head.
+
+    They run one after the other, so that none finds what it reads in the cache.
+
+    Args:
+        queries: [Hkv, G, M, D]; the latest positions are asked one by one, as decoding does.
+    """
+    times: dict[tuple[str, int], list[float]] = {name: [] for name in trials}
+    asked = [position.float() for position in queries[:, :, -_ROUNDS:].unbind(2)]
+    for position in (asked[0], *asked):
+        for name, trial in trials.items():
+            head = name[1]
+            search: Callable[[], Any] = partial(trial.search, position[head : head + 1])
+            times[name].append(work_s(search))
+    return {
+        name: Cost(name[0], median(times[name][1:]), trial.read_bytes)
+        for name, trial in trials.items()
+    }
+
+
+def _ranked_bytes(keys: Tensor, count: int) -> int:
+    return count * keys.shape[2] * keys.itemsize
