@@ -221,8 +221,7 @@ class TieredCache(Cache):
         is_open: Callable[[], bool],
         executor: Executor | None = None,
     ) -> None:
-        self.kv = KVCache(info, config, executor)
-        self._state = CacheState(self.kv, is_open)
+        self._state = CacheState(KVCache(info, config, executor), is_open)
         self._shown: Tensor | None = None  # [B, tokens] bool, False for padding; None if all are
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
@@ -233,6 +232,15 @@ class TieredCache(Cache):
             HybridLayer(self._state, idx) if idx in tiered else _with_handle(layer)
             for idx, layer in enumerate(DynamicCache(config=self._model_config).layers)
         ]
+
+    @property
+    def kv(self) -> KVCache:
+        """What all layers store to and attend by; another one may take its place while empty."""
+        return self._state.kv
+
+    @kv.setter
+    def kv(self, kv: KVCache) -> None:
+        self._state.kv = kv
 
     @property
     def work(self) -> Work:

@@ -294,7 +294,10 @@ def test_a_forecast_follows_what_was_measured() -> None:
 )
 def test_a_graph_that_was_not_built_teaches_no_forecast(serving: list[str], counts: bool) -> None:
     row = Row("hybrid", 1000, hkv.HybridConfig(), index=[{"serves": name} for name in serving])
-    assert sweep_module._is_whole(row) is counts
+    row.index_build_s = 2.0
+    bench = open_bench(ProfileArguments.of({**TINY, "contexts": (64,)}))
+    bench.note_build(row)
+    assert bench.forecast.knows("hybrid") is counts
 
 
 def test_a_probe_builds_small_indexes() -> None:

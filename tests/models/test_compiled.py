@@ -208,7 +208,8 @@ def test_what_cannot_be_one_graph_is_refused(graphs: Graphs) -> None:
 def test_a_graph_outside_of_a_step_is_an_error(graphs: Graphs) -> None:
     model = llama()
     with hkv.attach(model, hkv.HybridConfig(compile_decode=True)) as runtime:
-        assert runtime._steps is not None
+        steps = runtime._serving._steps
+        assert steps is not None
         q = torch.zeros(1, 6, 1, 8)
         with pytest.raises(IntegrityError, match="outside of a decode step"):
-            runtime._steps.attend(0, q, q[:, :2], q[:, :2], 1.0, None)
+            steps.attend(0, q, q[:, :2], q[:, :2], 1.0, None)
