@@ -157,14 +157,17 @@ class IndexConfig(PluginConfig):
 class AuditParams(Params):
     """What the audit is judged by, and what follows when it is worse, with 95% confidence.
 
-    min_recall: of the exact best cold entries, as many as the budget has. max_missed_mass: of the
-    softmax over all stored entries, null for no limit: a budget that is too small for a head misses
-    much however good the index is. action: "warn" once, "widen" the budget of the layer (or of
-    all), doubling it up to 8 times, or "raise" an error.
+    max_output_error: relative distance of a head's output from exact attention's. max_missed_mass:
+    of the softmax over all stored entries; some layers look everywhere and miss much of it without
+    harm. min_recall: of the exact best cold entries, as many as the budget has, that the search
+    ranks. Each is of one layer's heads, or of all; null for no limit (0 for recall). action: "warn"
+    once, "widen" the budget of the layer (or of all), doubling it up to 8 times, or "raise" an
+    error.
     """
 
     min_recall: float = Field(default=0.8, ge=0, le=1)
-    max_missed_mass: float | None = Field(default=None, gt=0, lt=1)
+    max_missed_mass: float | None = Field(default=0.5, gt=0, lt=1)
+    max_output_error: float | None = Field(default=0.3, gt=0)
     action: Literal["warn", "widen", "raise"] = "warn"
 
 

@@ -28,18 +28,22 @@ WINDOW = 512
 def policies(context: int, shares: list[float]) -> dict[str, dict[str, Any]]:
     """Settings by name; `share` of the context is what a query may attend on average."""
     rows: dict[str, dict[str, Any]] = {}
-    for sinks, window, top_k in ((128, 512, 100), (16, 512, 212), (16, 256, 468), (16, 128, 596)):
+    for sinks, window, top_k in ((128, 512, 100), (16, 512, 212), (16, 256, 468)):
         for shared in (False, True):
             name = f"{sinks} + {window} + {top_k}{' shared' if shared else ''}"
             rows[name] = _flat(sinks, window, top_k, shared=shared)
-    for most in (2, 8):
-        rows[f"16 + 512 + 212 shared, at most {most}x"] = _flat(
-            16, 512, 212, shared=True, max_tokens=212 * most
+    for most in (200, 400, 800):
+        for min_share in (1e-4, 2e-4, 4e-4):
+            rows[f"16 + 512 + share {min_share:g} of {most}"] = _flat(
+                16, 512, most, min_share=min_share
+            )
+    for sinks, window in ((128, 512), (16, 256), (16, 128)):
+        rows[f"{sinks} + {window} + share 0.0002 of 400"] = _flat(
+            sinks, window, 400, min_share=2e-4
         )
-    for min_share in (1e-4, 2.6e-4, 1e-3):
-        rows[f"16 + 512 + share {min_share:g}"] = _flat(
-            16, 512, 64, min_share=min_share, max_tokens=2048
-        )
+    rows["16 + 512 + share 0.0001 of 400, 100 shared"] = _flat(
+        16, 512, 100, min_share=1e-4, shared=True, max_tokens=400
+    )
     for share in shares:
         budget = max(48, round(context * share))
         sinks, window = 16, max(16, budget // 4 // 16 * 16)

@@ -99,32 +99,42 @@ class Auditor:
 
     def _problem(self, audit: Audit, scope: Scope) -> str | None:
         """What is surely worse than allowed, 95% of the time; None mostly."""
-        where = "all layers" if scope is None else f"layer {scope}"
-        recall, missed = _telling(audit.recall(scope)), _telling(audit.missed_mass(scope))
-        lowest, highest = self._params.min_recall, self._params.max_missed_mass
-        if recall is not None and recall.mean + recall.half_width < lowest:
-            return f"{_said(recall)} of the best cold entries of {where} are found, not {lowest}"
-        if missed is None or highest is None or missed.mean - missed.half_width <= highest:
-            return None
-        return f"{_said(missed)} of the attention of {where} is missed, more than {highest}"
+        where, limits = "all layers" if scope is None else f"layer {scope}", self._params
+        recall = _telling(audit.recall(scope))
+        if recall is not None and recall.mean + recall.half_width < limits.min_recall:
+            return (
+                f"{_said(recall)} of the best cold entries of {where} are found, not "
+                f"{limits.min_recall}: choose another index"
+            )
+        lost = audit.missed_by_index(scope)
+        for estimate, most, what in (
+            (audit.missed_mass(scope), limits.max_missed_mass, "of the attention of {} is missed"),
+            (audit.output_error(scope), limits.max_output_error, "is the output error of {}"),
+        ):
+            worst = _telling(estimate)
+            if worst is None or most is None or worst.mean - worst.half_width <= most:
+                continue
+            by_index = 0.0 if lost is None else lost.mean
+            return (
+                f"{_said(worst)} {what.format(where)}, more than {most}; {by_index:.2f} of the "
+                "attention was lost by the index, the rest by the budget: raise top_k"
+            )
+        return None
 
     def _act(self, scope: Scope, problem: str) -> None:
         action: Literal["warn", "widen", "raise"] = self._params.action
         if action == "raise":
-            raise AuditError(
-                f"the audit found that {problem}; raise top_k, choose another index, or set "
-                "audit.action to warn"
-            )
-        what = "raise top_k or choose another index"
+            raise AuditError(f"the audit found that {problem}, or set audit.action to warn")
+        what = ""
         if action == "widen":
             factor = self._factors.get(scope, 1)
             if factor < _WIDEST:
                 self._factors[scope] = 2 * factor
                 self._since = len(self.audit.findings)  # the wider search is judged by its own
-            what = f"budgets are widened, up to {_WIDEST} times"
+            what = f"; budgets are widened, up to {_WIDEST} times"
         if not self._warned:
             self._warned = True
-            warn(f"the audit found that {problem}; {what}", RecallWarning, stacklevel=2)
+            warn(f"the audit found that {problem}{what}", RecallWarning, stacklevel=2)
 
 
 def _telling(estimate: Estimate | None) -> Estimate | None:

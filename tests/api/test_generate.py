@@ -356,7 +356,8 @@ def test_a_closed_model_is_plain_transformers_again(
 
 def test_an_audited_answer_says_what_it_missed(plain: PreTrainedModel) -> None:
     settings = {**TIERED, "cold": {"top_k": 2, "index": "flat"}, "index_build": "wait"}
-    config = hkv.HybridConfig(**settings, audit_every=1)
+    unlimited = {"max_missed_mass": None, "max_output_error": None}
+    config = hkv.HybridConfig(**settings, audit_every=1, audit=unlimited)
     with hkv.load(plain, tokenizer=tokenizer(), config=config) as llm:
         conversation = [llm.generate(IDS * 3, max_new_tokens=NEW) for _ in range(2)]
         assert llm.generate(IDS, max_new_tokens=1).audit is not None

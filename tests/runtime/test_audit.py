@@ -191,7 +191,7 @@ def test_hot_pages_are_no_further_entries() -> None:
         page_size=4,
         cold={"top_k": "all"},
         audit_every=1,
-        audit={"action": "widen"},
+        audit={"action": "widen", "max_missed_mass": None},
         index_build="wait",
         **settings,
     )

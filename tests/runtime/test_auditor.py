@@ -24,7 +24,9 @@ SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
 
 def cache(top_k: Any = 9, **settings: Any) -> KVCache:
     config = {"method": "flat", "index_build": "wait", **SMALL, "cold": {"top_k": top_k}}
-    return KVCache(INFO, HybridConfig(**{**config, **settings}))
+    unlimited = {"max_missed_mass": None, "max_output_error": None}
+    audit = {"audit": unlimited | settings.pop("audit", {})}
+    return KVCache(INFO, HybridConfig(**{**config, **settings, **audit}))
 
 
 def tokens(new: int, rows: int = 1) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -113,7 +115,7 @@ def test_a_broken_index_is_found_out_once() -> None:
 @pytest.mark.usefixtures("broken")
 def test_a_broken_index_stops_whoever_wants_that() -> None:
     kv = cache(audit_every=1, audit={"action": "raise"})
-    with pytest.raises(AuditError, match="raise top_k, choose another index, or set"):
+    with pytest.raises(AuditError, match="choose another index, or set audit"):
         decode(kv, 30, prompt=150)
     kv.close()
 
@@ -137,6 +139,24 @@ def test_a_wider_budget_repairs_what_it_can() -> None:
 def test_missed_mass_has_a_limit_of_its_own() -> None:
     kv = cache(2, audit_every=1, audit={"max_missed_mass": 0.01})
     with pytest.warns(RecallWarning, match="of the attention of .* is missed, more than 0.01"):
+        decode(kv, 30, prompt=150)
+    kv.close()
+
+
+def test_a_budget_that_is_too_small_is_told_from_a_bad_index() -> None:
+    kv = cache(1, audit_every=1, audit={"max_output_error": 0.05})
+    told = r"is the output error of .*, more than 0.05; 0.00 of the attention was lost by the index"
+    with pytest.warns(RecallWarning, match=told):
+        decode(kv, 30, prompt=150)
+    kv.close()
+
+
+def test_error_and_mass_are_watched_if_nobody_says_otherwise() -> None:
+    audit = HybridConfig().audit
+    assert (audit.max_output_error, audit.max_missed_mass) == (0.3, 0.5)
+    settings = {**SMALL, "window_tokens": 4, "sink_tokens": 0, "cold": {"top_k": 1}}
+    kv = KVCache(INFO, HybridConfig(method="flat", index_build="wait", audit_every=1, **settings))
+    with pytest.warns(RecallWarning, match="is missed, more than 0.5; 0.00 of the attention"):
         decode(kv, 30, prompt=150)
     kv.close()
 

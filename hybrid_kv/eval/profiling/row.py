@@ -270,7 +270,10 @@ class RowMeasurement:
         asked = self._asked
         self._report("audit", 0, asked.new_tokens)
         cache.kv.auditor = auditor = Auditor(
-            asked.audit_every, AuditParams(min_recall=0), cache.kv.info.layers, SyncExecutor()
+            asked.audit_every,
+            AuditParams(min_recall=0, max_missed_mass=None, max_output_error=None),
+            cache.kv.info.layers,
+            SyncExecutor(),
         )
         self.row.audit = auditor.audit
         watch = StepWatch(self._model, cache, 0)
