@@ -19,7 +19,7 @@ PLAIN = (
 
 FORGETFUL = PLAIN.replace(
     "{{ m.content }}",
-    "{{ m.content if m.role != 'assistant' or loop.last else m.content.split('e')[-1] }}",
+    "{{ m.content if m.role != 'assistant' or loop.last else m.content[2:] }}",
 )
 """Leaves out parts of earlier answers, as templates of reasoning models do."""
 
@@ -36,7 +36,7 @@ STRICT = (
 def chat_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerBase:
     """Any token id that the model may write has a text; pairs are merged when text is encoded."""
     letters = ["\n", *map(chr, range(32, 127))]
-    pairs = [(one, other) for one in "aeiou. " for other in "nrst\n"]
+    pairs = [(one, other) for one in ". aeiou" for other in "nrst\n"]
     pairs = pairs[: VOCAB - len(SPECIAL) - len(letters)]
     words = [*SPECIAL, *letters, *map("".join, pairs)]
     vocabulary = {word: idx for idx, word in enumerate(words)}

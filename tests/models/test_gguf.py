@@ -117,6 +117,23 @@ def test_a_gguf_model_generates_as_with_full_attention(model: PreTrainedModel) -
     assert torch.equal(got, expected)
 
 
+def test_the_header_is_taken_apart_for_the_configuration_and_for_the_weights_alone(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a third time, seconds with a real vocabulary, to read the configuration again."""
+    parsed: list[Path] = []
+    plain = gguf.GGUFReader.__init__
+
+    def count(self: Any, path: Path, *args: Any) -> None:
+        parsed.append(path)
+        plain(self, path, *args)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", count)
+    with pytest.warns(GgufWarning):
+        load_model(file, dtype="float32", device="cpu")
+    assert len(parsed) <= 2  # newer readers of transformers do without this one
+
+
 def test_the_configuration_is_read_without_the_weights(file: Path) -> None:
     config = load_config(file)
     assert (config.num_hidden_layers, config.vocab_size) == (LAYERS, VOCAB)
