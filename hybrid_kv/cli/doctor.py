@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hybrid_kv.cli import completion
 from hybrid_kv.cli.options import OutputOptions, count
 
 if TYPE_CHECKING:
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 def doctor(
     *,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="Whose keys and values the figures are for.")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            autocompletion=completion.models,
+            help="Whose keys and values the figures are for.",
+        ),
     ] = "random:llama-3-8b",
     context: Annotated[
         int, typer.Option(parser=count, metavar="N", help="Tokens that they are for.")

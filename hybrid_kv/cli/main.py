@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from hybrid_kv.cli.chat import chat
+from hybrid_kv.cli.completion import asked_for
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.ending import ENDED, INTERRUPTED
@@ -29,7 +30,8 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that is meant; ConfigError with the nearest name where there is none."""
-        refuse_unknown_verb(args[0], self.commands)
+        if not ctx.resilient_parsing:  # as it is while a shell asks what may follow
+            refuse_unknown_verb(args[0], self.commands)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -55,6 +57,8 @@ class Verbs(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
         except Exception as error:
+            if asked_for():  # in the middle of a line that is being typed
+                sys.exit(1)
             if "--debug" in words:
                 traceback.print_exc()
             code, sentence = describe(error)
@@ -70,7 +74,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode="rich")
 
 
 @app.callback()

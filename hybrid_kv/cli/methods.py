@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybrid_kv.cli import completion
 from hybrid_kv.cli.options import OutputOptions
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One method or index kind.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=completion.plugins,
+            help="One method or index kind.",
+        ),
     ] = None,
     *,
     verbose: Annotated[

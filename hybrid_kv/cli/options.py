@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from hybrid_kv.cli import completion
+
 _PROMPT, _MODEL, _SAMPLING, _OUTPUT = "Prompt", "Model and cache", "Sampling", "Output"
 
 
@@ -40,6 +42,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
+        autocompletion=completion.models,
         help="A folder, a .gguf file, a hub id, 'needle' (ships with the package), 'smollm2' "
         "(extra smollm2), or 'random:SHAPE'.",
     ),
@@ -51,6 +54,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        autocompletion=completion.settings,
         help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
         rich_help_panel=_MODEL,
     ),
@@ -93,6 +97,7 @@ class ModelOptions:
         typer.Option(
             "--method",
             metavar="NAME",
+            autocompletion=completion.methods,
             help="How the cache is kept and read; see the verb methods. [dim]default: hybrid[/]",
             rich_help_panel=_MODEL,
         ),
