@@ -9,6 +9,7 @@ Importing the package patches and probes nothing; heavy modules load on first us
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from hybrid_kv.plugins import INDEXES, METHODS, Index, Method
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # who listens is up to the user
 
 _HOME = {
     "LLM": "hybrid_kv.api",

@@ -18,6 +18,7 @@ from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.ending import ENDED, INTERRUPTED
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
+from hybrid_kv.cli.logs import logged
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
@@ -48,7 +49,8 @@ class Verbs(TyperGroup):
         extra.update(standalone_mode=False, prog_name="hybrid-kv")
         try:
             refuse_foreign_bytes(words)
-            code = super().main(words, *rest, **extra)
+            with logged(to_stderr="--debug" in words):
+                code = super().main(words, *rest, **extra)
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             print(ENDED, file=sys.stderr)

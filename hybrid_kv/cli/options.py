@@ -256,7 +256,11 @@ class OutputOptions:
     ] = False
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--debug",
+            help="Show what the library logs, and the traceback of an error.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False
 
     @property

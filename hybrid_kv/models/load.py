@@ -6,7 +6,9 @@ that transformers reads.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
 
 _RANDOM = "random:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
@@ -92,13 +97,17 @@ def load_model(
     Warns:
         GgufWarning: how much memory the weights of a GGUF file take when they are unpacked.
     """
-    target, wanted = resolve_device(device), resolve_dtype(dtype)
+    target, wanted, begin = resolve_device(device), resolve_dtype(dtype), perf_counter()
     with memory_errors(lambda: "load"):
         if (shape := _shape_of(spec)) is not None:
-            return _random(shape, target, wanted, layers, seed)
-        name, path = str(spec), _path_of(spec, layers)
-        read = read_gguf if is_gguf(path) else read_model
-        return read(name, path, target, wanted, quantization_config)
+            model = _random(shape, target, wanted, layers, seed)
+        else:
+            name, path = str(spec), _path_of(spec, layers)
+            read = read_gguf if is_gguf(path) else read_model
+            model = read(name, path, target, wanted, quantization_config)
+    kind, taken = type(model).__name__, perf_counter() - begin
+    _log.info("loaded %s (%s, %s) to %s in %.1f s", spec, kind, model.dtype, target, taken)
+    return model
 
 
 def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from typing import Literal
 from warnings import warn
@@ -11,6 +12,8 @@ from hybrid_kv.errors import AuditError, RecallWarning
 from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import LayerShape
+
+_log = logging.getLogger(__name__)
 
 _FEWEST = 4
 """Looks before an alarm: an interval from fewer says nothing."""
@@ -124,16 +127,19 @@ class Auditor:
     def _act(self, scope: Scope, problem: str) -> None:
         action: Literal["warn", "widen", "raise"] = self._params.action
         if action == "raise":
+            _log.info("audit raises: %s", problem)
             raise AuditError(f"the audit found that {problem}, or set audit.action to warn")
         what = ""
         if action == "widen":
             factor = self._factors.get(scope, 1)
             if factor < _WIDEST:
                 self._factors[scope] = 2 * factor
+                _log.info("audit widens budgets %d times: %s", 2 * factor, problem)
                 self._since = len(self.audit.findings)  # the wider search is judged by its own
             what = f"; budgets are widened, up to {_WIDEST} times"
         if not self._warned:
             self._warned = True
+            _log.info("audit warns: %s; %s", problem, what)
             warn(f"the audit found that {problem}{what}", RecallWarning, stacklevel=2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,6 +41,8 @@ from hybrid_kv.types import (
     Work,
     bytes_per_token,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +287,13 @@ class KVCache:
         self._pinned.begin()
         with self._sealing(layer_idx):
             self._demote(layer_idx, ahead, is_prompt=True)
+        _log.debug("layer %d sealed at %d tokens", layer_idx, max(layer.lengths))
         if self._unsealed():
             self._pinned.repeat()
         else:
             self._pinned.clear()
+            names = (self.config.method, len(self._layers), max(layer.lengths))
+            _log.info("prompt ended: method %s, %d layers, %d tokens", *names)
 
     def _unsealed(self) -> list[LayerShape]:
         """The layers whose prompt is still to be computed or to be ended."""

@@ -6,6 +6,7 @@ specification. Nothing is loaded and nothing is allocated.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -173,7 +174,12 @@ def make_plan(
         config: of the tiered method.
     """
     planner = _Planner(facts, machine, config)
-    return Plan(facts, machine, context_tokens, planner.options(context_tokens))
+    plan = Plan(facts, machine, context_tokens, planner.options(context_tokens))
+    _log.info("plan for %d tokens on %s: %s", context_tokens, machine.device, plan.advice)
+    return plan
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Planner:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from hybrid_kv.types import SearchResult
 
 MakeIndex = Callable[[], Index]
 Work = Callable[[], None]
+
+
+_log = logging.getLogger(__name__)
 
 
 class BuildRunner(Protocol):
@@ -132,14 +137,17 @@ class LiveIndex:
         build = partial(index.build, keys, asked, nearest)
         if samples is not None and index.relearn_keys:
             self._aging = Aging(samples, keys.shape[1])
+        _log.debug("index build begins: %d KV heads of %d keys", *keys.shape[:2])
         if stand_in is None:
             runner.here(build)
+            self._log_served(keys)
             return
         future = runner.beside(build, _learned_bytes(samples, nearest))
         begun = _Build(index, future, keys.shape[1], samples, nearest)
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:
+                self._log_served(keys)
                 self._succeed(begun, keys)
                 return
             if not isinstance(error, MemoryError):
@@ -194,6 +202,13 @@ class LiveIndex:
         if keys.shape[1] - aging.num_keys >= after:
             self._learn_again(keys, aging)
 
+    def _log_served(self, keys: Tensor) -> None:
+        """Says who serves the heads now that a build has ended."""
+        if _log.isEnabledFor(logging.INFO):
+            kinds = Counter(str(head.get("serves")) for head in self._serving.describe())
+            heads = ", ".join(f"{count} by {kind}" for kind, count in sorted(kinds.items()))
+            _log.info("index of %d keys serves; KV heads: %s", keys.shape[1], heads)
+
     def _learn_again(self, keys: Tensor, aging: Aging) -> None:
         """Begins to build an index that shall replace the one that serves."""
         samples = aging.renew(keys.shape[1])
@@ -217,6 +232,8 @@ class LiveIndex:
 
     def _await(self, build: _Build) -> None:
         self._build = build
+        if not build.is_first:
+            _log.debug("index build begins again, with %d keys", build.num_keys)
         self._state = "in progress" if build.is_first else "again in progress"
         self._given_up = weakref.finalize(self, build.cancel)
 
@@ -242,9 +259,11 @@ class LiveIndex:
             # One assignment: a search in another thread sees either of the two, and both are whole.
             self._serving, self.searches_before = build.index, self.searches
             self._state = "done"
+            self._log_served(keys)
             self._succeed(build, keys)
         elif isinstance(error, Exception):
             what = f"{type(error).__name__}: {error}"
+            _log.info("index build failed: %s", what)
             self._state = f"failed: {what}"
             instead = (
                 "its keys are scanned instead, more slowly"
@@ -276,6 +295,7 @@ class LiveIndex:
             self._forget_build()
             build.cancel()
             self._state = "given up"
+            _log.debug("index build given up")
 
     def _forget_build(self) -> None:
         self._build = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -121,13 +122,17 @@ def test_a_broken_index_stops_whoever_wants_that() -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_wider_budget_repairs_what_it_can() -> None:
+def test_a_wider_budget_repairs_what_it_can(caplog: pytest.LogCaptureFixture) -> None:
     """The broken index is right from 30 keys on: 9 x 4 suffice, and 9 x 8 are not tried."""
+    caplog.set_level(logging.INFO, "hybrid_kv.runtime.auditor")
     kv = cache(audit_every=1, audit={"action": "widen"})
     with pytest.warns(RecallWarning, match="budgets are widened, up to 8 times"):
         decode(kv, 60, prompt=150)
     assert kv.auditor is not None
     assert max(kv.auditor.factor(layer) for layer in (0, 1)) == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("audit warns" in text for text in said) == 1
+    assert any("audit widens budgets 4 times" in text for text in said)
     before = len(kv.auditor.audit.findings)
     decode(kv, 20)
     late = [finding.recall for finding in kv.auditor.audit.findings[before:]]
