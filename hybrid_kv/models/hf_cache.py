@@ -156,7 +156,7 @@ class HybridLayer(CacheLayerMixin):
             )
         new, self._pending = self._pending, None
         valid = self._state.new_valid(mask, q.shape[2])
-        if new is not None and q.shape[2] > 1:
+        if new is not None:
             self._state.kv.watch_finite(self._layer_idx, *new, valid)
         return self._state.kv.attend(self._layer_idx, q, new, valid, scale=scale, softcap=softcap)
 

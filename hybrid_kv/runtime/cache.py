@@ -22,7 +22,7 @@ from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.finite import FiniteGuard
+from hybrid_kv.runtime.finite import FiniteGuard, may_hide
 from hybrid_kv.runtime.spill import Departure, FindNearest, all_finite
 from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.runtime.stats import ATTENTION, Phases
@@ -208,6 +208,8 @@ class KVCache:
         Raises:
             NonFiniteError: they are not; on a GPU the next forward says so.
         """
+        if k.shape[2] == 1 and not may_hide(k):
+            return
         if valid is not None:
             k, v = (tensor.transpose(1, 2)[valid] for tensor in (k, v))
         self.finite.watch(f"keys and values of layer {layer_idx}", all_finite(k, v))

@@ -1,15 +1,25 @@
 """NaN and infinity are an error, found where the values lie and told without waiting for a device.
 
-What a prompt stores is looked at as it comes. Of a single new token only the logits are: what is
-not finite in it reaches them, or is found when its page leaves the window.
+What a prompt stores is looked at as it comes, and so are the logits, which a value that is not
+finite always reaches. An infinite key may get no weight, so those of single new tokens are looked
+at, too, where that needs no launch: on a GPU one is found when its page leaves the window.
 """
 
 from __future__ import annotations
 
+from math import isfinite
+
+import torch
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.transfer import Executor, Parcel
+
+
+def may_hide(k: Tensor) -> bool:
+    """Whether a new token's key [B, Hkv, 1, D] holds what need not show in the logits."""
+    # One sum is the cheapest look; it may overflow, but is finite only where all of k is.
+    return k.device.type == "cpu" and not isfinite(k.sum(dtype=torch.float32).item())
 
 
 class FiniteGuard:
