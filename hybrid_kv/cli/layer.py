@@ -26,7 +26,7 @@ _SHAPE = "Llama-3-8B"
 _STEPS = 24
 _BAR_CELLS = 40
 _SCAN = {"index": {"kind": "flat", "precision": "int8"}}
-"""What serves by default from the first token on; the graph that would follow takes minutes."""
+"""What serves by default from the first token on; learning a sketch would take a minute."""
 
 
 def decode_layer(num_tokens: int, output: OutputOptions) -> LayerReport | None:
