@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +18,7 @@ from hybrid_kv.api import LLM, Generation, load
 from hybrid_kv.cli.display import prefill_bar, waiting
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import GgufWarning
 
 Write = Callable[[str], None]
 
@@ -40,7 +43,7 @@ def opened(
     silence_transformers(output)
     # Bars of a download are the hub's own; a spinner would draw over them.
     local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
-    with waiting(f"loading {model}", output) if local else _nothing():
+    with waiting(f"loading {model}", output) if local else _nothing(), _told_in_a_line(output):
         llm = load(model, config=config, device=options.device, dtype=options.dtype, layers=layers)
     with llm:
         yield llm
@@ -49,6 +52,26 @@ def opened(
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+@contextmanager
+def _told_in_a_line(output: OutputOptions) -> Iterator[None]:
+    """What loading has to say is a line of ours, or nothing with --quiet.
+
+    transformers unpacks GGUF files under a bar that none of its settings silences.
+    """
+    with warnings.catch_warnings(record=True) as caught, ExitStack() as kept:
+        warnings.simplefilter("always", GgufWarning)
+        if output.quiet and not output.debug:
+            kept.enter_context(redirect_stderr(StringIO()))
+        yield
+    for warning in caught:
+        if not issubclass(warning.category, GgufWarning):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif not output.quiet:
+            print(f"hybrid-kv: {warning.message}", file=sys.stderr)
 
 
 def silence_transformers(output: OutputOptions) -> None:

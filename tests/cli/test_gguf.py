@@ -1,0 +1,35 @@
+"""A GGUF file as MODEL: what loading it says on the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+from tests.models.test_gguf import write
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def generate(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    asked = ("--prompt-tokens", "37", "--max-new-tokens", "2", "--device", "cpu")
+    command = (sys.executable, "-m", "hybrid_kv", "generate", str(file), *asked, *options)
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def test_the_memory_that_a_gguf_file_takes_is_one_line(file: Path) -> None:
+    lines = generate(file).stderr.splitlines()
+    said = [line for line in lines if "unpacked from GGUF to bfloat16" in line]
+    assert len(said) == 1
+    assert said[0].startswith("hybrid-kv: the weights of ")
+
+
+def test_quiet_is_quiet(file: Path) -> None:
+    assert generate(file, "--quiet").stderr == ""
