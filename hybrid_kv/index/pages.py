@@ -54,7 +54,8 @@ class PagesIndex(KeyIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return int(-(-4 * 2 * head_dim // params.page_size))  # of keys in 32 bit
+        pages = with_room(-(-num_keys // params.page_size))
+        return int(-(-4 * 2 * head_dim * pages // max(1, num_keys)))  # of keys in 32 bit
 
     @property
     def memory_bytes(self) -> int:

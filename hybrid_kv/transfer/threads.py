@@ -13,8 +13,6 @@ from functools import cache
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-import torch
-
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.native.pool import work_alone
 from hybrid_kv.store.outcome import run_into
@@ -101,7 +99,6 @@ class _Crew:
     def _work(self) -> None:
         _be_nice()
         work_alone()
-        _use_one_torch_thread()
         while (job := self._jobs.get()) is not None:
             held, future = job
             if future.set_running_or_notify_cancel():
@@ -139,18 +136,6 @@ def build_threads() -> int:
             "it for one per four CPUs"
         )
     return int(wanted)
-
-
-def _use_one_torch_thread() -> None:
-    """Torch's own loops in the calling thread stay in it; each would take a team of all cores.
-
-    Setting that also sets what threads to come begin with, which another thread puts back.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    putting_back = threading.Thread(target=torch.set_num_threads, args=(before,))
-    putting_back.start()
-    putting_back.join()
 
 
 def _be_nice() -> None:

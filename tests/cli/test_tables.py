@@ -161,7 +161,10 @@ def test_the_spinner_takes_no_name_for_markup(
     assert HOSTILE in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
 
 
-def test_columns_that_fit_stay_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_fit_stay_in_one_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     report = profiles.profile((4096,))
     print_profile(report)  # nobody looks at a terminal: 160 columns
     text = capsys.readouterr().out

@@ -36,6 +36,7 @@ RUN_KEYS = [
     "backends",
     "index",
     "audit",
+    "chat_template",
     "interrupted",
 ]
 PHASES = [
