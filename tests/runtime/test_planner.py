@@ -94,7 +94,7 @@ def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
     more = option.device_bytes["prefill"] - scanned.device_bytes["prefill"]
     assert learning.collecting <= more <= learning.collecting + learning.sealing
     assert option.host_bytes["builds"] == 32 * learning.kept
-    tight = replace(DESKTOP, host_bytes=28 * GIB)
+    tight = replace(DESKTOP, host_bytes=int(25.8 * GIB))
     fewer = option_of(tokens, "hybrid", tight)
     assert fewer.fits, "layers wait for the indexes of those before them"
     assert sum(fewer.host_bytes.values()) == tight.host_bytes
