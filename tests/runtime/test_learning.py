@@ -21,7 +21,7 @@ CHUNK = 4096
 def test_the_queries_of_a_prompt_take_what_is_counted_while_it_runs_and_when_it_ends(
     tokens: int,
 ) -> None:
-    needs = HybridConfig().build().needs
+    needs = HybridConfig(method="retrieval_attention").build().needs
     assert needs.nearest_keys == 100
     counted = learning_bytes(LLAMA, needs, tokens, 2)
     collector = EvidenceCollector(needs)
