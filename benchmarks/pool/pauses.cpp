@@ -1,8 +1,8 @@
 // What a loop of the engine's pool costs after a pause as long as the rest of a layer.
 //
 //     g++ -std=c++17 -O2 -pthread -Inative/include -Inative/src -DHKV_ISA_NAME='"baseline"'
-//         benchmarks/pool/pauses.cpp native/src/pool.cpp native/src/library.cpp -o /tmp/pauses
-//     /tmp/pauses 2 550    # threads, microseconds
+//         benchmarks/pool/pauses.cpp native/src/pool.cpp native/src/library.cpp -o build/pauses
+//     build/pauses 2 550    # threads, microseconds
 //
 // A loop has two items of some 15 us per thread. Switches are those of all threads: a voluntary one
 // is a worker that went to sleep, and so had to be woken.
