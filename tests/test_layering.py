@@ -23,11 +23,13 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LEVELS = [
     {"types", "config", "errors", "keywords", "registry", "rotary", "plugins"},
     {"ops"},
-    {"attention", "index", "codecs", "parts"},
+    {"attention", "index"},
     {"store"},
     {"transfer"},
+    {"watch"},
     {"methods", "runtime"},
     {"models"},
+    {"planning"},
     {"api", "eval", "report"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
@@ -162,14 +164,14 @@ UPWARD = {
     ),
     "by name": "from importlib import import_module\nimport_module('hybrid_kv.store')",
     "public names": "import hybrid_kv",
-    "sideways": "from hybrid_kv.codecs import raw",
+    "sideways": "from hybrid_kv.attention import merge",
 }
 
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     root = tmp_path / PACKAGE
-    for name in ("index/flat", "codecs/raw", "store/pool", "errors", "types"):
+    for name in ("index/flat", "attention/merge", "store/pool", "errors", "types"):
         path = root / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -33,8 +33,8 @@ from hybrid_kv.eval.filling import FilledKV, SyntheticContext
 from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.stats import ATTENTION, PHASES
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
+from hybrid_kv.watch.phases import ATTENTION, PHASES
 
 INFO = ModelInfo(tuple(LayerShape(idx, 32, 8, 128) for idx in range(2)))
 ENGINE_CALLS = ("hkv_flat_search", "hkv_graph_search", "hkv_attend", "hkv_attend_rows", "hkv_merge")

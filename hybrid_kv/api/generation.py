@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid_kv.api.template import NO_TEMPLATE
-from hybrid_kv.runtime.audit import Audit
 from hybrid_kv.types import Work
+from hybrid_kv.watch.audit import Audit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from hybrid_kv.api.arguments import check_source, whole_number
 from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.keywords import known_keywords_only
-from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.ops.host_memory import free_memory
-from hybrid_kv.runtime.planner import Machine, Plan, make_plan
-from hybrid_kv.runtime.rates import CARDS, Rates, measure_rates, rates_of_card
+from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.planner import Machine, Plan, make_plan
+from hybrid_kv.planning.rates import CARDS, Rates, measure_rates, rates_of_card
 
 
 @known_keywords_only

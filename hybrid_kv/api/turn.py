@@ -30,9 +30,9 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
-from hybrid_kv.runtime.stats import INDEX_BUILD, PHASES
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Work, bytes_per_token
+from hybrid_kv.watch.phases import INDEX_BUILD, PHASES
 
 
 class Model(Protocol):

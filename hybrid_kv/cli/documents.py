@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from hybrid_kv.api import LLM, Generation
     from hybrid_kv.cli.running import Outcome
     from hybrid_kv.config import HybridConfig
-    from hybrid_kv.runtime.audit import Audit, Estimate
     from hybrid_kv.types import Work
+    from hybrid_kv.watch.audit import Audit, Estimate
 
 
 def check_target(output: OutputOptions) -> None:

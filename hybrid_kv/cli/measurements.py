@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from hybrid_kv.cli.display import human_bytes, human_seconds
-from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.models.widening import MIN_TOKENS, trial
+from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.report.schema import Check
-from hybrid_kv.runtime.planner import ModelFacts
-from hybrid_kv.runtime.rates import Rates, measure_rates
 
 _NODES = Path("/sys/devices/system/node")
 _TOP_K = 100

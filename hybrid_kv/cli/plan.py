@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hybrid_kv.cli.tables import Column
+    from hybrid_kv.planning.planner import Option, Plan
     from hybrid_kv.report.schema import PlanReport
-    from hybrid_kv.runtime.planner import Option, Plan
 
 _MACHINE = "Machine"
 

@@ -206,7 +206,7 @@ def _measure(
     """Measures what is lacking; `rows` gets each row when it is there, the file too."""
     from hybrid_kv.cli.profile_record import Record, lacking, rows_of
     from hybrid_kv.eval.profiling import open_bench, sweep
-    from hybrid_kv.runtime.rates import Rates
+    from hybrid_kv.planning.rates import Rates
 
     known = rows_of(earlier)
     rates = None if earlier is None else Rates(**dict(earlier.bandwidth_gbps))

@@ -19,7 +19,7 @@ from hybrid_kv.report import read_report
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import MachineGbps, MemoryBytes, Percentiles, PhasesMs, WorkReport
 from hybrid_kv.report.schema import ProfileReport
-from hybrid_kv.runtime.stats import Phases, cost_of_measuring
+from hybrid_kv.watch.phases import Phases, cost_of_measuring
 
 if TYPE_CHECKING:
     from hybrid_kv.eval.profiling import Bench, Row

@@ -7,11 +7,9 @@ from hybrid_kv.runtime.capacity import (
     check_weights_memory,
     memory_errors,
 )
-from hybrid_kv.runtime.stats import Phases
 
 __all__ = [
     "KVCache",
-    "Phases",
     "Stage",
     "check_host_memory",
     "check_weights_memory",

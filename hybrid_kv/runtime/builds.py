@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from hybrid_kv.runtime.stats import INDEX_BUILD, Phases, WorkClock
 from hybrid_kv.transfer import Executor
+from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
 
 class IndexBuilds:

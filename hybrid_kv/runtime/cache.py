@@ -15,8 +15,6 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Samples
-from hybrid_kv.runtime.audit import Look, Target
-from hybrid_kv.runtime.auditor import Auditor
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.decode import decode
@@ -25,7 +23,6 @@ from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.finite import FiniteGuard, may_hide
 from hybrid_kv.runtime.spill import Departure, FindNearest, all_finite
 from hybrid_kv.runtime.stand_in import StandIns
-from hybrid_kv.runtime.stats import ATTENTION, Phases
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
@@ -41,6 +38,9 @@ from hybrid_kv.types import (
     Work,
     bytes_per_token,
 )
+from hybrid_kv.watch.audit import Look, Target
+from hybrid_kv.watch.auditor import Auditor
+from hybrid_kv.watch.phases import ATTENTION, Phases
 
 _log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from hybrid_kv.attention import group_queries
 from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.retrieve import Retrieved
-from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
+from hybrid_kv.watch.phases import Phases
 
 
 @dataclass(frozen=True, slots=True)

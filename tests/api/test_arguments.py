@@ -17,8 +17,8 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
-from hybrid_kv.runtime.planner import Option
-from hybrid_kv.runtime.rates import measure_rates
+from hybrid_kv.planning.planner import Option
+from hybrid_kv.planning.rates import measure_rates
 from tests.models.folder import model, tokenizer
 
 IDS = [3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 7, 4, 3, 11, 10, 6, 5]

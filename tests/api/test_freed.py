@@ -24,7 +24,7 @@ from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.runtime.audit import Look
+from hybrid_kv.watch.audit import Look
 from tests.models.folder import model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"

@@ -18,7 +18,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.runtime.stats import PHASES
+from hybrid_kv.watch.phases import PHASES
 from tests.models.folder import CONTEXT, EOS, WORDS, model, save_model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"

@@ -12,9 +12,9 @@ import pytest
 import hybrid_kv
 from hybrid_kv.cli import examination, measurements
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.report.run import MachineGbps
-from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, report_of
 from tests.ops.fake_cudart import Code, fake_cuda
 

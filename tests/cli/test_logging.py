@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import hybrid_kv as hkv
-from hybrid_kv.runtime.rates import Rates
+from hybrid_kv.planning.rates import Rates
 from tests.cli.support import TINY, call
 
 WORDS = ("generate", *TINY, "--set", "window_tokens=16")

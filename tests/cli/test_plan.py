@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hybrid_kv.api import planning
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.schema import ProfileReport, to_json
-from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, refused, report_of
 
 PLAN = ("plan", "random:llama-3-8b", "--card", "rtx-4090", "--host-memory", "64GiB")

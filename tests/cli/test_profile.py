@@ -13,9 +13,9 @@ import typer.testing
 from hybrid_kv.cli import profile_tables
 from hybrid_kv.cli.profile_tables import agree, quartiles, short_count
 from hybrid_kv.eval.profiling import bench
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.report import read_report
 from hybrid_kv.report.schema import ProfileReport
-from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import MAX_CONTEXT, call, refused, report_of
 
 TINY = ("profile", "random:tiny", "--device", "cpu", "--dtype", "float32")

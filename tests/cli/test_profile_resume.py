@@ -11,9 +11,9 @@ import pytest
 
 from hybrid_kv.cli import profile_record
 from hybrid_kv.eval.profiling import bench
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.report import read_report
 from hybrid_kv.report.schema import ProfileReport, to_json
-from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, refused
 
 QUICK = (

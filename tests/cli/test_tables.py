@@ -14,10 +14,10 @@ from hybrid_kv.cli.display import human_bytes, human_seconds, waiting
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.cli.profile_tables import print_profile, print_repetition, quartiles
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.schema import ProfileReport
-from hybrid_kv.runtime.rates import Rates
 from tests.cli.support import call, report_of
 from tests.report import profiles
 

@@ -11,11 +11,11 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.eval.filling import FilledKV, SyntheticContext
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.runtime.audit import Audit
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
+from hybrid_kv.watch.audit import Audit
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,18 +20,18 @@ from hybrid_kv.eval.profiling import ProfileArguments, Row, chrome_trace, open_b
 from hybrid_kv.eval.profiling import bench as sweep_module
 from hybrid_kv.eval.profiling import row as row_module
 from hybrid_kv.eval.profiling import steps as steps_module
-from hybrid_kv.eval.profiling.forecast import BuildForecast
 from hybrid_kv.eval.profiling.room import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
-from hybrid_kv.eval.profiling.traffic import bytes_per_step
-from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
-from hybrid_kv.runtime import stats
-from hybrid_kv.runtime.rates import Rates
-from hybrid_kv.runtime.recorder import DEVICE, HOST, DeviceClock, Span
+from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.forecast import BuildForecast
+from hybrid_kv.planning.rates import Rates
+from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.types import LayerShape, ModelInfo, Work
+from hybrid_kv.watch import phases as phases_module
+from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Span
 
 TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
 SMALL = {"new_tokens": 5, "warmup_tokens": 1}
@@ -57,7 +57,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
         now += 1e-4
         return now
 
-    monkeypatch.setattr(stats, "perf_counter", look)
+    monkeypatch.setattr(phases_module, "perf_counter", look)
     monkeypatch.setattr(steps_module, "perf_counter", look)
     rows = rows_of(
         contexts=(200,), methods=("full", "flat", "quest"), fill="synthetic", settings=SLIM
@@ -78,7 +78,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    for module in (stats, steps_module):
+    for module in (phases_module, steps_module):
         monkeypatch.setattr(module, "perf_counter", lambda: now)
     model = load_model("random:tiny", device="cpu", dtype="float32")
     with hkv.attach(model, hkv.HybridConfig(method="full")) as runtime:

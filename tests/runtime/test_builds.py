@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from threading import Thread
 
 from hybrid_kv.runtime.builds import IndexBuilds
-from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.watch.phases import Phases
 from tests.store.scene import HeldBuild
 
 

@@ -17,10 +17,10 @@ from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
-from hybrid_kv.runtime.stats import WorkClock
 from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier, TokenBudget
+from hybrid_kv.watch.phases import WorkClock
 from tests.oracle import causal, softmax_attention, spread
 from tests.store.scene import LaterRunner
 from tests.tolerances import TOLERANCES

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.eval.filling import SyntheticContext, filled_cache
 from hybrid_kv.eval.profiling.arguments import TRACED_STEPS, ProfileArguments
-from hybrid_kv.eval.profiling.peak import PeakMemory
 from hybrid_kv.eval.profiling.steps import Steps, StepWatch, generate
-from hybrid_kv.eval.profiling.traffic import bytes_per_step, limit_ms
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.runtime.audit import Audit
-from hybrid_kv.runtime.auditor import Auditor
-from hybrid_kv.runtime.planner import ModelFacts
-from hybrid_kv.runtime.rates import Rates
-from hybrid_kv.runtime.recorder import Recorder, Span, device_clock
-from hybrid_kv.runtime.stats import INDEX_BUILD, Phases, cost_of_measuring
+from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.rates import Rates
+from hybrid_kv.planning.traffic import bytes_per_step, limit_ms
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token
+from hybrid_kv.watch.audit import Audit
+from hybrid_kv.watch.auditor import Auditor
+from hybrid_kv.watch.peak import PeakMemory
+from hybrid_kv.watch.phases import INDEX_BUILD, Phases, cost_of_measuring
+from hybrid_kv.watch.recorder import Recorder, Span, device_clock
 
 Status = Literal["ok", "failed", "interrupted", "skipped"]
 Progress = Callable[[str, int, int], None]

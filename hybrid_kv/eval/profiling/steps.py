@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.runtime.recorder import HOST, Event, Recorder, Span
-from hybrid_kv.runtime.stats import ATTENTION, BETWEEN, FORWARD, PHASES
 from hybrid_kv.types import Work
+from hybrid_kv.watch.phases import ATTENTION, BETWEEN, FORWARD, PHASES
+from hybrid_kv.watch.recorder import HOST, Event, Recorder, Span
 
 FEWEST_STEPS = 4
 """Steps that are measured even where the row's time is over."""

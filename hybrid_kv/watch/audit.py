@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import ColdExtent
-from hybrid_kv.transfer import Parcel
+from hybrid_kv.store import ColdExtent, LayerKV
+from hybrid_kv.transfer import Executor, Parcel
 from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
 
 _Z = 1.96
@@ -152,6 +151,37 @@ def _in_turn(layers: Sequence[LayerShape]) -> Iterator[Target]:
         yield from draw.sample(heads, len(heads))
 
 
+class WatchedRetrieval(Protocol):
+    """What a search found for one row, as `Look` reads it: ids [Hkv, M, K] by extent, -1 for none;
+    `ranked` is None where the budget cut nothing.
+    """
+
+    @property
+    def parts(self) -> Sequence[tuple[ColdExtent, Tensor]]: ...
+    @property
+    def ranked(self) -> Sequence[Tensor] | None: ...
+
+
+class WatchedStep(Protocol):
+    """A decode step of one layer, as `Look` reads it.
+
+    grouped: the queries [B, Hkv, G * T, D]. found: by row, what was retrieved under which budget.
+    """
+
+    @property
+    def layer(self) -> LayerKV: ...
+    @property
+    def executor(self) -> Executor: ...
+    @property
+    def grouped(self) -> Tensor: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def found(self) -> Mapping[int, tuple[TokenBudget, WatchedRetrieval]] | None: ...
+
+
 class Look:
     """One head of one row in one step: what was attended, and what there was to attend.
 
@@ -165,7 +195,7 @@ class Look:
         step: of one new token; `found` holds what was retrieved.
     """
 
-    def __init__(self, step: Step, row: int, target: Target, part: PartialAttention) -> None:
+    def __init__(self, step: WatchedStep, row: int, target: Target, part: PartialAttention) -> None:
         self._target, self._scale, self._softcap = target, step.scale, step.softcap
         layer, head = step.layer, target.kv_head
         heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)

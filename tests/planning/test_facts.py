@@ -9,8 +9,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
-from hybrid_kv.models.facts import model_facts
 from hybrid_kv.models.load import load_model
+from hybrid_kv.planning.facts import model_facts
 
 
 def test_weights_are_counted_as_loading_would_hold_them() -> None:

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.index.pages import with_room
-from hybrid_kv.runtime.learning import Learning, learning_bytes
-from hybrid_kv.runtime.rates import Rates
+from hybrid_kv.planning.learning import Learning, learning_bytes
+from hybrid_kv.planning.rates import Rates
 from hybrid_kv.store.cold import pinned_room
 from hybrid_kv.types import LayerShape
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hybrid_kv.runtime.stats import ATTENTION, FORWARD
+from hybrid_kv.watch.phases import ATTENTION, FORWARD
 
 HOST, DEVICE = "host", "device"
 """Lanes."""

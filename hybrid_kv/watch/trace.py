@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_kv.runtime.recorder import DEVICE, HOST, Span
+from hybrid_kv.watch.recorder import DEVICE, HOST, Span
 
 _LANES = (HOST, DEVICE)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
-from hybrid_kv.runtime.planner import ModelFacts, prefill_peak_bytes
+from hybrid_kv.planning.planner import ModelFacts, prefill_peak_bytes
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.runtime.learning import learning_bytes
-from hybrid_kv.runtime.planner import AIR_BYTES, Machine, ModelFacts, Option, make_plan
-from hybrid_kv.runtime.rates import CARDS, Rates, rates_of_card
+from hybrid_kv.planning.learning import learning_bytes
+from hybrid_kv.planning.planner import AIR_BYTES, Machine, ModelFacts, Option, make_plan
+from hybrid_kv.planning.rates import CARDS, Rates, rates_of_card
 from hybrid_kv.types import LayerShape
 
 GIB = 2**30

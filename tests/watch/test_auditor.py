@@ -124,7 +124,7 @@ def test_a_broken_index_stops_whoever_wants_that() -> None:
 @pytest.mark.usefixtures("broken")
 def test_a_wider_budget_repairs_what_it_can(caplog: pytest.LogCaptureFixture) -> None:
     """The broken index is right from 30 keys on: 9 x 4 suffice, and 9 x 8 are not tried."""
-    caplog.set_level(logging.INFO, "hybrid_kv.runtime.auditor")
+    caplog.set_level(logging.INFO, "hybrid_kv.watch.auditor")
     kv = cache(audit_every=1, audit={"action": "widen"})
     with pytest.warns(RecallWarning, match="budgets are widened, up to 8 times"):
         decode(kv, 60, prompt=150)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_kv.runtime import stats
-from hybrid_kv.runtime.recorder import DEVICE, HOST, DeviceClock, Recorder, Span, device_clock
-from hybrid_kv.runtime.stats import ATTENTION, FORWARD, Phases, cost_of_measuring
+from hybrid_kv.watch import phases as phases_module
+from hybrid_kv.watch.phases import ATTENTION, FORWARD, Phases, cost_of_measuring
+from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Recorder, Span, device_clock
 
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is a second later whenever somebody looks."""
     ticks = count(100.0)
-    monkeypatch.setattr(stats, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(phases_module, "perf_counter", lambda: next(ticks))
 
 
 class Queue:

@@ -12,13 +12,13 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import Ops
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
 from hybrid_kv.runtime.retrieve import Retrieved
-from hybrid_kv.runtime.stats import Phases
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget, Work
+from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
+from hybrid_kv.watch.phases import Phases
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(3, 6, 2, 72)

@@ -9,9 +9,9 @@ from warnings import warn
 
 from hybrid_kv.config import AuditParams
 from hybrid_kv.errors import AuditError, RecallWarning
-from hybrid_kv.runtime.audit import Audit, Estimate, Finding, Look, Target
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import LayerShape
+from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
 
 _log = logging.getLogger(__name__)
 
