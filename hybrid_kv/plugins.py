@@ -16,11 +16,11 @@ from torch import Tensor
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
     Demotion,
-    EntrySet,
     Evidence,
     LayerShape,
     ModelInfo,
     Needs,
+    Read,
     SearchResult,
 )
 
@@ -234,8 +234,8 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        """The entries that q [B, Hq, T, D] attends; disjoint sets, found in O(selected)."""
+    def read(self, layer_idx: int, q: Tensor) -> Read:
+        """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once."""
 
     def after(self, layer_idx: int, q: Tensor) -> None:  # noqa: B027 (neutral on purpose)
         """The step's output is computed: update running state."""

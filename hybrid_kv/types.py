@@ -95,13 +95,6 @@ class SearchResult(NamedTuple):
     rows_read: int | None = None
 
 
-class Tier(Enum):
-    """Who owns an entry: the device (resident) or the host (cold)."""
-
-    RESIDENT = "resident"
-    COLD = "cold"
-
-
 class Demotion(Enum):
     """What becomes of the entries that a method does not keep resident."""
 
@@ -232,25 +225,39 @@ class TokenBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class EntrySet:
-    """Names entries for one partial attention; the runtime gathers and attends them.
+class Read:
+    """What a step attends of a layer; the runtime gathers it and attends it.
 
-    tier: the tier whose entries are meant; sinks and window belong to RESIDENT.
-    budget: "all" for every entry of the tier, else how much the tier's selector may choose: pages
-        beside sinks and window (RESIDENT), or tokens per query head (COLD: a TokenBudget, or a
-        number that stands for its top_k).
+    pages: resident pages beside sinks and window, which are always read; "all" for all that the
+        device owns.
+    cold: what each query head attends of the cold tier: "all" for all of it, None for nothing.
+
+    Raises:
+        ConfigError: a budget is of another kind, or below 0.
     """
 
-    tier: Tier
-    budget: Budget | TokenBudget = "all"
+    pages: Budget = "all"
+    cold: TokenBudget | Literal["all"] | None = None
 
-    def widened(self, factor: int) -> EntrySet:
-        """With so many times the cold entries; sets of other kinds stay what they are."""
-        if self.tier is not Tier.COLD or self.budget == "all":
+    def __post_init__(self) -> None:
+        if self.pages != "all" and (not isinstance(self.pages, int) or self.pages < 0):
+            raise ConfigError(
+                f"pages must be a number of resident pages or 'all', got {self.pages!r}; give a "
+                "TokenBudget to cold only"
+            )
+        if self.cold not in ("all", None) and not isinstance(self.cold, TokenBudget):
+            raise ConfigError(
+                f"cold must be a TokenBudget, 'all' or None, got {self.cold!r}; say "
+                f"TokenBudget({self.cold!r}) for so many entries"
+            )
+
+    def widened(self, factor: int) -> Read:
+        """With so many times the cold entries, where they are counted."""
+        if not isinstance(self.cold, TokenBudget):
             return self
-        budget = self.budget if isinstance(self.budget, TokenBudget) else TokenBudget(self.budget)
-        most = None if budget.max_tokens is None else factor * budget.max_tokens
-        return replace(self, budget=replace(budget, top_k=factor * budget.top_k, max_tokens=most))
+        cold = self.cold
+        most = None if cold.max_tokens is None else factor * cold.max_tokens
+        return replace(self, cold=replace(cold, top_k=factor * cold.top_k, max_tokens=most))
 
 
 @dataclass(slots=True)

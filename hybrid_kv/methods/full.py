@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import EntrySet, Evidence, Tier
+from hybrid_kv.types import Evidence, Read
 
 
 @METHODS.register("full", paper="Vaswani et al. 2017, arXiv:1706.03762")
@@ -21,5 +21,5 @@ class Full(Method):
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement()
 
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        return [EntrySet(Tier.RESIDENT)]
+    def read(self, layer_idx: int, q: Tensor) -> Read:
+        return Read()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from pydantic import Field
-from torch import Tensor
 
 from hybrid_kv.config import BudgetField, IndexConfig, Tokens
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS, Placement
-from hybrid_kv.types import Budget, EntrySet, Evidence, Tier
+from hybrid_kv.types import Evidence, Read
 
 
 class _AutoCold(ColdParams):
@@ -37,7 +37,7 @@ class Hybrid(RetrievalAttention):
         spare, hot = self.params.spare_tokens, self.params.hot_tokens
         return replace(placement, spare_tokens=spare, hot_tokens=hot, digests=spare + hot > 0)
 
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+    @cached_property
+    def _read(self) -> Read:
         some = self.params.spare_tokens + self.params.hot_tokens > 0
-        budget: Budget = self.params.page_budget if some else "all"
-        return [EntrySet(Tier.RESIDENT, budget), EntrySet(Tier.COLD, self.params.cold.budget)]
+        return Read(self.params.page_budget if some else "all", self.params.cold.budget)

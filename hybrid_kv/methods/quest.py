@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid_kv.config import BudgetField, Tokens
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import EntrySet, Evidence, Tier
+from hybrid_kv.types import Evidence, Read
 
 
 @METHODS.register("quest", paper="Tang et al. 2024, arXiv:2406.10774")
@@ -38,6 +38,6 @@ class Quest(Method):
             digests=layer_idx >= self.params.dense_layers,
         )
 
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
+    def read(self, layer_idx: int, q: Tensor) -> Read:
         dense = layer_idx < self.params.dense_layers
-        return [EntrySet(Tier.RESIDENT, "all" if dense else self.params.page_budget)]
+        return Read("all" if dense else self.params.page_budget)

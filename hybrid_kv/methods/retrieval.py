@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
 from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
-from hybrid_kv.types import Demotion, EntrySet, Evidence, LayerShape, Needs, Tier, TokenBudget
+from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, Read, TokenBudget
 
 
 class ColdParams(Params):
@@ -89,8 +90,12 @@ class RetrievalAttention(Method):
             stand_in=self.params.cold.stand_in,
         )
 
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        return [EntrySet(Tier.RESIDENT), EntrySet(Tier.COLD, self.params.cold.budget)]
+    @cached_property
+    def _read(self) -> Read:
+        return Read(cold=self.params.cold.budget)
+
+    def read(self, layer_idx: int, q: Tensor) -> Read:
+        return self._read
 
 
 class _FlatCold(ColdParams):

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.config import Tokens
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, EntrySet, Evidence, Tier
+from hybrid_kv.types import Demotion, Evidence, Read
 
 
 @METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453")
@@ -33,5 +33,5 @@ class StreamingLLM(Method):
             rest=Demotion.DROP,
         )
 
-    def read(self, layer_idx: int, q: Tensor) -> Sequence[EntrySet]:
-        return [EntrySet(Tier.RESIDENT)]
+    def read(self, layer_idx: int, q: Tensor) -> Read:
+        return Read()

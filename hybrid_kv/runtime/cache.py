@@ -29,12 +29,12 @@ from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Demotion,
-    EntrySet,
     Evidence,
     LayerShape,
     ModelInfo,
     Needs,
     PartialAttention,
+    Read,
     Work,
     bytes_per_token,
 )
@@ -185,10 +185,10 @@ class KVCache:
             return None
         return self.auditor.due(layer_idx)
 
-    def _widened(self, layer_idx: int, sets: Sequence[EntrySet]) -> Sequence[EntrySet]:
+    def _widened(self, layer_idx: int, read: Read) -> Read:
         """With the larger budgets that the audit asks for."""
         factor = 1 if self.auditor is None else self.auditor.factor(layer_idx)
-        return sets if factor == 1 else [entries.widened(factor) for entries in sets]
+        return read if factor == 1 else read.widened(factor)
 
     def _append(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         layer = self._layers.get(layer_idx)

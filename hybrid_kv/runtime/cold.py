@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import ColdExtent
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
+
+ColdBudget: TypeAlias = TokenBudget | Literal["all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +36,20 @@ class Asked:
     pages: Sequence[Mapping[int, Parcel]]
 
 
-def ask_cold(step: Step, budgets: Sequence[TokenBudget | None]) -> Asked | None:
+def ask_cold(step: Step, budget: ColdBudget) -> Asked | None:
     """Sends the queries, and what they choose on their device; None where no row is cold."""
     if not any(step.layer.cold.rows):
         return None
     with step.phases.measure("transfer"):
         queries = step.executor.send(step.grouped)
     with step.phases.measure("select"):
-        pages = [_choose_pages(step, row, budgets) for row in range(step.layer.num_rows)]
+        pages = [_choose_pages(step, row, budget) for row in range(step.layer.num_rows)]
     return Asked(queries, pages)
 
 
-def _choose_pages(step: Step, row: int, budgets: Sequence[TokenBudget | None]) -> dict[int, Parcel]:
+def _choose_pages(step: Step, row: int, budget: ColdBudget) -> dict[int, Parcel]:
     q, chosen, stored = step.grouped[row], {}, step.layer.cold.num_tokens(row)
-    if all(_covers(budget, stored) for budget in budgets):
+    if _covers(budget, stored):
         return {}
     for number, span in enumerate(step.layer.cold.rows[row]):
         index = span.extent.index
@@ -57,19 +60,19 @@ def _choose_pages(step: Step, row: int, budgets: Sequence[TokenBudget | None]) -
     return chosen
 
 
-def _covers(budget: TokenBudget | None, stored: int) -> bool:
+def _covers(budget: ColdBudget, stored: int) -> bool:
     """Whether a budget is for everything, so that nothing has to be chosen."""
-    return budget is None or budget.top_k >= stored
+    return budget == "all" or budget.top_k >= stored
 
 
 def attend_cold(
     step: Step,
     asked: Asked,
-    budget: TokenBudget | None,
+    budget: ColdBudget,
     hot: Sequence[Parcel | None],
     near: Parcel | None = None,
 ) -> PartialAttention:
-    """Retrieved cold entries (None: all of them), without those that the device attends.
+    """Retrieved cold entries, or all of them, without those that the device attends.
 
     Args:
         hot: by row the hot pages [Hkv, T, H] bool that the device attends; None for all of them.
@@ -101,7 +104,7 @@ def _attend_row(
     step: Step,
     row: int,
     q: Tensor,
-    budget: TokenBudget | None,
+    budget: ColdBudget,
     pages: Mapping[int, Tensor],
     taken: Tensor | None,
     near: Parcel | None,
@@ -110,7 +113,7 @@ def _attend_row(
     stored, near_q = cold.num_tokens(row), step.grouped[row] if _fetches(step) else q
     if stored == 0:
         return empty_partial(near_q)
-    if budget is None or _covers(budget, stored):
+    if budget == "all" or _covers(budget, stored):
         return _attend_all(step, row, near_q, taken)
     chosen = {
         number: entries_of(page, cold.rows[row][number], q.shape[1] // new)

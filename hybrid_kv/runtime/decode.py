@@ -2,70 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_causal, empty_partial, merge_partials
-from hybrid_kv.errors import ConfigError
-from hybrid_kv.runtime.cold import ask_cold, attend_cold
+from hybrid_kv.attention import attend, attend_causal, merge_partials
+from hybrid_kv.runtime.cold import ColdBudget, ask_cold, attend_cold
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.transfer import Parcel
-from hybrid_kv.types import Budget, EntrySet, PartialAttention, Tier, TokenBudget
+from hybrid_kv.types import Budget, PartialAttention, Read, TokenBudget
 
 
-def decode(step: Step, sets: Sequence[EntrySet]) -> PartialAttention:
-    """Attention of the new tokens over the entries that the method named.
+def decode(step: Step, read: Read) -> PartialAttention:
+    """Attention of the new tokens over what the method named.
 
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
-
-    Raises:
-        ConfigError: a budget is of the other tier's kind, or below 1.
     """
-    cold = [_token_budget(entries) for entries in sets if entries.tier is Tier.COLD]
-    near = [_page_budget(entries) for entries in sets if entries.tier is Tier.RESIDENT]
     # The queries leave first: they travel while the device is told to select and attend, and the
     # host searches while the device does.
-    asked = ask_cold(step, cold) if cold else None
-    chosen = choose_resident(step, near[0]) if near else _no_pages(step)
+    asked = None if read.cold is None else ask_cold(step, read.cold)
+    chosen = choose_resident(step, read.pages)
     hot = send_hot(step, chosen)
-    parts = [attend_resident(step, chosen)] if near else []
-    if asked is not None:
-        beside = _send_lse(step, parts, cold)
-        parts += [attend_cold(step, asked, budget, hot, beside) for budget in cold]
+    parts = [attend_resident(step, chosen)]
+    if asked is not None and read.cold is not None:
+        beside = _send_lse(step, parts[0], read.cold)
+        parts.append(attend_cold(step, asked, read.cold, hot, beside))
     with step.phases.measure("merge"):
-        parts = parts or [empty_partial(step.grouped)]
         out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
     _count_visible(step)
     shape = step.q.shape
     return PartialAttention(out.reshape(shape), lse.reshape(shape[:3]))
 
 
-def _send_lse(
-    step: Step, parts: Sequence[PartialAttention], budgets: Sequence[TokenBudget | None]
-) -> Parcel | None:
+def _send_lse(step: Step, part: PartialAttention, cold: ColdBudget) -> Parcel | None:
     """How much the resident entries weigh, on its way to the host where a budget asks for it."""
-    if not parts or not any(budget is not None and budget.weighs for budget in budgets):
-        return None
-    return step.executor.send(parts[0].lse)
-
-
-def _token_budget(entries: EntrySet) -> TokenBudget | None:
-    """None for all of the tier."""
-    if isinstance(entries.budget, TokenBudget):
-        return entries.budget
-    return None if entries.budget == "all" else TokenBudget(entries.budget)
-
-
-def _page_budget(entries: EntrySet) -> Budget:
-    if isinstance(entries.budget, TokenBudget):
-        raise ConfigError(
-            f"the budget of resident entries must be a number of pages or 'all', got "
-            f"{entries.budget}; give a TokenBudget to cold entries only"
-        )
-    return entries.budget
+    return step.executor.send(part.lse) if isinstance(cold, TokenBudget) and cold.weighs else None
 
 
 def choose_resident(step: Step, page_budget: Budget) -> list[Tensor] | None:
@@ -77,12 +48,6 @@ def choose_resident(step: Step, page_budget: Budget) -> list[Tensor] | None:
         return None
     with step.phases.measure("select"):
         return [_choose_pages(step, row, page_budget) for row in rows]
-
-
-def _no_pages(step: Step) -> list[Tensor]:
-    shape = (step.layer.shape.num_kv_heads, step.q.shape[2], 0)
-    none = torch.empty(shape, dtype=torch.int64, device=step.q.device)
-    return [none] * step.layer.num_rows
 
 
 def send_hot(step: Step, chosen: list[Tensor] | None) -> list[Parcel | None]:

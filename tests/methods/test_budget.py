@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.types import TokenBudget
+from hybrid_kv.types import Read, TokenBudget
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_share": -0.5}, "cold.min_share: input should be greater than or equal to 0, got -0.5"),
@@ -71,3 +71,28 @@ def test_heads_that_share_are_searched_wider_than_they_attend_on_average() -> No
     assert TokenBudget(64, shared=True).width == 128
     assert TokenBudget(64, 96, shared=True).width == 96
     assert TokenBudget(64, 96).width == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"pages": TokenBudget(3)}, "pages must be a number of resident pages or 'all', got Token"),
+        ({"pages": -1}, "pages must be a number of resident pages or 'all', got -1"),
+        ({"cold": 3}, "cold must be a TokenBudget, 'all' or None, got 3; say TokenBudget(3)"),
+        ({"cold": "some"}, "cold must be a TokenBudget, 'all' or None, got 'some'"),
+    ],
+)
+def test_a_step_reads_each_tier_by_a_budget_of_its_kind(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Read(**arguments)
+    assert str(refusal.value).startswith(text)
+
+
+def test_widening_multiplies_cold_entries_and_nothing_else() -> None:
+    read = Read(7, TokenBudget(5, 9, 0.1, shared=True))
+    assert read.widened(3) == Read(7, TokenBudget(15, 27, 0.1, shared=True))
+    assert Read(cold=TokenBudget(5)).widened(2) == Read(cold=TokenBudget(10))
+    for same in (Read(7, "all"), Read(7)):
+        assert same.widened(3) == same

@@ -4,14 +4,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import CapacityError, ConfigError, NonFiniteError, ShapeError
+from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.ops import Ops
@@ -19,7 +19,16 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
 from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
-from hybrid_kv.types import EntrySet, Evidence, LayerShape, ModelInfo, Needs, Tier, TokenBudget
+from hybrid_kv.types import (
+    Budget,
+    Evidence,
+    LayerShape,
+    ModelInfo,
+    Needs,
+    Read,
+    TokenBudget,
+    Work,
+)
 from hybrid_kv.watch.phases import WorkClock
 from tests.oracle import causal, softmax_attention, spread
 from tests.store.scene import LaterRunner
@@ -464,20 +473,20 @@ def test_a_context_beyond_the_free_memory_is_refused_with_both_numbers() -> None
         check_host_memory(1_000_000_000_000_000, 7)
 
 
-def test_a_budget_of_the_other_tier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = cache("retrieval_attention", **SMALL)
-    feed(kv, 40)
-    wrong = [EntrySet(Tier.RESIDENT, TokenBudget(3))]
-    monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: wrong)
-    with pytest.raises(ConfigError, match="resident entries must be a number of pages"):
-        feed(kv, 1)
-
-
-def test_sets_of_one_tier_only_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = cache("retrieval_attention", **SMALL)
-    feed(kv, 40, 1)
-    for sets in ([], [EntrySet(Tier.COLD, 3)], [EntrySet(Tier.RESIDENT)]):
-        monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q, found=sets: found)
-        out = feed(kv, 1)
-        assert out.isfinite().all()
-        assert bool((out == 0).all()) == (sets == [])
+@pytest.mark.parametrize("pages", ["all", 0])
+@pytest.mark.parametrize("cold", ["all", TokenBudget(3), None])
+def test_each_tier_is_read_by_its_own_budget(
+    monkeypatch: pytest.MonkeyPatch, pages: Budget, cold: TokenBudget | Literal[all] | None
+) -> None:
+    kv = cache("hybrid", spare_tokens=16, **SMALL)
+    feed(kv, 61, 1)
+    monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: Read(pages, cold))
+    kv.work = Work()
+    feed(kv, 1)
+    layer, heads = kv.layers[0], SHAPE.num_q_heads
+    stored = layer.cold.num_tokens(0)
+    far = {None: 0, "all": stored}.get(cold, 3)  # type: ignore[arg-type]
+    assert (stored > 3, kv.work.retrieved) == (True, heads * far)
+    pinned = 4 + 8 + layer.lengths[0] % 4  # sinks, window, and what its first page has beside
+    near = layer.resident.num_tokens(0) if pages == "all" else pinned
+    assert kv.work.attended - kv.work.retrieved == heads * near
