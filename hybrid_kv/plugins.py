@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel
 from torch import Tensor
 
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
     Demotion,
@@ -239,6 +240,22 @@ class Method(ABC):
 
     def after(self, layer_idx: int, q: Tensor) -> None:  # noqa: B027 (neutral on purpose)
         """The step's output is computed: update running state."""
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        """These parameters, with which a query head attends about `tokens` entries in a step.
+
+        Methods are compared so. Meant is the average over layers, heads and steps, with sinks,
+        window and newest tokens, after a prompt of `context_tokens`. A method that attends
+        everything, exactly or in fewer bits, returns `params` as they are.
+
+        Raises:
+            ConfigError: so few tokens leave nothing to attend, or the method has no such budget.
+        """
+        raise ConfigError(
+            f"{cls.__name__} does not say how a budget of tokens sets its parameters; leave it out "
+            "of the comparison, or give it a classmethod at_budget"
+        )
 
 
 METHODS: Registry[Method] = Registry("method", provider="hybrid_kv.methods")

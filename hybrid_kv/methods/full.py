@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -23,3 +24,7 @@ class Full(Method):
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return Read()
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        return params

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Tokens
 from hybrid_kv.config import Params as BaseParams
+from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Read
 
@@ -41,3 +43,10 @@ class Quest(Method):
     def read(self, layer_idx: int, q: Tensor) -> Read:
         dense = layer_idx < self.params.dense_layers
         return Read("all" if dense else self.params.page_budget)
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        """No layer is dense: two of them would take a multiple of a small budget."""
+        sinks, window, rest = split_budget(tokens, page_size, least=page_size)
+        split = {"sink_tokens": sinks, "window_tokens": window, "page_budget": rest // page_size}
+        return params.model_copy(update={**split, "dense_layers": 0})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
+from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, Read, TokenBudget
 
@@ -96,6 +97,13 @@ class RetrievalAttention(Method):
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return self._read
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        sinks, window, top_k = split_budget(tokens, page_size)
+        cold = params.cold.model_copy(update={"top_k": top_k, "max_tokens": None})
+        split = {"sink_tokens": sinks, "window_tokens": window, "cold": cold}
+        return params.model_copy(update=split)
 
 
 class _FlatCold(ColdParams):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.config import Tokens
+from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Read
 
@@ -35,3 +37,9 @@ class StreamingLLM(Method):
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return Read()
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        sinks, window, rest = split_budget(tokens, page_size, least=0)
+        window += rest // page_size * page_size
+        return params.model_copy(update={"sink_tokens": sinks, "window_tokens": window})

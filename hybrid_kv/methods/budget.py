@@ -1,0 +1,41 @@
+"""A budget of tokens, split into what every step reads and what it chooses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hybrid_kv.errors import ConfigError
+
+_WINDOW_SHARE = 4
+"""Of a budget a fourth is the recent window."""
+
+
+class Split(NamedTuple):
+    """Parts of a budget, in tokens; sinks and window are multiples of the page size."""
+
+    sink_tokens: int
+    window_tokens: int
+    rest: int
+
+
+def split_budget(tokens: int, page_size: int, *, least: int = 1) -> Split:
+    """A page of sinks, a window of a fourth of the budget, at least a page, and the rest.
+
+    What is recent reaches half a page beyond the window on average, because it leaves page by page.
+
+    Args:
+        least: the rest must be so many.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    sinks, newest = page_size, page_size // 2
+    window = max(page_size, tokens // _WINDOW_SHARE // page_size * page_size)
+    rest = tokens - sinks - window - newest
+    if rest < least:
+        needed = 2 * page_size + newest + least
+        raise ConfigError(
+            f"a budget must be at least {needed} tokens for sinks, window and {least} to choose, "
+            f"with pages of {page_size}, got {tokens}; raise it or lower page_size"
+        )
+    return Split(sinks, window, rest)

@@ -1,0 +1,69 @@
+"""A budget of tokens means about so many attended entries, whatever the method: as counted."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.plugins import METHODS, Method
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.types import LayerShape, ModelInfo
+
+CONTEXT, STEPS = 601, 24
+SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(4))
+
+
+def attended(config: HybridConfig) -> float:
+    """Entries that a query head attends in a step, on average, after a random prompt."""
+    kv = KVCache(ModelInfo(SHAPES), config.replace(index_build="wait"))
+    for new in (CONTEXT, *[1] * STEPS):
+        for shape in SHAPES:
+            q, k, v = (torch.randn(1, heads, new, shape.head_dim) for heads in (6, 2, 2))
+            kv.attend(shape.layer_idx, q, (k, v), None, scale=0.1)
+    kv.layers  # noqa: B018 (ends what is still leaving)
+    return kv.work.attended / kv.work.steps
+
+
+def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> HybridConfig:
+    config = HybridConfig(method=name, page_size=page_size, **settings)
+    params = config.build().at_budget(
+        config.params, tokens, context_tokens=CONTEXT, page_size=page_size
+    )
+    return HybridConfig(method=name, page_size=page_size, params=params)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+@pytest.mark.parametrize("tokens", [90, 181])
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int) -> None:
+    before = HybridConfig(method=name, page_size=page_size)
+    config = at_budget(name, tokens, page_size)
+    if config.params == before.params:  # attends everything, exactly or in fewer bits
+        tokens = CONTEXT + STEPS // 2
+    assert attended(config) == pytest.approx(tokens, abs=page_size)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_a_budget_of_one_token_leaves_nothing_or_changes_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match="got 1") if _has_budget(name) else nullcontext():
+        at_budget(name, 1, 16)
+
+
+def _has_budget(name: str) -> bool:
+    return at_budget(name, 181, 16).params != HybridConfig(method=name, page_size=16).params
+
+
+def test_other_parameters_stay_as_they_were_given() -> None:
+    cold = {"shared": True, "index": {"kind": "ivf", "nprobe": 5}}
+    given = at_budget("hybrid", 100, 8, cold=cold)
+    assert (given.cold.shared, given.cold.index.kind, given.cold.index.nprobe) == (True, "ivf", 5)
+    assert given.cold.top_k == 100 - 8 - 24 - 4
+
+
+def test_a_method_that_knows_no_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Method does not say how a budget of tokens sets"):
+        Method.at_budget(None, 100, context_tokens=1000, page_size=16)
