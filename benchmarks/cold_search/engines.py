@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Own(Engine):
         except HybridKVError as error:
             raise AbsentError(str(error)) from None
         self.exact = self._index.exact
-        self._learned: list[Any] = []
+        self._learned: dict[str, Any] = {}
         self._learn_once(self._index)
 
     def build(self, keys: torch.Tensor, prompt: Prompt) -> None:
@@ -131,7 +132,7 @@ class Own(Engine):
         if len(rows):
             self._samples = prompt(rows, needs.horizon_tokens)[None]
         self._keys = keys.to(DTYPES[self._dtype])[None]
-        self._index.build(self._keys, self._samples)
+        self._build(self._keys, self._samples)
         serves = [report.get("serves") for report in self._index.describe()]
         self._scans = self.exact or self._kind == "flat" or "flat" in serves
 
@@ -159,27 +160,34 @@ class Own(Engine):
         other = Own(self._kind, keys=self._dtype, **self._params)
         other._learned = self._learned
         samples = None if self._samples is None else self._samples.expand(count, -1, -1, -1)
-        other._index.build(self._keys.repeat(count, 1, 1), samples)
+        other._build(self._keys.repeat(count, 1, 1), samples)
         return other
 
+    def _build(self, keys: torch.Tensor, samples: torch.Tensor | None) -> None:
+        """Builds the index, and what shall follow it, as the runtime does beside decoding."""
+        self._index.build(keys, samples)
+        while (after := self._index.successor()) is not None:
+            self._learn_once(after)
+            after.build(keys, samples)
+            self._index = after
+
     def _learn_once(self, index: Index) -> None:
-        """Lets copies of a head take over the graph that was learned for it.
+        """Lets copies of a head take over the sketch and the graph that were learned for it.
 
         They would learn the same, which at 16K keys took nine tenths of the run. Everything else of
-        a build stays, such as the choice between scan and graph.
+        a build stays, such as the choice between the kinds.
         """
-        index = getattr(index, "_sketcher", index)  # `auto` learns by another index
-        learn = getattr(index, "learn_head", None)
-        if learn is None:
-            return
+        # `auto` learns by other indexes
+        for part in (index, *(getattr(index, name, None) for name in ("_sketcher", "_grapher"))):
+            if hasattr(part, "learn_head"):
+                part.learn_head = partial(self._learned_once, part.learn_head)
 
-        def once(*arguments: Any) -> Any:
-            if not self._learned:
-                self._learned.append(learn(*arguments))
-            graph, report = self._learned[0]
-            return None if graph is None else moved(graph), report
-
-        index.learn_head = once  # type: ignore[attr-defined]
+    def _learned_once(self, learn: Any, *arguments: Any) -> Any:
+        kind = learn.__qualname__
+        if kind not in self._learned:
+            self._learned[kind] = learn(*arguments)
+        found, report = self._learned[kind]
+        return None if found is None else moved(found), report
 
     def search_heads(self, queries: torch.Tensor) -> None:
         """One call for all copies: queries [copies, M, D]."""

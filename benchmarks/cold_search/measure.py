@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.cold_search.engines import Copies, Engine, Own, Setting, Work, use_threads
+from benchmarks.cold_search.engines import Engine, Own, Setting, Work, use_threads
 from benchmarks.cold_search.heads import Head
 from benchmarks.cold_search.quality import Quality, Truth, by_quarter
-from benchmarks.cold_search.rows import SINGLE, Knob, Row, own
+from benchmarks.cold_search.rows import SINGLE, Knob, Row
 from benchmarks.cold_search.targets import Point, Target, find_points, ladder
-from benchmarks.cold_search.timing import Stopwatch, cold_times, cold_us, hot_us, num_copies
+from benchmarks.cold_search.timing import Stopwatch, cold_us, hot_us, num_copies
 
 CURVE_POINTS = 5
 """Settings of a swept row beside those of the targets, for curves."""
@@ -130,44 +129,6 @@ class Bench:
             del copies
             gc.collect()
         use_threads(plan.threads[0])
-
-    def compare_auto(self, keys: str) -> dict[str, Any]:
-        """`auto` beside the kinds that it chooses from, in turns and cold.
-
-        Raises:
-            AbsentError: this version has no such kinds.
-        """
-        watch = self.plan.watch
-        rows = {
-            "flat": own("flat", keys=keys, precision="int8"),
-            "sketch": own("sketch", swept=False, keys=keys),
-            "graph": own("graph", swept=False, keys=keys),
-            "auto": own("auto", keys=keys, remember=False),
-        }
-        made: dict[str, Copies] = {}
-        count, serves = 0, None
-        for name, row in rows.items():
-            engine = row.make()
-            engine.build(self.head.keys, self.head.prompt)
-            count = count or num_copies(
-                engine.held_bytes, watch.memory.l3_bytes, self.plan.cold_bytes // len(rows)
-            )
-            if not count:
-                return {"absent": "copies of the head exceed --memory"}
-            made[name] = engine.copies(count)
-            serves = [note["serves"] for note in engine.notes()]
-        taken = cold_times({n: (c, True) for n, c in made.items()}, count, self._groups, watch)
-        times = zip(*(taken[name]["times"] for name in rows), strict=True)
-        better = min(taken[name]["us"] for name in rows if name != "auto")
-        return {
-            "serves": serves,
-            "copies": count,
-            **{f"{name}_us": taken[name]["us"] for name in rows},
-            "auto_over_better": taken["auto"]["us"] / better,
-            "auto_over_better_by_turn": statistics.median(
-                auto / min(others) for *others, auto in times
-            ),
-        }
 
 
 def ask(engine: Engine, groups: Sequence[np.ndarray], grouped: bool) -> np.ndarray:

@@ -12,6 +12,7 @@ from benchmarks.cold_search.derive import first_cold
 TARGET = {"metric": "recall", "value": 0.95}
 COLOURS = {
     "graph": "#c0392b",
+    "sketch": "#e67e22",
     "auto": "#8e44ad",
     "flat": "#1f5fa8",
     "faiss": "#2e7d32",

@@ -32,6 +32,7 @@ class Knob:
 
 
 KNOBS = {
+    "codes": Knob("k_factor", 1, 64),
     "ivf": Knob("nprobe", 1, 1024),
     "hnsw": Knob("ef_search", 100, 1600),
     "graph": (BEAM := Knob("beam", 16, 1024)),
@@ -83,6 +84,8 @@ def default_rows() -> list[Row]:
         Row("faiss-flat", rivals.FaissFlat, BOTH),
         Row("faiss-sqfp16", rivals.FaissHalf),
         Row("faiss-ivf1024", rivals.FaissIvf, knob=KNOBS["ivf"]),
+        Row("faiss-pq4fs", rivals.FaissScannedCodes, BOTH, KNOBS["codes"]),
+        Row("faiss-ivf1024-pq4fs", rivals.FaissIvfScannedCodes, knob=KNOBS["ivf"]),
         Row("faiss-hnsw32 raw", hnsw, knob=EF),
         Row("faiss-hnsw32 centred", partial(hnsw, centre=True), knob=EF),
         Row("hnswlib", rivals.Hnswlib, knob=EF),

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # a script; tests import it and keep their own setti
 import torch
 
 from benchmarks.cold_search import plots, table
+from benchmarks.cold_search.compare import compare_auto
 from benchmarks.cold_search.derive import add_ratios, stream_us
 from benchmarks.cold_search.engines import AbsentError, use_threads
 from benchmarks.cold_search.heads import Head, load, names_of
@@ -45,7 +46,7 @@ from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.attention_stats import head_stats
 from hybrid_kv.eval.synthetic import PROFILES
 
-SCHEMA = 2
+SCHEMA = 3
 STATS_STEP = 8
 """One in so many prompt queries enters the statistics of a head."""
 LARGEST_DIM = 128
@@ -75,8 +76,8 @@ def run_head(
         gc.collect()
     add_ratios(results, about["stream_us"])  # a baseline may come after what is compared with it
     if with_auto:
-        about["auto"] = bench.compare_auto("f16")
-        say(table.auto_line(about["auto"]))
+        about["auto"] = compare_auto(head, plan, "f16")
+        say(table.auto_lines(about["auto"]))
     return about, results
 
 

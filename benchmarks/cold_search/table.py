@@ -44,16 +44,17 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def auto_line(auto: dict[str, Any]) -> str:
-    """How `auto` compares, in one line."""
+def auto_lines(auto: dict[str, Any]) -> str:
+    """How `auto` compares, a line for every number of threads, hot and cold."""
     if "absent" in auto:
         return f"auto: {auto['absent']}"
-    return (
-        f"auto serves {'+'.join(sorted(set(auto['serves'])))}: {auto['auto_us']:.1f} us cold; flat "
-        f"{auto['flat_us']:.1f}, sketch {auto['sketch_us']:.1f}, graph {auto['graph_us']:.1f}; "
-        "auto / best "
-        f"{auto['auto_over_better']:.3f} of the medians, {auto['auto_over_better_by_turn']:.3f} "
-        "by turn"
+    return "\n".join(
+        f"auto serves {auto['serves'][threads]} with {threads} threads: {found['auto_us']:.1f} us "
+        f"{heat}; flat {found['flat_us']:.1f}, sketch {found['sketch_us']:.1f}, graph "
+        f"{found['graph_us']:.1f}; auto / best {found['auto_over_better']:.3f} of the medians, "
+        f"{found['auto_over_better_by_turn']:.3f} by turn"
+        for heat in ("hot", "cold")
+        for threads, found in auto[heat].items()
     )
 
 

@@ -25,6 +25,7 @@ from benchmarks.cold_search import (
     run,
     timing,
 )
+from benchmarks.cold_search.compare import compare_auto
 from benchmarks.cold_search.engines import Copies, Engine, Own, Work
 from benchmarks.cold_search.quality import K, Quality, Truth, by_quarter
 from benchmarks.cold_search.rows import Knob, Row, chosen_rows, own, parse_rows
@@ -451,11 +452,26 @@ def test_samples_of_a_made_up_head_stand_where_decoding_will_ask() -> None:
 
 
 def test_auto_is_compared_with_what_it_chooses_from(plan: measure.Plan) -> None:
-    bench = measure.Bench(tiny_head(), replace(plan, cold_bytes=2**30))
-    found = bench.compare_auto("f16")
-    assert found["serves"] == ["flat"]  # of so few keys
+    both = replace(plan, cold_bytes=2**30, threads=[1, 2])
+    found = compare_auto(tiny_head(), both, "f16")
+    assert found["serves"] == {"1": "flat", "2": "flat"}  # of so few keys
     assert found["copies"] >= 4
-    assert found["auto_over_better"] == found["auto_over_better_by_turn"] == 1  # of that clock
+    for heat in ("hot", "cold"):
+        for times in found[heat].values():
+            assert times["auto_over_better"] == times["auto_over_better_by_turn"] == 1  # that clock
+
+
+def test_copies_of_auto_have_the_graph_that_follows_its_sketch() -> None:
+    head = heads.synthetic("paper", 4200, 0, 5)
+    wanted = {"graph_min_keys": 1, "graph_tokens": 10**9, "remember": False, "min_keys": 1}
+    engine = own("auto", keys="f16", **wanted, gain=0, target_recall=0.3, max_scanned=1.0).make()
+    assert isinstance(engine, Own)
+    engine.build(head.keys, head.prompt)
+    copies = engine.repeated(2)
+    assert engine._index.successor() is None
+    assert set(engine._learned) == {"SketchIndex.learn_head", "GraphIndex.learn_head"}
+    told = engine.notes() + copies.notes()
+    assert all("graph" in note["reason"] and " us (" in note["reason"] for note in told)
 
 
 # Rows, ratios, sizes, data.
