@@ -41,9 +41,9 @@ from benchmarks.cold_search.measure import Bench, Plan
 from benchmarks.cold_search.rows import Row, chosen_rows, default_rows
 from benchmarks.cold_search.targets import parse_targets
 from benchmarks.cold_search.timing import CLOCKS, Stopwatch
+from benchmarks.common.head_stats import head_stats
 from hybrid_kv.config import parse_count
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.eval.attention_stats import head_stats
 from hybrid_kv.eval.synthetic import PROFILES
 
 SCHEMA = 3

@@ -17,15 +17,20 @@ import sys
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+if __name__ == "__main__":  # a script: the other benchmarks' folder is beside its own
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from pydantic import Field
 
 import hybrid_kv as hkv
+from benchmarks.common import accuracy
 from hybrid_kv.config import parse_count
-from hybrid_kv.eval import accuracy
+from hybrid_kv.eval import prefilled
 from hybrid_kv.eval.needle import filler, make_sample
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import INDEXES
@@ -102,7 +107,7 @@ def measure(
     begin = perf_counter()
     table = methods(context_tokens)
     needs = reduce(or_, (config.build().needs for config in table.values()))
-    prompts = [accuracy.prefill(runtime, s.context, needs) for s in (sample, other)]
+    prompts = [prefilled.prefill(runtime, s.context, needs) for s in (sample, other)]
     prefill_s = perf_counter() - begin
     text = filler(TEXT_TOKENS, seed + 2)
     rows, full = [], None

@@ -27,8 +27,8 @@ from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.cli.running import opened, run
 from hybrid_kv.cli.tables import Cell
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.eval.accuracy import Prefilled, open_cache, prefill
 from hybrid_kv.eval.needle import Question, Sample, is_correct
+from hybrid_kv.eval.prefilled import Prefilled, open_cache, prefill
 from hybrid_kv.report import Environment
 from hybrid_kv.report.run import Run
 from hybrid_kv.runtime import memory_errors

@@ -16,7 +16,7 @@ _NAMED_DIM = 128
 _LINES = MappingProxyType({16: (1, 0), 24: (2, 0), 32: (2, 2), 48: (2, 0), 64: (4, 0)})
 """Lines of 4 bytes with 8-bit and with 2-bit codes, by bytes of a key; all others have 4 bits."""
 _MOST_RERANKED = MappingProxyType({16: 400, 24: 400, 32: 400, 48: 600, 64: 600})
-_LINE_BYTES = _ID_BYTES = 4
+_LINE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,6 @@ class Layout:
         """Of a key, on average, that a search reads."""
         pairs = zip(self.plans, self.shares, strict=True)
         return sum(plan.code_bytes * share for plan, share in pairs)
-
-    @property
-    def held_bytes(self) -> float:
-        """Of a key, on average."""
-        return self.scanned_bytes + (0 if self.is_uniform else _ID_BYTES)
 
     @property
     def cuts(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the graph over one head's keys is made of, for the engine and for its portable twin.
+"""What the graph over one head's keys is made of, for the engine and for its oracle in the tests.
 
 The graph follows RoarGraph (Chen et al., VLDB 2024) in learning from queries, and HNSW's heuristic
 (Malkov & Yashunin, 2018) in pruning; neighbours are chosen by co-visit: the keys that the same

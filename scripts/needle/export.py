@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hybrid_kv.eval.needle import vocabulary as vocab
-from hybrid_kv.eval.needle.tokenizer import save_tokenizer
 from needle.model import Weights
 from needle.recipe import ModelSize
+from needle.tokenizer import save_tokenizer
 
 _LAYER_NAMES = {
     "wq": "self_attn.q_proj",

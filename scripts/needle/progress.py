@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import LlamaForCausalLM
 
+from benchmarks.common.dense import DenseReader
 from hybrid_kv.eval.needle import TASKS, make_sample
-from hybrid_kv.eval.needle.dense import DenseReader
 
 _SEED = 1_000_003
 """Far from the seeds of any test or benchmark."""

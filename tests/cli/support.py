@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from hybrid_kv.cli.main import app
-from hybrid_kv.eval.needle.tokenizer import build_tokenizer
 from hybrid_kv.report.schema import Report, parse_report
+from scripts.needle.tokenizer import build_tokenizer
 
 MAX_CONTEXT = 1024
 PROMPT = "the river. key 3f a0: 11 5c 9e 07. the hill."

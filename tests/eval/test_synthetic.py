@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.head_stats import HeadStats, effective_dim, head_stats
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.eval.attention_stats import HeadStats, effective_dim, head_stats
 from hybrid_kv.eval.synthetic import PAPER, PROFILES, STRESS, SyntheticHead, _smooth
 
 KEYS = 16_411

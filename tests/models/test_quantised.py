@@ -9,8 +9,8 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
-from hybrid_kv.eval.needle.tokenizer import build_tokenizer
 from hybrid_kv.models.load import load_model
+from scripts.needle.tokenizer import build_tokenizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="pip install 'hybrid-kv[quant]'")
 

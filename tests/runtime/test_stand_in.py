@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hybrid_kv
+from benchmarks.common.accuracy import ask_all
 from hybrid_kv import attach
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.eval.accuracy import ask_all, prefill
 from hybrid_kv.eval.needle import make_sample
+from hybrid_kv.eval.prefilled import prefill
 from hybrid_kv.index import device_pages, pages
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import Placement, StandIn

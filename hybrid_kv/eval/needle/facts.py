@@ -25,7 +25,6 @@ from hybrid_kv.eval.needle import vocabulary as vocab
 Tokens = tuple[int, ...]
 FULL_ALPHABET: Final = np.arange(vocab.FIRST_BYTE, vocab.FIRST_WORD)
 VALUE_BYTES: Final = 4
-TAG_BYTES: Final = 2
 LIST_VOTES: Final = 8
 MAX_PARTS: Final = len(vocab.ORDINALS)
 

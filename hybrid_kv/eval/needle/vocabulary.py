@@ -44,13 +44,3 @@ TOKENS: Final[tuple[str, ...]] = (
     *(f"{value:02x}" for value in range(NUM_BYTES)),
     *FILLER_WORDS,
 )
-
-
-def is_byte(token_id: int) -> bool:
-    """Whether `token_id` is one of the 256 hex pairs."""
-    return FIRST_BYTE <= token_id < FIRST_WORD
-
-
-def is_word(token_id: int) -> bool:
-    """Whether `token_id` is a filler word."""
-    return FIRST_WORD <= token_id < VOCAB_SIZE

@@ -13,7 +13,7 @@ from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.ops.portable import graph as portable
+from tests.ops.native import graph_oracle as portable
 
 
 @dataclass

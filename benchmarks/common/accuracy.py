@@ -1,7 +1,7 @@
 """What a method loses: exact answers and distance from full attention, on one shared prefill.
 
-The prompt is prefilled once with full attention, as every method does, and its KV is handed to
-each method; questions and answers then run through the method, and each leaves no trace behind.
+Questions and answers run through the method over the KV that `hybrid_kv.eval.prefilled` computed
+once, and each leaves no trace behind.
 """
 
 from __future__ import annotations
@@ -17,24 +17,12 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, is_correct
+from hybrid_kv.eval.prefilled import Prefilled, open_cache
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
-from hybrid_kv.types import Evidence, Needs
+from hybrid_kv.models.hf_cache import TieredCache
 
 _TEXT_STEP = 16
 """Tokens of plain text read at once; each still selects its own entries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt with its KV and what was seen of its queries.
-
-    layers: one (k, v) of [1, Hkv, N, D] each; evidence: of each layer.
-    """
-
-    ids: Tensor
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    evidence: tuple[tuple[Evidence, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,46 +37,6 @@ class Accuracy:
     asked: int
     attended_tokens: float
     attended_ratio: float
-
-
-def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Needs()) -> Prefilled:
-    """Computes a prompt with full attention, layer by layer.
-
-    Args:
-        context: [tokens] ids.
-        needs: evidence to keep for indexes that learn from queries.
-    """
-    ids = torch.from_numpy(np.asarray(context)).reshape(1, -1).to(runtime.model.device)
-    cache = runtime.cache(HybridConfig(method="full"))
-    cache.kv.reserve(ids.shape[1])
-    cache.kv.watch(needs)
-    with torch.inference_mode():
-        runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.layers.items())}
-    return Prefilled(
-        ids,
-        tuple((view.k, view.v) for view in views.values()),
-        tuple(cache.kv.evidence(idx) for idx in views),
-    )
-
-
-def open_cache(
-    runtime: Attachment, config: HybridConfig, prompt: Prefilled, *, wait: bool = True
-) -> TieredCache:
-    """A cache under `config` that holds the prompt.
-
-    Args:
-        wait: for its indexes, to compare runs; else as `config` says.
-    """
-    cache = runtime.cache(config.replace(index_build="wait") if wait else config)
-    with torch.inference_mode():
-        for layer, (k, v), evidence in zip(
-            cache.layers, prompt.layers, prompt.evidence, strict=True
-        ):
-            if not isinstance(layer, HybridLayer):
-                raise TypeError("the needle tasks need a model of full-attention layers only")
-            layer.fill(k, v, evidence)
-    return cache
 
 
 def answer(runtime: Attachment, cache: TieredCache, question: Question) -> list[int]:

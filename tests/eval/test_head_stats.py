@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_kv.eval.attention_stats import effective_dim, head_stats
+from benchmarks.common.head_stats import effective_dim, head_stats
 
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The graph over keys without the engine: builds the same graph, finds the same keys.
+"""The oracle of the engine's graph over keys: builds the same graph, finds the same keys.
 
 Written to be read. Building is integer arithmetic, so its graphs equal the engine's bit for bit; a
 traversal visits the same keys in the same order, and only the exact scores at its end may differ
