@@ -77,6 +77,10 @@ class AuditError(HybridKVError, RuntimeError):
     """The audit found a worse approximation than the settings allow."""
 
 
+class MethodError(HybridKVError, RuntimeError):
+    """A method broke its contract; what was stored before is still there."""
+
+
 class RecallWarning(RuntimeWarning):
     """The audit found a worse approximation than the settings allow; decoding goes on."""
 

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel
 from torch import Tensor
 
+from hybrid_kv.attended import Attended
+from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
@@ -30,7 +32,9 @@ StandIn: TypeAlias = Literal["auto", "scan", "pages"]
 __all__ = [
     "INDEXES",
     "METHODS",
+    "Attended",
     "BuildCancelled",
+    "Entries",
     "Index",
     "Method",
     "Placement",
@@ -181,6 +185,9 @@ class Placement:
     stand_in: what serves while an index is built: a "scan" on the host, or page digests on the
         device ("pages"); "auto" takes these on a GPU, where they fit.
     rest: what becomes of all other entries, now and whenever the window moves on.
+    offload: with Demotion.ABSORB: what leaves also goes to the cold tier, as under OFFLOAD, so that
+        nothing is lost. What the method keeps are then copies, and a step that attends them leaves
+        the originals out.
     index: makes the index that finds offloaded keys; None where all of them are attended.
     digests: keep the page digests that a page budget in `read` needs.
     """
@@ -189,6 +196,7 @@ class Placement:
     window_tokens: int = 0
     spare_tokens: int = 0
     rest: Demotion = Demotion.KEEP
+    offload: bool = False
     index: Callable[[], Index] | None = None
     digests: bool = False
     hot_tokens: int = 0
@@ -197,16 +205,26 @@ class Placement:
 
 
 class Method(ABC):
-    """A KV-cache policy in five verbs; it names entries and never computes attention.
+    """A KV-cache policy in a few verbs; it names entries and never computes attention.
 
     One object serves all layers of one cache. `seal` and `read` are the heart; the other verbs have
-    neutral defaults.
+    neutral defaults. What a method knows of a row lies in the Entries that it keeps, never in the
+    object: so forks, beams, branches and checkpoints carry it.
     """
 
     Params: ClassVar[type[BaseModel]]
 
     def __init__(self, params: Any) -> None:
         self.params = params
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        """These parameters, opened so far that nothing is lost; a codec's nearest to that.
+
+        What the contract tests hold against full attention. By default the parameters as they are:
+        right for a method that loses nothing anyway.
+        """
+        return params
 
     @property
     def needs(self) -> Needs:
@@ -238,8 +256,41 @@ class Method(ABC):
     def read(self, layer_idx: int, q: Tensor) -> Read:
         """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once."""
 
-    def after(self, layer_idx: int, q: Tensor) -> None:  # noqa: B027 (neutral on purpose)
-        """The step's output is computed: update running state."""
+    def absorb(
+        self,
+        layer_idx: int,
+        row: int,
+        kept: Entries | None,
+        left: Entries,
+        seen: Evidence | None,
+    ) -> Entries | None:
+        """What to keep on the device of a row's entries that leave the window; the rest is lost.
+
+        Only under Demotion.ABSORB, and then the one verb through which everything leaves: once at
+        the prompt's end, to the token, then page by page. Amortised O(1) per token: see
+        `Entries.extended` and `Entries.select`. Entries are values, so that nothing has changed
+        where this raises.
+
+        Args:
+            kept: what the last call of this row (or `after`) returned.
+            left: what leaves now, equally long for all heads, oldest first. Its memory is borrowed:
+                `extended`, `select` and `copied` give memory of one's own.
+            seen: the row's evidence, with all keys of its prompt; None after the prompt.
+
+        Returns:
+            What is attended from now on beside sinks and window; None for nothing. Keys and values
+            (as `read` gives them) have the dtype, device and width of `left`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} places the rest under Demotion.ABSORB; define absorb"
+        )
+
+    def after(self, layer_idx: int, attended: Attended) -> Sequence[Entries | None] | None:
+        """A step is computed: with its exact weights, what every row keeps from now on.
+
+        Costs nothing unless overridden. None, or the same values, where nothing changes.
+        """
+        return None
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:

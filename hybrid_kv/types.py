@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, MethodError
+from hybrid_kv.masses import causal_masses
 from hybrid_kv.rotary import UNKNOWN, Rotary, Samples
 
 Budget: TypeAlias = int | Literal["all"]
@@ -87,12 +88,15 @@ class SearchResult(NamedTuple):
     scores: [Hkv, M, K] float32 dot products (higher is nearer), -inf where ids is -1.
     scored: dot products computed, all heads and queries together.
     rows_read: keys read, each once per head however many queries share it; None if not counted.
+    bias: [Hkv, M, K] float32 log weights added to the logits of what was found, such as -log p of
+        an entry that a random choice takes with probability p; None where each weighs 1.
     """
 
     ids: Tensor
     scores: Tensor
     scored: int
     rows_read: int | None = None
+    bias: Tensor | None = None
 
 
 class Demotion(Enum):
@@ -101,6 +105,7 @@ class Demotion(Enum):
     KEEP = "keep"  # stay resident after all
     OFFLOAD = "offload"  # move to the cold tier
     DROP = "drop"  # lose them; only methods that say so do this
+    ABSORB = "absorb"  # hand them to `Method.absorb`; what it does not return is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +118,15 @@ class Needs:
         device that holds the keys; not collected where that is the host.
     horizon_tokens: the queries are handed over as if they were asked at so many positions behind
         the prompt; 0 for where they were asked.
+    column_sums: the softmax weights that every prompt token got from all queries of the prompt
+        together, exactly; costs about as much as the scores of the prompt once more.
     """
 
     sampled_queries: int = 0
     last_queries: int = 0
     nearest_keys: int = 0
     horizon_tokens: int = 0
+    column_sums: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -127,6 +135,7 @@ class Needs:
             max(self.last_queries, other.last_queries),
             max(self.nearest_keys, other.nearest_keys),
             max(self.horizon_tokens, other.horizon_tokens),
+            self.column_sums or other.column_sums,
         )
 
 
@@ -138,12 +147,43 @@ class Evidence:
     sampled_queries, last_queries: [Hq, M, D] after RoPE, or None where not declared.
     sampled_positions: [M] int64 of the former; None where they cannot be turned, as of queries that
         were made up. Those of the latter are the last of the prompt.
+    column_sums: [Hq, N] float32, or None where not declared.
+    scale, softcap: what turns a score into a logit.
+    keys: [Hkv, N, D] of the whole prompt of the row; there only while `Method.absorb` runs.
     """
 
     num_tokens: int
     sampled_queries: Tensor | None = None
     last_queries: Tensor | None = None
     sampled_positions: Tensor | None = None
+    column_sums: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    keys: Tensor | None = None
+
+    def mass(self, last: int | None = None) -> Tensor:
+        """[Hq, N] float32: the softmax weights that every token got from the last queries together.
+
+        Each query weighs the tokens up to its own; the sum over a row is the number of queries.
+        Only while `Method.absorb` runs at the prompt's end.
+
+        Args:
+            last: so many of `last_queries`, at most as many as there are; None for all.
+
+        Raises:
+            MethodError: there are no queries or no keys to weigh.
+        """
+        if self.last_queries is None or self.keys is None:
+            missing = "last_queries" if self.last_queries is None else "keys"
+            raise MethodError(
+                f"mass needs queries and keys, got evidence without {missing}; declare "
+                "Needs(last_queries=...) and ask inside absorb, at the prompt's end"
+            )
+        count = self.last_queries.shape[1] if last is None else last
+        first = max(0, self.last_queries.shape[1] - count)
+        return causal_masses(
+            self.last_queries[:, first:], self.keys, scale=self.scale, softcap=self.softcap
+        )
 
     @property
     def queries(self) -> Tensor | None:

@@ -21,7 +21,10 @@ PACKAGE = "hybrid_kv"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 LEVELS = [
-    {"types", "config", "errors", "keywords", "registry", "rotary", "plugins"},
+    {
+        *("types", "config", "errors", "keywords", "registry", "rotary", "plugins"),
+        *("entries", "masses", "attended"),
+    },
     {"ops"},
     {"attention", "index"},
     {"store"},

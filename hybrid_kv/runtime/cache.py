@@ -173,7 +173,6 @@ class KVCache:
         part = decode(step, self._widened(layer_idx, self.method.read(layer_idx, q)))
         if audited is not None and self.auditor is not None:
             self.auditor.begin(Look(step, self.auditor.next_row(layer.num_rows), audited, part))
-        self.method.after(layer_idx, q)
         with self.phases.measure("transfer"):
             for row in range(layer.num_rows):
                 self.work.promoted_pages += layer.promote(row)

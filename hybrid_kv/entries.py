@@ -1,0 +1,391 @@
+"""What a method keeps of a row of a layer: immutable values over flat memory, ragged by KV head.
+
+Head h owns the rows starts[h] : starts[h] + lengths[h] of every tensor, so that heads of different
+lengths waste nothing, and memory that has room between the heads grows without moving. Values share
+memory freely: a value sees nothing beyond its lengths, and only whoever is at the end of what was
+written writes on; anybody else writes into a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ShapeError
+
+_LEAST_ROOM = 32
+_ROOM_SHARE = 8  # room for an eighth more: growing copies an entry eight times in all, on average
+
+Chosen: TypeAlias = Tensor | Sequence[Tensor]
+
+
+class _Room:
+    """How far memory that several values share has been written.
+
+    ends: by head, the row behind the last that the head may use. used: the row behind the last
+    that somebody wrote.
+    """
+
+    __slots__ = ("ends", "used")
+
+    def __init__(self, used: Iterable[int], ends: Iterable[int]) -> None:
+        self.used, self.ends = list(used), tuple(ends)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ragged:
+    """Named tensors of one length, flat and ragged by KV head; an immutable value.
+
+    columns: [capacity, ...] each, on one device.
+    starts, lengths: by KV head, on the host; a head may own none.
+    """
+
+    columns: Mapping[str, Tensor]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    _room: _Room | None = field(default=None, repr=False)
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the memory belongs to somebody else, who will write into it."""
+        return self._room is None
+
+    def split(self, column: str | Tensor) -> list[Tensor]:
+        """By KV head its rows [N_h, ...] of a column, or of a tensor of the same rows; views."""
+        rows = self.columns[column] if isinstance(column, str) else column
+        return [rows[a : a + n] for a, n in zip(self.starts, self.lengths, strict=True)]
+
+    def dense(self, column: str | Tensor) -> Tensor | None:
+        """[Hkv, N, ...], a view; None where the heads' rows differ in number or do not lie evenly.
+
+        With one head or with select's result, growing included, they do lie evenly.
+        """
+        rows = self.columns[column] if isinstance(column, str) else column
+        return _evenly(rows, self.starts, self.lengths)
+
+    def with_columns(self, **columns: Tensor) -> Self:
+        """With further columns [capacity, ...], or others in the place of those of these names."""
+        for name, column in columns.items():
+            if column.shape[:1] != (self._capacity,):
+                raise ShapeError(
+                    f"column '{name}' must have {self._capacity} rows as the other columns, got "
+                    f"shape {list(column.shape)}"
+                )
+        owned = {name: column.contiguous() for name, column in columns.items()}
+        return replace(self, columns={**self.columns, **owned})
+
+    def without_columns(self, *names: str) -> Self:
+        """Less some columns."""
+        return replace(self, columns={n: c for n, c in self.columns.items() if n not in names})
+
+    def extended(self, more: Ragged) -> Self:
+        """These and, behind them in every head, the rows of `more`.
+
+        Amortised O(rows of `more`): they are written behind these where that memory has room and
+        nobody else has written there. A column that only one of the two has is 0 for the other.
+
+        Raises:
+            ShapeError: another number of heads, or columns of other shapes or dtypes.
+        """
+        _check_alike(self, more)
+        lengths = tuple(n + m for n, m in zip(self.lengths, more.lengths, strict=True))
+        room = self._room
+        if room is not None and self._fits(room, more):
+            new = self
+        else:
+            new, room = self._moved(lengths, more)
+        ends = _ends(new.starts, self.lengths)
+        for name, target in new.columns.items():
+            if name in more.columns:
+                _copy(more.columns[name], more.starts, target, ends, more.lengths)
+            elif new is self:  # memory that somebody filled before
+                for end, count in zip(ends, more.lengths, strict=True):
+                    target[end : end + count] = 0
+        room.used[:] = _ends(new.starts, lengths)
+        return replace(new, lengths=lengths)
+
+    def select(self, chosen: Chosen, *, room: int = 0) -> Self:
+        """Some rows of every head, in the order in which they are here; everything else is freed.
+
+        One gather into memory that fits, and that nobody shares.
+
+        Args:
+            chosen: ids [Hkv, K] int64 within the heads, each once, which is not waited for; or by
+                head ids [K_h] int64 or a mask [N_h] bool (also one tensor [Hkv, N] bool).
+            room: for so many more rows of every head without growing.
+        """
+        ids, lengths = self._ids(chosen)
+        device = self._device
+        sizes = [n + room for n in lengths]
+        starts = _starts(sizes)
+        if isinstance(ids, Tensor):  # [Hkv, K]
+            first = torch.tensor(self.starts, device=device)[:, None]
+            ids = ids + first
+            if room:  # filled with a finite row, for nobody reads it
+                ids = torch.cat([ids, first.expand(-1, room)], 1)
+            where = ids.flatten()
+        else:
+            parts = [i.to(device) + a for i, a in zip(ids, self.starts, strict=True)]
+            if room:
+                filling = torch.zeros(room, dtype=torch.int64, device=device)
+                parts = [part for some in parts for part in (some, filling)]
+            where = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+        columns = {
+            name: column.index_select(0, where)
+            if self._capacity
+            else column.new_zeros(len(where), *column.shape[1:])
+            for name, column in self.columns.items()
+        }
+        return self._owned(columns, starts, lengths, room)
+
+    def copied(self, *, room: int = 0) -> Self:
+        """The same rows in memory of their own, which fits."""
+        columns = {}
+        sizes = [n + room for n in self.lengths]
+        starts = _starts(sizes)
+        for name, column in self.columns.items():
+            columns[name] = column.new_zeros(sum(sizes), *column.shape[1:])
+            _copy(column, self.starts, columns[name], starts, self.lengths)
+        return self._owned(columns, starts, self.lengths, room)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that is held, room for growing and what views hide included."""
+        return _held(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return list(self.columns.values())
+
+    @property
+    def _capacity(self) -> int:
+        return next((len(column) for column in self.columns.values()), 0)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((column.device for column in self.columns.values()), torch.device("cpu"))
+
+    def _fits(self, room: _Room, more: Ragged) -> bool:
+        """Whether rows can be written behind these where they lie."""
+        ends = _ends(self.starts, self.lengths)
+        fits = all(e + n <= last for e, n, last in zip(ends, more.lengths, room.ends, strict=True))
+        return fits and room.used == ends and more.columns.keys() <= self.columns.keys()
+
+    def _moved(self, lengths: Sequence[int], more: Ragged) -> tuple[Self, _Room]:
+        """The same rows with the columns of `more` as well, where such lengths have room."""
+        sizes = [n + max(_LEAST_ROOM, n // _ROOM_SHARE) for n in lengths]
+        starts = _starts(sizes)
+        columns = {}
+        for name, like in {**more.columns, **self.columns}.items():
+            columns[name] = like.new_zeros(sum(sizes), *like.shape[1:])
+            if name in self.columns:
+                _copy(like, self.starts, columns[name], starts, self.lengths)
+        room = _Room(starts, _ends(starts, sizes))
+        return replace(self, columns=columns, starts=starts, _room=room), room
+
+    def _owned(
+        self,
+        columns: Mapping[str, Tensor],
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        room: int,
+    ) -> Self:
+        used = _ends(starts, lengths)
+        memory = _Room(used, [end + room for end in used])
+        return replace(self, columns=columns, starts=starts, lengths=lengths, _room=memory)
+
+    def _ids(self, chosen: Chosen) -> tuple[Chosen, tuple[int, ...]]:
+        if len(chosen) != self.num_heads:
+            raise ShapeError(
+                f"chosen must be one list of ids or one mask for each of {self.num_heads} KV "
+                f"heads, got {len(chosen)}"
+            )
+        if isinstance(chosen, Tensor) and chosen.dtype != torch.bool:
+            return chosen.sort(-1).values, (chosen.shape[1],) * self.num_heads
+        ids = []
+        for head, (some, count) in enumerate(zip(chosen, self.lengths, strict=True)):
+            if some.dtype == torch.bool:
+                if some.shape != (count,):
+                    raise ShapeError(
+                        f"the mask of KV head {head} must be [{count}] as its rows, got "
+                        f"{list(some.shape)}"
+                    )
+                ids.append(some.nonzero()[:, 0])
+            else:
+                ids.append(some.sort().values)
+        return ids, tuple(map(len, ids))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Entries(Ragged):
+    """Entries of one batch row of one layer on its device; an immutable value.
+
+    columns: `k`, `v` [capacity, D] and `positions` [capacity] int64; `bias` [capacity] float32, a
+        log weight added to the logits, where some weigh otherwise than 1; and whatever else a
+        method keeps by entry (scores, codes), which follows every selection.
+    tables: rows that several entries share (a codec's scales), which grow by themselves.
+    state: of the whole row, following nothing (scores of what is still in the window).
+
+    A codec derives from this, keeps codes in the place of `k` and `v`, and overrides `read`.
+    """
+
+    tables: Mapping[str, Ragged] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        *,
+        bias: Tensor | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        **columns: Tensor,
+    ) -> Self:
+        """Entries of as many for every KV head.
+
+        Args:
+            k, v: [Hkv, N, D]; copied unless contiguous.
+            positions: [Hkv, N] or, for all heads, [N].
+            bias: [Hkv, N]; columns: [Hkv, N, ...].
+
+        Raises:
+            ShapeError: they do not fit together.
+        """
+        heads, count = k.shape[:2]
+        given = {"k": k, "v": v, "positions": positions.expand(heads, -1), **columns}
+        if bias is not None:
+            given["bias"] = bias
+        for name, column in given.items():
+            if column.shape[:2] != (heads, count):
+                raise ShapeError(
+                    f"{name} must be [{heads}, {count}, ...] as the keys, got {list(column.shape)}"
+                )
+        starts = tuple(range(0, heads * count, count)) if count else (0,) * heads
+        flat = {name: column.flatten(0, 1).contiguous() for name, column in given.items()}
+        ends = [start + count for start in starts]
+        room = _Room(ends, ends)
+        lengths = (count,) * heads
+        return cls(columns=flat, starts=starts, lengths=lengths, state=state or {}, _room=room)
+
+    @classmethod
+    def empty(cls, like: Entries, **state: Tensor) -> Self:
+        """No entries of the shape, dtype and device of others; a place for state."""
+        columns = {name: column[:0] for name, column in like.columns.items()}
+        none = (0,) * like.num_heads
+        columns = {name: column.clone() for name, column in columns.items()}
+        return cls(columns=columns, starts=none, lengths=none, state=state, _room=_Room(none, none))
+
+    @property
+    def k(self) -> Tensor:
+        """[capacity, D], as stored."""
+        return self.columns["k"]
+
+    @property
+    def v(self) -> Tensor:
+        """[capacity, D], as stored."""
+        return self.columns["v"]
+
+    @property
+    def positions(self) -> Tensor:
+        """[capacity] int64 on the entries' device."""
+        return self.columns["positions"]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[capacity] float32, or None where every entry weighs 1."""
+        return self.columns.get("bias")
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """k, v [capacity, D] of the entries' rows, in a float dtype; codecs decode here."""
+        return self.k, self.v
+
+    def head(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v [N_h, D] and positions [N_h] of one KV head; views where `read` is one."""
+        rows = slice(self.starts[h], self.starts[h] + self.lengths[h])
+        k, v = self.read()
+        return k[rows], v[rows], self.positions[rows]
+
+    def with_state(self, **state: Tensor) -> Self:
+        """With further state, or other in the place of that of these names."""
+        return replace(self, state={**self.state, **state})
+
+    def with_tables(self, **tables: Ragged) -> Self:
+        """With further tables, or others in the place of those of these names."""
+        return replace(self, tables={**self.tables, **tables})
+
+    def before(self, position: int) -> Self:
+        """The entries of positions before this one; the same value where that is all of them."""
+        kept = [at < position for at in self.split("positions")]
+        return self if all(map(torch.all, kept)) else self.select(kept)
+
+    def _tensors(self) -> list[Tensor]:
+        shared = [tensor for table in self.tables.values() for tensor in table._tensors()]
+        return [*super()._tensors(), *shared, *self.state.values()]
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes, initial=0))[:-1]
+
+
+def _ends(starts: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return [start + length for start, length in zip(starts, lengths, strict=True)]
+
+
+def _evenly(rows: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor | None:
+    """A view [H, N, ...] of the rows of all heads where one can be had."""
+    if len(set(counts)) != 1:
+        return None
+    step = starts[1] - starts[0] if len(starts) > 1 else 0
+    if step < 0 or any(b - a != step for a, b in pairwise(starts)):
+        return None
+    row = rows.stride(0)
+    size = (len(starts), counts[0], *rows.shape[1:])
+    offset = rows.storage_offset() + (starts[0] * row if counts[0] else 0)
+    return rows.as_strided(size, (step * row, *rows.stride()), offset)
+
+
+def _copy(
+    source: Tensor,
+    from_: Sequence[int],
+    target: Tensor,
+    to: Sequence[int],
+    counts: Sequence[int],
+) -> None:
+    """Ragged of every head from one memory to another: at once where they lie evenly in both."""
+    here, there = _evenly(source, from_, counts), _evenly(target, to, counts)
+    if here is not None and there is not None:
+        there.copy_(here)
+        return
+    for a, b, count in zip(from_, to, counts, strict=True):
+        target[b : b + count] = source[a : a + count]
+
+
+def _check_alike(rows: Ragged, more: Ragged) -> None:
+    if rows.num_heads != more.num_heads:
+        raise ShapeError(
+            f"rows of {rows.num_heads} KV heads must be extended by as many heads, got "
+            f"{more.num_heads}"
+        )
+    for name, old in rows.columns.items():
+        new = more.columns.get(name, old)
+        if (old.shape[1:], old.dtype, old.device) != (new.shape[1:], new.dtype, new.device):
+            raise ShapeError(
+                f"column '{name}' must be [capacity, {', '.join(map(str, old.shape[1:]))}] "
+                f"{old.dtype} on {old.device} as before, got shape {list(new.shape)} {new.dtype} "
+                f"on {new.device}"
+            )
+
+
+def _held(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

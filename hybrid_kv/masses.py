@@ -1,0 +1,58 @@
+"""Softmax masses: how much of the attention of some queries each key gets, exactly.
+
+The same quantity is SnapKV's score (over the last queries of the prompt), H2O's (summed over all
+queries) and TOVA's (of one query).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 64 * 2**20
+
+
+def logits_of(q: Tensor, k: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+    """[..., M, N] float32 for q [..., M, D] and k [..., N, D], of any float dtypes."""
+    logits = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def causal_masses(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Summed softmax weights of the newest queries over all keys, each query up to its own.
+
+    Args:
+        q: [Hq, M, D], the queries of the last M of N positions.
+        k: [Hkv, N, D], oldest first, N >= M.
+        lse: [Hq, M] natural log, where it is known already; None to compute it.
+
+    Returns:
+        [Hq, N] float32; a row adds up to M.
+    """
+    (num_q_heads, new, dim), (num_kv_heads, stored, _) = q.shape, k.shape
+    group = num_q_heads // num_kv_heads
+    grouped = q.reshape(num_kv_heads, group, new, dim)
+    key_idx = torch.arange(stored, device=q.device)
+    masses = torch.zeros(num_kv_heads, group, stored, device=q.device)
+    block = max(1, _BLOCK_BYTES // max(1, 4 * num_q_heads * stored))
+    keys = k.float()
+    for start in range(0, new, block):
+        stop = min(new, start + block)
+        rows = grouped[:, :, start:stop].flatten(1, 2)
+        logits = logits_of(rows, keys, scale=scale, softcap=softcap).unflatten(1, (group, -1))
+        query_idx = key_idx[stored - new + start : stored - new + stop]
+        logits.masked_fill_(key_idx > query_idx[:, None], -torch.inf)
+        if lse is None:
+            weights = logits.softmax(-1)
+        else:
+            known = lse.view(num_kv_heads, group, new)[:, :, start:stop]
+            weights = logits.sub_(known[..., None]).exp_()
+        masses += weights.sum(2)
+    return masses.flatten(0, 1)
