@@ -41,6 +41,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "FileFormatError": 2,
         "HybridKVError": 1,
         "IntegrityError": 1,
+        "MethodError": 1,
         "ModelNotFoundError": 2,
         "NonFiniteError": 1,
         "ShapeError": 1,
