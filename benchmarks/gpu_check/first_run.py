@@ -70,12 +70,12 @@ def integrity(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     found = {"compared_rows": 0, "different_values": 0}
 
     def keep(kv: KVCache) -> None:
-        for layer_idx, layer in kv.layers.items():
+        for layer_idx, layer in kv.stores.items():
             view = layer.resident.view()
             whole[layer_idx] = [view.k[0].cpu(), view.v[0].cpu()]
 
     def compare(kv: KVCache) -> None:
-        for layer_idx, layer in kv.layers.items():
+        for layer_idx, layer in kv.stores.items():
             extent = layer.cold.rows[0][0].extent
             rows = torch.randint(extent.length, (64,))
             places = extent.positions[rows].long()
@@ -84,8 +84,8 @@ def integrity(device: torch.device, sizes: Sizes) -> dict[str, Any]:
                 found["compared_rows"] += 64
         for name, change in {
             "prompt and steps": lambda: None,
-            "crop": lambda: [kv.crop(idx, 2) for idx in kv.layers],
-            "fork": lambda: [kv.fork(idx, [0, 0]) for idx in kv.layers],
+            "crop": lambda: [kv.layers[idx].crop(2) for idx in kv.layers],
+            "fork": lambda: [kv.layers[idx].fork([0, 0]) for idx in kv.layers],
         }.items():
             change()
             kv.check_integrity()

@@ -88,7 +88,7 @@ class Stack:
             kv.attend(shape.layer_idx, q, new, None, scale=shape.head_dim**-0.5)
 
     def _served(self, kv: KVCache) -> list[dict[str, Any]]:
-        return [head for layer in kv.layers.values() for head in layer.cold.describe_indexes()]
+        return [head for layer in kv.stores.values() for head in layer.cold.describe_indexes()]
 
 
 def _sizes(shape: LayerShape) -> tuple[int, int, int]:

@@ -114,7 +114,7 @@ def layer_major_peak(model: PreTrainedModel, ids: Tensor, chunk: int) -> int:
         cache.kv.reserve(ids.shape[1])
 
         def kv() -> list[Tensor]:
-            pools = [layer.resident.pool for layer in cache.kv.layers.values()]
+            pools = [layer.resident.pool for layer in cache.kv.stores.values()]
             return [t for pool in pools for t in (pool.k, pool.v, pool.positions)]
 
         return measured(lambda: model(ids, past_key_values=cache, logits_to_keep=1), kv)

@@ -186,7 +186,7 @@ class Turn:
             text = text.split(stop)[0]
         if (auditor := self.cache.kv.auditor) is not None:
             auditor.settle()
-        layers = self.cache.kv.layers.values()
+        layers = self.cache.kv.stores.values()
         phases = self.cache.kv.phases.seconds
         waited_in_prefill = self._phases_before[INDEX_BUILD] - self._waited_before
         return Generation(
@@ -206,7 +206,7 @@ class Turn:
             backends=dict(self.cache.kv.ops.served),
             index=[
                 {"layer": layer_idx, **head}
-                for layer_idx, layer in sorted(self.cache.kv.layers.items())
+                for layer_idx, layer in sorted(self.cache.kv.stores.items())
                 for head in layer.cold.describe_indexes()
             ],
             audit=None if auditor is None else auditor.audit.since(self._looks_before),

@@ -27,9 +27,10 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.rotary import Rotary
+from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import FindNearest
-from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
 
 _QUERIES_AT_ONCE = 8192
@@ -236,13 +237,16 @@ class FilledKV(KVCache):
     """A cache whose decode steps ask with the queries of a synthetic context."""
 
     def __init__(self, info: ModelInfo, config: HybridConfig, context: SyntheticContext) -> None:
-        super().__init__(info, config)
         self._context = context
+        super().__init__(info, config)
+
+    def _new_layer(self, shape: LayerShape) -> TieredLayer:
+        return FilledLayer(shape, self.info.rotary_of(shape.layer_idx), self.means, self._context)
 
     def _decode(
-        self, layer: LayerKV, q: Tensor, scale: float, softcap: float | None
+        self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
-        step = layer.lengths[0] - self._context.num_tokens - 1
+        step = layer.held.lengths[0] - self._context.num_tokens - 1
         if q.shape[0] != 1 or q.shape[2] != 1 or not 0 <= step < self._context.max_steps:
             raise ConfigError(
                 f"a filled context takes one row and up to {self._context.max_steps} tokens, one "
@@ -251,16 +255,26 @@ class FilledKV(KVCache):
         asked = self._context.query(layer.shape.layer_idx, step)
         return super()._decode(layer, asked.to(q.device, q.dtype), scale, softcap)
 
-    def _finder(self, layer: LayerKV) -> FindNearest | None:
-        count = self.method.needs.nearest_keys
-        on_host = layer.resident.pool.device.type == "cpu"
+
+class FilledLayer(TieredLayer):
+    """A layer that is told the best keys of the context's queries, which are known by now."""
+
+    def __init__(
+        self, shape: LayerShape, rotary: Rotary, means: Means, context: SyntheticContext
+    ) -> None:
+        super().__init__(shape, rotary, means)
+        self._context = context
+
+    def finder(self) -> FindNearest | None:
+        count, place = self.means.method.needs.nearest_keys, self.held.placement
+        on_host = self.held.resident.pool.device.type == "cpu"
         if not on_host or not count or engine_state().isa is None:
-            return super()._finder(layer)
-        first = layer.placement.sink_tokens if layer.placement is not None else 0
+            return super().finder()
+        first = place.sink_tokens if place is not None else 0
 
         def find(samples: Tensor, keys: Tensor) -> Tensor:
             most = min(count, keys.shape[1])
-            return self._context.nearest(layer.shape.layer_idx, first, samples, keys, most)
+            return self._context.nearest(self.shape.layer_idx, first, samples, keys, most)
 
         return find
 

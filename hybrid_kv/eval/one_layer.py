@@ -96,7 +96,7 @@ def _measure(
         part = cache.attend(layer_idx, q, (new[0], new[1]), None, scale=shape.head_dim**-0.5)
         times.append(perf_counter() - begin)
         sums.append(part.lse[0, :, 0])
-    layer, work = cache.layers[layer_idx], cache.work
+    layer, work = cache.stores[layer_idx], cache.work
     return LayerSteps(
         config=config,
         step_s=tuple(times[_WARMUP_STEPS:]),

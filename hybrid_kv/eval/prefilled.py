@@ -40,11 +40,11 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
     cache.kv.watch(needs)
     with torch.inference_mode():
         runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.layers.items())}
+    views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.stores.items())}
     return Prefilled(
         ids,
         tuple((view.k, view.v) for view in views.values()),
-        tuple(cache.kv.evidence(idx) for idx in views),
+        tuple(cache.kv.layers[idx].evidence() for idx in views),
     )
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
@@ -141,6 +141,10 @@ class HybridLayer(CacheLayerMixin):
         )
 
     @property
+    def _tiered(self) -> TieredLayer:
+        return self._state.kv.layers[self._layer_idx]
+
+    @property
     def is_pending(self) -> bool:
         """Whether new tokens came that no attention has asked for yet."""
         return self._pending is not None
@@ -177,19 +181,19 @@ class HybridLayer(CacheLayerMixin):
                 f"crop takes the negative number of tokens to remove, got {tokens_to_remove}"
             )
         if tokens_to_remove:
-            self._state.kv.crop(self._layer_idx, -tokens_to_remove)
+            self._tiered.crop(-tokens_to_remove)
             self._seen = max(0, self._seen + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows; pages are copied on write only."""
-        self._state.kv.fork(self._layer_idx, beam_idx.tolist())
+        self._tiered.fork(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = self._state.kv.num_rows(self._layer_idx)
-        self._state.kv.fork(self._layer_idx, [r for r in range(rows) for _ in range(repeats)])
+        rows = self._tiered.num_rows
+        self._tiered.fork([r for r in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._state.kv.fork(self._layer_idx, indices.tolist())
+        self._tiered.fork(indices.tolist())
 
     def fill(self, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()) -> None:
         """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
@@ -201,7 +205,7 @@ class HybridLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self._seen, self._pending = 0, None
-        self._state.kv.reset_layer(self._layer_idx)
+        self._tiered.reset()
 
 
 class TieredCache(Cache):
@@ -325,7 +329,7 @@ class TieredCache(Cache):
 
         Windows have not, nor has a method that drops entries once it has dropped some.
         """
-        if any(any(layer.dropped) for layer in self.kv.layers.values()):
+        if any(any(layer.dropped) for layer in self.kv.stores.values()):
             return False
         return all(
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding

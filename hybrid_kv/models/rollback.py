@@ -33,7 +33,7 @@ class Mark:
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
         self._states = _states(cache)
-        places = [layer.placement for layer in cache.kv.layers.values()]
+        places = [layer.placement for layer in cache.kv.stores.values()]
         drops = any(place is not None and place.rest is Demotion.DROP for place in places)
         self._saved = cache.kv.checkpoint() if drops else None
 
@@ -47,10 +47,10 @@ class Mark:
         try:
             if self._saved is not None:
                 kv.restore(self._saved)
-            if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.layers.values()):
+            if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.stores.values()):
                 return False
-            for layer_idx, layer in kv.layers.items():
-                kv.crop(layer_idx, layer.lengths[0] - self._num_tokens)
+            for layer_idx, layer in kv.stores.items():
+                kv.layers[layer_idx].crop(layer.lengths[0] - self._num_tokens)
         except (MemoryError, RuntimeError):
             return False
         _set_states(self._cache, self._states)
@@ -58,8 +58,8 @@ class Mark:
 
     def keep(self) -> None:
         """Stays at what came since: gives up the copy of what was before."""
-        for layer_idx, layer in self._saved.layers.items() if self._saved is not None else ():
-            if self._cache.kv.layers.get(layer_idx) is not layer:
+        for layer_idx, layer in self._saved.stores.items() if self._saved is not None else ():
+            if self._cache.kv.stores.get(layer_idx) is not layer:
                 layer.cold.release()
 
 

@@ -36,7 +36,7 @@ def bytes_per_step(
         return {}
     steps, group = work.steps / q_heads, q_heads / kv_heads
     row = facts.kv_bytes_per_token / kv_heads
-    layers = cache.layers.values()
+    layers = cache.stores.values()
     stored = sum(layer.cold.num_tokens(0) * layer.shape.num_kv_heads for layer in layers)
     digests = sum(
         len(layer.resident.tables[0]) * layer.shape.num_kv_heads
@@ -84,7 +84,7 @@ def _serving_kind(cache: KVCache) -> str | None:
     index = index_of(cache.config)
     if index is None or index.kind not in ("graph", "auto"):
         return None if index is None else index.kind
-    heads = (head for layer in cache.layers.values() for head in layer.cold.describe_indexes())
+    heads = (head for layer in cache.stores.values() for head in layer.cold.describe_indexes())
     serving = {head.get("serves") for head in heads}
     return "graph" if "graph" in serving else "scan"
 
@@ -107,7 +107,7 @@ def _bytes_per_score(cache: KVCache, group: float, key_bytes: float, itemsize: i
 
 def _code_bytes(cache: KVCache, width: float) -> float:
     """Bytes of a key that searches of sketches scan, on average over keys and heads."""
-    heads = [head for layer in cache.layers.values() for head in layer.cold.describe_indexes()]
+    heads = [head for layer in cache.stores.values() for head in layer.cold.describe_indexes()]
     sizes = []
     for tiers in (head.get("tiers") for head in heads):
         count = sum(tier["num_keys"] for tier in tiers or ())

@@ -7,10 +7,12 @@ from hybrid_kv.runtime.capacity import (
     check_weights_memory,
     memory_errors,
 )
+from hybrid_kv.runtime.layer import TieredLayer
 
 __all__ = [
     "KVCache",
     "Stage",
+    "TieredLayer",
     "check_host_memory",
     "check_weights_memory",
     "make_executor",

@@ -66,7 +66,7 @@ def llm(plain: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[hkv.
 def parts(cache: TieredCache) -> dict[str, weakref.ref[Any]]:
     """What a cache holds, by name; at least one layer."""
     found = {"cache": weakref.ref(cache), "kv": weakref.ref(cache.kv)}
-    for idx, layer in cache.kv._layers.items():
+    for idx, layer in cache.kv.stores.items():
         found[f"layer {idx}"] = weakref.ref(layer)
         found[f"pool {idx}"] = weakref.ref(layer.resident.pool)
         for number, span in enumerate(layer.cold.spans()):
@@ -85,10 +85,10 @@ def settle(kv: Any) -> None:
         kv.auditor.settle()
     while any(
         span.extent.index is not None and span.extent.index.is_building
-        for layer in kv.layers.values()
+        for layer in kv.stores.values()
         for span in layer.cold.spans()
     ):
-        for layer in kv.layers.values():
+        for layer in kv.stores.values():
             layer.cold.settle()
         time.sleep(0.001)
 

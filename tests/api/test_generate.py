@@ -174,7 +174,7 @@ def test_a_context_is_asked_while_its_graphs_are_built_and_after(
         slow_graphs.set()
         builds = [
             span.extent.index._build
-            for layer in context._cache.kv.layers.values()
+            for layer in context._cache.kv.stores.values()
             for span in layer.cold.spans()
             if span.extent.index is not None
         ]

@@ -106,7 +106,7 @@ def test_what_a_turn_that_failed_has_dropped_is_there_again() -> None:
     with opened("streaming_llm") as llm:
         talk = llm.conversation()
         talk.send(TURNS[0], max_new_tokens=9)
-        layers = talk._cache.kv.layers
+        layers = talk._cache.kv.stores
         before = [layers[idx].resident.positions_of(0) for idx in (0, 1)]
         with out_of_memory(llm.model, range(1, 2), 9), pytest.raises(DeviceMemoryError):
             talk.send(TURNS[2], max_new_tokens=20)
@@ -129,8 +129,8 @@ def test_layers_that_drop_and_layers_that_offload_go_on_together(
         for text in TURNS:
             talk.send(text, max_new_tokens=9)
             talk._cache.check_integrity()
-        assert talk._cache.kv.layers[0].cold.num_tokens(0) > 8
-        assert talk._cache.kv.layers[1].dropped[0] > 8
+        assert talk._cache.kv.stores[0].cold.num_tokens(0) > 8
+        assert talk._cache.kv.stores[1].dropped[0] > 8
 
 
 @pytest.mark.parametrize(("stage", "new_tokens", "at"), STAGES)

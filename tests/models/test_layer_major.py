@@ -66,7 +66,7 @@ def test_a_long_later_turn_is_exact_after_the_spill(model: PreTrainedModel) -> N
             found = model(turn, past_key_values=cache).logits
             torch.testing.assert_close(found, exact, **CLOSE)
             cache.check_integrity()
-        assert any(layer.cold.num_tokens(0) for layer in cache.kv.layers.values())
+        assert any(layer.cold.num_tokens(0) for layer in cache.kv.stores.values())
 
 
 def test_each_layer_is_sealed_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_each_layer_is_sealed_before_the_next_begins(monkeypatch: pytest.MonkeyP
         plain = cache.kv.attend
 
         def attend(layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            order.append((layer_idx, layer_idx == 0 or cache.kv.is_sealed(layer_idx - 1)))
+            order.append((layer_idx, layer_idx == 0 or cache.kv.layers[layer_idx - 1].is_sealed))
             return plain(layer_idx, *args, **kwargs)
 
         monkeypatch.setattr(cache.kv, "attend", attend)

@@ -153,7 +153,7 @@ def test_indexes_learn_from_queries_where_decoding_will_ask(
         cache.kv.watch(Needs(8, 4))
         options = {"max_new_tokens": 2, "do_sample": False}
         model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
-        evidence = cache.kv.evidence(0)[0]
+        evidence = cache.kv.layers[0].evidence()[0]
         rotary = runtime.info.rotary_of(0)
     samples = evidence.samples(2, rotary)
     assert samples is not None

@@ -74,7 +74,7 @@ def test_a_long_later_turn_is_exact_after_the_spill(method: str, long: int) -> N
     )
     torch.testing.assert_close(part.out.double(), exact, **TOLERANCES[torch.float32])
     kv.check_integrity()
-    assert method != "hybrid" or kv.layers[0].cold.num_tokens(0) > 70
+    assert method != "hybrid" or kv.stores[0].cold.num_tokens(0) > 70
 
 
 def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
@@ -87,7 +87,7 @@ def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
         part = kv.attend(0, q, entries, valid, scale=0.3)
         assert part.out.isfinite().all()
         assert (part.out[1][:, ~valid[1]] == 0).all()
-    assert kv.layers[0].lengths == [30, 6]
+    assert kv.stores[0].lengths == [30, 6]
     kv.check_integrity()
 
 
@@ -104,13 +104,13 @@ def test_layers_are_sealed_one_by_one() -> None:
     feed(kv, 40)
     feed(kv, 40, layer_idx=1)
     feed(kv, 1)
-    assert (kv.is_sealed(0), kv.is_sealed(1)) == (True, False)
+    assert (kv.layers[0].is_sealed, kv.layers[1].is_sealed) == (True, False)
 
 
 def test_the_first_tokens_never_seal_however_few() -> None:
     kv = cache(**SMALL)
     feed(kv, 1)
-    assert not kv.is_sealed(0)
+    assert not kv.layers[0].is_sealed
 
 
 # What a step touches
@@ -151,7 +151,7 @@ class Spy:
             def __getattr__(self, name: str) -> Any:
                 return getattr(ops, name)
 
-        kv.ops = Counting()  # type: ignore[assignment]
+        kv.means.ops = Counting()  # type: ignore[assignment]
         for owner, name in (
             (ResidentStore, "row_view"),
             (ResidentStore, "positions_of"),
@@ -242,7 +242,7 @@ def served(kv: KVCache) -> list[tuple[str, int, int]]:
     """State of the build, searches and those before it of each head of layer 0."""
     return [
         (head["build"], head["searches"], head["searches_before"])
-        for head in kv.layers[0].cold.describe_indexes()
+        for head in kv.stores[0].cold.describe_indexes()
     ]
 
 
@@ -318,7 +318,7 @@ def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
     feed(kv, 300)
     kv.seal(0)
     (build,) = executor.runner.held
-    {"reset": kv.reset, "reset_layer": lambda: kv.reset_layer(0), "close": kv.close}[end]()
+    {"reset": kv.reset, "reset_layer": kv.layers[0].reset, "close": kv.close}[end]()
     assert build.future.cancelled()
     assert executor.closed == 0, "it belongs to whoever made it"
 
@@ -326,7 +326,7 @@ def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
 def test_a_closed_cache_holds_nothing() -> None:
     kv = cache(**SMALL)
     feed(kv, 300, 1)
-    layer = kv.layers[0]
+    layer = kv.stores[0]
     stored = [
         weakref.ref(layer.resident.pool),
         *(weakref.ref(s.extent) for s in layer.cold.spans()),
@@ -334,7 +334,7 @@ def test_a_closed_cache_holds_nothing() -> None:
     del layer
     kv.close()
     assert [ref() for ref in stored] == [None, None]
-    assert not kv.layers
+    assert not kv.stores
 
 
 def test_settings_choose_the_executor() -> None:
@@ -368,7 +368,7 @@ def test_a_key_that_is_not_finite_is_named_when_it_would_leave_the_window() -> N
     kv.attend(0, q, (k, v), None, scale=0.3)
     with pytest.raises(NonFiniteError, match="KV head 1 at position 30"):
         feed(kv, *[1] * 16)
-    kv.layers[0].check_integrity()  # nothing is lost: the page is still resident
+    kv.stores[0].check_integrity()  # nothing is lost: the page is still resident
 
 
 # Evidence
@@ -402,9 +402,9 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     watching.watch(needs)
     q, (k, v) = tokens(40)
     watching.attend(0, q, (k, v), None, scale=0.3)
-    (evidence,) = watching.evidence(0)
+    (evidence,) = watching.layers[0].evidence()
     watching.seal(0)
-    (kept,) = watching.evidence(0)
+    (kept,) = watching.layers[0].evidence()
     assert torch.equal(kept.queries, evidence.queries)
     assert evidence.queries is not None
     assert evidence.queries.shape[1] == evidence.sampled_queries.shape[1] + 3
@@ -422,7 +422,7 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     (samples,) = Learning.samples
     assert samples is not None
     assert torch.equal(samples.flatten(0, 1), evidence.queries)
-    assert cache("full").evidence(0) == ()
+    assert cache("full").layers[0].evidence() == ()
 
 
 # Checkpoints
@@ -447,7 +447,7 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
             )
         kv.restore(checkpoint)
         kv.check_integrity()
-        assert kv.layers[0].lengths == [62]
+        assert kv.stores[0].lengths == [62]
         return torch.cat(outs, 2)
 
     first = ask()
@@ -459,9 +459,9 @@ def test_reset_makes_the_cache_new() -> None:
     kv = cache(**SMALL)
     feed(kv, 40, 1)
     kv.reset()
-    assert kv.layers == {}
+    assert kv.stores == {}
     assert kv.work.attended == 0
-    assert kv.num_rows(0) == 0
+    assert kv.layers[0].num_rows == 0
 
 
 # Capacity
@@ -483,7 +483,7 @@ def test_each_tier_is_read_by_its_own_budget(
     monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: Read(pages, cold))
     kv.work = Work()
     feed(kv, 1)
-    layer, heads = kv.layers[0], SHAPE.num_q_heads
+    layer, heads = kv.stores[0], SHAPE.num_q_heads
     stored = layer.cold.num_tokens(0)
     far = {None: 0, "all": stored}.get(cold, 3)  # type: ignore[arg-type]
     assert (stored > 3, kv.work.retrieved) == (True, heads * far)

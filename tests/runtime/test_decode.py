@@ -198,13 +198,13 @@ class Twin:
         self._demote()
 
     def fork(self, sources: Sequence[int]) -> None:
-        self.cache.fork(0, sources)
+        self.cache.layers[0].fork(sources)
         self.rows = [Row(row.k, row.v, row.cold_end) for row in (self.rows[s] for s in sources)]
 
     def step(self, new: int) -> None:
         q, k, v = self.draw(len(self.rows), new)
         self.cache.seal_if_open(0)
-        self.hot = [hot_pages(self.cache.layers[0], row) for row in range(len(self.rows))]
+        self.hot = [hot_pages(self.cache.stores[0], row) for row in range(len(self.rows))]
         part = self.cache.attend(0, q, (k, v), None, scale=SCALE, softcap=self.softcap)
         for row, mine in enumerate(self.rows):
             mine.k, mine.v = torch.cat([mine.k, k[row]], 1), torch.cat([mine.v, v[row]], 1)

@@ -78,12 +78,16 @@ def test_no_method_depends_on_when_copies_arrive(
     assert not lane.pending
 
 
+def leaving(kv: KVCache) -> set[int]:
+    return {idx for idx, layer in kv.layers.items() if layer.is_leaving}
+
+
 def test_a_page_has_one_owner_while_it_leaves() -> None:
     late, _, lane = caches(**SMALL)
     attend(late, *tokens(20))
     late.seal(0)
     assert lane.pending, "or there is nothing to look at"
-    layer = late._layers[0]
+    layer = late.layers[0].held
     layer.check_integrity()
     assert layer.cold.num_tokens(0) == 0
     assert layer.resident.num_tokens(0) == 20
@@ -96,9 +100,9 @@ def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
     for layer_idx in (0, 1):
         attend(late, *tokens(20), layer_idx=layer_idx)
         late.seal(layer_idx)
-        assert set(late._leaving) == {layer_idx}
-    assert late._layers[0].cold.num_tokens(0) == 8
-    assert late.layers[1].cold.num_tokens(0) == 8
+        assert leaving(late) == {layer_idx}
+    assert late.layers[0].held.cold.num_tokens(0) == 8
+    assert late.stores[1].cold.num_tokens(0) == 8
     assert not lane.pending
 
 
@@ -107,7 +111,7 @@ def test_a_step_does_not_wait_for_the_page_that_left_in_it() -> None:
     attend(late, *tokens(20))
     while not lane.pending:
         attend(late, *tokens(1))
-    assert set(late._leaving) == {0}
+    assert leaving(late) == {0}
 
 
 @pytest.mark.parametrize("change", ["crop", "fork", "checkpoint", "layers", "check_integrity"])
@@ -118,13 +122,13 @@ def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) 
         attend(kv, q, entries)
         kv.seal(0)
         if change == "crop":
-            kv.crop(0, 3)
+            kv.layers[0].crop(3)
         elif change == "fork":
-            kv.fork(0, [0])
+            kv.layers[0].fork([0])
         elif change == "checkpoint":
             kv.checkpoint()
         elif change == "layers":
-            assert kv.layers[0].cold.num_tokens(0) == 24
+            assert kv.stores[0].cold.num_tokens(0) == 24
         else:
             kv.check_integrity()
     assert not lane.pending
@@ -147,7 +151,7 @@ def test_what_is_forgotten_while_it_leaves_never_arrives(end: str) -> None:
         if end == "restore":
             kv.restore(saved)
         else:
-            kv.reset() if end == "reset" else kv.reset_layer(0)
+            kv.reset() if end == "reset" else kv.layers[0].reset()
             attend(kv, *prompt)
         outs = [attend(kv, *step) for step in steps]
         kv.check_integrity()
@@ -166,8 +170,8 @@ def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> 
         name = ("keys", "values")[which]
         with pytest.raises(NonFiniteError, match=f"{name} must be finite.*KV head 1 at position 9"):
             _sealed_and_settled(kv)
-        kv._layers[0].check_integrity()
-        assert kv._layers[0].cold.num_tokens(0) == 0
+        kv.layers[0].held.check_integrity()
+        assert kv.layers[0].held.cold.num_tokens(0) == 0
 
 
 def _sealed_and_settled(kv: KVCache) -> None:
@@ -204,7 +208,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
         CudaExecutor(SyncExecutor(), lambda device: lane),
         layer,
         [Samples(row.unflatten(0, (2, 3))) for row in q],
-        nearest=kv._nearest_keys,
+        nearest=kv.layers[0].nearest_keys,
         is_prompt=True,
     )
     assert not leaving.arrived
@@ -251,13 +255,13 @@ def test_a_prompt_whose_end_fails_can_be_ended_again(
     monkeypatch.setattr(ColdStore, "commit", commit)
     with pytest.raises(CapacityError):
         _sealed_and_settled(late)
-    assert not late.is_sealed(0)
+    assert not late.layers[0].is_sealed
     late.check_integrity()
     for step in steps:
         outs = [attend(kv, *step) for kv in (late, now)]
         torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
     late.check_integrity()
-    assert late.layers[0].resident.pool.key_min is not None
+    assert late.stores[0].resident.pool.key_min is not None
 
 
 def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
@@ -274,10 +278,10 @@ def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
         return branch(layer)
 
     monkeypatch.setattr(LayerKV, "branch", fail_at_second)
-    before = dict(kv.layers)
+    before = kv.stores
     with pytest.raises(CapacityError):
         kv.checkpoint()
-    assert all(kv.layers[layer_idx] is layer for layer_idx, layer in before.items())
+    assert all(kv.stores[layer_idx] is layer for layer_idx, layer in before.items())
     kv.check_integrity()
 
 
@@ -290,5 +294,5 @@ def test_a_cache_that_is_closed_keeps_what_was_leaving() -> None:
         kv.close()
     outs = [attend(kv, *step) for kv in (late, now)]
     late.check_integrity()
-    assert late.layers[0].cold.num_tokens(0) == now.layers[0].cold.num_tokens(0)
+    assert late.stores[0].cold.num_tokens(0) == now.stores[0].cold.num_tokens(0)
     assert outs[0].isfinite().all()

@@ -77,7 +77,7 @@ class Scene:
         return q, part.out[0]
 
     def crop(self, count: int) -> None:
-        self.cache.crop(0, count)
+        self.cache.layers[0].crop(count)
         self.k, self.v = self.k[:, :-count], self.v[:, :-count]
 
     def expect(self, q: Tensor, out: Tensor, seen: Tensor | None = None) -> None:
@@ -93,7 +93,7 @@ class Scene:
 
     @property
     def serving(self) -> set[str]:
-        (span,) = self.cache.layers[0].cold.rows[0]
+        (span,) = self.cache.stores[0].cold.rows[0]
         assert span.extent.index is not None
         return {head["serves"] for head in span.extent.index.describe()}
 
@@ -106,7 +106,7 @@ def test_the_tokens_of_the_best_pages_are_attended(
     monkeypatch.setattr(device_pages, "_TOKENS", 8 * PAGE - 3)
     scene = Scene(method="retrieval_attention")
     scene.step()  # seals
-    cold = scene.cache.layers[0].cold.num_tokens(0)
+    cold = scene.cache.stores[0].cold.num_tokens(0)
     q, out = scene.step(new)
     assert scene.serving == {"pages"}
     pages = scene.k[:, SINKS : SINKS + cold].unflatten(1, (-1, PAGE)).double()
@@ -211,7 +211,7 @@ def test_digests_are_taken_before_the_keys_leave(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(pages.PagesIndex, "_write_whole", read)
         scene.step()
-    (span,) = scene.cache.layers[0].cold.rows[0]
+    (span,) = scene.cache.stores[0].cold.rows[0]
     assert span.extent.index is not None
     serving = span.extent.index._serving
     assert isinstance(serving, device_pages.DevicePages)

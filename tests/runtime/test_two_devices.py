@@ -94,7 +94,7 @@ def test_each_layer_lives_on_its_own_device(method: str) -> None:
             if device.type == "cpu":  # the layers on other devices change nothing
                 assert torch.equal(part.out, want.out)
     for idx, device in enumerate(DEVICES):
-        layer = cache.layers[idx]
+        layer = cache.stores[idx]
         assert {t.device for t in layer.resident.pool.pages if t is not None} == {device}
         assert all(span.extent.k.device.type == "cpu" for span in layer.cold.spans())
     offloads = method in ("hybrid", "retrieval_attention")
@@ -116,6 +116,6 @@ def test_a_question_on_two_devices_is_rolled_back(method: str) -> None:
         step(1)
     cache.restore(before)
     for idx, device in enumerate(DEVICES):
-        assert cache.layers[idx].lengths == [37]
-        assert cache.layers[idx].resident.pool.k.device == device
-    cache.layers[0].check_integrity()
+        assert cache.stores[idx].lengths == [37]
+        assert cache.stores[idx].resident.pool.k.device == device
+    cache.stores[0].check_integrity()

@@ -106,7 +106,7 @@ def test_on_a_gpu_steps_do_not_wait() -> None:
     """Torch says which operations wait for the device."""
     device = torch.device("cuda")
     cache = made("streaming_llm", MetaLane())
-    cache.executor = CudaExecutor(SyncExecutor())
+    cache.means.executor = CudaExecutor(SyncExecutor())
     step(cache, 37, device)
     step(cache, 1, device)
     torch.cuda.set_sync_debug_mode("error")
@@ -115,4 +115,4 @@ def test_on_a_gpu_steps_do_not_wait() -> None:
             step(cache, 1, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert isinstance(cache.layers[0].resident, ResidentStore)
+    assert isinstance(cache.stores[0].resident, ResidentStore)

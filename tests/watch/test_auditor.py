@@ -190,8 +190,8 @@ def test_crops_and_forks_in_the_background_of_looks_do_no_harm() -> None:
     decode(kv, 5, 2, prompt=70)
     for _ in range(6):
         for layer in (0, 1):
-            kv.crop(layer, 9)
-            kv.fork(layer, [1, 1])
+            kv.layers[layer].crop(9)
+            kv.layers[layer].fork([1, 1])
         decode(kv, 12, 2)
     assert kv.auditor is not None
     assert all(finding.recall == 1 for finding in kv.auditor.audit.findings)

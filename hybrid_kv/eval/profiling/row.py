@@ -288,7 +288,7 @@ class RowMeasurement:
     def _describe(self, cache: TieredCache) -> None:
         """Tiers and traffic as the timed pass has left them."""
         row, kv = self.row, cache.kv
-        layers = kv.layers
+        layers = kv.stores
         row.device_kv_bytes = sum(
             bytes_per_token(layer.shape, layer.cold.dtype) * layer.resident.num_tokens(0)
             for layer in layers.values()

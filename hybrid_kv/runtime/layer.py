@@ -1,0 +1,250 @@
+"""One layer of a cache: what it holds, what it has seen of its prompt, and what is leaving it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import Tensor
+
+from hybrid_kv.errors import ShapeError
+from hybrid_kv.plugins import Method
+from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.runtime.decode import decode
+from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.exact import attend_exact
+from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.spill import Departure, FindNearest
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import LayerKV
+from hybrid_kv.types import Evidence, LayerShape, Needs, PartialAttention
+
+_log = logging.getLogger(__name__)
+
+
+class TieredLayer:
+    """The entries of one layer under the cache's method, for all batch rows.
+
+    It is *unsealed* while its prompt is computed: everything is resident, attention exact. Sealing
+    asks the method where entries shall live. What leaves the window then departs in two steps: it
+    stays resident until its copy has arrived, and whoever reads or changes the layer settles it
+    first.
+
+    store: the entries; None before the first token.
+    """
+
+    def __init__(self, shape: LayerShape, rotary: Rotary, means: Means) -> None:
+        self.shape, self._rotary, self.means = shape, rotary, means
+        self.store: LayerKV | None = None
+        self._collectors: list[EvidenceCollector] = []
+        self._kept_evidence: tuple[Evidence, ...] | None = None
+        self._leaving: Departure | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are tokens of a prompt that has not ended."""
+        return self.store is not None and self.store.placement is None
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.store is not None and self.store.placement is not None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether entries are on their way out of the window."""
+        return self._leaving is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Batch rows, 0 before the first token."""
+        return 0 if self.store is None else self.store.num_rows
+
+    @property
+    def held(self) -> LayerKV:
+        """The store of a layer that has one.
+
+        Raises:
+            ShapeError: it has not: no token was stored.
+        """
+        if self.store is None:
+            raise ShapeError(
+                f"layer {self.shape.layer_idx} must hold a token before it is asked, got none; "
+                "pass keys and values with the first queries"
+            )
+        return self.store
+
+    # New tokens ---------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
+        store = self.store or self._open(k)
+        if k.shape[0] != store.num_rows:
+            raise ShapeError(
+                f"batch must stay at {store.num_rows} rows, got {k.shape[0]}; use a new cache"
+            )
+        method = self.means.method
+        if type(method).write is not Method.write:
+            positions = store.next_positions(k.shape[2], valid)
+            k, v = method.write(self.shape.layer_idx, k, v, positions)
+        store.append(k, v, valid)
+
+    def _open(self, k: Tensor) -> LayerKV:
+        means, rows = self.means, k.shape[0]
+        capacity = max(means.reserved_tokens, k.shape[2])
+        self.store = LayerKV(
+            *(self.shape, means.page_size, rows, k.dtype, k.device, capacity, means.ops),
+            pinned=means.pinned if k.device.type == "cuda" else None,
+        )
+        needs = means.method.needs | means.watched
+        if needs.sampled_queries or needs.last_queries:
+            self._collectors = [EvidenceCollector(needs) for _ in range(rows)]
+        return self.store
+
+    # Attention ----------------------------------------------------------------------------------
+
+    def attend(self, step: Step, widening: int = 1) -> PartialAttention:
+        """What the method reads for a step, with `widening` times its cold entries.
+
+        Returns:
+            out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
+        """
+        means, store = self.means, step.layer
+        store.cold.settle()
+        read = means.method.read(self.shape.layer_idx, step.q)
+        part = decode(step, read if widening == 1 else read.widened(widening))
+        with means.phases.measure("transfer"):
+            for row in range(store.num_rows):
+                means.work.promoted_pages += store.promote(row)
+        return part
+
+    def attend_exact(
+        self, q: Tensor, valid: Tensor | None, *, scale: float, softcap: float | None
+    ) -> PartialAttention:
+        """Everything stored, for many new tokens q [B, Hq, T, D]; watches those of a prompt."""
+        if self.is_open:
+            for row, collector in enumerate(self._collectors):
+                collector.observe(q[row] if valid is None else q[row][:, valid[row]])
+        means = self.means
+        return attend_exact(
+            means.ops, means.executor, self.held, q, valid, scale=scale, softcap=softcap
+        )
+
+    # The prompt's end ---------------------------------------------------------------------------
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """What was collected, one per batch row; empty if nobody asked for it.
+
+        After the layer was sealed only what is watched is still there.
+        """
+        if self._kept_evidence is not None:
+            return self._kept_evidence
+        return tuple(collector.evidence() for collector in self._collectors)
+
+    def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
+        """Ends the prompt: entries begin to move to where the method wants them.
+
+        Args:
+            evidence: what another cache collected of the same prompt; None for what this one did.
+        """
+        means, store = self.means, self.held
+        if evidence is None:
+            evidence = self.evidence()
+            if means.watched != Needs():
+                self._kept_evidence = evidence
+        store.seal(means.method.seal(self.shape.layer_idx, evidence))
+        store.stand_in = means.stand_ins.of(store)
+        with self._sealing():
+            self._depart(evidence, is_prompt=True)
+        _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, max(store.lengths))
+
+    @contextmanager
+    def _sealing(self) -> Iterator[None]:
+        """A part of ending a prompt, which has not ended and can be ended again if this fails."""
+        try:
+            yield
+        except BaseException:
+            self.held.unseal()
+            raise
+
+    # What leaves the window ---------------------------------------------------------------------
+
+    def move_on(self) -> None:
+        """Ends a step: what has left the window begins to depart."""
+        if self.is_sealed and self.held.overflows:  # hardly ever
+            self._depart()
+
+    def _depart(self, evidence: Sequence[Evidence] = (), *, is_prompt: bool = False) -> None:
+        """All that leaves the window leaves here: at the prompt's end, then page by page.
+
+        Args:
+            evidence: of the prompt, one per row; empty after it.
+        """
+        means, horizon = self.means, self.means.method.needs.horizon_tokens
+        asked = [self._samples(seen, horizon) for seen in evidence]
+        nearest = self.finder()
+        with means.phases.measure("transfer"):
+            leaving = Departure(
+                means.executor, self.held, asked, nearest=nearest, is_prompt=is_prompt
+            )
+        if leaving:
+            self._leaving = leaving
+            if leaving.arrived:
+                self.settle()
+
+    def _samples(self, seen: Evidence, horizon: int) -> Samples | None:
+        """What an index may learn from, turned to where decoding will ask."""
+        asked = seen.samples(self.shape.num_kv_heads, self._rotary)
+        return None if asked is None else asked.ahead(seen.num_tokens, horizon)
+
+    def settle(self) -> None:
+        """Ends what is leaving; whoever reads or changes the layer does this first."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is None:
+            return
+        phases = self.means.phases
+        with phases.measure("wait"):
+            leaving.wait()
+        sealing = self._sealing() if leaving.is_prompt else nullcontext()
+        with phases.measure("transfer"), sealing:
+            leaving.end(self.means.builds)
+        if leaving.is_prompt:
+            self._collectors = []
+
+    def reset(self) -> None:
+        """Forgets all entries."""
+        self.store, self._collectors, self._kept_evidence, self._leaving = None, [], None, None
+
+    def forget_leaving(self) -> None:
+        """Gives up what is leaving: its entries are about to be forgotten as well."""
+        self._leaving = None
+
+    def finder(self) -> FindNearest | None:
+        """What finds the best keys of a new index's samples; on the host the index is quicker."""
+        far = self.held.resident.pool.device.type != "cpu"
+        return self.nearest_keys if far and self.means.method.needs.nearest_keys else None
+
+    def nearest_keys(self, samples: Tensor, keys: Tensor) -> Tensor:
+        """The best of keys [Hkv, N, D] for samples [Hkv, G, M, D]: [Hkv, G, M, K] int32."""
+        means = self.means
+        count = min(means.method.needs.nearest_keys, keys.shape[1])
+        found = means.ops.nearest_keys(samples.flatten(1, 2), keys, count)
+        return found.view(*samples.shape[:3], count)
+
+    # Rows ---------------------------------------------------------------------------------------
+
+    def crop(self, count: int) -> None:
+        """Forgets the newest `count` tokens of every row."""
+        self.settle()
+        if self.store is not None:
+            for row, length in enumerate(self.store.lengths):
+                self.store.crop(row, min(count, length))
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row r continues from row sources[r]; pages are copied on write only."""
+        self.settle()
+        if self.store is not None:
+            self.store.fork(sources)
+        if self._collectors:
+            # Observation is over once rows fork, so rows may share what was observed.
+            self._collectors = [self._collectors[source] for source in sources]

@@ -1,0 +1,35 @@
+"""What the layers of a cache share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_kv.ops import Ops
+from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.stand_in import StandIns
+from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import Needs, Work
+from hybrid_kv.watch.phases import Phases
+
+
+@dataclass(slots=True)
+class Means:
+    """The policy of a cache, what computes and moves for it, and where it counts.
+
+    watched: evidence that somebody wants kept, beside what the method needs.
+    reserved_tokens: that are expected in a row, so that memory is taken once.
+    """
+
+    ops: Ops
+    executor: Executor
+    phases: Phases
+    page_size: int
+    pinned: PinnedAhead
+    method: Method
+    builds: IndexBuilds
+    stand_ins: StandIns
+    work: Work
+    watched: Needs = Needs()
+    reserved_tokens: int = 0
