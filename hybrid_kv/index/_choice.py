@@ -18,7 +18,7 @@ import torch
 
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.memory import host_array
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.pool import default_pool, pool_here
 
 _STREAMED_BYTES = 2**27
 _STREAMS = 3
@@ -68,6 +68,15 @@ def work_s(search: Callable[[], Any]) -> float:
     begin = thread_time()
     search()
     return thread_time() - begin
+
+
+def core_clock() -> tuple[Callable[[], float], int]:
+    """A clock in seconds, and how many threads work while it runs, as whoever calls builds.
+
+    In the background that is one thread, which may have to wait for its core.
+    """
+    pool = pool_here()
+    return (thread_time, 1) if pool is None else (perf_counter, pool.threads)
 
 
 def mean_cost(costs: Sequence[Cost]) -> Cost:

@@ -17,8 +17,10 @@ from hybrid_kv.ops.sketch_codes import SketchMap
 _QUERIES, _KEYS = 64, 8192
 _SCAN_RERANKED = 1.5
 """Candidates of the 8-bit scan, per result."""
-_ROW_WORK = 2048
-"""Bytes that could be scanned in the time that one stored key takes, beside its own."""
+_ROW_WORK, _KEY_WORK, _SCAN_KEY_WORK = 512, 12, 32
+"""Bytes of codes that could be scanned in the time of one stored key that is ranked exactly, beside
+its own; of a key's code, beside its bytes; and of a key of the 8-bit scan (docs/lab.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ def forecasts(
     group = held.queries.shape[1]
     num_keys, dim = maker.keys.shape
     row = _ROW_WORK + dim * maker.keys.itemsize
-    scan = num_keys * (dim + 4) + group * _SCAN_RERANKED * held.ids.shape[-1] * row
+    scan = num_keys * (dim + 4 + _SCAN_KEY_WORK) + group * _SCAN_RERANKED * held.ids.shape[-1] * row
     sample = _Sample(maker, held)
     found = []
     for layout in choices:
         needed = sample.needed(layout, goal)
         ranked = layout.most_reranked if needed is None else needed
-        work = num_keys * layout.scanned_bytes + group * ranked * row
+        work = num_keys * (layout.scanned_bytes + _KEY_WORK) + group * ranked * row
         found.append(Forecast(layout, needed, work / scan))
     return sorted(found, key=lambda one: (one.num_rerank is None, one.work))
 

@@ -14,7 +14,14 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, Trial, measured
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace, mean_cost
+from hybrid_kv.index._choice import (
+    Cost,
+    Pace,
+    cheapest,
+    core_clock,
+    decoding_pace,
+    mean_cost,
+)
 from hybrid_kv.index._file import read_arrays, refusing_what_is_damaged, write_arrays
 from hybrid_kv.index._parts import joined, runs
 from hybrid_kv.index._sketch_head import HeadSketch
@@ -26,7 +33,7 @@ from hybrid_kv.index.graph import GraphIndex, rows_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.pool import default_pool, pool_here
+from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
@@ -80,7 +87,7 @@ class AutoIndex(KeyIndex):
         and scan are close, both are timed.
         """
 
-        graph_tokens: config.Tokens = 4096
+        graph_tokens: config.Tokens = 32768
         graph_min_keys: config.Count = 16384
         gain: float = Field(default=0.8, ge=0)
         max_scanned: float = Field(default=0.25, gt=0, le=1)
@@ -217,6 +224,8 @@ class AutoIndex(KeyIndex):
         trials: dict[tuple[str, int], Trial] = {}
         reports: dict[int, HeadReport] = {}
         group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
+        clock, threads = core_clock()
+        begin = clock()
         for head in before.wanted:
             keys = self._keys[head]
             listed = None if nearest is None else nearest[head]
@@ -232,6 +241,7 @@ class AutoIndex(KeyIndex):
                 trials["sketch", head] = SketchTrial(keys[None], sketch, group, top_k)
             else:
                 trials["flat", head] = ScanTrial(keys[None], group, top_k)
+        build_s = threads * (clock() - begin) / len(reports)
         costs, pace = measured(trials, samples), decoding_pace()
         for head, report in reports.items():
             able = [cost for (_, of), cost in costs.items() if of == head]
@@ -244,7 +254,7 @@ class AutoIndex(KeyIndex):
             else:
                 told[head] = replace(told[head], reason=f"{told[head].reason}: {why}")
                 del graphs[head]
-        self._remember(before, reports, costs, samples, pace)
+        self._remember(before, reports, costs, samples, build_s)
         self._parts = self._composed(told, before.sketches, graphs, group)
 
     def _remember(
@@ -253,21 +263,23 @@ class AutoIndex(KeyIndex):
         reports: Mapping[int, HeadReport],
         costs: Mapping[tuple[str, int], Cost],
         samples: Tensor,
-        pace: Pace,
+        build_s: float,
     ) -> None:
-        """A head whose graph missed its goal counts as one that gained nothing."""
+        """A head whose graph missed its goal counts as one that gained nothing.
+
+        build_s: seconds of one thread for a head, its copies and its self-check included.
+        """
         if not self.params.remember:
             return
+        pace = decoding_pace()
         others = [before.costs[head] for head in reports]
         graphs = [costs.get(("graph", head), before.costs[head]) for head in reports]
-        threads = 1 if pool_here() is None else pace.threads
-        build_s = sum(report.lists_s + report.project_s for report in reports.values())
         write_crossover(
             _machine_key(self._keys, samples),
             len(self),
             graph_s=mean_cost(graphs).seconds(pace),
             other_s=mean_cost(others).seconds(pace),
-            build_s=build_s * threads / len(reports),
+            build_s=build_s,
         )
 
     def _composed(
