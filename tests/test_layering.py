@@ -33,7 +33,8 @@ LEVELS = [
     {"methods", "runtime"},
     {"models"},
     {"planning"},
-    {"api", "eval", "report"},
+    {"report"},
+    {"api", "eval"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
     {"__main__"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,11 +26,13 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.eval.profiling import ProfileArguments, Row
+    from hybrid_kv.eval.profiling import ProfileArguments
+    from hybrid_kv.eval.profiling.bench import Kept, Told
+    from hybrid_kv.report.profile import ProfileRow
     from hybrid_kv.report.schema import ProfileReport
+    from hybrid_kv.watch.recorder import Span
 
 _SWEEP = "Sweep"
-Told = Callable[["Row", str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +181,16 @@ def profile(
     known = rows_of(earlier)
     _refuse_trace_of_known(trace, known)
     silence_transformers(output)
-    rows: list[Row] = []
+    traced: list[tuple[ProfileRow, Sequence[Span]]] = []
     if earlier is not None and not lacking(arguments, known):
         report = earlier
     else:
-        report = _measure(arguments, earlier, rows, output, traces=trace is not None)
+        keep: Kept | None = None if trace is None else lambda *pair: traced.append(pair)
+        report = _measure(arguments, earlier, output, keep)
     with ExitStack() as each:  # whatever becomes of the others; the tables are the last
         each.callback(_print, report, before, output)
         if trace is not None:
-            each.callback(_write_trace, trace, rows, report)
+            each.callback(_write_trace, trace, traced, report)
         write_report(report, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -198,12 +201,10 @@ def profile(
 def _measure(
     arguments: ProfileArguments,
     earlier: ProfileReport | None,
-    rows: list[Row],
     output: OutputOptions,
-    *,
-    traces: bool,
+    keep: Kept | None,
 ) -> ProfileReport:
-    """Measures what is lacking; `rows` gets each row when it is there, the file too."""
+    """Measures what is lacking; the file gets each row when it is there."""
     from hybrid_kv.cli.profile_record import Record, lacking, rows_of
     from hybrid_kv.eval.profiling import open_bench, sweep
     from hybrid_kv.planning.rates import Rates
@@ -215,8 +216,7 @@ def _measure(
     record, ended = Record(bench, output, known), False
     try:
         with _progress(lacking(arguments, known), output) as tell:
-            for row in sweep(bench, tell, traces=traces, known=known):
-                rows.append(row)
+            for row in sweep(bench, tell, keep=keep, known=known):
                 record.add(row)
                 ended = row.status == "interrupted"
     except KeyboardInterrupt:  # between two rows
@@ -323,7 +323,7 @@ def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
     bar = Progress(*columns, console=console(stderr=True), transient=True, auto_refresh=False)
     task, seen = bar.add_task("", total=total), list[Any]()
 
-    def tell(row: Row, what: str, done: int, whole: int) -> None:
+    def tell(row: ProfileRow, what: str, done: int, whole: int) -> None:
         if not any(row is other for other in seen):
             seen.append(row)
         part = f" {100 * done // whole}%" if done else ""
@@ -335,11 +335,13 @@ def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
         yield tell
 
 
-def _write_trace(name: str, rows: list[Row], report: ProfileReport) -> None:
+def _write_trace(
+    name: str, traced: list[tuple[ProfileRow, Sequence[Span]]], report: ProfileReport
+) -> None:
     from hybrid_kv.cli.profile_tables import short_count, title
     from hybrid_kv.eval.profiling import chrome_trace
     from hybrid_kv.report.files import write_file
 
-    parts = [(f"{row.method}, {short_count(row.context_tokens)}", row.spans) for row in rows]
+    parts = [(f"{row.method}, {short_count(row.context_tokens)}", spans) for row, spans in traced]
     trace = chrome_trace(parts, {"model": title(report), "fill": report.fill})
     write_file(name, json.dumps(trace), "trace")

@@ -11,12 +11,11 @@ from hybrid_kv.cli.documents import environment_on, write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.profile_report import (
     describe_profile,
-    describe_row,
     read_profile,
     threads_here,
 )
 from hybrid_kv.errors import ConfigError, WriteError
-from hybrid_kv.eval.profiling import Bench, ProfileArguments, Row
+from hybrid_kv.eval.profiling import Bench, ProfileArguments
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.report.files import STDOUT, is_replaced
 from hybrid_kv.report.profile import ProfileRow
@@ -78,10 +77,9 @@ class Record:
         for row in known.values():
             bench.note_build(row)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ProfileRow) -> None:
         """Takes one more row and writes all of them."""
-        described = describe_row(row)
-        self._rows[_place(described)] = described
+        self._rows[_place(row)] = row
         if self._output.json is None or not is_replaced(self._output.json):
             return
         try:

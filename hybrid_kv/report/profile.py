@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from hybrid_kv.report.run import (
     AuditReport,
@@ -28,16 +28,20 @@ class BytesPerToken(Group):
 
 
 class ProfileRow(Group):
-    """One method at one context length.
+    """One method at one context length; filled while it is measured, each value checked when set.
 
     status: "ok", or why there is no result: "failed", "interrupted", "skipped"; `reason` says it in
-    a sentence. fill_s: putting synthetic KV in place, which is no TTFT. step_ms: each measured
-    decode step, wall time; tpot_ms is their mean. limit_ms: bytes_per_token at the machine's
+    a sentence, also of a row that was measured shorter than asked. fill_s: putting synthetic KV in
+    place, which is no TTFT. ttft_s, prefill_s: of a prompt that was computed, prefill_s without the
+    index builds that were waited for. step_ms: each measured decode step, wall time; tpot_ms is
+    their mean. audit: of a pass of its own. limit_ms: bytes_per_token at the machine's
     measured bandwidths. predicted_ms: by tier, as `plan` says. recorder_ratio: share of a step that
     measuring took. device_phases_ms: the device's own time by phase, null without one.
     resident_kv_bytes: KV of the resident tier, which is host memory too where there is no device.
     config: the flat configuration.
     """
+
+    model_config = ConfigDict(frozen=False, validate_assignment=True)
 
     method: str
     context_tokens: int

@@ -5,9 +5,16 @@ A value that was not measured is null, never a guess.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from hybrid_kv.types import Work
+    from hybrid_kv.watch.audit import Audit, Estimate
 
 
 class Group(BaseModel):
@@ -22,6 +29,14 @@ class Percentiles(Group):
     p50: float
     p90: float
     p99: float
+
+    @classmethod
+    def of(cls, gaps_ms: Sequence[float]) -> Percentiles | None:
+        """None of no gaps."""
+        if not gaps_ms:
+            return None
+        p50, p90, p99 = np.percentile(gaps_ms, [50, 90, 99]).tolist()
+        return cls(p50=p50, p90=p90, p99=p99)
 
 
 class PhasesMs(Group):
@@ -41,6 +56,11 @@ class PhasesMs(Group):
     other: float | None = None
     model: float | None = None
     python: float | None = None
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float]) -> PhasesMs:
+        """From seconds of a step by phase."""
+        return cls(**{phase: 1e3 * taken for phase, taken in seconds.items()})
 
 
 class WorkReport(Group):
@@ -66,12 +86,39 @@ class WorkReport(Group):
     missed_mass: float | None = None
     audited_steps: int | None = None
 
+    @classmethod
+    def of(cls, work: Work, audit: Audit | None) -> WorkReport:
+        """All null where nothing was decoded."""
+        if not work.steps:
+            return cls()
+        recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())
+        return cls(
+            scored_ratio=work.scored / work.visible,
+            retrieved_tokens=work.retrieved / work.steps,
+            most_retrieved_tokens=work.most_retrieved,
+            attended_tokens=work.attended / work.steps,
+            hot_ratio=work.hot_ratio,
+            promoted_pages=work.promoted_pages,
+            fetched_bytes=work.fetched_bytes,
+            recall_at_k=None if recall is None else recall.mean,
+            missed_mass=None if missed is None else missed.mean,
+            audited_steps=None if audit is None else len(audit.findings),
+        )
+
 
 class EstimateReport(Group):
     """A mean and half the width of its 95% confidence interval, null from one look."""
 
     mean: float
     half_width: float | None = None
+
+    @classmethod
+    def of(cls, estimate: Estimate | None) -> EstimateReport | None:
+        """None of none."""
+        if estimate is None:
+            return None
+        width = estimate.half_width
+        return cls(mean=estimate.mean, half_width=None if isnan(width) else width)
 
 
 class AuditedHead(Group):
@@ -101,6 +148,30 @@ class AuditReport(Group):
     missed_by_index: EstimateReport | None = None
     output_error: EstimateReport | None = None
     heads: tuple[AuditedHead, ...] = ()
+
+    @classmethod
+    def of(cls, audit: Audit) -> AuditReport:
+        """What the looks at single heads found."""
+        looks = audit.looks()
+        return cls(
+            looks=len(audit.findings),
+            recall_at_k=EstimateReport.of(audit.recall()),
+            missed_mass=EstimateReport.of(audit.missed_mass()),
+            missed_by_index=EstimateReport.of(audit.missed_by_index()),
+            output_error=EstimateReport.of(audit.output_error()),
+            heads=tuple(
+                AuditedHead(
+                    layer=head.target.layer_idx,
+                    kv_head=head.target.kv_head,
+                    looks=looks[head.target],
+                    recall_at_k=head.recall,
+                    missed_mass=head.missed_mass,
+                    missed_by_index=head.missed_by_index,
+                    output_error=head.output_error,
+                )
+                for head in audit.heads()
+            ),
+        )
 
 
 class MemoryBytes(Group):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import CapacityError, ConfigError
 from hybrid_kv.eval.filling import SyntheticContext, context_bytes
-from hybrid_kv.eval.profiling import ProfileArguments, Row, chrome_trace, open_bench, sweep
+from hybrid_kv.eval.profiling import ProfileArguments, chrome_trace, open_bench, sweep
 from hybrid_kv.eval.profiling import bench as sweep_module
 from hybrid_kv.eval.profiling import row as row_module
 from hybrid_kv.eval.profiling import steps as steps_module
@@ -29,6 +29,7 @@ from hybrid_kv.planning.facts import model_facts
 from hybrid_kv.planning.forecast import BuildForecast
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.planning.traffic import bytes_per_step
+from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 from hybrid_kv.watch import phases as phases_module
 from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Span
@@ -43,9 +44,22 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_module, "measure_rates", lambda _: Rates(50, 50, 20))
 
 
-def rows_of(**values: Any) -> dict[tuple[str, int], Row]:
+def rows_of(**values: Any) -> dict[tuple[str, int], ProfileRow]:
     asked = ProfileArguments.of({**TINY, **SMALL, **values})
     return {(row.method, row.context_tokens): row for row in sweep(open_bench(asked))}
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[row_module.RowMeasurement]:
+    """What has measured the rows, with the counts that it made them of."""
+    run, seen = row_module.RowMeasurement.run, list[row_module.RowMeasurement]()
+
+    def kept(self: row_module.RowMeasurement) -> None:
+        seen.append(self)
+        run(self)
+
+    monkeypatch.setattr(row_module.RowMeasurement, "run", kept)
+    return seen
 
 
 def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +77,14 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
         contexts=(200,), methods=("full", "flat", "quest"), fill="synthetic", settings=SLIM
     )
     for row in rows.values():
-        assert row.steps is not None
-        phases, taken = row.steps.phases_s(), row.steps.step_s
-        mean = sum(taken) / len(taken)
+        phases = {name: ms for name, ms in row.phases_ms if ms is not None}
+        mean = sum(row.step_ms) / len(row.step_ms)
         assert sum(phases.values()) == pytest.approx(mean)
         assert abs(phases["other"]) <= 0.03 * mean, row.method
         assert phases["model"] > 0
         assert phases["python"] > 0
         assert phases["resident_attention"] > 0
-    flat = rows["flat", 200].steps
-    assert flat is not None
-    assert flat.phases_s()["search"] > 0
+    assert rows["flat", 200].phases_ms.search
 
 
 def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +115,16 @@ def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.Monke
     assert parts["other"] == 0.0
 
 
-def test_warm_up_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_is_apart(measurements: list[row_module.RowMeasurement]) -> None:
     rows = rows_of(contexts=(100,), methods=("full",), warmup_tokens=3, new_tokens=6, audit_every=0)
     row = rows["full", 100]
-    assert row.steps is not None
-    assert row.work is not None
-    assert len(row.steps.times_s) == 1 + 3 + 6
-    assert row.steps.step_s == [b - a for a, b in pairwise(row.steps.times_s[3:])]
-    assert row.work.steps == 6 * 2 * 6  # of measured steps, two layers and six query heads
-    assert row.tpot_ms == pytest.approx(1e3 * sum(row.steps.step_s) / 6)
+    steps, work = measurements[0]._steps, measurements[0]._work
+    assert steps is not None
+    assert work is not None
+    assert len(steps.times_s) == 1 + 3 + 6
+    assert row.step_ms == tuple(1e3 * (b - a) for a, b in pairwise(steps.times_s[3:]))
+    assert work.steps == 6 * 2 * 6  # of measured steps, two layers and six query heads
+    assert row.tpot_ms == pytest.approx(sum(row.step_ms) / 6)
     assert row.audit is None
 
 
@@ -128,34 +140,36 @@ def test_rows_say_what_was_measured(fill: str) -> None:
     assert row.index_build_s > 0
     if row.ttft_s is not None and row.prefill_s is not None:
         assert 0 < row.prefill_s < row.ttft_s
-    assert row.host_kv_bytes
+    assert row.memory_bytes.host_kv
     assert row.predicted_ms["search"] > 0
     assert row.limit_ms is not None
     assert row.limit_ms > 0
     assert row.recorder_ratio is not None
     assert row.recorder_ratio > 0
     assert row.audit is not None
-    assert len(row.audit.findings) == 2  # in 5 steps every second
-    recall, missed = row.audit.recall(), rows["full", 333].audit.missed_mass()  # type: ignore[union-attr]
-    assert recall is not None
-    assert recall.mean == 1.0
-    assert missed is not None
-    assert missed.mean < 1e-5
-    assert rows["full", 333].host_kv_bytes == 0
-    assert rows["full", 333].audit.recall() is None  # type: ignore[union-attr]
+    assert row.audit.looks == 2  # in 5 steps every second
+    full = rows["full", 333]
+    assert full.audit is not None
+    assert row.audit.recall_at_k is not None
+    assert row.audit.recall_at_k.mean == row.work.recall_at_k == 1.0
+    assert full.audit.missed_mass is not None
+    assert full.audit.missed_mass.mean < 1e-5
+    assert full.memory_bytes.host_kv == 0
+    assert full.audit.recall_at_k is None
 
 
-def test_the_audit_takes_no_part_in_the_times() -> None:
+def test_the_audit_takes_no_part_in_the_times(
+    measurements: list[row_module.RowMeasurement],
+) -> None:
     with_looks = rows_of(contexts=(300,), methods=("flat",), audit_every=1, settings=SLIM)[
         "flat", 300
     ]
-    assert with_looks.steps is not None
     assert with_looks.audit is not None
-    assert len(with_looks.steps.step_s) == 5
-    assert len(with_looks.audit.findings) == 5
-    assert "audit" not in with_looks.steps.phases_s()
-    assert with_looks.work is not None
-    assert with_looks.work.steps == 5 * 2 * 6
+    assert len(with_looks.step_ms) == 5
+    assert with_looks.audit.looks == 5
+    work = measurements[0]._work
+    assert work is not None
+    assert work.steps == 5 * 2 * 6
 
 
 def test_a_method_that_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +214,9 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
     # A row hands over its prompt and 7 tokens, so that the second one ends with its sixth.
     rows = list(rows_of(contexts=(90,), methods=("full", "flat", "quest"), audit_every=0).values())
     assert [(row.method, row.status) for row in rows] == [("full", "ok"), ("flat", "interrupted")]
-    assert rows[1].steps is not None
-    assert len(rows[1].steps.step_s) == 4
+    assert len(rows[1].step_ms) == 4
     assert rows[1].tpot_ms is not None
+    assert rows[1].work.attended_tokens
 
 
 def test_a_row_that_takes_too_long_is_measured_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,14 +225,13 @@ def test_a_row_that_takes_too_long_is_measured_shorter(monkeypatch: pytest.Monke
         contexts=(90,), methods=("flat",), new_tokens=20, audit_every=0, row_limit_s=99.0
     )["flat", 90]
     assert row.status == "ok"
-    assert row.steps is not None
-    assert len(row.steps.step_s) == 4
+    assert len(row.step_ms) == 4
     assert row.reason == "4 of 20 steps were measured, the row limit is 99 s"
     looked = rows_of(
         contexts=(90,), methods=("flat",), new_tokens=20, audit_every=3, row_limit_s=99.0
     )["flat", 90]
     assert looked.audit is not None
-    assert len(looked.audit.findings) == 1
+    assert looked.audit.looks == 1
 
 
 def test_filling_that_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +264,9 @@ def test_what_took_too_long_once_is_not_tried_with_more(monkeypatch: pytest.Monk
 def test_what_layers_share_is_not_expected_again() -> None:
     asked = ProfileArguments.of({**TINY, "row_limit_s": 100.0})
     around = row_module.Surroundings(asked, *[None] * 5)  # type: ignore[arg-type]
-    measurement = row_module.RowMeasurement(around, Row("hybrid", 9, hkv.HybridConfig()), None)
+    measurement = row_module.RowMeasurement(
+        around, ProfileRow(method="hybrid", context_tokens=9, status="ok"), hkv.HybridConfig(), None
+    )
     measurement._begin -= 80.0
     measurement._keep_to_limit("filling", 1, 2, 10.0)
     with pytest.raises(Overtime, match=r"about 110 s \(1 of 2 took 80 s\)"):
@@ -293,8 +308,10 @@ def test_a_forecast_follows_what_was_measured() -> None:
     ("serving", "counts"), [([], True), (["flat", "graph"], True), (["flat", "flat"], False)]
 )
 def test_a_graph_that_was_not_built_teaches_no_forecast(serving: list[str], counts: bool) -> None:
-    row = Row("hybrid", 1000, hkv.HybridConfig(), index=[{"serves": name} for name in serving])
-    row.index_build_s = 2.0
+    served = tuple({"serves": name} for name in serving)
+    row = ProfileRow(
+        method="hybrid", context_tokens=1000, status="ok", index=served, index_build_s=2.0
+    )
     bench = open_bench(ProfileArguments.of({**TINY, "contexts": (64,)}))
     bench.note_build(row)
     assert bench.forecast.knows("hybrid") is counts
@@ -443,8 +460,9 @@ def test_a_trace_nests_step_layer_and_phase() -> None:
     asked = ProfileArguments.of(
         {**TINY, **SMALL, "contexts": (200,), "methods": ("flat", "full"), "settings": SLIM}
     )
-    rows = list(sweep(open_bench(asked), traces=True))
-    trace = chrome_trace([(row.method, row.spans) for row in rows], {"model": "tiny"})
+    kept: list[tuple[str, Sequence[Span]]] = []
+    list(sweep(open_bench(asked), keep=lambda row, spans: kept.append((row.method, spans))))
+    trace = chrome_trace(kept, {"model": "tiny"})
     assert json.loads(json.dumps(trace)) == trace
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["flat", "full"]
@@ -467,7 +485,9 @@ def _holds(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
     )
 
 
-def test_a_device_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_has_times_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, measurements: list[row_module.RowMeasurement]
+) -> None:
     told = 0
 
     class Event:
@@ -487,16 +507,18 @@ def test_a_device_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ProfileArguments.of(
         {**TINY, **SMALL, "contexts": (200,), "methods": ("full",), "audit_every": 0}
     )
-    row = next(iter(sweep(open_bench(asked), traces=True)))
-    assert row.steps is not None
-    device = row.steps.device_phases_s()
+    row = next(iter(sweep(open_bench(asked), keep=lambda *_: None)))
+    steps = measurements[0]._steps
+    assert steps is not None
+    device = steps.device_phases_s()
+    assert row.device_phases_ms.merge == 1e3 * device["merge"]
     # In each of two layers: attention begins, its parts begin and end, attention ends.
-    parts = sum(row.steps.device_s[name] for name in ("resident_attention", "select", "merge")) / 5
+    parts = sum(steps.device_s[name] for name in ("resident_attention", "select", "merge")) / 5
     assert parts == device["resident_attention"] + device["select"] + device["merge"]
     assert device["merge"] == 2
     assert device["model"] == 3  # before, between and behind the layers
-    assert {span.lane for span in row.spans} == {HOST, DEVICE}
-    assert sum(row.steps.phases_s().values()) == pytest.approx(1e-3 * row.tpot_ms)  # type: ignore[operator]
+    assert {span.lane for span in measurements[0].spans} == {HOST, DEVICE}
+    assert sum(steps.phases_s().values()) == pytest.approx(1e-3 * row.tpot_ms)  # type: ignore[operator]
 
 
 def test_a_trace_has_a_lane_for_the_device() -> None:
@@ -536,7 +558,7 @@ def test_memory_of_a_made_up_context_is_bounded_from_above() -> None:
     assert 0 < held < context_bytes(info.layers, 5000, 2) < 3 * held
 
 
-def watch_reports(tell: list[str]) -> Callable[[Row, str, int, int], None]:
+def watch_reports(tell: list[str]) -> Callable[[ProfileRow, str, int, int], None]:
     return lambda row, what, done, total: tell.append(what)
 
 

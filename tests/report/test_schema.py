@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report import RunReport, probe_environment, read_report, schema
+from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.schema import parse_report, to_json
 
 RUN_KEYS = [
@@ -162,3 +163,16 @@ def test_a_damaged_report_is_called_by_the_users_names() -> None:
         parse_report(json.dumps(data))
     assert "damaged: new_tokens: input should be a valid integer" in str(caught.value)
     assert "Value error" not in str(caught.value)
+
+
+def test_a_row_is_checked_when_a_value_is_set() -> None:
+    """Rows are filled while they are measured; what JSON cannot say is refused at once."""
+    row = ProfileRow(method="full", context_tokens=37, status="ok")
+    row.limit_ms = 2.5
+    with pytest.raises(ValidationError, match="finite"):
+        row.limit_ms = float("nan")
+    with pytest.raises(ValidationError, match="status"):
+        row.status = "fine"  # type: ignore[assignment]
+    with pytest.raises(ValidationError, match="no attribute"):
+        row.limits_ms = 2.5  # type: ignore[attr-defined]
+    assert row.limit_ms == 2.5

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +14,7 @@ from hybrid_kv.errors import CapacityError, ConfigError, HybridKVError
 from hybrid_kv.eval.filling import SyntheticContext, context_bytes
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
 from hybrid_kv.eval.profiling.room import USABLE, host_bytes, lack_of_room
-from hybrid_kv.eval.profiling.row import Overtime, Progress, Row, RowMeasurement, Surroundings
+from hybrid_kv.eval.profiling.row import Overtime, Progress, RowMeasurement, Surroundings
 from hybrid_kv.models.load import load_config, load_model, resolve_device
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.ops.host_memory import FreeMemory, free_memory
@@ -24,20 +23,14 @@ from hybrid_kv.planning.forecast import BuildForecast
 from hybrid_kv.planning.planner import Machine, ModelFacts, make_plan
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.planning.traffic import index_of
+from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import ModelInfo
+from hybrid_kv.watch.recorder import Span
 
-
-class BuiltRow(Protocol):
-    """A row that was measured now or in an earlier run."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def index_build_s(self) -> float | None: ...
-    @property
-    def index(self) -> Sequence[Mapping[str, Any]]: ...
+Told = Callable[[ProfileRow, str, int, int], None]
+"""Called with a row, what is being done for it, how much of that is done, and how much there is."""
+Kept = Callable[[ProfileRow, Sequence[Span]], None]
+"""Called with a row and the spans of a few steps."""
 
 
 @dataclass(slots=True)
@@ -63,7 +56,7 @@ class Bench:
     def info(self) -> ModelInfo:
         return inspect_model(self.model)
 
-    def note_build(self, row: BuiltRow) -> None:
+    def note_build(self, row: ProfileRow) -> None:
         """Learns from a row how long its index takes."""
         # Where none of the heads was long enough for a graph, its time says nothing of graphs.
         serving = {head["serves"] for head in row.index if "serves" in head}
@@ -122,11 +115,11 @@ def _lack(
 
 def sweep(
     bench: Bench,
-    report: Callable[[Row, str, int, int], None] | None = None,
+    report: Told | None = None,
     *,
-    traces: bool = False,
+    keep: Kept | None = None,
     known: Collection[tuple[str, int]] = (),
-) -> Iterator[Row]:
+) -> Iterator[ProfileRow]:
     """The rows, context by context, each as soon as it is measured.
 
     A row that fails says why, and the next one follows. After Ctrl-C the row that it has met is the
@@ -135,7 +128,7 @@ def sweep(
     Args:
         report: called with the row under way, what is done, how much of it, and how much there is;
             not while steps are measured.
-        traces: whether rows keep the spans of a few steps more.
+        keep: gets the spans of a few steps more of each row.
         known: methods and contexts that need not be measured.
     """
     contexts = _Contexts(bench)
@@ -143,11 +136,17 @@ def sweep(
         for method, config in bench.configs.items():
             if (method, num_tokens) in known:
                 continue
-            row = Row(method, num_tokens, config, _predicted(bench, config, num_tokens))
-            row.reason = bench.asked.changed(config)
+            row = ProfileRow(
+                method=method,
+                context_tokens=num_tokens,
+                status="ok",
+                reason=bench.asked.changed(config),
+                config=config.flat(),
+                predicted_ms=_predicted(bench, config, num_tokens),
+            )
             tell = _teller(row, report)
             try:
-                _measure(bench, row, contexts, tell, traces=traces)
+                _measure(bench, row, contexts, tell, keep)
             except KeyboardInterrupt:
                 row.status, row.reason = "interrupted", "ended by the user"
             yield row
@@ -156,7 +155,7 @@ def sweep(
             gc.collect()  # caches hold each other and gigabytes
 
 
-def _teller(row: Row, report: Callable[[Row, str, int, int], None] | None) -> Progress:
+def _teller(row: ProfileRow, report: Told | None) -> Progress:
     def tell(what: str, done: int, total: int) -> None:
         if report is not None:
             report(row, what, done, total)
@@ -197,13 +196,19 @@ class _Contexts:
 
 
 def _measure(
-    bench: Bench, row: Row, contexts: _Contexts, report: Progress, *, traces: bool
+    bench: Bench, row: ProfileRow, contexts: _Contexts, report: Progress, keep: Kept | None
 ) -> None:
+    traces, config = keep is not None, bench.configs[row.method]
     around = Surroundings(bench.asked, bench.model, bench.facts, bench.rates, report, traces)
     try:
         context = contexts.of(row.context_tokens, report)
         _keep_to_limits(bench, row, context)
-        RowMeasurement(around, row, context).run()
+        measurement = RowMeasurement(around, row, config, context)
+        try:
+            measurement.run()
+        finally:
+            if keep is not None:
+                keep(row, measurement.spans)
     except Overtime as reason:
         row.status, row.reason = "skipped", str(reason)
         if reason.expected_s is not None:
@@ -218,9 +223,10 @@ def _sentence(error: Exception) -> str:
     return text if isinstance(error, HybridKVError) else f"{type(error).__name__}: {text}"
 
 
-def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) -> None:
+def _keep_to_limits(bench: Bench, row: ProfileRow, context: SyntheticContext | None) -> None:
     """Raises Overtime where the memory that is free now, or the time of a row, is too short."""
-    asked, index = bench.asked, index_of(row.config)
+    asked, config = bench.asked, bench.configs[row.method]
+    index = index_of(config)
     if (lack := _lack_now(bench, row, context)) is not None:
         if context is None or not context.forget_kv():
             raise Overtime(lack)
@@ -228,7 +234,7 @@ def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) ->
             raise Overtime(lack)
     if asked.row_limit_s is None or index is None:
         return
-    if context is not None and not bench.forecast.knows(row.method) and _is_stubborn(row.config):
+    if context is not None and not bench.forecast.knows(row.method) and _is_stubborn(config):
         keys, _ = context.kv(bench.info.layers[0].layer_idx, bench.model.dtype)
         heads = sum(shape.num_kv_heads for shape in bench.info.layers)
         bench.forecast.probe(row.method, index, keys[0, :1], heads)
@@ -241,9 +247,10 @@ def _keep_to_limits(bench: Bench, row: Row, context: SyntheticContext | None) ->
         )
 
 
-def _lack_now(bench: Bench, row: Row, context: SyntheticContext | None) -> str | None:
+def _lack_now(bench: Bench, row: ProfileRow, context: SyntheticContext | None) -> str | None:
     """As `_lack`, with the model loaded, and the context made where it is made up."""
-    needed = host_bytes(bench.asked, bench.facts, row.config, row.context_tokens, on_device=True)
+    config = bench.configs[row.method]
+    needed = host_bytes(bench.asked, bench.facts, config, row.context_tokens, on_device=True)
     if context is not None:
         needed.pop("the made-up context", None)
     free = free_memory()

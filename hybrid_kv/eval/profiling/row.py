@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.eval.filling import SyntheticContext, filled_cache
 from hybrid_kv.eval.profiling.arguments import TRACED_STEPS, ProfileArguments
-from hybrid_kv.eval.profiling.steps import Steps, StepWatch, generate
+from hybrid_kv.eval.profiling.steps import Steps, StepWatch, decoder_layers, generate
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.planning.planner import ModelFacts
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.planning.traffic import bytes_per_step, limit_ms
+from hybrid_kv.report.profile import BytesPerToken, ProfileRow
+from hybrid_kv.report.run import AuditReport, MemoryBytes, Percentiles, PhasesMs, WorkReport
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token
 from hybrid_kv.watch.audit import Audit
@@ -29,7 +31,6 @@ from hybrid_kv.watch.peak import PeakMemory
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, cost_of_measuring
 from hybrid_kv.watch.recorder import Recorder, Span, device_clock
 
-Status = Literal["ok", "failed", "interrupted", "skipped"]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
@@ -45,57 +46,6 @@ class Overtime(Exception):  # noqa: N818 (an event, not a failure)
         self.expected_s = expected_s
 
 
-@dataclass(slots=True)
-class Row:
-    """What was measured; None or empty where nothing was.
-
-    status: "ok", or why there is no result, with `reason` in a sentence (which an "ok" row has
-    where it was measured shorter than asked). fill_s: putting made-up KV in place; ttft_s,
-    prefill_s: of a prompt that was computed, prefill_s without the index builds that were waited
-    for. steps: the timed pass. measuring_s: what measuring one piece of work costs. peak_bytes: of
-    the process during the row. audit: of a pass of its own. spans: of a pass of its own.
-    """
-
-    method: str
-    context_tokens: int
-    config: HybridConfig
-    predicted_ms: dict[str, float] = field(default_factory=dict)
-    status: Status = "ok"
-    reason: str | None = None
-    fill_s: float | None = None
-    ttft_s: float | None = None
-    prefill_s: float | None = None
-    index_build_s: float | None = None
-    steps: Steps | None = None
-    measuring_s: float = 0.0
-    work: Work | None = None
-    audit: Audit | None = None
-    device_peak: int | None = None
-    device_kv_bytes: int | None = None
-    host_kv_bytes: int | None = None
-    host_index_bytes: int | None = None
-    peak_bytes: int | None = None
-    bytes_per_step: dict[str, int] = field(default_factory=dict)
-    limit_ms: float | None = None
-    backends: dict[str, str] = field(default_factory=dict)
-    index: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Mean of the measured steps."""
-        taken = [] if self.steps is None else self.steps.step_s
-        return 1e3 * sum(taken) / len(taken) if taken else None
-
-    @property
-    def recorder_ratio(self) -> float | None:
-        """Share of a step that measuring it took."""
-        taken = [] if self.steps is None else self.steps.step_s
-        if self.steps is None or not taken:
-            return None
-        return self.measuring_s * self.steps.entered / sum(taken)
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What the rows of a profile share."""
@@ -109,15 +59,29 @@ class Surroundings:
 
 
 class RowMeasurement:
-    """Measures one row into `row`, which holds what there is so far at any moment.
+    """Measures one row into `row`; what there is so far is in it however `run` ends.
 
     Args:
+        config: of the row's method.
         context: the made-up KV; None where a prompt is computed.
+
+    spans: of a pass of its own, where they are wanted.
     """
 
-    def __init__(self, around: Surroundings, row: Row, context: SyntheticContext | None) -> None:
-        self._around, self.row, self._context = around, row, context
+    def __init__(
+        self,
+        around: Surroundings,
+        row: ProfileRow,
+        config: HybridConfig,
+        context: SyntheticContext | None,
+    ) -> None:
+        self._around, self.row, self._config, self._context = around, row, config, context
         self._asked, self._model = around.asked, around.model
+        self.spans: list[Span] = []
+        self._steps: Steps | None = None
+        self._work: Work | None = None
+        self._audit: Audit | None = None
+        self._measuring_s = 0.0
         self._begin = perf_counter()
 
     def run(self) -> None:
@@ -127,13 +91,12 @@ class RowMeasurement:
             Overtime: filling would take longer than the row may.
             Exception: whatever fails.
         """
-        row, device = self.row, self._model.device
-        peak = PeakMemory()
+        device, peak = self._model.device, PeakMemory()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with ExitStack() as stack, torch.inference_mode():
-            stack.callback(self._take_peaks, peak)
-            runtime = stack.enter_context(attach(self._model, row.config))
+            stack.callback(self._conclude, peak)
+            runtime = stack.enter_context(attach(self._model, self._config))
             cache = self._fill(runtime)
             stack.callback(cache.close)
             ids = self._timed(cache)
@@ -181,7 +144,7 @@ class RowMeasurement:
     @contextmanager
     def _prefill_watched(self, num_tokens: int) -> Any:
         """Progress and time limit while a prompt is computed, chunk by chunk."""
-        layers = [m for m in self._model.modules() if isinstance(_attention_of(m), nn.Module)]
+        layers = decoder_layers(self._model)
         total, done = num_tokens * len(layers), 0
 
         def seen(module: nn.Module, args: Any, output: Any) -> None:
@@ -192,7 +155,7 @@ class RowMeasurement:
             if done == total:
                 remove()
 
-        hooks = [_attention_of(layer).register_forward_hook(seen) for layer in layers]
+        hooks = [layer.self_attn.register_forward_hook(seen) for layer in layers]
 
         def remove() -> None:
             for hook in hooks:
@@ -208,10 +171,10 @@ class RowMeasurement:
     def _timed(self, cache: TieredCache) -> Tensor:
         """Warm-up and the measured steps; all ids."""
         asked, row = self._asked, self.row
-        row.measuring_s = self._cost_of_measuring()
+        self._measuring_s = self._cost_of_measuring()
         watch = StepWatch(self._model, cache, asked.warmup_tokens, self._recorder())
         cache.kv.reserve(row.context_tokens + asked.steps)
-        row.steps, row.work = watch.steps, watch.work
+        self._steps, self._work = watch.steps, watch.work
         count, begin = 1 + asked.warmup_tokens + asked.new_tokens, perf_counter()
         waited = cache.kv.phases.seconds[INDEX_BUILD]
         ids = self._prompt()
@@ -262,7 +225,7 @@ class RowMeasurement:
         watch = StepWatch(self._model, cache, 0, recorder)
         ids = generate(watch, ids, 1 + TRACED_STEPS, lambda: False)
         begin = watch.steps.times_s[0]  # what comes before the first token is no whole step
-        self.row.spans = [span for span in recorder.spans if span.begin_s >= begin]
+        self.spans = [span for span in recorder.spans if span.begin_s >= begin]
         return ids
 
     def _audited(self, cache: TieredCache, ids: Tensor) -> None:
@@ -275,7 +238,7 @@ class RowMeasurement:
             cache.kv.info.layers,
             SyncExecutor(),
         )
-        self.row.audit = auditor.audit
+        self._audit = auditor.audit
         watch = StepWatch(self._model, cache, 0)
         generate(watch, ids, asked.new_tokens, self._is_over, fewest=asked.audit_every)
         auditor.settle()
@@ -289,35 +252,53 @@ class RowMeasurement:
         """Tiers and traffic as the timed pass has left them."""
         row, kv = self.row, cache.kv
         layers = kv.stores
-        row.device_kv_bytes = sum(
+        row.resident_kv_bytes = sum(
             bytes_per_token(layer.shape, layer.cold.dtype) * layer.resident.num_tokens(0)
             for layer in layers.values()
         )
-        row.host_kv_bytes = sum(
-            layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers.values()
+        stores = [layer.cold for layer in layers.values()]
+        row.memory_bytes = MemoryBytes(
+            host_kv=sum(cold.kv_bytes + cold.overhead_bytes for cold in stores),
+            host_index=sum(cold.index_bytes for cold in stores),
         )
-        row.host_index_bytes = sum(layer.cold.index_bytes for layer in layers.values())
         row.backends = dict(kv.ops.served)
-        row.index = [
+        row.index = tuple(
             {"layer": layer_idx, **head}
             for layer_idx, layer in sorted(layers.items())
             for head in layer.cold.describe_indexes()
-        ]
-        if row.steps is not None and row.work is not None:
-            row.bytes_per_step = bytes_per_step(
+        )
+        if self._steps is not None and self._work is not None:
+            read = bytes_per_step(
                 self._around.facts,
                 kv,
-                row.work,
-                selects=row.steps.phases_s().get("select", 0) > 0,
+                self._work,
+                selects=self._steps.phases_s().get("select", 0) > 0,
                 on_device=self._model.device.type != "cpu",
             )
-            row.limit_ms = limit_ms(row.bytes_per_step, kv, self._around.rates)
+            row.bytes_per_token = BytesPerToken(**read)
+            row.limit_ms = limit_ms(read, kv, self._around.rates)
 
-    def _take_peaks(self, peak: PeakMemory) -> None:
-        self.row.peak_bytes = peak.bytes()
-        if self._model.device.type == "cuda":
-            self.row.device_peak = torch.cuda.max_memory_allocated(self._model.device)
+    def _conclude(self, peak: PeakMemory) -> None:
+        """What is known at the end, which an error or the user may have brought about."""
+        row, device = self.row, self._model.device
+        peaks = {"host_peak": peak.bytes()}
+        if device.type == "cuda":
+            peaks["device_peak"] = torch.cuda.max_memory_allocated(device)
+        row.memory_bytes = row.memory_bytes.model_copy(update=peaks)
+        if self._steps is not None:
+            self._tell_times(self._steps)
+        if self._work is not None:
+            row.work = WorkReport.of(self._work, self._audit)
+        if self._audit is not None:
+            row.audit = AuditReport.of(self._audit)
 
-
-def _attention_of(module: nn.Module) -> Any:
-    return getattr(module, "self_attn", None)
+    def _tell_times(self, steps: Steps) -> None:
+        row, taken = self.row, steps.step_s
+        if not taken:
+            return
+        row.step_ms = tuple(1e3 * seconds for seconds in taken)
+        row.tpot_ms = sum(row.step_ms) / len(taken)
+        row.itl_ms = Percentiles.of(row.step_ms)
+        row.phases_ms = PhasesMs.of(steps.phases_s())
+        row.device_phases_ms = PhasesMs.of(steps.device_phases_s())
+        row.recorder_ratio = self._measuring_s * steps.entered / sum(taken)

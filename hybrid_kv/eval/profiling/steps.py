@@ -138,9 +138,8 @@ class StepWatch(BaseStreamer):
         """Spans of whole decoder layers, where spans are kept."""
         if self._recorder is None or not self._recorder.keeps_spans:
             return []
-        layers = [m for m in self._model.modules() if isinstance(_attention_of(m), nn.Module)]
         hooks: list[Any] = []
-        for idx, layer in enumerate(layers):
+        for idx, layer in enumerate(decoder_layers(self._model)):
             begun: list[float] = []
             hooks.append(
                 layer.register_forward_pre_hook(
@@ -189,11 +188,12 @@ class StepWatch(BaseStreamer):
         """See `BaseStreamer`."""
 
 
-def _attention_of(module: nn.Module) -> object:
-    return getattr(module, "self_attn", None)
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The modules that have an attention, `self_attn`, in the order of the model."""
+    return [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
 
 
-class _Overtime(StoppingCriteria):
+class _TimeIsOver(StoppingCriteria):
     """Ends a generation that takes too long, once enough steps are measured."""
 
     def __init__(self, watch: StepWatch, is_over: Callable[[], bool], fewest: int) -> None:
@@ -230,7 +230,7 @@ def generate(
             max_new_tokens=count,
             do_sample=False,
             streamer=watch,
-            stopping_criteria=[_Overtime(watch, is_over, fewest)],
+            stopping_criteria=[_TimeIsOver(watch, is_over, fewest)],
             **({} if known is not None else {"pad_token_id": 0}),
         )
     return output
