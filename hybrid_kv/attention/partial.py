@@ -1,6 +1,8 @@
-"""Partial attention over the three shapes in which entries come: shared, causal, retrieved."""
+"""Partial attention over the shapes in which entries come: shared, causal, retrieved, ragged."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -80,6 +82,7 @@ def attend_retrieved(
     *,
     scale: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> PartialAttention:
     """Every query over entries of its own.
 
@@ -87,10 +90,39 @@ def attend_retrieved(
         q: [Hkv, M, D].
         k, v: [Hkv, N, D].
         ids: [Hkv, M, K] rows of k and v, -1 for none.
+        bias: [Hkv, M, K] float32, added to the logits.
 
     Returns:
         out [Hkv, M, D], lse [Hkv, M].
     """
     if 0 in ids.shape:
         return empty_partial(q)
-    return ops.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)
+    return ops.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap, bias=bias)
+
+
+def attend_ragged(
+    ops: Ops,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> PartialAttention:
+    """Every grouped query over as many rows as its KV head has.
+
+    Args:
+        q: [Hkv, M, D].
+        k, v: [N, D], the rows of all heads.
+        starts, lengths: by head its first row, and how many it has.
+        bias: [N] float32, added to the logits.
+
+    Returns:
+        out [Hkv, M, D], lse [Hkv, M].
+    """
+    if q.shape[1] == 0 or not any(lengths):
+        return empty_partial(q)
+    return ops.attend_ragged(q, k, v, starts, lengths, scale=scale, softcap=softcap, bias=bias)

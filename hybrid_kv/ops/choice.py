@@ -19,6 +19,7 @@ _CANDIDATES = {
     "attend_visible": ("native",),
     "attend_causal": ("torch_cpu", "torch_cuda"),
     "attend_retrieved": ("native",),
+    "attend_ragged": ("native", "triton"),
     "page_scores": ("native", "triton"),
     "choose_pages": ("triton",),
     # FlashInfer compiles for minutes at its first use, so it serves those who ask for it.
@@ -56,8 +57,8 @@ def choose_backend(
         plain: attend, attend_causal: what torch has fused kernels for (no softcap, no sliding
             window); attend_pages: what FlashInfer has kernels for.
         pairs: queries times keys; torch's kernels take neither without the other.
-        few: attend, attend_visible: few queries, and no bias; the engine reads each key once for
-            all of them, torch's kernel is made for many.
+        few: attend (without a bias), attend_visible, attend_ragged: few queries; the engine reads
+            each key once for all of them, torch's kernel is made for many.
     """
     candidates = _CANDIDATES[op]
     if requested in ("reference", *FUSED):

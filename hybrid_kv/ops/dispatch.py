@@ -114,22 +114,62 @@ class Ops:
         *,
         scale: float,
         softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> PartialAttention:
         """Queries q [H, M, D] over rows ids [H, M, K] of k, v [H, N, D]; a negative id is none.
 
         The engine reads keys and values where they lie; the others gather them first.
+
+        Args:
+            bias: [H, M, K] float32, added to the logits; None for none.
         """
         here = ("native",) if native.serves(k, v) else ()
         if self._choose("attend_retrieved", q, here=here) == "native":
-            return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap)
+            return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap, bias=bias)
         heads = torch.arange(len(ids), device=ids.device)[:, None, None]
         rows = ids.clamp_min(0)
-        bias = torch.zeros(ids.shape, device=ids.device).masked_fill_(ids < 0, -torch.inf)
-        bias = bias[:, :, None]
+        added = torch.zeros(ids.shape, device=ids.device) if bias is None else bias
+        added = added.masked_fill(ids < 0, -torch.inf)[:, :, None]
         part = self.attend(
-            q[:, :, None], k[heads, rows], v[heads, rows], scale=scale, bias=bias, softcap=softcap
+            q[:, :, None], k[heads, rows], v[heads, rows], scale=scale, bias=added, softcap=softcap
         )
         return PartialAttention(part.out[:, :, 0], part.lse[:, :, 0])
+
+    def attend_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+    ) -> PartialAttention:
+        """See `reference.attend_ragged`."""
+        here = self._here(q)
+        if native.serves(k, v):
+            here = here | {"native"}
+        name = self._choose("attend_ragged", q, here=here, few=_is_few(q))
+        if name == "native":
+            return native.attend_ragged(
+                *(q, k, v, starts, lengths), scale=scale, softcap=softcap, bias=bias
+            )
+        if name == "triton":
+            from hybrid_kv.ops.triton import ragged
+
+            extents = self.uploads(np.asarray([*starts, *lengths], dtype=np.int64), q.device)
+            return ragged.attend_ragged(
+                *(q, k, v, extents, max(lengths)), scale=scale, softcap=softcap, bias=bias
+            )
+        return reference.attend_ragged(
+            *(q, k, v, starts, lengths),
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            attend=self.attend,
+        )
 
     def attend_pages(
         self,

@@ -218,6 +218,44 @@ def attend_visible(
     return attend(q, k, v, scale=scale, softcap=softcap, bias=bias)
 
 
+def attend_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    attend: Callable[..., PartialAttention] = attend,
+) -> PartialAttention:
+    """Attention of every query over the rows of its KV head, of which each has its own number.
+
+    Args:
+        q: [H, M, D].
+        k, v: [N, D] rows of all heads.
+        starts, lengths: [H]; head h has the rows starts[h] : starts[h] + lengths[h].
+        bias: [N] float32, added to the logits.
+        attend: what attends the rows of one head.
+
+    Returns:
+        out [H, M, D], lse [H, M]; 0 and -inf for a head without rows.
+    """
+    outs, lses = [], []
+    for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        rows = slice(start, start + length)
+        part = attend(
+            *(q[head][None, None], k[rows][None, None], v[rows][None, None]),
+            scale=scale,
+            softcap=softcap,
+            bias=None if bias is None else bias[rows][None, None, None],
+        )
+        outs.append(part.out[0, 0])
+        lses.append(part.lse[0, 0])
+    return PartialAttention(torch.stack(outs), torch.stack(lses))
+
+
 def attend_pages(
     q: Tensor,
     pages: PagedKV,

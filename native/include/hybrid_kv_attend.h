@@ -24,12 +24,14 @@ typedef struct hkv_kv {
  *
  * queries: [heads, num_queries, dim of keys] of `query_dtype`.
  * ids: [heads, num_queries, num_ids] rows; negative ones are absent.
- * softcap: logits become softcap * tanh(logit / softcap); 0 for none.
+ * bias: [heads, num_queries, num_ids] added to the logits, -inf for absent; NULL for none.
+ * softcap: logits become softcap * tanh(logit / softcap) before the bias; 0 for none.
  * out: [heads, num_queries, dim of values]; lse: [heads, num_queries].
  */
 HKV_API int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const void *queries,
                        int32_t query_dtype, int64_t num_queries, const int64_t *ids,
-                       int64_t num_ids, float scale, float softcap, float *out, float *lse);
+                       int64_t num_ids, const float *bias, float scale, float softcap, float *out,
+                       float *lse);
 
 /* What hides entries: a query sees those at its own position and before. */
 typedef struct hkv_visible {
@@ -49,6 +51,24 @@ HKV_API int hkv_attend_rows(hkv_pool *pool, int32_t batch, int32_t heads, const 
                             const void *queries, int32_t query_dtype, int64_t num_queries,
                             const hkv_visible *visible, float scale, float softcap, float *out,
                             float *lse);
+
+/* Rows of all KV heads in one array, which each head has some of. */
+typedef struct hkv_ragged {
+  hkv_keys keys;          /* all rows */
+  hkv_keys values;        /* as many rows and the same dtype as keys; dim may differ */
+  const int64_t *starts;  /* [heads] first row of each head */
+  const int64_t *lengths; /* [heads] rows of each head, which lie one after the other */
+  const float *bias;      /* [rows] added to the logits; NULL for none */
+} hkv_ragged;
+
+/* Every row of a KV head for each of its queries, with as many rows as the head has.
+ *
+ * queries: [heads, num_queries, dim of keys] of `query_dtype`.
+ * out: [heads, num_queries, dim of values]; lse: [heads, num_queries].
+ */
+HKV_API int hkv_attend_ragged(hkv_pool *pool, int32_t heads, const hkv_ragged *rows,
+                              const void *queries, int32_t query_dtype, int64_t num_queries,
+                              float scale, float softcap, float *out, float *lse);
 
 typedef struct hkv_part {
   const void *out;  /* [rows, dim] of `dtype`, normalised within the part */

@@ -18,7 +18,7 @@ namespace hkv {
 namespace {
 
 struct Scratch {
-  std::vector<float> query, logits, sums;
+  std::vector<float> query, logits, sums, biases;
   std::vector<uint32_t> ids;
 };
 
@@ -34,6 +34,7 @@ struct Attend {
   int64_t num_queries;
   const int64_t *ids;
   int64_t num_ids;
+  const float *bias;
   float scale, softcap;
   float *out, *lse;
 
@@ -45,16 +46,22 @@ struct Attend {
   int64_t take_ids(const Entries &from, int64_t row) const;
 };
 
-/// The ids that are there, in order.
+/// The ids that are there, in order, with their biases if there are any.
 int64_t Attend::take_ids(const Entries &from, int64_t row) const {
-  std::vector<uint32_t> &kept = scratch().ids;
-  grow(kept, num_ids);
+  Scratch &own = scratch();
+  grow(own.ids, num_ids);
+  if (bias != nullptr) grow(own.biases, num_ids);
   int64_t count = 0;
   for (int64_t i = 0; i < num_ids; ++i) {
     const int64_t id = ids[row * num_ids + i];
     require(id < from.keys.count, "an id is not below the number of keys");
-    kept[count] = static_cast<uint32_t>(id);
-    count += id >= 0;
+    own.ids[count] = static_cast<uint32_t>(id);
+    bool there = id >= 0;
+    if (bias != nullptr) {
+      own.biases[count] = bias[row * num_ids + i];
+      there = there && own.biases[count] != kNoLogit;
+    }
+    count += there;
   }
   return count;
 }
@@ -131,6 +138,8 @@ void Attend::attend(const Entries &from, int64_t row) const {
   for (int64_t i = 0; i < first; ++i)  // arrive during the softmax
     prefetch_row(values + int64_t{own.ids[i]} * from.values.stride, from.values.dim);
   to_logits(own.logits.data(), count, scale, softcap);
+  if (bias != nullptr)
+    for (int64_t i = 0; i < count; ++i) own.logits[i] += own.biases[i];
   const float largest = largest_of(own.logits.data(), count);
   const float total = to_weights(own.logits.data(), count, largest);
   std::fill_n(own.sums.data(), value_vectors.padded(), 0.0f);
@@ -160,10 +169,11 @@ void check(int32_t heads, const Attend &job) {
 
 extern "C" int hkv_attend(hkv_pool *pool, int32_t heads, const hkv_kv *kv, const void *queries,
                           int32_t query_dtype, int64_t num_queries, const int64_t *ids,
-                          int64_t num_ids, float scale, float softcap, float *out, float *lse) {
+                          int64_t num_ids, const float *bias, float scale, float softcap,
+                          float *out, float *lse) {
   return hkv::guarded([&] {
-    const hkv::Attend job{kv,      queries, query_dtype, num_queries, ids,
-                          num_ids, scale,   softcap,     out,         lse};
+    const hkv::Attend job{kv,   queries, query_dtype, num_queries, ids, num_ids,
+                          bias, scale,   softcap,     out,         lse};
     hkv::check(heads, job);
     hkv::parallel_for(pool, heads * num_queries, [&job](int64_t row, int) { job.item(row); });
   });

@@ -87,7 +87,7 @@ void attend(const Rows &rows, const std::vector<float> &queries, int32_t num_que
     ids.push_back(random.below(rows.count() + 1) - 1);
   std::vector<float> out(static_cast<size_t>(num_queries * value_dim)),
       lse(static_cast<size_t>(num_queries));
-  CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, num_queries, ids.data(), num_ids,
+  CHECK_OK(hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, num_queries, ids.data(), num_ids, nullptr,
                       0.3f, random.below(2) == 0 ? 0.0f : 5.0f, out.data(), lse.data()));
 }
 

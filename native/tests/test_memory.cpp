@@ -135,7 +135,7 @@ CLAIM(attention_survives_lack_of_memory) {
   const std::vector<int64_t> ids(2 * 30, 5);
   std::vector<float> out(2 * 36), lse(2);
   check_every_allocation([&] {
-    return hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, 2, ids.data(), 30, 1.0f, 0.0f,
+    return hkv_attend(nullptr, 1, &head, queries.data(), HKV_F32, 2, ids.data(), 30, nullptr, 1.0f, 0.0f,
                       out.data(), lse.data());
   });
   const Rows many(random_floats(5000 * 4, 1), 4, HKV_F16);

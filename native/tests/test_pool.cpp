@@ -61,7 +61,7 @@ std::vector<float> attend(hkv_pool *pool, const Rows &keys, const Rows &values,
   for (int64_t query = 0; query < kQueries; ++query)
     for (int64_t key = 0; key < kKeys; ++key) ids.push_back((key * 7 + query) % kKeys);
   std::vector<float> out(kQueries * kDim), lse(kQueries);
-  CHECK_OK(hkv_attend(pool, 1, &head, queries.data(), HKV_F32, kQueries, ids.data(), kKeys, 0.3f,
+  CHECK_OK(hkv_attend(pool, 1, &head, queries.data(), HKV_F32, kQueries, ids.data(), kKeys, nullptr, 0.3f,
                       0.0f, out.data(), lse.data()));
   return out;
 }
@@ -184,7 +184,7 @@ CLAIM(an_error_of_a_worker_reaches_the_caller_and_the_pool_lives_on) {
   for (int64_t bad = 0; bad < kQueries; ++bad) {
     std::vector<int64_t> ids(kQueries, 0);
     ids[static_cast<size_t>(bad)] = kKeys;
-    CHECK_REFUSED(hkv_attend(pool.get(), 1, &head, queries.data(), HKV_F32, kQueries, ids.data(), 1,
+    CHECK_REFUSED(hkv_attend(pool.get(), 1, &head, queries.data(), HKV_F32, kQueries, ids.data(), 1, nullptr,
                              1.0f, 0.0f, out.data(), lse.data()),
                   "an id is not below the number of keys");
     CHECK(attend(pool.get(), keys, values, queries) == expected);

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_kv.attention import attend, attend_causal, attend_retrieved, group_queries
+from hybrid_kv.attention import (
+    attend,
+    attend_causal,
+    attend_ragged,
+    attend_retrieved,
+    group_queries,
+)
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.choice import BACKENDS
@@ -62,26 +68,57 @@ def test_fewer_entries_than_new_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if why_unavailable(b) is None])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
 def test_retrieved_entries_that_are_padding_have_no_weight(
-    backend: str, softcap: float | None
+    backend: str, softcap: float | None, biased: bool
 ) -> None:
     q, k, v = torch.randn(3, 5, 72), torch.randn(3, 37, 72), torch.randn(3, 37, 72)
     ids = torch.rand(3, 5, 37).argsort(-1)[..., :7]
     ids[torch.rand(3, 5, 7) < 0.4] = -1
     ids[1, 2] = -1
-    part = attend_retrieved(get_ops(backend), q, k, v, ids, scale=0.2, softcap=softcap)
-    visible = torch.zeros(3, 5, 38, dtype=torch.bool).scatter_(-1, ids % 38, value=True)[..., :37]
+    bias = torch.randn(3, 5, 7).masked_fill(torch.rand(3, 5, 7) < 0.3, -torch.inf)
+    part = attend_retrieved(
+        *(get_ops(backend), q, k, v, ids),
+        scale=0.2,
+        softcap=softcap,
+        bias=bias if biased else None,
+    )
+    added = torch.full((3, 5, 38), -torch.inf)
+    added.scatter_(-1, ids % 38, bias if biased else torch.zeros_like(bias))
     out, lse = softmax_attention(
         q[:, :, None],
         k[:, None].expand(3, 5, 37, 72),
         v[:, None].expand(3, 5, 37, 72),
         scale=0.2,
-        visible=visible[:, :, None],
+        bias=added[:, :, None, :37],
         softcap=softcap,
     )
     torch.testing.assert_close(part.out.double(), out[:, :, 0], **FLOAT32)
     torch.testing.assert_close(part.lse.double(), lse[:, :, 0], **FLOAT32)
     assert part.lse[1, 2] == -torch.inf
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if why_unavailable(b) is None])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("lengths", [[37, 0, 5], [0, 0, 0], [9, 9, 9]])
+@pytest.mark.parametrize("queries", [3, 70])
+def test_every_head_attends_its_own_rows(
+    backend: str, softcap: float | None, biased: bool, lengths: list[int], queries: int
+) -> None:
+    starts = [1, lengths[0] + 4, lengths[0] + lengths[1] + 4]
+    rows = starts[2] + lengths[2] + 2
+    q, k, v = torch.randn(3, queries, 72), torch.randn(rows, 72), torch.randn(rows, 72)
+    bias = torch.randn(rows).masked_fill(torch.rand(rows) < 0.3, -torch.inf) if biased else None
+    part = attend_ragged(
+        get_ops(backend), q, k, v, starts, lengths, scale=0.2, softcap=softcap, bias=bias
+    )
+    for h, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        own = slice(start, start + length)
+        added = None if bias is None else bias[own]
+        out, lse = softmax_attention(q[h], k[own], v[own], scale=0.2, softcap=softcap, bias=added)
+        torch.testing.assert_close(part.out[h].double(), out, **FLOAT32)
+        torch.testing.assert_close(part.lse[h].double(), lse, **FLOAT32)
 
 
 @pytest.mark.parametrize("size", [(0, 5, 7), (3, 0, 7), (3, 5, 0)])

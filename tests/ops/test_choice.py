@@ -125,6 +125,17 @@ def test_retrieved_entries_are_the_engine_s_whatever_serves_the_device(requested
     assert chosen("cpu", ()) == chosen("cuda", ("native",)) == "reference"
 
 
+def test_ragged_rows_are_the_engine_s_on_the_host_and_a_kernel_s_elsewhere() -> None:
+    def chosen(device: str, here: tuple[str, ...], few: bool = True) -> str:
+        return choose_backend(
+            "auto", "attend_ragged", device_type=device, dtype=HALF, here=here, few=few
+        )
+
+    assert chosen("cpu", EVERYTHING) == "native"
+    assert chosen("cuda", EVERYTHING) == "triton"
+    assert chosen("cpu", ()) == chosen("cpu", EVERYTHING, few=False) == "reference"
+
+
 def test_what_served_is_on_record() -> None:
     ops = Ops("auto")
     q = torch.randn(1, 2, 3, 8)

@@ -20,6 +20,7 @@ from hybrid_kv.types import PartialAttention
 
 __all__ = [
     "Visible",
+    "attend_ragged",
     "attend_retrieved",
     "attend_rows",
     "engine_state",
@@ -43,11 +44,35 @@ def serves(k: Tensor, v: Tensor) -> bool:
 
 
 def attend_retrieved(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> PartialAttention:
     """See `Ops.attend_retrieved`; out and lse are float32."""
     attention = RetrievedAttention(k, v)
-    return attention.attend(q, ids, scale=scale, softcap=softcap, pool=pool_here())
+    return attention.attend(q, ids, scale=scale, softcap=softcap, bias=bias, pool=pool_here())
+
+
+def attend_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> PartialAttention:
+    """See `Ops.attend_ragged`; out and lse are float32."""
+    return _attend.attend_ragged(
+        *(q, k, v, starts, lengths), scale=scale, softcap=softcap, bias=bias, pool=pool_here()
+    )
 
 
 def attend_rows(

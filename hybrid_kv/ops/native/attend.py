@@ -37,6 +37,15 @@ class VisibleStruct(Structure):
     )
 
 
+class RaggedStruct(Structure):
+    """`hkv_ragged`."""
+
+    _fields_ = (
+        *(("keys", KeysStruct), ("values", KeysStruct)),
+        *(("starts", POINTER(c_int64)), ("lengths", POINTER(c_int64)), ("bias", c_void_p)),
+    )
+
+
 class PartStruct(Structure):
     """`hkv_part`."""
 
@@ -61,7 +70,12 @@ def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
     library.declare(
         engine,
         "hkv_attend",
-        *(c_void_p, c_int32, *kv, c_int32, c_int64, c_void_p, c_int64, *results),
+        *(c_void_p, c_int32, *kv, c_int32, c_int64, c_void_p, c_int64, c_void_p, *results),
+    )
+    library.declare(
+        engine,
+        "hkv_attend_ragged",
+        *(c_void_p, c_int32, POINTER(RaggedStruct), c_void_p, c_int32, c_int64, *results),
     )
     library.declare(
         engine,
@@ -136,6 +150,7 @@ class RetrievedAttention:
         *,
         scale: float,
         softcap: float | None = None,
+        bias: Tensor | None = None,
         pool: Pool | None = None,
     ) -> PartialAttention:
         """Every query over entries of its own.
@@ -143,7 +158,8 @@ class RetrievedAttention:
         Args:
             queries: [H, M, D] of a dtype of DTYPES.
             ids: [H, M, K] int64 rows, negative for none; K may be 0.
-            softcap: logits become `softcap * tanh(logit / softcap)`.
+            softcap: logits become `softcap * tanh(logit / softcap)` before the bias.
+            bias: [H, M, K] float32, added to the logits.
 
         Returns:
             out [H, M, Dv] float32, lse [H, M] float32.
@@ -166,6 +182,8 @@ class RetrievedAttention:
                 f"queries must be float32, float16 or bfloat16 and ids int64, got {queries.dtype} "
                 f"and {ids.dtype}"
             )
+        if bias is not None:
+            bias = _checked_bias(bias, ids.shape).contiguous()
         queries, ids = queries.contiguous(), ids.contiguous()
         out = torch.empty((heads, queries.shape[1], self.values.shape[2]))
         lse = torch.empty((heads, queries.shape[1]))
@@ -177,6 +195,7 @@ class RetrievedAttention:
             queries.shape[1],
             ids.data_ptr(),
             ids.shape[2],
+            None if bias is None else bias.data_ptr(),
             scale,
             softcap or 0.0,
             *(out.data_ptr(), lse.data_ptr()),
@@ -232,6 +251,76 @@ def attend_rows(
     )
     library.check(engine, status)
     return PartialAttention(out, lse)
+
+
+def attend_ragged(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> PartialAttention:
+    """Every query over the rows of its KV head, of which each has its own number; for few queries.
+
+    Args:
+        queries: [H, M, D] of a dtype of DTYPES.
+        keys: [N, D], values: [N, Dv], of one dtype, rows contiguous.
+        starts, lengths: [H]; head h has the rows starts[h] : starts[h] + lengths[h].
+        bias: [N] float32, added to the logits.
+
+    Returns:
+        out [H, M, Dv] float32, lse [H, M] float32.
+
+    Raises:
+        ShapeError, ConfigError: an argument does not fit.
+        BackendUnavailable: there is no engine.
+    """
+    engine = _declared(find_engine(engine))
+    heads, num_queries = len(starts), queries.shape[1]
+    if queries.dim() != 3 or (len(queries), queries.shape[2]) != (heads, keys.shape[1]):
+        raise ShapeError(
+            f"queries must be [{heads}, M, {keys.shape[1]}] as starts and the keys, got shape "
+            f"{list(queries.shape)}"
+        )
+    if queries.dtype not in DTYPES:
+        raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
+    if len(lengths) != heads:
+        raise ShapeError(f"lengths must be [{heads}] as starts, got [{len(lengths)}]")
+    kv = _described(keys[None], values[None])
+    if bias is not None:
+        bias = _checked_bias(bias, keys.shape[:1]).contiguous()
+    rows = RaggedStruct(
+        KeysStruct(kv.key_data, kv.key_count, kv.key_stride, kv.key_dim, kv.key_dtype),
+        KeysStruct(kv.value_data, kv.value_count, kv.value_stride, kv.value_dim, kv.value_dtype),
+        (c_int64 * heads)(*starts),
+        (c_int64 * heads)(*lengths),
+        None if bias is None else bias.data_ptr(),
+    )
+    queries = queries.contiguous()
+    out = torch.empty((heads, num_queries, values.shape[1]))
+    lse = torch.empty((heads, num_queries))
+    status = engine.hkv_attend_ragged(
+        *(pool_handle(pool), heads, byref(rows)),
+        *(queries.data_ptr(), DTYPES[queries.dtype], num_queries, scale, softcap or 0.0),
+        *(out.data_ptr(), lse.data_ptr()),
+    )
+    library.check(engine, status)
+    return PartialAttention(out, lse)
+
+
+def _checked_bias(bias: Tensor, size: Sequence[int]) -> Tensor:
+    if bias.shape != torch.Size(size) or bias.dtype != torch.float32 or not bias.is_cpu:
+        raise ShapeError(
+            f"bias must be {list(size)} torch.float32 on the host, got {list(bias.shape)} "
+            f"{bias.dtype} on {bias.device}"
+        )
+    return bias
 
 
 def _visible(visible: Visible, batch: int, count: int) -> VisibleStruct:

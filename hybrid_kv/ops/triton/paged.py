@@ -11,10 +11,10 @@ from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.triton._common import MIN_DOT, finite, padded, upcast
 from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 
-_PROGRAMS = 256
+PROGRAMS = 256
 """Programs wanted: about two for each multiprocessor of a large GPU."""
 
-_MAX_SPLITS = 64
+MAX_SPLITS = 64
 """What one program of the reduction holds in registers at head_dim 128."""
 
 _HIDDEN = tl.constexpr(HIDDEN)
@@ -37,12 +37,8 @@ def attend_pages(
     if slots.numel() == 0:
         empty = torch.full((heads, rows), -torch.inf, device=q.device)
         return PartialAttention(torch.zeros(q.shape, device=q.device), empty)
-    block = _block_tokens(dim, pages.k.dtype)
-    tiles = triton.cdiv(num_pages * page_size, block)
-    # A power of two: each number of tiles is another compilation.
-    wanted = min(_MAX_SPLITS, triton.cdiv(_PROGRAMS, heads * new))
-    tiles_per_split = padded(triton.cdiv(tiles, wanted))
-    splits = triton.cdiv(tiles, tiles_per_split)
+    block = block_tokens(dim, pages.k.dtype)
+    tiles_per_split, splits = split_tiles(triton.cdiv(num_pages * page_size, block), heads * new)
     out = torch.empty(splits, heads, rows, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(splits, heads, rows, dtype=torch.float32, device=q.device)
     with on(q):
@@ -75,15 +71,23 @@ def attend_pages(
             num_warps=4,
             num_stages=2,
         )
-        return _reduce(out, lse)
+        return reduced(out, lse)
 
 
-def _block_tokens(dim: int, dtype: torch.dtype) -> int:
+def block_tokens(dim: int, dtype: torch.dtype) -> int:
     """Tokens a tile: keys and values of two stages fit into 99 KiB of shared memory."""
     return 64 if padded(dim, MIN_DOT) * dtype.itemsize <= 256 else 32
 
 
-def _reduce(out: Tensor, lse: Tensor) -> PartialAttention:
+def split_tiles(tiles: int, rows: int) -> tuple[int, int]:
+    """Tiles of one program and programs of one of `rows` lists, of so many tiles altogether."""
+    wanted = min(MAX_SPLITS, triton.cdiv(PROGRAMS, rows))
+    # A power of two: each number of tiles is another compilation.
+    tiles_per_split = padded(triton.cdiv(tiles, wanted))
+    return tiles_per_split, triton.cdiv(tiles, tiles_per_split)
+
+
+def reduced(out: Tensor, lse: Tensor) -> PartialAttention:
     """Partial results [splits, Hkv, M, D], [splits, Hkv, M] merged over the first axis."""
     splits, heads, rows, dim = out.shape
     if splits == 1:
@@ -104,9 +108,20 @@ def _reduce(out: Tensor, lse: Tensor) -> PartialAttention:
 
 
 @triton.jit
-def _capped(logits, softcap):
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), finite for every x
+def capped(logits, softcap):
+    """Logits up to softcap: tanh(x) = 1 - 2 / (exp(2 x) + 1), finite for every x."""
     return softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
+
+
+@triton.jit
+def weighed(logits, values, top, total, mixed):
+    """The state of an online softmax with one more tile: largest logit, sum, weighted values."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    shrink = tl.exp(top - finite(new_top))
+    weights = tl.exp(logits - finite(new_top)[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    found = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_top, total, mixed * shrink[:, None] + found
 
 
 @triton.jit
@@ -167,15 +182,9 @@ def _attend_kernel(
         # "ieee": float32 operands are not rounded to the 10 bits of tf32.
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            logits = _capped(logits, softcap)
+            logits = capped(logits, softcap)
         logits = tl.where(seen[None, :], logits, -float("inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        shrink = tl.exp(top - finite(new_top))
-        weights = tl.exp(logits - finite(new_top)[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        found = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mixed = mixed * shrink[:, None] + found
-        top = new_top
+        top, total, mixed = weighed(logits, values, top, total, mixed)
 
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     rows += split * heads * GROUP * new

@@ -13,7 +13,13 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops import Ops, reference
 from hybrid_kv.ops.native import attend as attend_module
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import RetrievedAttention, Visible, attend_rows, merge
+from hybrid_kv.ops.native.attend import (
+    RetrievedAttention,
+    Visible,
+    attend_ragged,
+    attend_rows,
+    merge,
+)
 from hybrid_kv.ops.native.pool import Pool, default_pool, work_alone
 from hybrid_kv.types import HIDDEN, PartialAttention
 from tests.ops.native.scan_data import ATTENTION, pool_of, strided
@@ -21,7 +27,13 @@ from tests.oracle import softmax_attention
 
 
 def expected(
-    queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, softcap: float | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if ids.shape[2] == 0:
         shape = queries.shape[:2]
@@ -35,6 +47,7 @@ def expected(
         scale=scale,
         softcap=softcap,
         visible=(ids >= 0)[:, :, None],
+        bias=None if bias is None else bias[:, :, None],
     )
     return out[:, :, 0], lse[:, :, 0]
 
@@ -47,11 +60,12 @@ def check(
     *,
     scale: float = 0.1,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     queries = torch.randn(*ids.shape[:2], keys.shape[2])
     attention = RetrievedAttention(keys, values, engine=engine)
-    out, lse = attention.attend(queries, ids, scale=scale, softcap=softcap)
-    wanted, wanted_lse = expected(queries, keys, values, ids, scale, softcap)
+    out, lse = attention.attend(queries, ids, scale=scale, softcap=softcap, bias=bias)
+    wanted, wanted_lse = expected(queries, keys, values, ids, scale, softcap, bias)
     torch.testing.assert_close(out, wanted.float(), **ATTENTION)
     torch.testing.assert_close(lse, wanted_lse.float(), **ATTENTION)
 
@@ -71,6 +85,19 @@ def test_attention_is_that_of_the_oracle(
 def test_large_logits_and_softcap(engine: ctypes.CDLL, scale: float, softcap: float | None) -> None:
     keys, values = torch.randn(2, 300, 72), torch.randn(2, 300, 72)
     check(engine, keys, values, torch.randint(300, (2, 4, 130)), scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("num_ids", [1, 5, 33])
+def test_a_bias_shifts_logits_after_the_softcap_and_hides(
+    engine: ctypes.CDLL, num_ids: int, softcap: float | None
+) -> None:
+    keys, values = torch.randn(2, 50, 72), torch.randn(2, 50, 72)
+    bias = 3 * torch.randn(2, 4, num_ids)
+    bias[:, :, ::3] = -torch.inf
+    bias[0, 1] = -torch.inf
+    ids = torch.randint(-1, 50, (2, 4, num_ids))
+    check(engine, keys, values, ids, scale=0.3, softcap=softcap, bias=bias)
 
 
 def test_a_query_without_entries_gets_the_identity_of_merging(engine: ctypes.CDLL) -> None:
@@ -114,6 +141,8 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         attention.attend(queries, ids.int(), scale=1.0)
     with pytest.raises(ConfigError, match="softcap must be at least 0"):
         attention.attend(queries, ids, scale=1.0, softcap=-1.0)
+    with pytest.raises(ShapeError, match=r"bias must be \[2, 3, 5\] torch.float32 on the host"):
+        attention.attend(queries, ids, scale=1.0, bias=torch.zeros(2, 3, 4))
     with pytest.raises(ShapeError, match=r"values must be \[2, 30, Dv\]"):
         RetrievedAttention(keys, values[:, :29], engine=engine)
     with pytest.raises(ShapeError, match=r"values must be \[2, 30, Dv\] torch.float32"):
@@ -210,6 +239,86 @@ def test_rows_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
         call(softcap=-1.0)
 
 
+def flat_rows(count: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """[count, dim] in the middle of a larger array, its last row at the end of memory."""
+    return strided(torch.randn(1, count, dim).to(dtype))[0]
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 9), (72, 80), (128, 64), (256, 256)])
+@pytest.mark.parametrize("lengths", [[37, 0, 5], [1, 4097, 3], [0, 0, 0]])
+@pytest.mark.parametrize(("queries", "softcap"), [(1, None), (3, None), (5, 3.0), (17, None)])
+def test_every_head_attends_as_many_rows_as_it_has(
+    engine: ctypes.CDLL,
+    dim: int,
+    value_dim: int,
+    lengths: list[int],
+    queries: int,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    starts = [2, 2 + lengths[0] + 3, 8 + lengths[0] + lengths[1]]
+    count = starts[2] + lengths[2]
+    keys, values = flat_rows(count, dim, dtype), flat_rows(count, value_dim, dtype)
+    q = torch.randn(3, queries, dim).to(dtype)
+    bias = torch.randn(count)
+    bias[::4] = -torch.inf
+    for added in (None, bias):
+        out, lse = attend_ragged(
+            *(q, keys, values, starts, lengths),
+            scale=0.3,
+            softcap=softcap,
+            bias=added,
+            engine=engine,
+        )
+        for h, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            rows = slice(start, start + length)
+            wanted, wanted_lse = softmax_attention(
+                *(q[h], keys[rows], values[rows]),
+                scale=0.3,
+                softcap=softcap,
+                bias=None if added is None else added[rows],
+            )
+            wanted = wanted if length else torch.zeros_like(out[h])
+            torch.testing.assert_close(out[h], wanted.float(), **ATTENTION)
+            torch.testing.assert_close(lse[h], wanted_lse.float(), **ATTENTION)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_change_no_bit_of_a_ragged_attention(engine: ctypes.CDLL, threads: int) -> None:
+    keys, q = torch.randn(9100, 24), torch.randn(3, 5, 24)
+    extents = [0, 9001, 9001], [9001, 0, 99]
+    alone = attend_ragged(q, keys, keys, *extents, scale=0.3, engine=engine)
+    with pool_of(engine, threads) as pool:
+        together = attend_ragged(q, keys, keys, *extents, scale=0.3, pool=pool, engine=engine)
+    assert torch.equal(together.out, alone.out)
+    assert torch.equal(together.lse, alone.lse)
+
+
+def test_ragged_rows_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
+    keys, q = torch.zeros(30, 8), torch.zeros(2, 4, 8)
+
+    def call(
+        q: Tensor = q,
+        starts: list[int] | None = None,
+        lengths: list[int] | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        extents = starts or [0, 20], lengths or [20, 10]
+        attend_ragged(q, keys, keys, *extents, scale=1.0, bias=bias, engine=engine)
+
+    call()
+    with pytest.raises(ShapeError, match=r"queries must be \[2, M, 8\]"):
+        call(q[..., :7])
+    with pytest.raises(ConfigError, match="queries must be float32, float16 or bfloat16"):
+        call(q.double())
+    with pytest.raises(ShapeError, match=r"lengths must be \[2\] as starts, got \[1\]"):
+        call(lengths=[3])
+    with pytest.raises(ConfigError, match="a head's rows must lie inside the array"):
+        call(lengths=[20, 11])
+    with pytest.raises(ShapeError, match=r"bias must be \[30\] torch.float32 on the host"):
+        call(bias=torch.zeros(29))
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("dim", [1, 24, 72, 300])
 def test_a_merge_is_that_of_the_reference(
@@ -274,6 +383,7 @@ def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
         part = ops.attend(rows, rows, rows, scale=1.0)
         ops.merge([part, part], torch.float32)
         ops.attend_retrieved(rows[0], rows[0], rows[0], ids, scale=1.0)
+        ops.attend_ragged(rows[0], rows[0, 0], rows[0, 0], [0, 4], [4, 5], scale=1.0)
 
     def work_in_the_background() -> None:
         work_alone()
@@ -282,6 +392,6 @@ def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
     thread = threading.Thread(target=work_in_the_background)
     thread.start()
     thread.join()
-    assert pools == [None] * 3
+    assert pools == [None] * 4
     work()
-    assert pools[3:] == [default_pool()] * 3
+    assert pools[4:] == [default_pool()] * 4

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/check --t
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
-from hybrid_kv.ops.triton import digests, merge, nearest, paged, pages, scores
+from hybrid_kv.ops.triton import digests, merge, nearest, paged, pages, ragged, scores
 from hybrid_kv.types import PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
 from tests.ops.triton.compiling import launches_of
@@ -35,6 +35,15 @@ def attention(shape: Shape, dtype: torch.dtype) -> None:
     positions = torch.zeros(shape.new, dtype=torch.int64)
     for softcap in (None, 30.0):
         paged.attend_pages(q, pool(shape, dtype), slots, positions, scale=0.1, softcap=softcap)
+
+
+def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
+    rows = torch.zeros(1000, shape.dim, dtype=dtype)
+    extents = torch.zeros(2 * shape.heads, dtype=torch.int64)
+    for bias in (None, torch.zeros(1000)):
+        ragged.attend_ragged(
+            queries(shape, dtype), rows, rows, extents, 700, scale=0.1, softcap=30.0, bias=bias
+        )
 
 
 def digest(shape: Shape, dtype: torch.dtype) -> None:
@@ -67,7 +76,9 @@ def search(shape: Shape, dtype: torch.dtype) -> None:
     nearest.nearest_keys(queries(shape, dtype), keys, 32)
 
 
-@pytest.mark.parametrize("call", [attention, digest, score, merging, copying, search])
+@pytest.mark.parametrize(
+    "call", [attention, ragged_attention, digest, score, merging, copying, search]
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_kernels_compile_and_fit_into_shared_memory(

@@ -80,7 +80,7 @@ def test_a_program_may_walk_over_several_tiles(
     pages, q = pool(LONG, torch.float32, device), queries(LONG, torch.float32, device)
     seen = newest_positions(LONG, pages)
     for programs in (1, 2, 3):
-        monkeypatch.setattr(paged, "_PROGRAMS", programs)
+        monkeypatch.setattr(paged, "PROGRAMS", programs)
         check_attention(ops, q, pages, lists(LONG, 12, device), seen, FLOAT32)
 
 
@@ -107,6 +107,34 @@ def test_one_key_is_its_own_attention(ops: Ops, device: str) -> None:
     part = check_attention(ops, q, pages, slots, seen.to(device), FLOAT32)
     value = pages.v[:, 0, :1].expand_as(part.out)
     torch.testing.assert_close(part.out, value, **FLOAT32)
+
+
+@pytest.mark.parametrize("lengths", [[150, 0, 5], [0, 0, 1]])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("count", [3, 70])
+def test_ragged_rows_are_attended_as_defined(
+    ops: Ops,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: Tolerance,
+    lengths: list[int],
+    softcap: float | None,
+    biased: bool,
+    count: int,
+) -> None:
+    starts = [2, lengths[0] + 5, lengths[0] + lengths[1] + 9]
+    rows = starts[2] + lengths[2] + 1
+    q, k, v = (
+        torch.randn(*size).to(device, dtype) for size in ((3, count, 72), (rows, 72), (rows, 72))
+    )
+    bias = torch.randn(rows).masked_fill(torch.rand(rows) < 0.3, -torch.inf).to(device)
+    options = {"scale": 0.2, "softcap": softcap, "bias": bias if biased else None}
+    part = ops.attend_ragged(q, k, v, starts, lengths, **options)
+    exact = reference.attend_ragged(q, k, v, starts, lengths, **options)
+    assert served(ops) == {"attend_ragged"}
+    torch.testing.assert_close(part.out.float(), exact.out, **tolerance)
+    torch.testing.assert_close(part.lse, exact.lse, **FLOAT32)
 
 
 @pytest.mark.parametrize("count", [0, 2, 12])
