@@ -27,8 +27,8 @@ from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.flat import FlatScan, stream
 from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.pages import PageDigests
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.report.environment import probe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

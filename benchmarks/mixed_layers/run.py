@@ -29,7 +29,7 @@ from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.key_graph import KeyGraph, no_graph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native import pool as pools
+from hybrid_kv.ops.native import workers as pools
 
 HEADS, GROUP, TOP_K = 8, 4, 100
 LEARNED_POSITIONS = 6144

@@ -15,7 +15,7 @@ from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError, said
-from hybrid_kv.models.rollback import Mark, rolled_back
+from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
 
 
@@ -81,7 +81,7 @@ class Conversation:
         self._seen = ids + answer.token_ids
         self.history += [message, {"role": "assistant", "content": answer.text}]
 
-    def go_back(self, mark: Mark) -> None:
+    def go_back(self, mark: ReturnPoint) -> None:
         """Puts the cache back to before a turn that ended in the middle of a step."""
         if not mark.go_back():
             self.forget_cache()
@@ -124,7 +124,7 @@ class _RememberedTurn(Turn):
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
         with memory_errors(lambda: "prefill"):
-            mark = Mark(self.cache)
+            mark = ReturnPoint(self.cache)
         try:
             answer = super().run(pieces)
         except BaseException:

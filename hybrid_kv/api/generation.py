@@ -93,7 +93,7 @@ class TokenClock(BaseStreamer):
     def _pass_on(self, *, final: bool) -> None:
         if self._tokenizer is None or self._pieces is None:
             return
-        text = decode(self._tokenizer, self.token_ids)
+        text = decode_text(self._tokenizer, self.token_ids)
         # A character whose bytes are not complete yet decodes to a replacement mark: wait for it.
         if len(text) > self._printed and (final or not text.endswith("\ufffd")):
             self._pieces.put(text[self._printed :])
@@ -129,12 +129,12 @@ class StopOnText(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         first = max(self._prompt_tokens, input_ids.shape[1] - self._tail)
-        texts = [decode(self._tokenizer, row) for row in input_ids[:, first:].tolist()]
+        texts = [decode_text(self._tokenizer, row) for row in input_ids[:, first:].tolist()]
         ended = [any(stop in text for stop in self._stops) for text in texts]
         return torch.tensor(ended, device=input_ids.device)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     """Text of one sequence, without special tokens."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-Report = Callable[[int, int], None]
+PrefillProgress = Callable[[int, int], None]
 """Called with (done, total) in tokens x layers."""
 
 
@@ -28,7 +28,7 @@ class PrefillWatch:
         self,
         model: PreTrainedModel,
         new_tokens: int,
-        report: Report | None,
+        report: PrefillProgress | None,
         cancels: Sequence[threading.Event],
     ) -> None:
         layers = [getattr(module, "self_attn", None) for module in model.modules()]

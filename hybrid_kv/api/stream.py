@@ -10,7 +10,7 @@ from typing import Any
 from hybrid_kv.api.generation import Generation, until_done
 from hybrid_kv.errors import ConfigError
 
-Run = Callable[["SimpleQueue[Any]"], Generation]
+Call = Callable[["SimpleQueue[Any]"], Generation]
 
 
 class TextStream(Iterator[str]):
@@ -22,7 +22,7 @@ class TextStream(Iterator[str]):
         stops: strings that end the text.
     """
 
-    def __init__(self, run: Run, cancel: threading.Event, stops: list[str]) -> None:
+    def __init__(self, run: Call, cancel: threading.Event, stops: list[str]) -> None:
         self._results: list[Generation] = []
         self._pieces = _read(run, cancel, stops, self._results)
 
@@ -46,7 +46,7 @@ class TextStream(Iterator[str]):
 
 
 def _read(
-    run: Run, cancel: threading.Event, stops: list[str], results: list[Generation]
+    run: Call, cancel: threading.Event, stops: list[str], results: list[Generation]
 ) -> Generator[str, None, None]:
     """Runs it in a thread and yields its text; what the run returns is added to `results`."""
     # Knows no stream: a stream that is dropped drops this, which ends the thread.

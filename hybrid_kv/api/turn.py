@@ -21,8 +21,8 @@ from hybrid_kv.api.arguments import (
     stop_strings,
     whole_number,
 )
-from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode
-from hybrid_kv.api.prefill import PrefillCancelled, PrefillWatch, Report
+from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode_text
+from hybrid_kv.api.prefill import PrefillCancelled, PrefillProgress, PrefillWatch
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import NO_TEMPLATE, ChatTemplate
 from hybrid_kv.errors import ConfigError
@@ -77,7 +77,7 @@ class Turn:
         self._seed = random_seed(own.pop("seed", None))
         self._max_new = whole_number("max_new_tokens", own.pop("max_new_tokens", 128))
         cancel: threading.Event | None = own.pop("cancel", None)
-        self._on_prefill: Report | None = own.pop("on_prefill", None)
+        self._on_prefill: PrefillProgress | None = own.pop("on_prefill", None)
         check_watchers(self._on_prefill, cancel)
         self._cancels = [] if cancel is None else [cancel]
         self._criteria = list(own.pop("stopping_criteria", None) or ())
@@ -181,7 +181,7 @@ class Turn:
         tokenizer, times = self._llm.tokenizer, clock.times
         if token_ids and not times:  # beams come all at once
             times = [perf_counter() - clock.begin]
-        text = "" if tokenizer is None else decode(tokenizer, token_ids)
+        text = "" if tokenizer is None else decode_text(tokenizer, token_ids)
         for stop in self._stop:
             text = text.split(stop)[0]
         if (auditor := self.cache.kv.auditor) is not None:

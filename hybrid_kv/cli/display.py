@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,8 @@ from hybrid_kv.cli.options import OutputOptions
 
 if TYPE_CHECKING:
     from hybrid_kv.api import Generation
+    from hybrid_kv.api.prefill import PrefillProgress
     from hybrid_kv.types import Work
-
-Report = Callable[[int, int], None]
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
@@ -96,7 +95,7 @@ def waiting(label: str, output: OutputOptions) -> Iterator[None]:
 
 
 @contextmanager
-def prefill_bar(output: OutputOptions) -> Iterator[Report | None]:
+def prefill_bar(output: OutputOptions) -> Iterator[PrefillProgress | None]:
     """A bar for the prompt (and the index of each layer), gone when the first token comes.
 
     Yields:

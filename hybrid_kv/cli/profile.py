@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybrid_kv.eval.profiling.bench import Kept, Told
     from hybrid_kv.report.profile import ProfileRow
     from hybrid_kv.report.schema import ProfileReport
-    from hybrid_kv.watch.recorder import Span
+    from hybrid_kv.watch.recorder import TraceSpan
 
 _SWEEP = "Sweep"
 
@@ -181,7 +181,7 @@ def profile(
     known = rows_of(earlier)
     _refuse_trace_of_known(trace, known)
     silence_transformers(output)
-    traced: list[tuple[ProfileRow, Sequence[Span]]] = []
+    traced: list[tuple[ProfileRow, Sequence[TraceSpan]]] = []
     if earlier is not None and not lacking(arguments, known):
         report = earlier
     else:
@@ -336,7 +336,7 @@ def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
 
 
 def _write_trace(
-    name: str, traced: list[tuple[ProfileRow, Sequence[Span]]], report: ProfileReport
+    name: str, traced: list[tuple[ProfileRow, Sequence[TraceSpan]]], report: ProfileReport
 ) -> None:
     from hybrid_kv.cli.profile_tables import short_count, title
     from hybrid_kv.eval.profiling import chrome_trace

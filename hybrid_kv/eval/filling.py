@@ -25,8 +25,8 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan
-from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.runtime.means import Means

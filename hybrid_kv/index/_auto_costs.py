@@ -23,7 +23,7 @@ _RERANK = 1.5
 _ROUNDS = 9
 
 
-class Trial(Protocol):
+class TimedSearch(Protocol):
     """A search of one head."""
 
     @property
@@ -86,7 +86,7 @@ class GraphTrial:
 
 
 def measured(
-    trials: Mapping[tuple[str, int], Trial], queries: Tensor
+    trials: Mapping[tuple[str, int], TimedSearch], queries: Tensor
 ) -> dict[tuple[str, int], Cost]:
     """The cost of each trial, named by kind and head.
 

@@ -18,7 +18,7 @@ import torch
 
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.memory import host_array
-from hybrid_kv.ops.native.pool import default_pool, pool_here
+from hybrid_kv.ops.native.workers import default_pool, pool_here
 
 _STREAMED_BYTES = 2**27
 _STREAMS = 3

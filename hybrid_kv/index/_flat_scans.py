@@ -12,7 +12,7 @@ from hybrid_kv.index._scan import rank
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine
-from hybrid_kv.ops.native.pool import pool_here
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.types import SearchResult
 
 _SPARE_CANDIDATES = 32
@@ -20,7 +20,7 @@ _REFRESH = 4
 """Statistics are taken anew when rows have grown so many times over."""
 
 
-class FlatScan(Protocol):
+class KeyScan(Protocol):
     """Scores every key; see `KeyIndex` for when the methods are called."""
 
     @property
@@ -30,14 +30,14 @@ class FlatScan(Protocol):
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult: ...
 
 
-def make_scan(precision: str, rerank: float) -> FlatScan | None:
+def make_scan(precision: str, rerank: float) -> KeyScan | None:
     """The scan of a precision other than "exact"; None where only torch can serve it."""
     if precision == "stored":
         return None if engine() is None else _StoredScan()
     return int8_scan(rerank)
 
 
-def int8_scan(rerank: float) -> FlatScan:
+def int8_scan(rerank: float) -> KeyScan:
     """Reads keys at 8 bits and ranks the best by the stored ones."""
     return _PortableInt8Scan(rerank) if engine() is None else _Int8Scan(rerank)
 

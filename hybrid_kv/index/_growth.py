@@ -21,7 +21,7 @@ from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import extend
-from hybrid_kv.ops.native.pool import pool_here
+from hybrid_kv.ops.native.workers import pool_here
 
 _CHECKED = 16
 """Positions that are held out of the links, to check them."""

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_kv.ops.native.library import engine
-from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
 from hybrid_kv.types import SearchResult
 
@@ -40,7 +40,7 @@ def encode(tier: Any, keys: Tensor, rows: Tensor | None = None) -> None:
     tier.append(keys, rows, **_pool())
 
 
-class Searcher:
+class TierSearcher:
     """Searches the tiers of some heads; to be made anew after rows were added.
 
     Args:

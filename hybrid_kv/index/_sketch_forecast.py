@@ -24,7 +24,7 @@ its own; of a key's code, beside its bytes; and of a key of the 8-bit scan (docs
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class SketchGoal:
     """When a sketch is good enough: both shares of the exact answer are reached.
 
     top_k: the answers that are checked; recall, mass: of them; queries: held out for the check;
@@ -60,7 +60,7 @@ class Forecast:
 
 
 def forecasts(
-    maker: SketchMaker, choices: Sequence[Layout], held: HeldOut, goal: Goal
+    maker: SketchMaker, choices: Sequence[Layout], held: HeldOut, goal: SketchGoal
 ) -> list[Forecast]:
     """Of every layout, the least work first."""
     group = held.queries.shape[1]
@@ -98,7 +98,7 @@ class _Sample:
         self._is_best = self._queries @ spread.T >= scores[:, -1:]  # [Q, S]
         self._weights = (scores * held.scale).softmax(-1)
 
-    def needed(self, layout: Layout, goal: Goal) -> int | None:
+    def needed(self, layout: Layout, goal: SketchGoal) -> int | None:
         """Candidates that reach the goal; None for more than the layout's most."""
         ranks = self._ranks(self._scores(layout), layout.most_reranked)
         order = ranks.flatten().argsort()

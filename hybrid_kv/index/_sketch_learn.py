@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from hybrid_kv.index._sketch_engine import Searcher
-from hybrid_kv.index._sketch_forecast import Forecast, Goal, forecasts
+from hybrid_kv.index._sketch_engine import TierSearcher
+from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index._sketch_plans import Layout
@@ -79,7 +79,7 @@ def learn(
     keys: Tensor,
     samples: Tensor,
     choices: Sequence[Layout],
-    goal: Goal,
+    goal: SketchGoal,
     check_cancelled: Callable[[], None],
 ) -> tuple[HeadSketch | None, SketchReport]:
     """The sketch of one KV head, or None where it does not pay or misses the goal.
@@ -186,7 +186,7 @@ def _first_proven(
     maker: SketchMaker,
     found: list[Forecast],
     held: HeldOut,
-    goal: Goal,
+    goal: SketchGoal,
     check_cancelled: Callable[[], None],
 ) -> tuple[HeadSketch | None, SketchReport]:
     """The layout of least work that reaches the goal."""
@@ -213,12 +213,12 @@ def _first_proven(
 
 
 def _prove(
-    sketch: HeadSketch, keys: Tensor, forecast: Forecast, held: HeldOut, goal: Goal
+    sketch: HeadSketch, keys: Tensor, forecast: Forecast, held: HeldOut, goal: SketchGoal
 ) -> Trial:
     """What the held-out queries find with as few candidates as reach the goal, or with the most."""
     assert forecast.num_rerank is not None
     most = forecast.layout.most_reranked
-    searcher, top_k = Searcher([keys], [sketch.tiers]), held.ids.shape[-1]
+    searcher, top_k = TierSearcher([keys], [sketch.tiers]), held.ids.shape[-1]
     ranked = max(top_k, math.ceil(_MARGIN * forecast.num_rerank))
     for _ in range(_PROOFS):
         found = [searcher.search(q[None], top_k, num_rerank=[ranked]) for q in held.queries]
@@ -233,5 +233,5 @@ def _prove(
     return trial
 
 
-def _is_reached(trial: Trial, goal: Goal) -> bool:
+def _is_reached(trial: Trial, goal: SketchGoal) -> bool:
     return trial.recall >= goal.recall and trial.mass >= goal.mass

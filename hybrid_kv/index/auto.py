@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, Trial, measured
+from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, TimedSearch, measured
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._choice import (
     Cost,
@@ -33,7 +33,7 @@ from hybrid_kv.index.graph import GraphIndex, rows_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
@@ -186,7 +186,7 @@ class AutoIndex(KeyIndex):
     ) -> dict[tuple[str, int], Cost]:
         """Of every sketch by ("sketch", head); of a scan as ("flat", 0)."""
         group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
-        trials: dict[tuple[str, int], Trial] = {
+        trials: dict[tuple[str, int], TimedSearch] = {
             ("sketch", head): SketchTrial(self._keys[head : head + 1], sketch, group, top_k)
             for head, sketch in sketches.items()
         }
@@ -221,7 +221,7 @@ class AutoIndex(KeyIndex):
         """Graphs for the heads that shall try one, where they are the fastest then."""
         told: list[SketchReport | HeadReport] = list(before.reports)
         graphs: dict[int, KeyGraph] = {}
-        trials: dict[tuple[str, int], Trial] = {}
+        trials: dict[tuple[str, int], TimedSearch] = {}
         reports: dict[int, HeadReport] = {}
         group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
         clock, threads = core_clock()

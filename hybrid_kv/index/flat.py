@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._flat_scans import FlatScan, make_scan
+from hybrid_kv.index._flat_scans import KeyScan, make_scan
 from hybrid_kv.index._scan import rank, scan
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
@@ -38,7 +38,7 @@ class FlatIndex(KeyIndex):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.exact = params.precision != "int8"
-        self._scan: FlatScan | None = None
+        self._scan: KeyScan | None = None
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         if self.params.precision == "exact":

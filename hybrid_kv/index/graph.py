@@ -25,10 +25,10 @@ from hybrid_kv.index._file import (
     refusing_what_is_damaged,
     write_arrays,
 )
-from hybrid_kv.index._flat_scans import FlatScan, int8_scan, num_candidates
+from hybrid_kv.index._flat_scans import KeyScan, int8_scan, num_candidates
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
-from hybrid_kv.index._sketch_engine import Searcher
+from hybrid_kv.index._sketch_engine import TierSearcher
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import Goal, HeadReport
@@ -38,8 +38,8 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
-from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
@@ -106,7 +106,7 @@ class GraphIndex(KeyIndex):
         self.reports: tuple[HeadReport, ...] = ()
         self._graphs: tuple[KeyGraph, ...] = ()
         self._searcher: GraphSearcher | None = None
-        self._scan: FlatScan | None = None
+        self._scan: KeyScan | None = None
         self._beams: list[int] = []
         self._group_size = 0  # query heads, 0 if not known
         self._growth: GraphGrowth | None = None
@@ -353,7 +353,7 @@ class _HeadEngine:
         self, keys: Tensor, check_cancelled: Callable[[], None], sketch: HeadSketch | None
     ) -> None:
         self._check_cancelled = check_cancelled
-        self._sketch = None if sketch is None else Searcher([keys], [sketch.tiers])
+        self._sketch = None if sketch is None else TierSearcher([keys], [sketch.tiers])
         self._quantised = _quantise(keys[None], with_blocks=True)
         self._scan = native_flat.FlatScan(keys[None], self._quantised)
 

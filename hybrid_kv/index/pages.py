@@ -15,8 +15,8 @@ from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._scan import SCRATCH_BYTES, rank, scan
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.ops.native.pages import PageDigests
-from hybrid_kv.ops.native.pool import default_pool
 from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
 

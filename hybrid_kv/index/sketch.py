@@ -26,10 +26,10 @@ from hybrid_kv.index._file import (
     refusing_what_is_damaged,
     write_arrays,
 )
-from hybrid_kv.index._flat_scans import FlatScan, int8_scan
+from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._parts import joined
-from hybrid_kv.index._sketch_engine import Searcher, why_unread
-from hybrid_kv.index._sketch_forecast import Goal
+from hybrid_kv.index._sketch_engine import TierSearcher, why_unread
+from hybrid_kv.index._sketch_forecast import SketchGoal
 from hybrid_kv.index._sketch_head import TAIL_KEYS, HeadSketch
 from hybrid_kv.index._sketch_learn import SketchReport, learn
 from hybrid_kv.index._sketch_plans import layouts
@@ -82,8 +82,8 @@ class SketchIndex(KeyIndex):
         super().__init__(params)
         self.reports: tuple[SketchReport, ...] = ()
         self._sketches: dict[int, HeadSketch] = {}  # by KV head
-        self._searcher: Searcher | None = None
-        self._scans: list[tuple[slice, FlatScan]] = []  # of consecutive heads without a sketch
+        self._searcher: TierSearcher | None = None
+        self._scans: list[tuple[slice, KeyScan]] = []  # of consecutive heads without a sketch
         self._encoded = 0  # rows; later ones are scored exactly
 
     @classmethod
@@ -144,7 +144,7 @@ class SketchIndex(KeyIndex):
         """The sketch of a head's keys [N, D], if it reaches the goal; samples [G, M, D]."""
         self._check_cancelled()
         p = self.params
-        goal = Goal(p.check_top_k, p.target_recall, p.target_mass, p.check_queries, p.gain)
+        goal = SketchGoal(p.check_top_k, p.target_recall, p.target_mass, p.check_queries, p.gain)
         choices = layouts(keys.shape[1], None if p.codes == "auto" else p.codes)
         return learn(keys, samples, choices, goal, self._check_cancelled)
 
@@ -183,7 +183,7 @@ class SketchIndex(KeyIndex):
         """Tells the engine where everything lies, after keys have moved or codes have grown."""
         keys = [self._keys[head] for head in self._sketches]
         tiers = [sketch.tiers for sketch in self._sketches.values()]
-        self._searcher = Searcher(keys, tiers) if keys else None
+        self._searcher = TierSearcher(keys, tiers) if keys else None
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         parts = [(heads, scan.find(queries[heads], count, most)) for heads, scan in self._scans]

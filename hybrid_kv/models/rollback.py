@@ -22,7 +22,7 @@ def rolled_back(cache: TieredCache) -> Iterator[None]:
         _set_states(cache, states)
 
 
-class Mark:
+class ReturnPoint:
     """Where a cache of one row stands, to go back to if what comes next fails.
 
     Cheap, unlike `rolled_back`: tokens are taken back by cropping, and what has moved to the cold

@@ -29,7 +29,7 @@ _LEAST_GAIN = 1.5  # far from where noise would decide
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class WideningTrial:
     """What this process's CPU does with `MIN_TOKENS` tokens in one dtype, in GFLOP/s."""
 
     own_gflops: float
@@ -42,19 +42,19 @@ class Trial:
 
 
 @cache
-def trial(dtype: torch.dtype) -> Trial:
+def trial(dtype: torch.dtype) -> WideningTrial:
     """The trial of a dtype, measured once per process, in 2 to 20 ms."""
     return measure(dtype, perf_counter)
 
 
-def measure(dtype: torch.dtype, clock: Callable[[], float]) -> Trial:
+def measure(dtype: torch.dtype, clock: Callable[[], float]) -> WideningTrial:
     """Times a product with the weights as they are, and one that widens them first."""
     x = torch.ones(MIN_TOKENS, _CHANNELS, dtype=dtype)
     w = torch.ones(_CHANNELS, _CHANNELS, dtype=dtype)
     own = _seconds(lambda: linear(x, w), clock)
     widened = _seconds(lambda: _forward(w.float(), None, x), clock)
     work = 2e-9 * MIN_TOKENS * _CHANNELS**2
-    return Trial(own_gflops=work / own, widened_gflops=work / widened)
+    return WideningTrial(own_gflops=work / own, widened_gflops=work / widened)
 
 
 def _seconds(call: Callable[[], Tensor], clock: Callable[[], float]) -> float:

@@ -57,7 +57,7 @@ def attend_pages(
     """
     heads, group, dim = q.shape
     num_slots, page_size = pages.k.shape[1:3]
-    plan = Plan(slots.shape[2], tail_fill, group, dim, page_size, q.dtype, scale, softcap)
+    plan = Schedule(slots.shape[2], tail_fill, group, dim, page_size, q.dtype, scale, softcap)
     decoder = _decoder(q.device, heads)
     with on(q):
         first = torch.arange(heads, device=slots.device)[:, None] * num_slots
@@ -85,7 +85,7 @@ def _named_failures() -> Iterator[None]:
         ) from error
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """All that FlashInfer's schedule depends on; the numbers of the pages are not among it."""
 
     num_pages: int
@@ -112,9 +112,9 @@ class PagedDecoder:
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
         self._wrapper: Any = None
-        self._planned: Plan | None = None
+        self._planned: Schedule | None = None
 
-    def prepare(self, plan: Plan, ids: Tensor) -> None:
+    def prepare(self, plan: Schedule, ids: Tensor) -> None:
         """Takes page numbers ids [H, C], and plans where the plan is another."""
         count = ids.numel()
         if count > self._ids.numel():

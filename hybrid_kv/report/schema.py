@@ -17,19 +17,19 @@ from hybrid_kv.report.run import Group, MachineGbps, Run
 SCHEMA: Final = 1
 
 
-class _Head(Group):
+class _Document(Group):
     schema_: Literal[1] = Field(default=1, alias="schema")
     command: str
     environment: Environment
 
 
-class RunReport(Run, _Head):
+class RunReport(Run, _Document):
     """`generate`: the run's keys stand beside schema, command and environment."""
 
     command: Literal["generate"] = "generate"
 
 
-class ChatReport(_Head):
+class ChatReport(_Document):
     """`chat`: one run per answer; in each, context_tokens counts all turns before."""
 
     command: Literal["chat"] = "chat"
@@ -65,7 +65,7 @@ class LayerReport(Group):
     runs: tuple[LayerRun, LayerRun]
 
 
-class DemoReport(_Head):
+class DemoReport(_Document):
     """`demo`: one question answered by full attention and by the method, in this order.
 
     attended_ratio: entries that the method attended over those that full attention attends.
@@ -95,7 +95,7 @@ class PluginReport(Group):
     parameters: dict[str, Any]
 
 
-class MethodsReport(_Head):
+class MethodsReport(_Document):
     """`methods`: what can be chosen."""
 
     command: Literal["methods"] = "methods"
@@ -111,7 +111,7 @@ class Check(Group):
     detail: str
 
 
-class DoctorReport(_Head):
+class DoctorReport(_Document):
     """`doctor`: what this machine can run.
 
     ram_free_bytes: within the limit that is met first; ram_limit: which one, null for the machine's
@@ -147,7 +147,7 @@ class PlannedOption(Group):
     max_context_tokens: int
 
 
-class PlanReport(_Head):
+class PlanReport(_Document):
     """`plan`: predictions, none of them measured but the bandwidths.
 
     rates_assumed: the device's bandwidths are a card's specification. recommended: the first option
@@ -169,7 +169,7 @@ class PlanReport(_Head):
     advice: str
 
 
-class ProfileReport(_Head):
+class ProfileReport(_Document):
     """`profile`: each method at each context, on one machine.
 
     arguments: of the verb, all that it takes to repeat the run. layers: of the model that was run;
@@ -209,7 +209,7 @@ class RatioReport(Group):
     high: float | None = None
 
 
-class PageReport(_Head):
+class PageReport(_Document):
     """`report`: which runs were drawn, which files that made, and the ratios of profiles."""
 
     command: Literal["report"] = "report"
@@ -235,7 +235,7 @@ class _Any(BaseModel):
     report: Report
 
 
-def to_json(report: _Head) -> str:
+def to_json(report: _Document) -> str:
     """The report as one JSON document of one line per key."""
     return report.model_dump_json(by_alias=True, indent=2)
 

@@ -22,7 +22,7 @@ from hybrid_kv.store.outcome import run_into
 from hybrid_kv.types import SearchResult
 
 MakeIndex = Callable[[], Index]
-Work = Callable[[], None]
+BuildWork = Callable[[], None]
 
 
 _log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 class BuildRunner(Protocol):
     """Where builds run."""
 
-    def here(self, build: Work) -> None:
+    def here(self, build: BuildWork) -> None:
         """Runs a build that is waited for."""
         ...
 
-    def beside(self, build: Work, holds: int = 0) -> Future[None]:
+    def beside(self, build: BuildWork, holds: int = 0) -> Future[None]:
         """Begins a build that need not be waited for; it may be done when this returns.
 
         Args:
@@ -47,10 +47,10 @@ class BuildRunner(Protocol):
 class InlineRunner:
     """All builds in the caller's thread, at once."""
 
-    def here(self, build: Work) -> None:
+    def here(self, build: BuildWork) -> None:
         build()
 
-    def beside(self, build: Work, holds: int = 0) -> Future[None]:
+    def beside(self, build: BuildWork, holds: int = 0) -> Future[None]:
         done: Future[None] = Future()
         run_into(done, build)
         return done

@@ -30,7 +30,7 @@ _STAGED_BYTES = 2**20
 """Up to here what is not page-locked goes through staging; a plain copy would be waited for."""
 
 
-class Mark(Protocol):
+class QueueEvent(Protocol):
     """A point in a lane's work; a `torch.cuda.Event` is one."""
 
     def query(self) -> bool: ...
@@ -41,7 +41,7 @@ class Mark(Protocol):
 class Lane(Protocol):
     """The ways between one device and the host."""
 
-    def out(self, copies: Copies) -> Mark:
+    def out(self, copies: Copies) -> QueueEvent:
         """Copies to the host, after what the device was told so far and beside what comes next."""
         ...
 
@@ -66,7 +66,7 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def out(self, copies: Copies) -> Mark:
+    def out(self, copies: Copies) -> QueueEvent:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in copies:
@@ -85,7 +85,7 @@ class CudaLane:
 class _UnderWay:
     """A parcel between device and host; keeps what is read until it has been read."""
 
-    def __init__(self, mark: Mark, target: Tensor, source: Tensor) -> None:
+    def __init__(self, mark: QueueEvent, target: Tensor, source: Tensor) -> None:
         self._mark, self._target = mark, target
         self._source: Tensor | None = source
 

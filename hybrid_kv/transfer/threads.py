@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops.native.pool import work_alone
+from hybrid_kv.ops.native.workers import work_alone
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.sync import SyncExecutor
 

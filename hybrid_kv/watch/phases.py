@@ -43,24 +43,24 @@ class Phases:
     def __init__(self) -> None:
         self.layer_idx: int | None = None
         self.entered = 0
-        self._kind: type[Measured] = Measured
+        self._kind: type[PhaseTimer] = PhaseTimer
         self.observer: Observer | None = None
         self.reset()
 
-    def measure(self, phase: str) -> Measured:
+    def measure(self, phase: str) -> PhaseTimer:
         """A context whose time is booked under `phase`."""
         return self._kind(self, phase)
 
     def observe(self, observer: Observer | None) -> None:
         """Tells `observer` of all that is measured from now on; nothing is paid for None."""
         self.observer = observer
-        self._kind = Measured if observer is None else _Observed
+        self._kind = PhaseTimer if observer is None else _ObservedTimer
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys((*PHASES, INDEX_BUILD, ATTENTION, FORWARD, BETWEEN), 0.0)
 
 
-class Measured:
+class PhaseTimer:
     """One piece of work. Steps enter several of them, so it is no generator, which takes longer."""
 
     __slots__ = ("_begin", "_phase", "_phases")
@@ -85,7 +85,7 @@ class Measured:
         phases.entered += 1
 
 
-class _Observed(Measured):
+class _ObservedTimer(PhaseTimer):
     """A piece of work that somebody is told of."""
 
     __slots__ = ("_mark", "_observer")

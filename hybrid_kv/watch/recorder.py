@@ -21,7 +21,7 @@ ON_DEVICE = frozenset({FORWARD, ATTENTION, "resident_attention", "select", "merg
 """What the device is told to compute; the other phases are the host's own."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """A piece of work: seconds on the clock of `perf_counter`, in a lane."""
 
     begin_s: float
@@ -74,7 +74,7 @@ class DeviceClock:
         """The device has been told the last of a phase that began at the event `begin`."""
         self._pending.append(_Pair(phase, layer_idx, begin, self.mark()))
 
-    def resolve(self) -> list[Span]:
+    def resolve(self) -> list[TraceSpan]:
         """Books the pairs that the device has passed and returns them; the others stay pending."""
         passed = []
         while self._pending and self._pending[0].end.query():
@@ -82,7 +82,7 @@ class DeviceClock:
             begin_s = self._now_s + 1e-3 * self._anchor.elapsed_time(pair.begin)
             taken_s = 1e-3 * pair.begin.elapsed_time(pair.end)
             self.seconds[pair.phase] += taken_s
-            passed.append(Span(begin_s, begin_s + taken_s, pair.phase, pair.layer_idx, DEVICE))
+            passed.append(TraceSpan(begin_s, begin_s + taken_s, pair.phase, pair.layer_idx, DEVICE))
         return passed
 
 
@@ -95,7 +95,7 @@ class Recorder:
     """
 
     def __init__(self, *, keep_spans: bool, clock: DeviceClock | None = None) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self.clock, self.keeps_spans = clock, keep_spans
 
     def begin(self, phase: str) -> Event | None:
@@ -109,7 +109,7 @@ class Recorder:
         if self.clock is not None and mark is not None:
             self.clock.end(phase, layer_idx, mark)
         if self.keeps_spans:
-            self.spans.append(Span(begin_s, end_s, phase, layer_idx, HOST))
+            self.spans.append(TraceSpan(begin_s, end_s, phase, layer_idx, HOST))
 
     def step_ended(self) -> None:
         """Reads what the device has passed; called between two steps."""

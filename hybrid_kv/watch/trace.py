@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_kv.watch.recorder import DEVICE, HOST, Span
+from hybrid_kv.watch.recorder import DEVICE, HOST, TraceSpan
 
 _LANES = (HOST, DEVICE)
 
 
 def chrome_trace(
-    parts: Sequence[tuple[str, Sequence[Span]]], about: Mapping[str, Any]
+    parts: Sequence[tuple[str, Sequence[TraceSpan]]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The trace as JSON-ready data: a process per part, a thread per lane, times in microseconds.
 
@@ -43,7 +43,7 @@ def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(span: Span, process: int, start: float) -> dict[str, Any]:
+def _event(span: TraceSpan, process: int, start: float) -> dict[str, Any]:
     layer = {} if span.layer_idx is None else {"layer": span.layer_idx}
     named = span.layer_idx is not None and span.phase in ("layer", "attention")
     return {

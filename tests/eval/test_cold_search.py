@@ -31,7 +31,7 @@ from benchmarks.cold_search.quality import K, Quality, Truth, by_quarter
 from benchmarks.cold_search.rows import Knob, Row, chosen_rows, own, parse_rows
 from benchmarks.cold_search.targets import Target, find_points, ladder, parse_targets
 from hybrid_kv.index.graph import GraphIndex
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.workers import default_pool
 from tests.tolerances import TOLERANCES
 
 NUM_KEYS, DIM, GROUP, POSITIONS = 523, 24, 3, 11

@@ -32,7 +32,7 @@ from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 from hybrid_kv.watch import phases as phases_module
-from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Span
+from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, TraceSpan
 
 TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
 SMALL = {"new_tokens": 5, "warmup_tokens": 1}
@@ -460,7 +460,7 @@ def test_a_trace_nests_step_layer_and_phase() -> None:
     asked = ProfileArguments.of(
         {**TINY, **SMALL, "contexts": (200,), "methods": ("flat", "full"), "settings": SLIM}
     )
-    kept: list[tuple[str, Sequence[Span]]] = []
+    kept: list[tuple[str, Sequence[TraceSpan]]] = []
     list(sweep(open_bench(asked), keep=lambda row, spans: kept.append((row.method, spans))))
     trace = chrome_trace(kept, {"model": "tiny"})
     assert json.loads(json.dumps(trace)) == trace
@@ -523,8 +523,8 @@ def test_a_device_has_times_of_its_own(
 
 def test_a_trace_has_a_lane_for_the_device() -> None:
     spans = [
-        Span(2.0, 2.5, "merge", 0, HOST),
-        Span(2.25, 2.75, "merge", 0, DEVICE),
+        TraceSpan(2.0, 2.5, "merge", 0, HOST),
+        TraceSpan(2.25, 2.75, "merge", 0, DEVICE),
     ]
     events = chrome_trace([("nothing", []), ("row", spans)], {})["traceEvents"]
     lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}

@@ -20,7 +20,7 @@ from hybrid_kv.index.crossover import crossover_path, read_crossovers, write_cro
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.native import engine_state
-from hybrid_kv.ops.native.pool import default_pool
+from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex

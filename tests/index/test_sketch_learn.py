@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hybrid_kv.index import _sketch_learn
-from hybrid_kv.index._sketch_engine import Searcher
-from hybrid_kv.index._sketch_forecast import Forecast, Goal, forecasts
+from hybrid_kv.index._sketch_engine import TierSearcher
+from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
 from hybrid_kv.index._sketch_learn import held_out, hold_out_block, learn
 from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index._sketch_plans import Layout, layouts, plan_of
@@ -16,7 +16,7 @@ from hybrid_kv.index._sketch_space import QuerySpace, sketch_map
 from tests.index.oracle import SCORE_TOLERANCE
 from tests.index.sketch_heads import seen_head
 
-ANY = Goal(top_k=100, recall=0.95, mass=0.9, queries=60, gain=0)
+ANY = SketchGoal(top_k=100, recall=0.95, mass=0.9, queries=60, gain=0)
 
 
 def go_on() -> None:
@@ -105,7 +105,7 @@ def test_a_forecast_is_near_what_all_keys_say() -> None:
         if forecast.num_rerank is None:
             continue
         sketch = maker.sketch(forecast.layout)
-        found = Searcher([keys], [sketch.tiers]).search(
+        found = TierSearcher([keys], [sketch.tiers]).search(
             held.queries.flatten(0, 1)[None], 100, num_rerank=[forecast.num_rerank]
         )
         ids, scores = (part[0].unflatten(0, held.ids.shape[:2]) for part in found[:2])
@@ -115,12 +115,12 @@ def test_a_forecast_is_near_what_all_keys_say() -> None:
 
 def test_the_promise_is_kept_by_later_queries() -> None:
     keys, samples, later = seen_head(12_000, dim=64, positions=400)
-    goal = Goal(top_k=100, recall=0.96, mass=0.9, queries=192, gain=0)
+    goal = SketchGoal(top_k=100, recall=0.96, mass=0.9, queries=192, gain=0)
     sketch, report = learn(keys, samples, layouts(keys.shape[1]), goal, go_on)
     assert sketch is not None
     assert report.serves == "sketch"
     held = held_out(keys, later, 100)
-    found = Searcher([keys], [sketch.tiers]).search(
+    found = TierSearcher([keys], [sketch.tiers]).search(
         held.queries.flatten(0, 1)[None], 100, num_rerank=[sketch.num_rerank]
     )
     ids, scores = (part[0].unflatten(0, held.ids.shape[:2]) for part in found[:2])
@@ -132,7 +132,7 @@ def test_the_promise_is_kept_by_later_queries() -> None:
 
 def test_a_head_whose_goal_no_layout_reaches_is_scanned() -> None:
     keys, samples, _ = seen_head(6000)
-    sketch, report = learn(keys, samples, layouts(72), Goal(100, 1.0, 1.0, 60, 0), go_on)
+    sketch, report = learn(keys, samples, layouts(72), SketchGoal(100, 1.0, 1.0, 60, 0), go_on)
     assert sketch is None
     assert report.serves == "flat"
     assert "misses" in report.reason or "no layout" in report.reason
@@ -146,14 +146,14 @@ def test_a_forecast_that_is_not_kept_serves_no_head(
     keys, samples, _ = seen_head(6000)
     few = Layout(layouts(72)[0].plans, (1.0,), most_reranked=101)
     monkeypatch.setattr(_sketch_learn, "forecasts", lambda *_: [Forecast(few, 101, 0.1)])
-    sketch, report = learn(keys, samples, [few], Goal(100, recall, mass, 60, 0), go_on)
+    sketch, report = learn(keys, samples, [few], SketchGoal(100, recall, mass, 60, 0), go_on)
     assert sketch is None
     assert "misses" in report.reason
 
 
 def test_where_a_scan_is_less_work_a_sketch_is_not_made() -> None:
     keys, samples, _ = seen_head(500)
-    goal = Goal(100, 0.95, 0.9, 60, gain=100)
+    goal = SketchGoal(100, 0.95, 0.9, 60, gain=100)
     assert (
         "the 8-bit scan is less work"
         in learn(keys, samples, layouts(keys.shape[1]), goal, go_on)[1].reason

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.models import serving, widening
-from hybrid_kv.models.widening import MIN_TOKENS, Trial, measure, widened, widened_bytes
+from hybrid_kv.models.widening import MIN_TOKENS, WideningTrial, measure, widened, widened_bytes
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model as tiny
 
@@ -22,12 +22,12 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def slow_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU whose 16-bit products are slow."""
-    monkeypatch.setattr(widening, "trial", lambda dtype: Trial(10.0, 56.0))
+    monkeypatch.setattr(widening, "trial", lambda dtype: WideningTrial(10.0, 56.0))
 
 
 @pytest.fixture
 def fast_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "trial", lambda dtype: Trial(500.0, 56.0))
+    monkeypatch.setattr(widening, "trial", lambda dtype: WideningTrial(500.0, 56.0))
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_small_gain_is_left_to_the_weights_as_they_are() -> None:
 def test_a_process_tries_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
     monkeypatch.setattr(
-        widening, "measure", lambda dtype, clock: calls.append(dtype) or Trial(1.0, 1.0)
+        widening, "measure", lambda dtype, clock: calls.append(dtype) or WideningTrial(1.0, 1.0)
     )
     widening.trial.cache_clear()
     try:

@@ -10,7 +10,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html.compare import differences, ratios_of
 from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.ratios import LEAST_STEPS, ratio_of_medians
-from hybrid_kv.report.html.sources import Comparison, Source, comparisons
+from hybrid_kv.report.html.sources import ComparedProfiles, Source, comparisons
 from hybrid_kv.report.schema import ProfileReport
 from tests.report import profiles
 
@@ -22,7 +22,7 @@ def steps(count: int, mean: float, seed: int, noise: float = 0.03) -> list[float
     return [mean * rng.lognormvariate(0, noise) for _ in range(count)]
 
 
-def compare(first: ProfileReport, second: ProfileReport) -> Comparison:
+def compare(first: ProfileReport, second: ProfileReport) -> ComparedProfiles:
     (one,) = comparisons([Source(first, "before.json"), Source(second, "after.json")])
     return one
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.entries import Entry, entries_of, phases
-from hybrid_kv.report.html.figures.bars import Bar, Part, bars_figure
+from hybrid_kv.report.html.figures.bars import Bar, BarPart, bars_figure
 from hybrid_kv.report.html.figures.frame import spread
 from hybrid_kv.report.html.figures.heat import EDGES, heat_figure
-from hybrid_kv.report.html.figures.lines import Sample, Series, lines_figure
+from hybrid_kv.report.html.figures.lines import LinePoint, Series, lines_figure
 from hybrid_kv.report.html.figures.points import place
 from hybrid_kv.report.html.figures.scales import Scale, fitted
 from hybrid_kv.report.html.palette import COLOURS, METHOD_SLOTS, looks
@@ -125,7 +125,7 @@ def test_every_method_is_named_in_every_figure(width: float) -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    parts = (Part("a", "s1", 300.0), Part("b", "s2", 0.0), Part("c", "s3", 100.0))
+    parts = (BarPart("a", "s1", 300.0), BarPart("b", "s2", 0.0), BarPart("c", "s3", 100.0))
     scene = bars_figure("n", "t", "ms", [Bar("one", parts)], 700.0, numbers.short)
     drawn = [mark for mark in scene.marks if isinstance(mark, Box) and mark.tip]
     assert [box.tip for box in drawn] == ["one · a: 300 (75.0%)", "one · c: 100 (25.0%)"]
@@ -221,8 +221,8 @@ def test_the_name_of_a_line_stands_where_it_ends() -> None:
     """Names stood at the longest context, as if it had not been skipped there."""
     look = looks(["short", "long"])
     series = [
-        Series("long", look["long"], tuple(Sample(n, 9.0, "") for n in (1024, 4096, 16384))),
-        Series("short", look["short"], (Sample(1024, 20.0, ""), Sample(4096, 30.0, ""))),
+        Series("long", look["long"], tuple(LinePoint(n, 9.0, "") for n in (1024, 4096, 16384))),
+        Series("short", look["short"], (LinePoint(1024, 20.0, ""), LinePoint(4096, 30.0, ""))),
     ]
     scene = lines_figure("n", "t", "ms", series, 840, str)
     dots = sorted(mark.x for mark in scene.marks if isinstance(mark, Dot))

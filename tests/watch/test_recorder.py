@@ -10,7 +10,7 @@ import torch
 
 from hybrid_kv.watch import phases as phases_module
 from hybrid_kv.watch.phases import ATTENTION, FORWARD, Phases, cost_of_measuring
-from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Recorder, Span, device_clock
+from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, Recorder, TraceSpan, device_clock
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_spans_are_kept_while_somebody_observes() -> None:
     with phases.measure("search"):
         pass
     assert recorder.spans == [
-        Span(103, 104, "search", 7, HOST),
-        Span(102, 105, ATTENTION, 7, HOST),
+        TraceSpan(103, 104, "search", 7, HOST),
+        TraceSpan(102, 105, ATTENTION, 7, HOST),
     ]
     assert phases.seconds["search"] == 3
 

@@ -25,11 +25,11 @@ from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.planning.traffic import index_of
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import ModelInfo
-from hybrid_kv.watch.recorder import Span
+from hybrid_kv.watch.recorder import TraceSpan
 
 Told = Callable[[ProfileRow, str, int, int], None]
 """Called with a row, what is being done for it, how much of that is done, and how much there is."""
-Kept = Callable[[ProfileRow, Sequence[Span]], None]
+Kept = Callable[[ProfileRow, Sequence[TraceSpan]], None]
 """Called with a row and the spans of a few steps."""
 
 

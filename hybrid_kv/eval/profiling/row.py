@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.eval.filling import SyntheticContext, filled_cache
 from hybrid_kv.eval.profiling.arguments import TRACED_STEPS, ProfileArguments
-from hybrid_kv.eval.profiling.steps import Steps, StepWatch, decoder_layers, generate
+from hybrid_kv.eval.profiling.steps import Steps, StepWatch, decoder_layers, generate_watched
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.planning.planner import ModelFacts
@@ -29,7 +29,7 @@ from hybrid_kv.watch.audit import Audit
 from hybrid_kv.watch.auditor import Auditor
 from hybrid_kv.watch.peak import PeakMemory
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, cost_of_measuring
-from hybrid_kv.watch.recorder import Recorder, Span, device_clock
+from hybrid_kv.watch.recorder import Recorder, TraceSpan, device_clock
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -77,7 +77,7 @@ class RowMeasurement:
     ) -> None:
         self._around, self.row, self._config, self._context = around, row, config, context
         self._asked, self._model = around.asked, around.model
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self._steps: Steps | None = None
         self._work: Work | None = None
         self._audit: Audit | None = None
@@ -182,7 +182,7 @@ class RowMeasurement:
         with ExitStack() as stack:
             if self._context is None:
                 stack.enter_context(self._prefill_watched(row.context_tokens))
-            ids = generate(watch, ids, count, self._is_over)
+            ids = generate_watched(watch, ids, count, self._is_over)
         if self._context is None:
             row.ttft_s = watch.steps.times_s[0] - begin
             row.index_build_s = cache.kv.builds.clock.seconds
@@ -223,7 +223,7 @@ class RowMeasurement:
         clock = device_clock(self._model.device, perf_counter)
         recorder = Recorder(keep_spans=True, clock=clock)
         watch = StepWatch(self._model, cache, 0, recorder)
-        ids = generate(watch, ids, 1 + TRACED_STEPS, lambda: False)
+        ids = generate_watched(watch, ids, 1 + TRACED_STEPS, lambda: False)
         begin = watch.steps.times_s[0]  # what comes before the first token is no whole step
         self.spans = [span for span in recorder.spans if span.begin_s >= begin]
         return ids
@@ -240,7 +240,7 @@ class RowMeasurement:
         )
         self._audit = auditor.audit
         watch = StepWatch(self._model, cache, 0)
-        generate(watch, ids, asked.new_tokens, self._is_over, fewest=asked.audit_every)
+        generate_watched(watch, ids, asked.new_tokens, self._is_over, fewest=asked.audit_every)
         auditor.settle()
 
     # What there is to tell.
@@ -251,21 +251,20 @@ class RowMeasurement:
     def _describe(self, cache: TieredCache) -> None:
         """Tiers and traffic as the timed pass has left them."""
         row, kv = self.row, cache.kv
-        layers = kv.stores
+        stores = kv.stores.values()
         row.resident_kv_bytes = sum(
-            bytes_per_token(layer.shape, layer.cold.dtype) * layer.resident.num_tokens(0)
-            for layer in layers.values()
+            bytes_per_token(store.shape, store.cold.dtype) * store.resident.num_tokens(0)
+            for store in stores
         )
-        stores = [layer.cold for layer in layers.values()]
         row.memory_bytes = MemoryBytes(
-            host_kv=sum(cold.kv_bytes + cold.overhead_bytes for cold in stores),
-            host_index=sum(cold.index_bytes for cold in stores),
+            host_kv=sum(store.cold.kv_bytes + store.cold.overhead_bytes for store in stores),
+            host_index=sum(store.cold.index_bytes for store in stores),
         )
         row.backends = dict(kv.ops.served)
         row.index = tuple(
             {"layer": layer_idx, **head}
-            for layer_idx, layer in sorted(layers.items())
-            for head in layer.cold.describe_indexes()
+            for layer_idx, store in sorted(kv.stores.items())
+            for head in store.cold.describe_indexes()
         )
         if self._steps is not None and self._work is not None:
             read = bytes_per_step(

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import ATTENTION, BETWEEN, FORWARD, PHASES
-from hybrid_kv.watch.recorder import HOST, Event, Recorder, Span
+from hybrid_kv.watch.recorder import HOST, Event, Recorder, TraceSpan
 
 FEWEST_STEPS = 4
 """Steps that are measured even where the row's time is over."""
@@ -155,7 +155,7 @@ class StepWatch(BaseStreamer):
 
     def _keep(self, begin_s: float, what: str, layer_idx: int | None) -> None:
         assert self._recorder is not None
-        self._recorder.spans.append(Span(begin_s, perf_counter(), what, layer_idx, HOST))
+        self._recorder.spans.append(TraceSpan(begin_s, perf_counter(), what, layer_idx, HOST))
 
     def put(self, value: Tensor) -> None:
         """See `BaseStreamer`: the prompt first, then token by token."""
@@ -206,7 +206,7 @@ class _TimeIsOver(StoppingCriteria):
         return torch.full((input_ids.shape[0],), ends, device=input_ids.device)
 
 
-def generate(
+def generate_watched(
     watch: StepWatch,
     ids: Tensor,
     count: int,

@@ -14,8 +14,8 @@ from hybrid_kv.ops.native import attend as _attend
 from hybrid_kv.ops.native.attend import RetrievedAttention, Visible
 from hybrid_kv.ops.native.library import engine, engine_state
 from hybrid_kv.ops.native.pages import PageDigests
-from hybrid_kv.ops.native.pool import pool_here
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.types import PartialAttention
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine, is_readable, pool_handle
+from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 

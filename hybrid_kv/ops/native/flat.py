@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import (
     KeysStruct,
     QuantisedKeys,
@@ -20,6 +19,7 @@ from hybrid_kv.ops.native.rows import (
     find_engine,
     pool_handle,
 )
+from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import SearchResult
 
 _ID_TYPES = {torch.int32: 0, torch.int64: 1}

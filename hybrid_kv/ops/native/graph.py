@@ -22,7 +22,6 @@ from hybrid_kv.ops.key_graph import (
 )
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph_build import unpack
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import (
     KeysStruct,
     QuantisedKeys,
@@ -31,6 +30,7 @@ from hybrid_kv.ops.native.rows import (
     find_engine,
     pool_handle,
 )
+from hybrid_kv.ops.native.workers import Pool
 
 __all__ = ["GraphSearcher", "KeyGraph", "Searched"]
 

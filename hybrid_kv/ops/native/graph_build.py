@@ -24,8 +24,8 @@ from hybrid_kv.ops.key_graph import (
 )
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.memory import host_array
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import find_engine, pool_handle
+from hybrid_kv.ops.native.workers import Pool
 
 
 class _Projection(Structure):

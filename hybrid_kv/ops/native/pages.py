@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import KeysStruct, describe, find_engine, pool_handle
+from hybrid_kv.ops.native.workers import Pool
 
 
 class DigestStruct(Structure):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybrid_kv.ops import sketch_codes
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import KeysStruct, describe, find_engine, pool_handle
+from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.sketch_codes import SketchMap, check_heads, check_search
 from hybrid_kv.types import SearchResult
 

@@ -12,15 +12,15 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.elements import Html, el, join
 from hybrid_kv.report.html.entries import Entry, by_context, entries_of, measured, tiers
-from hybrid_kv.report.html.figures.ranges import Point, Row, ranges_figure
+from hybrid_kv.report.html.figures.ranges import RangePoint, RangeRow, ranges_figure
 from hybrid_kv.report.html.figures.scales import Scale
 from hybrid_kv.report.html.profile_tables import plain
 from hybrid_kv.report.html.ratios import METHOD, Ratio, ratio_of_medians
 from hybrid_kv.report.html.scene import Scene
-from hybrid_kv.report.html.sources import Comparison
+from hybrid_kv.report.html.sources import ComparedProfiles
 from hybrid_kv.report.html.widgets import (
-    Cell,
     Section,
+    StyledCell,
     disclosure,
     figure,
     lines,
@@ -60,7 +60,7 @@ class Pair:
         return Ratio(second.tpot_ms / first.tpot_ms)
 
 
-def pairs_of(one: Comparison) -> list[Pair]:
+def pairs_of(one: ComparedProfiles) -> list[Pair]:
     """What both have measured, in the first one's order.
 
     Raises:
@@ -84,7 +84,7 @@ def pairs_of(one: Comparison) -> list[Pair]:
     return pairs
 
 
-def ratios_of(one: Comparison) -> list[RatioReport]:
+def ratios_of(one: ComparedProfiles) -> list[RatioReport]:
     """The ratios of TPOT as a document has them."""
     return [
         RatioReport(
@@ -100,7 +100,7 @@ def ratios_of(one: Comparison) -> list[RatioReport]:
     ]
 
 
-def compare_sections(one: Comparison, prefix: str) -> list[Section]:
+def compare_sections(one: ComparedProfiles, prefix: str) -> list[Section]:
     """The ratios, then what differs between the runs beside their figures."""
     pairs, names = pairs_of(one), one.names
     groups = by_context([pair.first for pair in pairs])
@@ -160,7 +160,7 @@ def _summary(pairs: list[Pair], names: tuple[str, str]) -> Html:
     )
 
 
-def _matrix(title: str, pairs: list[Pair], cell: Callable[[Pair], Cell]) -> Html:
+def _matrix(title: str, pairs: list[Pair], cell: Callable[[Pair], StyledCell]) -> Html:
     """Methods down, contexts across."""
     contexts = sorted({pair.first.row.context_tokens for pair in pairs})
     cells = {(pair.first.name, pair.first.row.context_tokens): cell(pair) for pair in pairs}
@@ -171,17 +171,17 @@ def _matrix(title: str, pairs: list[Pair], cell: Callable[[Pair], Cell]) -> Html
     return table(title, ["method", *map(numbers.tokens, contexts)], rows)
 
 
-def _interval(ratio: Ratio) -> Cell:
+def _interval(ratio: Ratio) -> StyledCell:
     mark = {-1: "▼ ", 0: "", 1: "▲ "}[ratio.verdict]
     known = ratio.low is not None and ratio.high is not None
     spread = f"{ratio.low:.3f} – {ratio.high:.3f}" if known else "no interval"
     content = lines([f"{mark}{numbers.ratio(ratio.value)}", el("small", spread)])
-    return Cell(content, {-1: "good", 0: None, 1: "bad"}[ratio.verdict])
+    return StyledCell(content, {-1: "good", 0: None, 1: "bad"}[ratio.verdict])
 
 
-def _once(pair: Pair, value: Callable[[ProfileRow], float | None]) -> Cell:
+def _once(pair: Pair, value: Callable[[ProfileRow], float | None]) -> StyledCell:
     first, second = map(value, pair.rows)
-    return Cell(numbers.ratio(second / first) if first and second else numbers.NOTHING)
+    return StyledCell(numbers.ratio(second / first) if first and second else numbers.NOTHING)
 
 
 def _ttft(row: ProfileRow) -> float | None:
@@ -199,9 +199,9 @@ def ratio_figure(pairs: list[Pair], where: str, width: float) -> Scene:
         ratio = pair.tpot
         tip = f"{pair.first.place}: TPOT {_words(ratio)}, {_WORDS[ratio.verdict]}"
         colour = _COLOURS[ratio.verdict]
-        point = Point(ratio.value, "circle", colour, tip, hollow=not ratio.verdict)
+        point = RangePoint(ratio.value, "circle", colour, tip, hollow=not ratio.verdict)
         span = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
-        rows.append(Row(pair.first.name, (point,), span, colour, numbers.ratio(ratio.value)))
+        rows.append(RangeRow(pair.first.name, (point,), span, colour, numbers.ratio(ratio.value)))
     ends = [end for row in rows for end in (*(row.span or ()), row.points[0].value)]
     low, high = min(0.95, *ends), max(1.05, *ends)
 

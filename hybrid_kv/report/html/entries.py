@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.palette import Look, looks
+from hybrid_kv.report.html.palette import SeriesLook, looks
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import MemoryBytes, PhasesMs, Run
 
-Measured = ProfileRow | Run
+MeasuredRun = ProfileRow | Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Entry:
     """
 
     name: str
-    row: Measured
-    look: Look
+    row: MeasuredRun
+    look: SeriesLook
     anchor: str
 
     @property
@@ -32,7 +32,7 @@ class Entry:
         return f"{self.name}, {numbers.tokens(self.row.context_tokens)}"
 
 
-def entries_of(rows: Sequence[Measured], names: Sequence[str] | None = None) -> list[Entry]:
+def entries_of(rows: Sequence[MeasuredRun], names: Sequence[str] | None = None) -> list[Entry]:
     """An entry for each row; `names` stand for the methods where these do not tell rows apart."""
     seen: Counter[tuple[str, int]] = Counter()
     labels = []
@@ -52,7 +52,7 @@ def measured(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(known, key=lambda entry: order.index(entry.name))
 
 
-def cut_short(row: Measured) -> bool:
+def cut_short(row: MeasuredRun) -> bool:
     """Whether the user ended the measurement early."""
     return row.interrupted if isinstance(row, Run) else row.status == "interrupted"
 
@@ -90,7 +90,7 @@ PHASE_NAMES = {
 }
 
 
-def phases(row: Measured) -> dict[str, float]:
+def phases(row: MeasuredRun) -> dict[str, float]:
     """Milliseconds of a step by phase, in the order of `PHASES`; what was not measured is absent.
 
     other: without what model and python account for.

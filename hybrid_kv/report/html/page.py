@@ -35,7 +35,7 @@ def render(sources: Sequence[Source]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """A document's or a comparison's place in the page, under its name in the contents."""
 
     name: str
@@ -43,7 +43,7 @@ class Part:
     sections: list[Section]
 
 
-def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[Part]:
+def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[PagePart]:
     """One part for each comparison; where it is the only one, the page's title is its own."""
     for one in comparisons(sources):
         title = f"{one.names[1]} against {one.names[0]}"
@@ -51,7 +51,7 @@ def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[Part]:
         yield _article(title, join(None if alone else el("h2", title)), sections)
 
 
-def _document(source: Source, prefix: str, main: bool) -> Part:
+def _document(source: Source, prefix: str, main: bool) -> PagePart:
     report = source.report
     if isinstance(report, ProfileReport):
         head = profile_head(report, source.name)
@@ -64,9 +64,9 @@ def _document(source: Source, prefix: str, main: bool) -> Part:
     return _article(source.name, head, sections)
 
 
-def _article(name: str, top: Html, sections: list[Section]) -> Part:
+def _article(name: str, top: Html, sections: list[Section]) -> PagePart:
     body = (el("section", el("h3", one.title), one.body, id=one.ident) for one in sections)
-    return Part(name, el("article", top, *body), sections)
+    return PagePart(name, el("article", top, *body), sections)
 
 
 def _masthead(sources: Sequence[Source]) -> Html:
@@ -84,7 +84,7 @@ def _title(report: Drawable) -> tuple[str, str]:
     return report.command, model
 
 
-def _shell(title: str, body: Html, parts: Sequence[Part]) -> str:
+def _shell(title: str, body: Html, parts: Sequence[PagePart]) -> str:
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     head = el(
         "head",
@@ -100,7 +100,7 @@ def _shell(title: str, body: Html, parts: Sequence[Part]) -> str:
     return f'<!DOCTYPE html>\n<html lang="en">{page}</html>\n'
 
 
-def _contents(parts: Sequence[Part]) -> Html:
+def _contents(parts: Sequence[PagePart]) -> Html:
     """Links to the sections, under the names of their documents where there are several."""
     found: list[Html] = []
     for part in parts:

@@ -89,7 +89,7 @@ _DASHES: tuple[tuple[float, ...], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SeriesLook:
     """How a method is drawn in every figure."""
 
     colour: str
@@ -97,7 +97,7 @@ class Look:
     dash: tuple[float, ...]
 
 
-def looks(methods: Iterable[str]) -> dict[str, Look]:
+def looks(methods: Iterable[str]) -> dict[str, SeriesLook]:
     """A look for each method: known ones keep theirs on every page, others take what is free."""
     slots: dict[str, int] = {}
     names = list(dict.fromkeys(methods))
@@ -110,7 +110,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
             free = [slot for slot in range(1, 8) if slot not in slots.values()]
             slots[name] = free[0] if free else 1 + len(slots) % 7
     ordered = ((name, slots[name]) for name in names)
-    return {name: Look(f"s{slot}", _SHAPES[slot], _DASHES[slot]) for name, slot in ordered}
+    return {name: SeriesLook(f"s{slot}", _SHAPES[slot], _DASHES[slot]) for name, slot in ordered}
 
 
 def style_rules() -> str:

@@ -15,11 +15,11 @@ from hybrid_kv.report.html.entries import (
     phases,
     tiers,
 )
-from hybrid_kv.report.html.figures.bars import Bar, Part, bars_figure
+from hybrid_kv.report.html.figures.bars import Bar, BarPart, bars_figure
 from hybrid_kv.report.html.figures.heat import heat_figure
-from hybrid_kv.report.html.figures.lines import Sample, Series, lines_figure
+from hybrid_kv.report.html.figures.lines import LinePoint, Series, lines_figure
 from hybrid_kv.report.html.figures.points import Spot, points_figure
-from hybrid_kv.report.html.figures.ranges import Point, Row, ranges_figure
+from hybrid_kv.report.html.figures.ranges import RangePoint, RangeRow, ranges_figure
 from hybrid_kv.report.html.figures.scales import Scale, fitted
 from hybrid_kv.report.html.scene import Scene
 from hybrid_kv.report.profile import ProfileRow
@@ -38,7 +38,7 @@ def tpot_figure(entries: Sequence[Entry], width: float) -> Scene:
     return lines_figure("tpot", title, "ms per token", series, width, numbers.short)
 
 
-def _tpot_sample(entry: Entry) -> Sample:
+def _tpot_sample(entry: Entry) -> LinePoint:
     row, gaps = entry.row, entry.row.itl_ms
     assert row.tpot_ms is not None
     spread = (
@@ -47,7 +47,7 @@ def _tpot_sample(entry: Entry) -> Sample:
     cut = ", interrupted" if cut_short(row) else ""
     tip = f"{entry.place}: {numbers.milliseconds(row.tpot_ms)} per token{spread}{cut}"
     low, high = (None, None) if gaps is None else (gaps.p50, gaps.p99)
-    return Sample(row.context_tokens, row.tpot_ms, tip, low, high, cut_short(row))
+    return LinePoint(row.context_tokens, row.tpot_ms, tip, low, high, cut_short(row))
 
 
 def ttft_figure(entries: Sequence[Entry], width: float) -> Scene:
@@ -55,7 +55,7 @@ def ttft_figure(entries: Sequence[Entry], width: float) -> Scene:
     series = []
     for name, group in by_name(entries).items():
         samples = tuple(
-            Sample(
+            LinePoint(
                 entry.row.context_tokens,
                 entry.row.ttft_s,
                 f"{entry.place}: first token after {numbers.seconds(entry.row.ttft_s)}",
@@ -76,7 +76,7 @@ def phases_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
     for entry in entries:
         found = phases(entry.row)
         parts = (
-            Part(phase_name(phase, found), f"p_{phase}", value) for phase, value in found.items()
+            BarPart(phase_name(phase, found), f"p_{phase}", value) for phase, value in found.items()
         )
         bars.append(Bar(entry.name, tuple(parts)))
     name, title = f"phases-{where}", f"Where a decode step goes, {where}"
@@ -88,7 +88,7 @@ def memory_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
     bars = []
     for entry in entries:
         found = tiers(entry.row.memory_bytes)
-        parts = (Part(*MEMORY[tier], count / 2**30) for tier, count in found.items())
+        parts = (BarPart(*MEMORY[tier], count / 2**30) for tier, count in found.items())
         bars.append(Bar(entry.name, tuple(parts)))
     name, title = f"memory-{where}", f"Memory by tier, {where}"
     return bars_figure(name, title, "GiB", bars, width, lambda gib: numbers.size(gib * 2**30))
@@ -172,32 +172,32 @@ def limit_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
         scale=scale,
         show=numbers.tick,
         legend=(
-            Point(0, "up", "soft", LIMIT),
-            Point(0, "diamond", "soft", PREDICTED, hollow=True),
-            Point(0, "circle", "accent", "measured"),
+            RangePoint(0, "up", "soft", LIMIT),
+            RangePoint(0, "diamond", "soft", PREDICTED, hollow=True),
+            RangePoint(0, "circle", "accent", "measured"),
         ),
     )
 
 
-def _limit_row(entry: Entry) -> Row:
+def _limit_row(entry: Entry) -> RangeRow:
     row = entry.row
     assert isinstance(row, ProfileRow)
-    known: list[Point] = []
+    known: list[RangePoint] = []
     if row.limit_ms is not None:
         tip = f"{entry.place}: {LIMIT} {numbers.milliseconds(row.limit_ms)}"
-        known.append(Point(row.limit_ms, "up", "soft", tip))
+        known.append(RangePoint(row.limit_ms, "up", "soft", tip))
     predicted = predicted_ms(row)
     if predicted is not None:
         tip = f"{entry.place}: {PREDICTED} {numbers.milliseconds(predicted)}"
-        known.append(Point(predicted, "diamond", "soft", tip, hollow=True))
+        known.append(RangePoint(predicted, "diamond", "soft", tip, hollow=True))
     note = ""
     if row.tpot_ms is not None:
         tip = f"{entry.place}: measured {numbers.milliseconds(row.tpot_ms)}"
-        known.append(Point(row.tpot_ms, "circle", "accent", tip))
+        known.append(RangePoint(row.tpot_ms, "circle", "accent", tip))
         note = times(row.tpot_ms, row.limit_ms)
     ends = [point.value for point in known]
     span = (min(ends), max(ends)) if len(ends) > 1 else None
-    return Row(entry.name, tuple(known), span, note=note)
+    return RangeRow(entry.name, tuple(known), span, note=note)
 
 
 def predicted_ms(row: ProfileRow) -> float | None:

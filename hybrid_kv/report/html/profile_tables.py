@@ -11,7 +11,7 @@ from hybrid_kv.report.html.entries import (
     MEMORY,
     PHASES,
     Entry,
-    Measured,
+    MeasuredRun,
     by_name,
     cut_short,
     phase_name,
@@ -23,7 +23,7 @@ from hybrid_kv.report.html.widgets import lines, table
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import AuditedHead, EstimateReport
 
-Value = Callable[[Measured], str | None]
+Value = Callable[[MeasuredRun], str | None]
 
 
 def context_table(title: str, entries: Sequence[Entry], prefix: str, value: Value) -> Html:

@@ -29,7 +29,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedProfiles:
     """Two profiles; `number` is the second one's among all profiles, from 2."""
 
     number: int
@@ -91,9 +91,9 @@ def _possible(place: list[str], value: float) -> bool:
     return _LEAST <= value <= _MOST
 
 
-def comparisons(sources: Sequence[Source]) -> Iterator[Comparison]:
+def comparisons(sources: Sequence[Source]) -> Iterator[ComparedProfiles]:
     """Each further profile with the first one."""
     profiles = [(s.report, s.name) for s in sources if isinstance(s.report, ProfileReport)]
     for number, (report, name) in enumerate(profiles[1:], 2):
         first, first_name = profiles[0]
-        yield Comparison(number, first, report, (first_name, name))
+        yield ComparedProfiles(number, first, report, (first_name, name))

@@ -39,7 +39,7 @@ def figure(draw: Draw, ident: str, caption: Child = None, wide: float = WIDE) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class StyledCell:
     """A cell with a class."""
 
     content: Child
@@ -48,8 +48,8 @@ class Cell:
 
 def table(
     title: str,
-    head: Sequence[str | Cell],
-    rows: Iterable[Sequence[Child | Cell]],
+    head: Sequence[str | StyledCell],
+    rows: Iterable[Sequence[Child | StyledCell]],
     *,
     words: bool = False,
 ) -> Html:
@@ -73,20 +73,20 @@ def table(
     )
 
 
-def _heading(cell: str | Cell) -> Html:
+def _heading(cell: str | StyledCell) -> Html:
     return el("th", _content(cell), class_=_class(cell), scope="col")
 
 
-def _data(cell: Child | Cell) -> Html:
+def _data(cell: Child | StyledCell) -> Html:
     return el("td", _content(cell), class_=_class(cell))
 
 
-def _class(cell: Child | Cell) -> str | None:
-    return cell.class_ if isinstance(cell, Cell) else None
+def _class(cell: Child | StyledCell) -> str | None:
+    return cell.class_ if isinstance(cell, StyledCell) else None
 
 
-def _content(cell: Child | Cell) -> Child:
-    return cell.content if isinstance(cell, Cell) else cell
+def _content(cell: Child | StyledCell) -> Child:
+    return cell.content if isinstance(cell, StyledCell) else cell
 
 
 def tabs(

@@ -11,8 +11,8 @@ from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import extend
-from hybrid_kv.ops.native.pool import Pool
 from hybrid_kv.ops.native.rows import QuantisedKeys
+from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native import graph_oracle as portable
 from tests.ops.native.engines import each_engine, needs_engine
 from tests.ops.native.graph_data import (

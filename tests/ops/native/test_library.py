@@ -11,7 +11,7 @@ from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.cores import cpu_quota, default_threads, num_cores
-from hybrid_kv.ops.native.pool import Pool, default_pool
+from hybrid_kv.ops.native.workers import Pool, default_pool
 from tests.ops.native.engines import needs_engine
 
 

@@ -12,7 +12,7 @@ from hybrid_kv.report.html.scene import Box, Line, Scene, Text, text_width
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """A share of a bar."""
 
     name: str
@@ -25,7 +25,7 @@ class Bar:
     """A row of a stack; its total is the sum of its parts."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     note: str = ""
 
     @property
@@ -70,7 +70,7 @@ def bars_figure(
 def _part(
     scene: Scene,
     bar: Bar,
-    part: Part,
+    part: BarPart,
     x: float,
     y: float,
     thick: float,

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.figures.frame import SMALL, Show, horizontal_grid, spread
 from hybrid_kv.report.html.figures.scales import Scale, fitted
-from hybrid_kv.report.html.palette import Look
+from hybrid_kv.report.html.palette import SeriesLook
 from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LinePoint:
     """A value at a context; low and high are whiskers; hollow: the measurement was cut short."""
 
     context: int
@@ -29,8 +29,8 @@ class Series:
     """A method's samples in the order of their contexts."""
 
     name: str
-    look: Look
-    samples: tuple[Sample, ...]
+    look: SeriesLook
+    samples: tuple[LinePoint, ...]
 
 
 def lines_figure(

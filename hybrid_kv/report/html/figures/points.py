@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.figures.frame import SMALL, horizontal_grid, vertical_grid
 from hybrid_kv.report.html.figures.scales import Scale, fitted
-from hybrid_kv.report.html.palette import Look
+from hybrid_kv.report.html.palette import SeriesLook
 from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
 
 Rectangle = tuple[float, float, float, float]
@@ -19,7 +19,7 @@ class Spot:
     """A method's time per token in ms and a share in [0, 1], with half its 95% interval."""
 
     name: str
-    look: Look
+    look: SeriesLook
     tpot_ms: float
     share: float
     half_width: float | None

@@ -11,7 +11,7 @@ from hybrid_kv.report.html.scene import Dot, Line, Scene, Shape, Text, text_widt
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RangePoint:
     """A mark of a row."""
 
     value: float
@@ -22,11 +22,11 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RangeRow:
     """A named row; `span` is drawn as a bar from end to end under its points."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[RangePoint, ...]
     span: tuple[float, float] | None = None
     span_colour: str = "rule"
     note: str = ""
@@ -36,12 +36,12 @@ def ranges_figure(
     name: str,
     title: str,
     axis: str,
-    rows: Sequence[Row],
+    rows: Sequence[RangeRow],
     width: float,
     *,
     scale: Callable[[float, float], Scale],
     show: Show,
-    legend: Sequence[Point] = (),
+    legend: Sequence[RangePoint] = (),
     reference: float | None = None,
 ) -> Scene:
     """`scale` makes the axis between two pixels; `reference` is a line across all rows."""
@@ -76,7 +76,7 @@ def ranges_figure(
     return scene
 
 
-def _legend(scene: Scene, legend: Sequence[Point], width: float) -> float:
+def _legend(scene: Scene, legend: Sequence[RangePoint], width: float) -> float:
     x, y = 6.0, 8.0
     for point in legend:
         wide = 12 + text_width(point.tip, SMALL) + 18
@@ -88,6 +88,6 @@ def _legend(scene: Scene, legend: Sequence[Point], width: float) -> float:
     return y + 18 if legend else 4.0
 
 
-def _describe(axis: str, rows: Sequence[Row]) -> str:
+def _describe(axis: str, rows: Sequence[RangeRow]) -> str:
     tips = ("; ".join(point.tip for point in row.points) for row in rows)
     return f"{axis}. " + ". ".join(tips) + "."
