@@ -278,6 +278,26 @@ class Entries(Ragged):
         return cls(columns=flat, starts=starts, lengths=lengths, state=state or {}, _room=room)
 
     @classmethod
+    def borrowed(cls, k: Tensor, v: Tensor, positions: Tensor) -> Self:
+        """A look at k, v [Hkv, N, D] where they lie, at positions [N]; see `is_borrowed`."""
+        heads, count, dim = k.shape
+        together = all(t.stride(1) == dim and t.stride(2) == 1 and t.stride(0) >= 0 for t in (k, v))
+        if not together or k.stride() != v.stride() or k.stride(0) % dim or not count:
+            return replace(cls.of(k, v, positions), _room=None)
+        step = k.stride(0) // dim
+        starts, rows = tuple(h * step for h in range(heads)), (heads - 1) * step + count
+        flat = {
+            "k": k.as_strided((rows, dim), (dim, 1)),
+            "v": v.as_strided((rows, dim), (dim, 1)),
+            "positions": positions.new_zeros(rows),
+        }
+        lengths = (count,) * heads
+        look = cls(columns=flat, starts=starts, lengths=lengths)
+        for own in look.split("positions"):
+            own.copy_(positions)
+        return look
+
+    @classmethod
     def empty(cls, like: Entries, **state: Tensor) -> Self:
         """No entries of the shape, dtype and device of others; a place for state."""
         columns = {name: column[:0] for name, column in like.columns.items()}

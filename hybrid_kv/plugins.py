@@ -267,9 +267,9 @@ class Method(ABC):
         """What to keep on the device of a row's entries that leave the window; the rest is lost.
 
         Only under Demotion.ABSORB, and then the one verb through which everything leaves: once at
-        the prompt's end, to the token, then page by page. Amortised O(1) per token: see
-        `Entries.extended` and `Entries.select`. Entries are values, so that nothing has changed
-        where this raises.
+        the prompt's end, to the token and even where nothing leaves yet (`left` has no entries
+        then), later page by page. Amortised O(1) per token: see `Entries.extended` and
+        `Entries.select`. Entries are values, so that nothing has changed where this raises.
 
         Args:
             kept: what the last call of this row (or `after`) returned.

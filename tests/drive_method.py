@@ -92,7 +92,8 @@ def drive(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layers = tuple(LayerShape(i, len(q), len(k), q.shape[-1]) for i in range(num_layers))
     method.open(ModelInfo(layers))
-    k, v = (rows[0] for rows in method.write(layer_idx, k[None], v[None], torch.arange(len(k[0]))))
+    positions = torch.arange(k.shape[1])[None]
+    k, v = (rows[0] for rows in method.write(layer_idx, k[None], v[None], positions))
     run = _Run(method, shape, page_size, scale, softcap, q, k, v, prompt)
     for at in range(prompt, prompt + new):
         run.step(at)
@@ -122,7 +123,7 @@ class _Run:
         self.window = stop  # position of the first token of the window
         if place.rest is Demotion.KEEP:
             self.window = self.sinks
-        elif stop > self.sinks:
+        else:
             self._leave(self.sinks, stop, evidence, k[:, :prompt])
 
     def _evidence(self, q: Tensor, k: Tensor) -> Evidence:
@@ -147,9 +148,10 @@ class _Run:
         if driven.placement.rest is not Demotion.ABSORB:
             return
         positions = torch.arange(start, stop)
-        left = Entries.of(driven.k[:, start:stop], driven.v[:, start:stop], positions)
+        left = Entries.borrowed(driven.k[:, start:stop], driven.v[:, start:stop], positions)
         seen = None if evidence is None else replace(evidence, keys=keys)
-        driven.kept = self.method.absorb(self.shape.layer_idx, 0, driven.kept, left, seen)
+        kept = self.method.absorb(self.shape.layer_idx, 0, driven.kept, left, seen)
+        driven.kept = kept.copied() if kept is not None and kept.is_borrowed else kept
 
     def step(self, at: int) -> None:
         """The token at this position is stored and attended; then a page leaves if one may."""

@@ -149,21 +149,27 @@ def test_entries_before_a_position_are_what_was_older(lengths: list[int]) -> Non
     assert kept.before(53) is kept
 
 
-def test_borrowed_memory_is_never_written() -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["a view", "gathered"])
+def test_borrowed_memory_is_never_written(shared: bool) -> None:
     memory = torch.randn(HEADS, 100, DIM)
-    flat = memory.flatten(0, 1)
-    left = Entries(
-        columns={"k": flat, "v": flat, "positions": torch.arange(100).repeat(HEADS)},
-        starts=(10, 110, 210),
-        lengths=(50, 50, 50),
-    )
+    k = memory[:, 10:60] if shared else memory[:, torch.arange(10, 60)].transpose(0, 1)
+    k = k if shared else k.transpose(0, 1)
+    left = Entries.borrowed(k, k, torch.arange(7, 57))
+    assert (left.k.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()) == shared
     before, page = memory.clone(), entries(16, 60)
     expected = joined(left, page)
+    assert_same(left, [(rows, rows, torch.arange(7, 57)) for rows in memory[:, 10:60]])
     assert_same(left.extended(page), expected)
     assert left.is_borrowed
     assert not left.copied().is_borrowed
     assert torch.equal(memory, before)
     assert_same(left.copied(), by_head(left))
+    assert_same(
+        left.select([torch.arange(n) for n in (1, 0, 3)]).select(
+            [torch.arange(n) for n in (1, 0, 2)]
+        ),
+        [tuple(part[:n] for part in left.head(h)) for h, n in enumerate((1, 0, 2))],
+    )
 
 
 def test_even_heads_have_a_dense_view_and_ragged_ones_none() -> None:
