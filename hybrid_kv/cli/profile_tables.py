@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import quantiles
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from hybrid_kv.cli.display import console, human_bytes, human_seconds, percent
+from hybrid_kv.cli.display import console, human_bytes, human_seconds
 from hybrid_kv.cli.tables import Cell, Column, print_columns
 from hybrid_kv.report.profile import ProfileRow
+from hybrid_kv.report.quantities import (
+    DEVICE_PEAK,
+    FILL,
+    GAPS,
+    HOST_INDEX,
+    HOST_KV,
+    INDEX_BUILD,
+    LIMIT,
+    MISSED,
+    PLANNED,
+    PROCESS_PEAK,
+    READ,
+    RECALL,
+    RECORDER,
+    RESIDENT_KV,
+    SCORED,
+    TTFT,
+    Quantity,
+    Unit,
+)
 from hybrid_kv.report.run import EstimateReport, PhasesMs
 from hybrid_kv.report.schema import ProfileReport
 
@@ -156,18 +176,10 @@ def _cell(row: ProfileRow | None) -> Cell:
 def _breakdown(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
     """As the paper's: where a step goes, with the lower limit that memory sets."""
     phases = {name: key for name, key in _PHASES.items() if any(_phase(row, key) for row in rows)}
-    times: dict[str, Callable[[ProfileRow], float | None]] = {
-        "p50": lambda row: None if row.itl_ms is None else row.itl_ms.p50,
-        "p90": lambda row: None if row.itl_ms is None else row.itl_ms.p90,
-        "p99": lambda row: None if row.itl_ms is None else row.itl_ms.p99,
-        "limit": lambda row: row.limit_ms,
-        "plan says": lambda row: sum(row.predicted_ms.values()) or None,
-    }
     columns = [
         *(Column(name, [_ms(_phase(row, key)) for row in rows]) for name, key in phases.items()),
         Column("total", [Text(_ms(row.tpot_ms), "bold") for row in rows]),
-        *(Column(name, [_ms(time(row)) for row in rows]) for name, time in times.items()),
-        Column("recorder", [_or_dash(row.recorder_ratio, "{:.2%}".format) for row in rows]),
+        *(_column(quantity, rows) for quantity in (*GAPS, LIMIT, PLANNED, RECORDER)),
     ]
     return _methods(rows), columns
 
@@ -181,41 +193,41 @@ def _phase(row: ProfileRow, key: str) -> float | None:
     return value
 
 
+_COSTS = (
+    *(TTFT, FILL, INDEX_BUILD),
+    *(DEVICE_PEAK, RESIDENT_KV, HOST_KV, HOST_INDEX, PROCESS_PEAK),
+    *(READ, SCORED, RECALL, MISSED),
+)
+
+
 def _costs(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
     """What a row took before its first step, what it holds, reads and misses."""
-    columns: dict[str, Callable[[ProfileRow], Any]] = {
-        "TTFT": lambda row: _or_dash(row.ttft_s, human_seconds),
-        "fill": lambda row: _or_dash(row.fill_s, human_seconds),
-        "index": lambda row: _or_dash(row.index_build_s, human_seconds),
-        "device peak": lambda row: _or_dash(row.memory_bytes.device_peak, human_bytes),
-        "resident KV": lambda row: _or_dash(row.resident_kv_bytes, human_bytes),
-        "host KV": lambda row: _or_dash(row.memory_bytes.host_kv, human_bytes),
-        "host index": lambda row: _or_dash(row.memory_bytes.host_index, human_bytes),
-        "process peak": lambda row: _or_dash(row.memory_bytes.host_peak, human_bytes),
-        "read per token": lambda row: _or_dash(_read(row), human_bytes),
-        "scored": lambda row: percent(row.work.scored_ratio),
-        "recall": lambda row: _estimate(None if row.audit is None else row.audit.recall_at_k),
-        "missed mass": lambda row: _estimate(None if row.audit is None else row.audit.missed_mass),
-    }
-    cells = {name: [str(cell(row)) for row in rows] for name, cell in columns.items()}
-    shown = [Column(name, texts) for name, texts in cells.items() if set(texts) - {"-"}]
-    return _methods(rows), shown
+    columns = [_column(quantity, rows) for quantity in _COSTS]
+    return _methods(rows), [column for column in columns if set(column.cells) - {"-"}]
 
 
-def _read(row: ProfileRow) -> int | None:
-    counts = [count for count in row.bytes_per_token.model_dump().values() if count is not None]
-    return sum(counts) if counts else None
+def _column(quantity: Quantity, rows: Sequence[ProfileRow]) -> Column:
+    show = _SHOWN[quantity.unit]
+    return Column(quantity.title, [_or_dash(quantity.of(row), show) for row in rows])
 
 
 def _or_dash(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
 
 
-def _estimate(found: EstimateReport | None) -> str:
-    if found is None:
-        return "-"
+def _estimate(found: EstimateReport) -> str:
     half = "" if found.half_width is None else f" ± {found.half_width:.3f}"
     return f"{found.mean:.3f}{half}"
+
+
+_SHOWN: Mapping[Unit, Callable[[Any], str]] = {
+    "ms": "{:.2f}".format,
+    "seconds": human_seconds,
+    "bytes": human_bytes,
+    "share": "{:.2%}".format,
+    "count": "{:,.1f}".format,
+    "estimate": _estimate,
+}
 
 
 def _spread(row: ProfileRow | None) -> str:

@@ -85,15 +85,9 @@ def read_gguf(
     dtype: torch.dtype | None,
     quantization_config: Any = None,
 ) -> PreTrainedModel:
-    """The model of a GGUF file with plain weights.
+    """The model of a GGUF file with plain weights, in bfloat16 if `dtype` is None.
 
-    Args:
-        dtype: of the weights; None for bfloat16.
-
-    Raises:
-        ModelNotFoundError: the file is damaged, or of an architecture that transformers does not
-            read from GGUF; the message says which.
-        CapacityError: the weights do not fit into memory.
+    Arguments and errors as `read_model`; what transformers cannot read is an architecture as well.
 
     Warns:
         GgufWarning: how much memory the weights take now.

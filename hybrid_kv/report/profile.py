@@ -67,3 +67,14 @@ class ProfileRow(Group):
     predicted_ms: dict[str, float] = Field(default_factory=dict)
     backends: dict[str, str] = Field(default_factory=dict)
     index: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def planned_ms(self) -> float | None:
+        """The sum over tiers, as `plan` adds them up; None without a prediction."""
+        return sum(self.predicted_ms.values()) or None
+
+    @property
+    def read_bytes(self) -> int | None:
+        """All that a step reads; None where nothing was counted."""
+        known = [count for _, count in self.bytes_per_token if count is not None]
+        return sum(known) if known else None

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.palette import SeriesLook, looks
-from hybrid_kv.report.profile import ProfileRow
+from hybrid_kv.report.quantities import MeasuredRun
 from hybrid_kv.report.run import MemoryBytes, PhasesMs, Run
-
-MeasuredRun = ProfileRow | Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,11 @@ def short(value: float | None) -> str:
     return f"{value:,.{min(places, 6)}f}"
 
 
+def count(value: float | None) -> str:
+    """3 -> '3', 1234 -> '1,234', a mean of 12.345 -> '12.3'."""
+    return f"{value:,}" if isinstance(value, int) else short(value)
+
+
 def tick(value: float) -> str:
     """A round value without zeros that say nothing: 0.05, 2.5, 70, 1,000."""
     return f"{value:,.6f}".rstrip("0").rstrip(".")

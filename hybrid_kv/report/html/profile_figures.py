@@ -186,7 +186,7 @@ def _limit_row(entry: Entry) -> RangeRow:
     if row.limit_ms is not None:
         tip = f"{entry.place}: {LIMIT} {numbers.milliseconds(row.limit_ms)}"
         known.append(RangePoint(row.limit_ms, "up", "soft", tip))
-    predicted = predicted_ms(row)
+    predicted = row.planned_ms
     if predicted is not None:
         tip = f"{entry.place}: {PREDICTED} {numbers.milliseconds(predicted)}"
         known.append(RangePoint(predicted, "diamond", "soft", tip, hollow=True))
@@ -198,11 +198,6 @@ def _limit_row(entry: Entry) -> RangeRow:
     ends = [point.value for point in known]
     span = (min(ends), max(ends)) if len(ends) > 1 else None
     return RangeRow(entry.name, tuple(known), span, note=note)
-
-
-def predicted_ms(row: ProfileRow) -> float | None:
-    """The sum over tiers, as `plan` adds them up; None without a prediction."""
-    return sum(row.predicted_ms.values()) or None
 
 
 def times(value: float | None, base: float | None) -> str:

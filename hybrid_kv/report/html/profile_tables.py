@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.elements import Child, Html, el, join
@@ -11,16 +13,33 @@ from hybrid_kv.report.html.entries import (
     MEMORY,
     PHASES,
     Entry,
-    MeasuredRun,
     by_name,
     cut_short,
     phase_name,
     phases,
     tiers,
 )
-from hybrid_kv.report.html.profile_figures import plus_minus, predicted_ms, times
+from hybrid_kv.report.html.profile_figures import plus_minus, times
 from hybrid_kv.report.html.widgets import lines, table
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
+from hybrid_kv.report.quantities import (
+    ATTENDED,
+    GAPS,
+    LIMIT,
+    LOOKS,
+    MISSED,
+    OUTPUT_ERROR,
+    PLANNED,
+    READ,
+    RECALL,
+    RECORDER,
+    SCORED,
+    START,
+    TPOT,
+    MeasuredRun,
+    Quantity,
+    Unit,
+)
 from hybrid_kv.report.run import AuditedHead, EstimateReport
 
 Value = Callable[[MeasuredRun], str | None]
@@ -47,29 +66,62 @@ def _linked(entry: Entry, prefix: str, text: str | None) -> Html:
     return el("a", shown, href=link, class_="quiet" if text is None else None)
 
 
+def quantities_table(
+    title: str,
+    entries: Sequence[Entry],
+    quantities: Sequence[Quantity],
+    more: Mapping[str, Callable[[Entry], Child]] = MappingProxyType({}),
+) -> Html:
+    """A line for every row, a column for every quantity, and further columns by their heading."""
+    rows: list[list[Child]] = [
+        [
+            entry.name,
+            *(shown(quantity, entry.row) for quantity in quantities),
+            *(cell(entry) for cell in more.values()),
+        ]
+        for entry in entries
+    ]
+    return table(title, ["method", *map(heading, quantities), *more], rows)
+
+
+def heading(quantity: Quantity) -> str:
+    """The title, with the unit where its numbers have none."""
+    return f"{quantity.title}, ms" if quantity.unit == "ms" else quantity.title
+
+
+def shown(quantity: Quantity, row: MeasuredRun) -> str:
+    """A value of a row as the page writes it."""
+    return _SHOWN[quantity.unit](quantity.of(row))
+
+
+def _estimate(estimate: EstimateReport | None) -> str:
+    if estimate is None:
+        return numbers.NOTHING
+    return f"{numbers.percent(estimate.mean)}{plus_minus(estimate)}"
+
+
+_SHOWN: Mapping[Unit, Callable[[Any], str]] = {
+    "ms": numbers.short,
+    "seconds": numbers.seconds,
+    "bytes": numbers.size,
+    "share": numbers.percent,
+    "count": numbers.count,
+    "estimate": _estimate,
+}
+
+
 def gaps_table(title: str, entries: Sequence[Entry]) -> Html:
     """Mean and percentiles of the gaps between tokens, and what the recorder took of them."""
-    rows = []
-    for entry in entries:
-        row, gaps = entry.row, entry.row.itl_ms
-        steps = str(len(row.step_ms)) if isinstance(row, ProfileRow) else numbers.NOTHING
-        took = row.recorder_ratio if isinstance(row, ProfileRow) else None
-        shares = (None,) * 3 if gaps is None else (gaps.p50, gaps.p90, gaps.p99)
-        shown = [numbers.short(value) for value in (row.tpot_ms, *shares)]
-        rows.append([entry.name, *shown, steps, numbers.percent(took)])
-    head = ["method", "mean ms", "p50", "p90", "p99", "steps", "measuring took"]
-    return table(title, head, rows)
+    return quantities_table(title, entries, (TPOT, *GAPS, RECORDER), {"steps": _steps})
+
+
+def _steps(entry: Entry) -> str:
+    return str(len(entry.row.step_ms)) if isinstance(entry.row, ProfileRow) else numbers.NOTHING
 
 
 def start_table(title: str, entries: Sequence[Entry]) -> Html:
     """What happens before the first token: prefill, index builds, or filling."""
-    rows = []
-    for entry in entries:
-        row = entry.row
-        fill = row.fill_s if isinstance(row, ProfileRow) else None
-        shown = map(numbers.seconds, (row.ttft_s, row.prefill_s, row.index_build_s, fill))
-        rows.append([entry.name, *shown])
-    return table(title, ["method", "TTFT", "prefill", "index build", "synthetic fill"], rows)
+    return quantities_table(title, entries, START)
 
 
 def phases_table(title: str, entries: Sequence[Entry]) -> Html:
@@ -107,26 +159,8 @@ def _against(total: float, tpot_ms: float | None) -> Html:
 
 def quality_table(title: str, entries: Sequence[Entry]) -> Html:
     """What the audit found, and what was read for it."""
-    rows = []
-    for entry in entries:
-        row, audit = entry.row, entry.row.audit
-        found: list[Child]
-        if audit is None:
-            found = [*[numbers.NOTHING] * 3, "no audit"]
-        else:
-            kinds = (audit.recall_at_k, audit.missed_mass, audit.output_error)
-            found = [*map(_estimate, kinds), f"{audit.looks:,}"]
-        work = row.work
-        read = [numbers.short(work.attended_tokens), numbers.percent(work.scored_ratio)]
-        rows.append([entry.name, numbers.short(row.tpot_ms), *found, *read])
-    head = ["method", "TPOT, ms", "recall@k", "missed mass", "output error", "looks"]
-    return table(title, [*head, "tokens attended", "keys scored"], rows)
-
-
-def _estimate(estimate: EstimateReport | None) -> str:
-    if estimate is None:
-        return numbers.NOTHING
-    return f"{numbers.percent(estimate.mean)}{plus_minus(estimate)}"
+    audit = (RECALL, MISSED, OUTPUT_ERROR, LOOKS)
+    return quantities_table(title, entries, (TPOT, *audit, ATTENDED, SCORED))
 
 
 def memory_table(title: str, entries: Sequence[Entry]) -> Html:
@@ -134,44 +168,51 @@ def memory_table(title: str, entries: Sequence[Entry]) -> Html:
     rows = []
     for entry in entries:
         memory, found = entry.row.memory_bytes, tiers(entry.row.memory_bytes)
-        shown = [numbers.size(found.get(tier)) for tier in MEMORY]
+        sizes = [numbers.size(found.get(tier)) for tier in MEMORY]
         total = numbers.size(sum(found.values())) if found else numbers.NOTHING
-        rows.append([entry.name, *shown, total, numbers.size(memory.host_peak)])
+        rows.append([entry.name, *sizes, total, numbers.size(memory.host_peak)])
     names = [name for name, _ in MEMORY.values()]
     return table(title, ["method", *names, "sum", "process, peak"], rows)
 
 
 def limit_table(title: str, entries: Sequence[Entry]) -> Html:
     """Measured against the bytes' own time and against the plan."""
-    rows = []
-    for entry in entries:
-        row = entry.row
-        if not isinstance(row, ProfileRow):
-            continue
-        planned = predicted_ms(row)
-        by_tier = ", ".join(f"{tier} {numbers.short(ms)}" for tier, ms in row.predicted_ms.items())
-        predicted = lines([numbers.short(planned), el("small", by_tier) if by_tier else None])
-        ratios = [times(row.tpot_ms, base) or numbers.NOTHING for base in (row.limit_ms, planned)]
-        shown = numbers.short(row.limit_ms), numbers.short(row.tpot_ms)
-        rows.append([entry.name, *shown, ratios[0], predicted, ratios[1]])
-    head = ["method", "limit, ms", "measured, ms", "over limit", "predicted, ms", "over prediction"]
-    return table(title, head, rows)
+    profiled = [entry for entry in entries if isinstance(entry.row, ProfileRow)]
+    more = {
+        "over limit": lambda entry: _times(entry.row, LIMIT),
+        "over prediction": lambda entry: _times(entry.row, PLANNED),
+        "prediction by tier, ms": _by_tier,
+    }
+    return quantities_table(title, profiled, (TPOT, LIMIT, PLANNED), more)
+
+
+def _times(row: MeasuredRun, base: Quantity) -> str:
+    return times(row.tpot_ms, base.of(row)) or numbers.NOTHING
+
+
+def _by_tier(entry: Entry) -> Child:
+    predicted = entry.row.predicted_ms if isinstance(entry.row, ProfileRow) else {}
+    parts = ", ".join(f"{tier} {numbers.short(ms)}" for tier, ms in predicted.items())
+    return el("small", parts) if parts else numbers.NOTHING
 
 
 def bytes_table(title: str, entries: Sequence[Entry]) -> Html:
     """Bytes that a decode step reads, by purpose."""
-    read = {
-        entry.name: dict(entry.row.bytes_per_token)
-        for entry in entries
-        if isinstance(entry.row, ProfileRow)
-    }
-    kinds = [kind for kind in BytesPerToken.model_fields if any(c[kind] for c in read.values())]
-    rows = []
-    for name, counts in read.items():
-        known = [count for count in counts.values() if count is not None]
-        total = numbers.size(sum(known)) if known else numbers.NOTHING
-        rows.append([name, *(numbers.size(counts[kind]) for kind in kinds), total])
-    return table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], rows)
+    rows = [(entry.name, entry.row) for entry in entries if isinstance(entry.row, ProfileRow)]
+    kinds = [
+        kind
+        for kind in BytesPerToken.model_fields
+        if any(getattr(row.bytes_per_token, kind) for _, row in rows)
+    ]
+    cells = [
+        [
+            name,
+            *(numbers.size(getattr(row.bytes_per_token, kind)) for kind in kinds),
+            shown(READ, row),
+        ]
+        for name, row in rows
+    ]
+    return table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], cells)
 
 
 def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Html:
