@@ -25,9 +25,21 @@ if TYPE_CHECKING:
         load,
         plan,
     )
-    from hybrid_kv.config import HybridConfig, IndexConfig
-    from hybrid_kv.errors import HybridKVError
-    from hybrid_kv.plugins import INDEXES, METHODS, Index, Method
+    from hybrid_kv.attended import Attended
+    from hybrid_kv.config import HybridConfig, IndexConfig, Params
+    from hybrid_kv.entries import Entries, Ragged
+    from hybrid_kv.errors import HybridKVError, MethodError
+    from hybrid_kv.plugins import INDEXES, METHODS, Index, Method, Placement
+    from hybrid_kv.types import (
+        Demotion,
+        Evidence,
+        LayerShape,
+        ModelInfo,
+        Needs,
+        Read,
+        SearchResult,
+        TokenBudget,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,21 +62,49 @@ _HOME = {
     "METHODS": "hybrid_kv.plugins",
     "Index": "hybrid_kv.plugins",
     "Method": "hybrid_kv.plugins",
+    "Attended": "hybrid_kv.attended",
+    "Params": "hybrid_kv.config",
+    "Entries": "hybrid_kv.entries",
+    "Ragged": "hybrid_kv.entries",
+    "MethodError": "hybrid_kv.errors",
+    "Placement": "hybrid_kv.plugins",
+    "Demotion": "hybrid_kv.types",
+    "Evidence": "hybrid_kv.types",
+    "LayerShape": "hybrid_kv.types",
+    "ModelInfo": "hybrid_kv.types",
+    "Needs": "hybrid_kv.types",
+    "Read": "hybrid_kv.types",
+    "SearchResult": "hybrid_kv.types",
+    "TokenBudget": "hybrid_kv.types",
 }
 
 __all__ = [
     "INDEXES",
     "LLM",
     "METHODS",
+    "Attended",
     "Context",
     "Conversation",
+    "Demotion",
+    "Entries",
+    "Evidence",
     "Generation",
     "HybridCache",
     "HybridConfig",
     "HybridKVError",
     "Index",
     "IndexConfig",
+    "LayerShape",
     "Method",
+    "MethodError",
+    "ModelInfo",
+    "Needs",
+    "Params",
+    "Placement",
+    "Ragged",
+    "Read",
+    "SearchResult",
+    "TokenBudget",
     "attach",
     "detach",
     "load",

@@ -59,6 +59,12 @@ class Ragged:
         """Whether the memory belongs to somebody else, who will write into it."""
         return self._room is None
 
+    def shares_memory(self, other: Ragged) -> bool:
+        """Whether some column lies in memory of the other's."""
+        own = {column.untyped_storage().data_ptr() for column in self.columns.values()}
+        theirs = {column.untyped_storage().data_ptr() for column in other.columns.values()}
+        return not own.isdisjoint(theirs)
+
     def split(self, column: str | Tensor) -> list[Tensor]:
         """By KV head its rows [N_h, ...] of a column, or of a tensor of the same rows; views."""
         rows = self.columns[column] if isinstance(column, str) else column

@@ -5,18 +5,27 @@ selectable from Python, YAML and the command line, and enters it into the contra
 
 Built-in plug-ins live in packages above this one. A registry imports its `provider` package by
 name on the first lookup, as an entry point would; no lower level depends on what it finds there.
+
+Those of others are found by entry points: a distribution names its module under the group that is
+called as the provider (`hybrid_kv.methods`, `hybrid_kv.index`), and it is imported when the name is
+asked for. Without a distribution, `load_plugin` imports a module or a file.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Generic, TypeVar
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.errors import ConfigError, PluginWarning, unknown_name
 
 T = TypeVar("T")
 
@@ -35,10 +44,18 @@ class Plugin(Generic[T]):
 class Registry(Generic[T]):
     """The plug-ins of one family, by name."""
 
+    all: ClassVar[list[Registry[Any]]] = []
+
     def __init__(self, family: str, provider: str) -> None:
         self.family = family
         self._provider = provider
         self._plugins: dict[str, Plugin[T]] = {}
+        self._offers: dict[str, list[EntryPoint]] | None = None
+        Registry.all.append(self)
+
+    def __len__(self) -> int:
+        """Plug-ins that are registered now; imports nothing."""
+        return len(self._plugins)
 
     def register(self, name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
         """Class decorator; the first docstring line becomes the summary.
@@ -49,10 +66,19 @@ class Registry(Generic[T]):
 
         def add(factory: type[T]) -> type[T]:
             if name in self._plugins:
+                taken = self._plugins[name].factory
                 raise ConfigError(
-                    f"{self.family} '{name}' is registered already; choose another name"
+                    f"{self.family} '{name}' is registered already, by {taken.__module__}."
+                    f"{taken.__qualname__}; choose another name than {factory.__module__}."
+                    f"{factory.__qualname__} does"
                 )
-            params: type[BaseModel] = factory.Params  # type: ignore[attr-defined]
+            params = getattr(factory, "Params", None)
+            if not (isinstance(params, type) and issubclass(params, BaseModel)):
+                raise ConfigError(
+                    f"{self.family} '{name}' must have a nested class Params of settings, got "
+                    f"{'none' if params is None else params!r}; derive one from "
+                    "hybrid_kv.config.Params"
+                )
             summary = (factory.__doc__ or "").strip().split("\n")[0]
             self._plugins[name] = Plugin(name, factory, params, summary, paper)
             return factory
@@ -63,16 +89,118 @@ class Registry(Generic[T]):
         """The plug-in called `name`.
 
         Raises:
-            ConfigError: no such name; the message has the nearest one.
+            ConfigError: no such name; the message has the nearest one. Or one that several have, or
+                whose module cannot be imported.
         """
         import_module(self._provider)
+        self._take(name)
         if name not in self._plugins:
-            raise unknown_name(self.family, name, self._plugins)
+            raise unknown_name(self.family, name, {*self._plugins, *self._offered()})
         return self._plugins[name]
 
     def __iter__(self) -> Iterator[str]:
+        """All names in order; a module that cannot be imported is left out, with a warning."""
         import_module(self._provider)
+        for name in self._offered():
+            try:
+                self._take(name)
+            except ConfigError as error:
+                warnings.warn(str(error), PluginWarning, stacklevel=2)
         return iter(sorted(self._plugins))
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)
+
+    def has_of(self, module: str) -> bool:
+        """Whether a plug-in of this module, or of one inside of it, is registered."""
+        places = (plugin.factory.__module__ for plugin in self._plugins.values())
+        return any(place == module or place.startswith(f"{module}.") for place in places)
+
+    def _offered(self) -> dict[str, list[EntryPoint]]:
+        """What distributions offer, by name; read once, which takes milliseconds."""
+        if self._offers is None:
+            self._offers = {}
+            for offer in entry_points(group=self._provider):
+                self._offers.setdefault(offer.name, []).append(offer)
+        return self._offers
+
+    def _take(self, name: str) -> None:
+        """Imports what a distribution offers under a name, if any does."""
+        offers = self._offered().get(name, [])
+        own = self._plugins.get(name)
+        if not offers or (own is not None and len(offers) == 1 and _is_of(own, offers[0])):
+            return
+        if own is not None or len(offers) > 1:
+            theirs = [f"{offer.value} of {_distribution(offer)}" for offer in offers]
+            ours = [] if own is None else [f"{own.factory.__module__}.{own.factory.__qualname__}"]
+            raise ConfigError(
+                f"{self.family} '{name}' must be one thing, got {' and '.join(ours + theirs)}; "
+                "uninstall one, or ask its author for another name"
+            )
+        try:
+            offers[0].load()
+        except Exception as error:
+            raise ConfigError(
+                f"{self.family} '{name}' of {_distribution(offers[0])} must be importable, got "
+                f"{type(error).__name__}: {error}; repair or uninstall it"
+            ) from error
+        if name not in self._plugins:
+            raise ConfigError(
+                f"{self.family} '{name}' of {_distribution(offers[0])} must be registered by its "
+                f"entry point {offers[0].value}, which registers no such name; tell its author"
+            )
+
+
+def _is_of(own: Plugin[Any], offer: EntryPoint) -> bool:
+    """Whether a plug-in comes from the package that an entry point names."""
+    return own.factory.__module__.split(".")[0] == offer.module.split(".")[0]
+
+
+def _distribution(offer: EntryPoint) -> str:
+    return "an unknown package" if offer.dist is None else offer.dist.name
+
+
+def load_plugin(module: str) -> None:
+    """Imports a module that registers methods or index kinds.
+
+    Args:
+        module: its dotted name, or the path of a .py file.
+
+    Raises:
+        ConfigError: it cannot be imported, or registers nothing.
+    """
+    before, path = sum(map(len, Registry.all)), Path(module)
+    try:
+        name = _import_file(path) if path.suffix == ".py" else import_module(module).__name__
+    except ConfigError:
+        raise
+    except Exception as error:
+        way = "check it" if path.suffix == ".py" else "give the path of its .py file, or install it"
+        raise ConfigError(
+            f"plugin '{module}' must be a module that can be imported, got {type(error).__name__}: "
+            f"{error}; {way}"
+        ) from error
+    if sum(map(len, Registry.all)) == before and not any(one.has_of(name) for one in Registry.all):
+        raise ConfigError(
+            f"plugin '{module}' must register a method or an index kind, got neither; decorate its "
+            "class with @METHODS.register(NAME) or @INDEXES.register(NAME)"
+        )
+
+
+def _import_file(path: Path) -> str:
+    """Imports a file once; the name of its module."""
+    place = path.resolve()
+    name = f"hybrid_kv_plugin_{place.stem}_{abs(hash(str(place))):x}"
+    if name in sys.modules:
+        return name
+    spec = spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no module in {place}")
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # pydantic looks up annotations there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return name

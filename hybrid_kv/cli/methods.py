@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_kv.cli import completion
-from hybrid_kv.cli.options import OutputOptions
+from hybrid_kv.cli.options import OutputOptions, Plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,7 @@ def methods(
         ),
     ] = None,
     *,
+    plugins: Plugins = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="The parameters of all of them.")
     ] = False,

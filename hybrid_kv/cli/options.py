@@ -59,6 +59,27 @@ Settings = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+
+
+def _load_plugins(modules: list[str] | None) -> list[str] | None:
+    from hybrid_kv.registry import load_plugin
+
+    for module in modules or ():
+        load_plugin(module)
+    return modules
+
+
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="MODULE",
+        callback=_load_plugins,
+        is_eager=True,  # --method is checked and completed by what it registers
+        help="A module or .py file that registers methods or index kinds; repeatable.",
+        rich_help_panel=_MODEL,
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -102,6 +123,7 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    plugins: Plugins = None
     settings: Settings = None
     config: ConfigFile = None
     device: Device = None

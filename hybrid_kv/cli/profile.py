@@ -21,6 +21,7 @@ from hybrid_kv.cli.options import (
     Dtype,
     LayersOption,
     OutputOptions,
+    Plugins,
     Settings,
     count,
 )
@@ -118,6 +119,7 @@ class SweepOptions:
 class ProfileModelOptions:
     """What is measured on, with which settings of the methods."""
 
+    plugins: Plugins = None
     settings: Settings = None
     config: ConfigFile = None
     device: Device = None

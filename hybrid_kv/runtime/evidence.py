@@ -1,10 +1,11 @@
-"""Queries that the prefill leaves behind for methods and indexes."""
+"""What the prefill leaves behind for methods and indexes: queries, and how they weighed keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.masses import causal_masses
 from hybrid_kv.types import Evidence, Needs
 
 
@@ -21,6 +22,13 @@ class EvidenceCollector:
         self._seen = 0
         self._sampled: list[Tensor] = []
         self._last: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._logits: tuple[float, float | None] = (1.0, None)
+
+    @property
+    def wants_sums(self) -> bool:
+        """Whether `add_masses` is to be called for what is observed."""
+        return self._needs.column_sums
 
     def observe(self, q: Tensor) -> None:
         """Takes the queries [Hq, T, D] of the next T prompt tokens of the row."""
@@ -38,10 +46,28 @@ class EvidenceCollector:
             self._last = joined[:, -self._needs.last_queries :].clone()
         self._seen += count
 
+    def add_masses(
+        self, q: Tensor, lse: Tensor, keys: Tensor, *, scale: float, softcap: float | None
+    ) -> None:
+        """Adds the weights that queries observed gave to all keys so far.
+
+        Args:
+            q: [Hq, T, D], lse: [Hq, T] of their attention.
+            keys: [Hkv, N, D], those of the T tokens last.
+        """
+        sums = causal_masses(q, keys, scale=scale, softcap=softcap, lse=lse)
+        if self._sums is not None:
+            sums[:, : self._sums.shape[1]] += self._sums
+        self._sums = sums
+
+    def logits_are(self, scale: float, softcap: float | None) -> None:
+        """Takes note of what turns scores into logits."""
+        self._logits = scale, softcap
+
     def evidence(self) -> Evidence:
         """What was seen so far."""
         sampled = torch.cat(self._sampled, 1) if self._sampled else None
         count = 0 if sampled is None else sampled.shape[1]
         # After a halving the first sample is still position 0, and the stride the distance.
         positions = torch.arange(count) * self._stride
-        return Evidence(self._seen, sampled, self._last, positions)
+        return Evidence(self._seen, sampled, self._last, positions, self._sums, *self._logits)

@@ -1,0 +1,225 @@
+"""What a method answers of the entries that it keeps, looked at before anything changes.
+
+A method may be somebody else's. Its answers are checked on the host, which waits for nothing;
+numbers that are not finite are found where they lie, and told when entries have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.attended import Attended
+from hybrid_kv.entries import Entries
+from hybrid_kv.errors import HybridKVError, MethodError
+from hybrid_kv.plugins import Method
+from hybrid_kv.types import Evidence, LayerShape
+
+T = TypeVar("T")
+
+_OWN_TROUBLE = (HybridKVError, MemoryError, torch.OutOfMemoryError)
+_MOST_BYTES = 2
+"""Times the K and V of all that ever left the window: more than that no method needs of it."""
+_FREE_BYTES = 2**20
+"""Which count for nothing: scores and tables of a short context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """A method as one layer asks it, and what its answers must be like.
+
+    dtype, device: of the layer's K and V.
+    """
+
+    method: Method
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def follows(self) -> bool:
+        """Whether the method wants to know what a step attended."""
+        return type(self.method).after is not Method.after
+
+    def absorb(
+        self,
+        row: int,
+        kept: Entries | None,
+        left: Entries,
+        seen: Evidence | None,
+        gone_tokens: int,
+    ) -> Entries | None:
+        """See `Method.absorb`; what comes back owns its memory.
+
+        Args:
+            gone_tokens: that have left the window since the beginning, these included.
+
+        Raises:
+            MethodError: the method raised, or answered what it must not.
+        """
+        who = f"{type(self.method).__name__}.absorb of layer {self.shape.layer_idx}, row {row}"
+        new = _ask(who, lambda: self.method.absorb(self.shape.layer_idx, row, kept, left, seen))
+        before = (0,) * left.num_heads if kept is None else kept.lengths
+        most = [old + more for old, more in zip(before, left.lengths, strict=True)]
+        self._check(who, new, most)
+        if new is None:
+            return None
+        if seen is not None:
+            self._check_read(who, new)
+        new = new.copied() if new.is_borrowed or new.shares_memory(left) else new
+        self._check_bytes(who, new, gone_tokens)
+        return new
+
+    def after(
+        self, attended: Attended, gone_tokens: Sequence[int]
+    ) -> Sequence[Entries | None] | None:
+        """See `Method.after`.
+
+        Args:
+            gone_tokens: by row, that have left the window since the beginning.
+
+        Raises:
+            MethodError: the method raised, or answered what it must not.
+        """
+        who = f"{type(self.method).__name__}.after of layer {self.shape.layer_idx}"
+        answer = _ask(who, lambda: self.method.after(self.shape.layer_idx, attended))
+        if answer is None:
+            return None
+        if len(answer) != len(attended.kept):
+            raise MethodError(
+                f"{who} must return entries of {len(attended.kept)} rows, or None for all, got "
+                f"{len(answer)}; return one for each row of attended.kept"
+            )
+        for new, old, gone in zip(answer, attended.kept, gone_tokens, strict=True):
+            if new is not old:
+                none = (0,) * self.shape.num_kv_heads
+                self._check(who, new, none if old is None else old.lengths)
+                self._check_bytes(who, new, gone)
+        return answer
+
+    def _check(self, who: str, new: object, most: Sequence[int]) -> None:
+        """Raises MethodError unless `new` is None or entries, of at most so many in each head."""
+        if new is None:
+            return
+        if not isinstance(new, Entries):
+            raise MethodError(
+                f"{who} must return Entries or None, got {type(new).__name__}; make them with "
+                "left.select, left.extended or Entries.of"
+            )
+        if new.num_heads != self.shape.num_kv_heads:
+            raise MethodError(
+                f"{who} must return entries of {self.shape.num_kv_heads} KV heads, got "
+                f"{new.num_heads}; a head that keeps nothing has length 0"
+            )
+        self._check_columns(who, new)
+        for head, (count, limit) in enumerate(zip(new.lengths, most, strict=True)):
+            if count > limit:
+                raise MethodError(
+                    f"{who} must not return more than the {limit} entries that it was given of KV "
+                    f"head {head}, got {count}; keep each once"
+                )
+
+    def _check_bytes(self, who: str, new: Entries | None, gone_tokens: int) -> None:
+        size = self.dtype.itemsize * self.shape.head_dim * self.shape.num_kv_heads
+        limit = _FREE_BYTES + _MOST_BYTES * 2 * size * gone_tokens
+        if new is not None and new.nbytes > limit:
+            raise MethodError(
+                f"{who} must hold at most {limit:,} bytes for {gone_tokens} tokens, got "
+                f"{new.nbytes:,}; let go of state that it needs no more, and clone views of large "
+                "tensors"
+            )
+
+    def _check_columns(self, who: str, new: Entries) -> None:
+        positions = new.columns.get("positions")
+        if positions is None or positions.dtype != torch.int64:
+            got = "none" if positions is None else str(positions.dtype)
+            raise MethodError(
+                f"{who} must return entries with a column of positions in torch.int64, got {got}; "
+                "keep that of left"
+            )
+        for name, column in new.columns.items():
+            if column.device != self.device or len(column) != len(positions):
+                raise MethodError(
+                    f"{who} must return column '{name}' with {len(positions)} rows on "
+                    f"{self.device} as the positions, got {len(column)} on {column.device}; make "
+                    "it on left's device"
+                )
+        rows = zip(new.starts, new.lengths, strict=True)
+        if any(a < 0 or n < 0 or a + n > len(positions) for a, n in rows):
+            raise MethodError(
+                f"{who} must return heads inside of {len(positions)} rows, got starts "
+                f"{new.starts} and lengths {new.lengths}; make them by select or extended"
+            )
+        if type(new).read is Entries.read:
+            self._check_read(who, new)
+
+    def _check_read(self, who: str, new: Entries) -> None:
+        try:
+            parts = dict(zip(("keys", "values"), new.read(), strict=True))
+        except KeyError as error:
+            raise MethodError(
+                f"{who} must return entries with a column of {error}, or of a class that overrides "
+                "read; got neither"
+            ) from None
+        expected = len(new.positions), self.shape.head_dim
+        for name, part in parts.items():
+            found = tuple(part.shape), part.dtype, part.device
+            if found != (expected, self.dtype, self.device):
+                raise MethodError(
+                    f"{who} must return {name} {list(expected)} {self.dtype} on {self.device} as "
+                    f"the cache's, got {list(part.shape)} {part.dtype} on {part.device}; convert "
+                    "them, or keep codes and decode them in read"
+                )
+
+
+def _ask(who: str, question: Callable[[], T]) -> T:
+    """A method's answer, whose tensors may be written later, outside of inference mode as well."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return question()
+    except _OWN_TROUBLE:
+        raise
+    except Exception as error:
+        raise MethodError(
+            f"{who} must return entries, got {type(error).__name__}: {error}; the cache is as it "
+            "was before, so crop the tokens of this step, or restore a checkpoint"
+        ) from error
+
+
+def finite_flag(new: Entries | None, old: Entries | None) -> Tensor | None:
+    """[] bool on their device: whether all numbers are finite that `new` has beyond `old`.
+
+    None where there is nothing to look at. Rows that were there before, in the same memory, are
+    not looked at again: absorbing a page costs a page.
+    """
+    if new is None or not any(new.lengths):
+        return None
+    flags = []
+    for name, column in new.columns.items():
+        if not column.is_floating_point():
+            continue
+        before = None if old is None else old.columns.get(name)
+        same = before is not None and before.data_ptr() == column.data_ptr()
+        known = old.lengths if same and old is not None else (0,) * new.num_heads
+        # -inf is a bias that hides.
+        wrong = torch.isnan if name == "bias" else _is_infinite
+        flags += [
+            wrong(rows[count:]).any() for rows, count in zip(new.split(column), known, strict=True)
+        ]
+    return ~torch.stack(flags).any() if flags else None
+
+
+def _is_infinite(rows: Tensor) -> Tensor:
+    return ~torch.isfinite(rows)
+
+
+def not_finite(method: Method, layer_idx: int, row: int) -> MethodError:
+    """What to raise where a flag of `finite_flag` was False."""
+    return MethodError(
+        f"{type(method).__name__}.absorb of layer {layer_idx}, row {row} must return finite "
+        "numbers, got NaN or infinity; look at divisions by sums that can be 0"
+    )
