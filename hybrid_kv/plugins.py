@@ -203,6 +203,11 @@ class Placement:
     fetch: bool = False
     stand_in: StandIn = "auto"
 
+    @property
+    def offloads(self) -> bool:
+        """Whether what leaves goes to the cold tier."""
+        return self.rest is Demotion.OFFLOAD or (self.rest is Demotion.ABSORB and self.offload)
+
 
 class Method(ABC):
     """A KV-cache policy in a few verbs; it names entries and never computes attention.

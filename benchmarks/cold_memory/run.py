@@ -38,14 +38,14 @@ def measure(shape: LayerShape, tokens: int, added: int) -> list[dict[str, Any]]:
     # One key, seen `tokens` times: the source itself takes no memory.
     prompt = stage[:, :1].expand(-1, tokens, -1)
     warm = ColdStore(shape, dtype, num_rows=1)
-    warm.append(0, prompt[:, :4096], prompt[:, :4096], torch.arange(4096), None)
+    warm.chains[0].append(prompt[:, :4096], prompt[:, :4096], torch.arange(4096), None)
     del warm
     before = resident_bytes()
     store = ColdStore(shape, dtype, num_rows=1)
-    store.append(0, prompt, prompt, torch.arange(tokens), None)
+    store.chains[0].append(prompt, prompt, torch.arange(tokens), None)
     rows = [_row("prompt", store, tokens * raw_per_token, before)]
     for start in range(tokens, tokens + added, PAGE):
-        store.append(0, stage, stage, torch.arange(start, start + PAGE), None)
+        store.chains[0].append(stage, stage, torch.arange(start, start + PAGE), None)
     rows.append(_row("grown", store, (tokens + added) * raw_per_token, before))
     return rows
 

@@ -76,7 +76,7 @@ def integrity(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
     def compare(kv: KVCache) -> None:
         for layer_idx, layer in kv.stores.items():
-            extent = layer.cold.rows[0][0].extent
+            extent = layer.rows[0].chain.spans[0].extent
             rows = torch.randint(extent.length, (64,))
             places = extent.positions[rows].long()
             for cold, dense in zip((extent.k, extent.v), whole[layer_idx], strict=True):
@@ -102,7 +102,7 @@ def integrity(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 def prefill(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """By layer, when it is sealed: device and host memory, and the seconds of its parts."""
     rows: list[dict[str, Any]] = []
-    plain = KVCache._seal
+    plain = KVCache.seal
 
     def seal(self: KVCache, layer_idx: int, *arguments: Any) -> None:
         before = dict(self.phases.seconds)
@@ -111,7 +111,7 @@ def prefill(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         took = {k: v - before[k] for k, v in self.phases.seconds.items() if v > before[k]}
         rows.append({"seal_s": perf_counter() - begin, **took, **_memory(device)})
 
-    with _replaced(KVCache, "_seal", seal), _llm(device, sizes) as llm:
+    with _replaced(KVCache, "seal", seal), _llm(device, sizes) as llm:
         got = llm.generate(prompt(sizes, sizes.contexts["128k"]), max_new_tokens=1, do_sample=False)
     return {"ttft_s": got.ttft_s, "index_build_s": got.index_build_s, "layers": rows}
 

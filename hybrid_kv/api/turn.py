@@ -226,4 +226,4 @@ class Turn:
 
 def _resident_bytes(layer: LayerKV) -> int:
     per_token = bytes_per_token(layer.shape, layer.cold.dtype)
-    return per_token * sum(layer.resident.num_tokens(row) for row in range(layer.num_rows))
+    return per_token * sum(row.table.num_tokens for row in layer.rows)

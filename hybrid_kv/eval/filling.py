@@ -246,7 +246,7 @@ class FilledKV(KVCache):
     def _decode(
         self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
-        step = layer.held.lengths[0] - self._context.num_tokens - 1
+        step = layer.held.rows[0].length - self._context.num_tokens - 1
         if q.shape[0] != 1 or q.shape[2] != 1 or not 0 <= step < self._context.max_steps:
             raise ConfigError(
                 f"a filled context takes one row and up to {self._context.max_steps} tokens, one "

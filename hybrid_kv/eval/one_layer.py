@@ -102,6 +102,6 @@ def _measure(
         step_s=tuple(times[_WARMUP_STEPS:]),
         attended_ratio=float(work.attended / work.visible),
         lse=torch.stack(sums[_WARMUP_STEPS:]),
-        device_kv_bytes=layer.resident.num_tokens(0) * bytes_per_token(shape, LAYER_DTYPE),
+        device_kv_bytes=layer.rows[0].table.num_tokens * bytes_per_token(shape, LAYER_DTYPE),
         host_bytes=layer.cold.kv_bytes + layer.cold.overhead_bytes + layer.cold.index_bytes,
     )

@@ -329,7 +329,7 @@ class TieredCache(Cache):
 
         Windows have not, nor has a method that drops entries once it has dropped some.
         """
-        if any(any(layer.dropped) for layer in self.kv.stores.values()):
+        if any(row.dropped for store in self.kv.stores.values() for row in store.rows):
             return False
         return all(
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding

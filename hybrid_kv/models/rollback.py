@@ -47,10 +47,10 @@ class ReturnPoint:
         try:
             if self._saved is not None:
                 kv.restore(self._saved)
-            if not self._num_tokens or any(layer.num_rows != 1 for layer in kv.stores.values()):
+            if not self._num_tokens or any(len(store.rows) != 1 for store in kv.stores.values()):
                 return False
-            for layer_idx, layer in kv.stores.items():
-                kv.layers[layer_idx].crop(layer.lengths[0] - self._num_tokens)
+            for layer_idx, store in kv.stores.items():
+                kv.layers[layer_idx].crop(store.rows[0].length - self._num_tokens)
         except (MemoryError, RuntimeError):
             return False
         _set_states(self._cache, self._states)

@@ -15,7 +15,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.index.pages import with_room
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.rates import Rates
-from hybrid_kv.store.cold import pinned_room
+from hybrid_kv.store.extent import pinned_room
 from hybrid_kv.types import LayerShape
 
 Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]

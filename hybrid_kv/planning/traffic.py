@@ -37,9 +37,9 @@ def bytes_per_step(
     steps, group = work.steps / q_heads, q_heads / kv_heads
     row = facts.kv_bytes_per_token / kv_heads
     layers = cache.stores.values()
-    stored = sum(layer.cold.num_tokens(0) * layer.shape.num_kv_heads for layer in layers)
+    stored = sum(layer.rows[0].chain.num_tokens * layer.shape.num_kv_heads for layer in layers)
     digests = sum(
-        len(layer.resident.tables[0]) * layer.shape.num_kv_heads
+        len(layer.rows[0].table) * layer.shape.num_kv_heads
         for layer in layers
         if selects and layer.placement is not None and layer.placement.digests
     )

@@ -20,7 +20,7 @@ from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.runtime.stand_in import StandIns
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
@@ -179,32 +179,16 @@ class KVCache:
         self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
-        auditor, layer_idx = self.auditor, layer.shape.layer_idx
+        auditor, store = self.auditor, layer.held
         if auditor is None:
-            return layer.attend(self._step(layer, q, scale, softcap))
-        target = auditor.due(layer_idx) if q.shape[2] == 1 else None
-        step = self._step(layer, q, scale, softcap, is_watched=target is not None)
-        part = layer.attend(step, auditor.factor(layer_idx))
+            return layer.attend(Step(self.means, store, q, scale=scale, softcap=softcap))
+        target = auditor.due(layer.shape.layer_idx) if q.shape[2] == 1 else None
+        found: Found | None = None if target is None else {}
+        step = Step(self.means, store, q, scale=scale, softcap=softcap, found=found)
+        part = layer.attend(step, auditor.factor(layer.shape.layer_idx))
         if target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
         return part
-
-    def _step(
-        self,
-        layer: TieredLayer,
-        q: Tensor,
-        scale: float,
-        softcap: float | None,
-        *,
-        is_watched: bool = False,
-    ) -> Step:
-        means = self.means
-        return Step(
-            *(means.ops, means.executor, means.phases, means.work, layer.held, q),
-            scale=scale,
-            softcap=softcap,
-            found={} if is_watched else None,
-        )
 
     def watch_finite(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Looks whether new k, v [B, Hkv, T, D] are finite; `valid` [B, T] is False for padding.
@@ -253,7 +237,7 @@ class KVCache:
             pinned.repeat()
         else:
             pinned.clear()
-            longest = max(self.layers[layer_idx].held.lengths)
+            longest = self.layers[layer_idx].held.longest
             names = (self.config.method, len(self.layers), longest)
             _log.info("prompt ended: method %s, %d layers, %d tokens", *names)
 
@@ -271,7 +255,7 @@ class KVCache:
         store = next((store for store in held if store is not None), None)
         if store is None:
             return 0
-        tokens = store.num_rows * max(self.means.reserved_tokens, *store.lengths)
+        tokens = len(store.rows) * max(self.means.reserved_tokens, store.longest)
         dtype = store.resident.pool.dtype
         per_token = sum(
             bytes_per_token(shape, dtype) + self.method.index_bytes_per_token(shape, tokens)
@@ -301,7 +285,8 @@ class KVCache:
             raise
         for layer_idx, branch in branches.items():
             self.layers[layer_idx].store = branch
-        return Checkpoint(saved, {idx: tuple(store.lengths) for idx, store in saved.items()})
+        lengths = {idx: [row.length for row in store.rows] for idx, store in saved.items()}
+        return Checkpoint(saved, lengths)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts every layer back to where it was."""
@@ -312,8 +297,8 @@ class KVCache:
             if layer.held is not store:
                 layer.held.cold.release()
                 layer.store = store
-            for row, length in enumerate(checkpoint.lengths[layer_idx]):
-                store.crop(row, store.lengths[row] - length)
+            for row, length in zip(store.rows, checkpoint.lengths[layer_idx], strict=True):
+                row.crop(row.length - length)
 
     def reset(self) -> None:
         """Forgets everything; the cache is as new."""

@@ -13,50 +13,56 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_retrieved, empty_partial, merge_partials
+from hybrid_kv.attention import attend, empty_partial, merge_partials
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
-from hybrid_kv.store import ColdExtent
+from hybrid_kv.store import ColdExtent, Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
 
 ColdBudget: TypeAlias = TokenBudget | Literal["all"]
+
+_NONE: Mapping[int, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What left for the host when a step began.
 
-    queries: [B, Hkv, M, D]. pages: by row and extent, where the queries' device has chosen them:
-    [Hkv, T, C] page numbers.
+    queries: [B, Hkv, M, D]; None where they are there. pages: by row and extent, where the queries'
+    device has chosen them: [Hkv, T, C] page numbers.
     """
 
-    queries: Parcel
+    queries: Parcel | None
     pages: Sequence[Mapping[int, Parcel]]
 
 
 def ask_cold(step: Step, budget: ColdBudget) -> Asked | None:
     """Sends the queries, and what they choose on their device; None where no row is cold."""
-    if not any(step.layer.cold.rows):
+    rows = step.layer.rows
+    if not any(row.chain.spans for row in rows):
         return None
-    with step.phases.measure("transfer"):
+    queries = None
+    if not step.at_home:
+        begin = step.phases.now()
         queries = step.executor.send(step.grouped)
-    with step.phases.measure("select"):
-        pages = [_choose_pages(step, row, budget) for row in range(step.layer.num_rows)]
-    return Asked(queries, pages)
+        step.phases.book("transfer", begin)
+    return Asked(queries, [_choose_pages(step, row, budget) for row in rows])
 
 
-def _choose_pages(step: Step, row: int, budget: ColdBudget) -> dict[int, Parcel]:
-    q, chosen, stored = step.grouped[row], {}, step.layer.cold.num_tokens(row)
-    if _covers(budget, stored):
-        return {}
-    for number, span in enumerate(step.layer.cold.rows[row]):
+def _choose_pages(step: Step, row: Row, budget: ColdBudget) -> Mapping[int, Parcel]:
+    chosen: dict[int, Parcel] = {}
+    if _covers(budget, row.chain.num_tokens):
+        return chosen
+    for number, span in enumerate(row.chain.spans):
         index = span.extent.index
         if index is not None and index.on_device:
-            pages = index.choose_pages(q, step.q.shape[2])
+            begin, q = step.phases.now(), step.grouped[row.number]
+            pages = index.choose_pages(q, step.new)
             step.work.scored += len(q) * q.shape[1] * -(-len(index) // index.page_tokens)
             chosen[number] = step.executor.send(pages)
+            step.phases.book("select", begin)
     return chosen
 
 
@@ -69,7 +75,7 @@ def attend_cold(
     step: Step,
     asked: Asked,
     budget: ColdBudget,
-    hot: Sequence[Parcel | None],
+    hot: Sequence[Parcel | None] | None,
     near: Parcel | None = None,
 ) -> PartialAttention:
     """Retrieved cold entries, or all of them, without those that the device attends.
@@ -82,70 +88,80 @@ def attend_cold(
     Returns:
         out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
     """
-    with step.phases.measure("wait"):
-        q = asked.queries.open()
-        taken = [None if parcel is None else parcel.open() for parcel in hot]
+    q = step.grouped
+    taken: list[Tensor | None] = [None] * len(q)
+    pages = [_NONE] * len(q)
+    if hot is not None or asked.queries is not None or any(asked.pages):
+        begin = step.phases.now()
+        q = q if asked.queries is None else asked.queries.open()
+        if hot is not None:
+            taken = [None if parcel is None else parcel.open() for parcel in hot]
         pages = [{n: parcel.open() for n, parcel in row.items()} for row in asked.pages]
-    rows = [
-        _attend_row(step, row, q[row], budget, pages[row], taken[row], near)
-        for row in range(step.layer.num_rows)
-    ]
-    if _fetches(step):
-        return stacked(rows)
-    with step.phases.measure("transfer"):
-        return step.executor.deliver(stacked(rows), step.q.device)
+        step.phases.book("wait", begin)
+    parts = []
+    for row in step.layer.rows:
+        number = row.number
+        parts.append(_attend_row(step, row, q[number], budget, pages[number], taken[number], near))
+    part = stacked(parts)
+    if step.at_home or _fetches(step.layer.rows[0]):
+        return part
+    begin = step.phases.now()
+    part = step.executor.deliver(part, step.q.device)
+    step.phases.book("transfer", begin)
+    return part
 
 
-def _fetches(step: Step) -> bool:
-    return step.layer.placement is not None and step.layer.placement.fetch
+def _fetches(row: Row) -> bool:
+    return row.placement is not None and row.placement.fetch
 
 
 def _attend_row(
     step: Step,
-    row: int,
+    row: Row,
     q: Tensor,
     budget: ColdBudget,
     pages: Mapping[int, Tensor],
     taken: Tensor | None,
     near: Parcel | None,
 ) -> PartialAttention:
-    cold, new = step.layer.cold, step.q.shape[2]
-    stored, near_q = cold.num_tokens(row), step.grouped[row] if _fetches(step) else q
+    stored = row.chain.num_tokens
+    near_q = step.grouped[row.number] if _fetches(row) else q
     if stored == 0:
         return empty_partial(near_q)
-    if budget == "all" or _covers(budget, stored):
+    if budget == "all" or budget.top_k >= stored:
         return _attend_all(step, row, near_q, taken)
-    chosen = {
-        number: entries_of(page, cold.rows[row][number], q.shape[1] // new)
-        for number, page in pages.items()
-    }
-    with step.phases.measure("search"):
-        found = retrieve(
-            *(cold, row, q, budget),
-            new=new,
-            scale=step.scale,
-            softcap=step.softcap,
-            near=lambda: None if near is None else near.open()[row],
-            chosen=chosen,
-        )
+    chosen = _NONE
+    if pages:
+        group = q.shape[1] // step.new
+        chosen = {n: entries_of(page, row.chain.spans[n], group) for n, page in pages.items()}
+    begin = step.phases.now()
+    found = retrieve(
+        *(row.chain, q, budget),
+        new=step.new,
+        scale=step.scale,
+        softcap=step.softcap,
+        near=None if near is None else lambda: near.open()[row.number],
+        chosen=chosen,
+    )
+    step.phases.book("search", begin)
     if step.found is not None:
-        step.found[row] = (budget, found)
+        step.found[row.number] = (budget, found)
     step.work.scored += found.scored
     left = _leave_hot(step, row, found, taken)
-    return merge_partials([_attend_found(step, near_q, *part) for part in left], ops=step.ops)
+    if len(left) == 1:
+        return _attend_found(step, row, near_q, *left[0])
+    return merge_partials([_attend_found(step, row, near_q, *part) for part in left], ops=step.ops)
 
 
 def _leave_hot(
-    step: Step, row: int, found: Retrieved, taken: Tensor | None
+    step: Step, row: Row, found: Retrieved, taken: Tensor | None
 ) -> list[tuple[ColdExtent, Tensor]]:
     """The parts of what was found, with -1 for what the device attends."""
-    cold, hot, size = step.layer.cold, step.layer.hot[row], step.layer.page_size
-    if hot.capacity:
-        parts, first_pages = [], cold.first_pages(row, size)
-        for (extent, ids), span, first in zip(
-            found.parts, cold.rows[row], first_pages, strict=False
-        ):
-            covered = hot.book(ids, first, span.length // size, taken)
+    if row.hot.capacity:
+        parts, spans, size = [], row.chain.spans, row.page_size
+        first_pages = row.chain.first_pages(size)
+        for (extent, ids), span, first in zip(found.parts, spans, first_pages, strict=False):
+            covered = row.hot.book(ids, first, span.length // size, taken)
             step.work.hot += int(covered.sum())
             parts.append((extent, ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
@@ -160,44 +176,53 @@ def _count(work: Work, entries: int, most: int) -> None:
     work.most_retrieved = max(work.most_retrieved, most)
 
 
-def _attend_found(step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
-    k, v = extent.keys, extent.values
-    if _fetches(step):
-        with step.phases.measure("transfer"):
-            k, v, ids, count = fetch(step.ops, step.executor, extent, ids, q.device)
-            step.work.fetched_bytes += count
-    with step.phases.measure("cold_attention"):
-        return attend_retrieved(step.ops, q, k, v, ids, scale=step.scale, softcap=step.softcap)
+def _attend_found(
+    step: Step, row: Row, q: Tensor, extent: ColdExtent, ids: Tensor
+) -> PartialAttention:
+    if 0 in ids.shape:
+        return empty_partial(q)
+    k, v = extent.k, extent.v
+    if _fetches(row):
+        begin = step.phases.now()
+        k, v, ids, count = fetch(step.ops, step.executor, extent, ids, q.device)
+        step.work.fetched_bytes += count
+        step.phases.book("transfer", begin)
+    begin = step.phases.now()
+    part = step.ops.attend_retrieved(q, k, v, ids, scale=step.scale, softcap=step.softcap)
+    step.phases.book("cold_attention", begin)
+    return part
 
 
-def _attend_all(step: Step, row: int, q: Tensor, taken: Tensor | None) -> PartialAttention:
-    spans, parts = step.layer.cold.rows[row], []
+def _attend_all(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> PartialAttention:
+    spans, parts = row.chain.spans, []
     for span, hidden in zip(spans, _hide_hot(step, row, q, taken), strict=True):
         (k, v), bias = span.extent.first(span.length), hidden
-        if _fetches(step):
-            with step.phases.measure("transfer"):
-                k, v = (step.executor.to_device(entries, q.device) for entries in (k, v))
-                bias = None if hidden is None else step.executor.to_device(hidden, q.device)
+        if _fetches(row):
+            begin = step.phases.now()
+            k, v = (step.executor.to_device(entries, q.device) for entries in (k, v))
+            bias = None if hidden is None else step.executor.to_device(hidden, q.device)
             step.work.fetched_bytes += k.nbytes + v.nbytes
-        with step.phases.measure("cold_attention"):
-            part = attend(
-                step.ops,
-                *(q[None], k[None], v[None]),
-                scale=step.scale,
-                softcap=step.softcap,
-                bias=bias,
-            )
+            step.phases.book("transfer", begin)
+        begin = step.phases.now()
+        part = attend(
+            step.ops,
+            *(q[None], k[None], v[None]),
+            scale=step.scale,
+            softcap=step.softcap,
+            bias=bias,
+        )
+        step.phases.book("cold_attention", begin)
         parts.append(PartialAttention(part.out[0], part.lse[0]))
     return merge_partials(parts, ops=step.ops)
 
 
-def _hide_hot(step: Step, row: int, q: Tensor, taken: Tensor | None) -> list[Tensor | None]:
+def _hide_hot(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> list[Tensor | None]:
     """For each extent of a row a bias [1, Hkv, M, N] that hides what the device attends, if it does
     attend any; counts what is left.
     """
-    spans = step.layer.cold.rows[row]
-    if not step.layer.hot[row].capacity:
-        stored = step.layer.cold.num_tokens(row)
+    spans = row.chain.spans
+    if not row.hot.capacity:
+        stored = row.chain.num_tokens
         _count(step.work, stored * q.shape[0] * q.shape[1], stored)
         return [None] * len(spans)
     every = [(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1)) for span in spans]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_causal, merge_partials
-from hybrid_kv.runtime.cold import ColdBudget, ask_cold, attend_cold
+from hybrid_kv.attention import attend_causal
+from hybrid_kv.runtime.cold import ask_cold, attend_cold
 from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, PartialAttention, Read, TokenBudget
 
@@ -20,145 +21,145 @@ def decode(step: Step, read: Read) -> PartialAttention:
     """
     # The queries leave first: they travel while the device is told to select and attend, and the
     # host searches while the device does.
-    asked = None if read.cold is None else ask_cold(step, read.cold)
-    chosen = choose_resident(step, read.pages)
-    hot = send_hot(step, chosen)
+    cold = read.cold
+    asked = None if cold is None else ask_cold(step, cold)
+    chosen = None if read.pages == "all" else choose_resident(step, read.pages)
     parts = [attend_resident(step, chosen)]
-    if asked is not None and read.cold is not None:
-        beside = _send_lse(step, parts[0], read.cold)
-        parts.append(attend_cold(step, asked, read.cold, hot, beside))
-    with step.phases.measure("merge"):
-        out, lse = merge_partials(parts, dtype=step.q.dtype, ops=step.ops)
-    _count_visible(step)
+    if cold is not None and asked is not None:
+        hot = None if chosen is None else send_hot(step, chosen)
+        weighs = isinstance(cold, TokenBudget) and cold.weighs
+        beside = step.executor.send(parts[0].lse) if weighs else None
+        parts.append(attend_cold(step, asked, cold, hot, beside))
+    begin = step.phases.now()
+    out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
+    step.phases.book("merge", begin)
+    work, heads, new = step.work, step.layer.shape.num_q_heads, step.new
+    for row in step.layer.rows:
+        work.visible += heads * (row.length * new - new * (new - 1) // 2)
+        work.steps += heads * new
     shape = step.q.shape
-    return PartialAttention(out.reshape(shape), lse.reshape(shape[:3]))
+    return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
 
 
-def _send_lse(step: Step, part: PartialAttention, cold: ColdBudget) -> Parcel | None:
-    """How much the resident entries weigh, on its way to the host where a budget asks for it."""
-    return step.executor.send(part.lse) if isinstance(cold, TokenBudget) and cold.weighs else None
+# Resident pages ---------------------------------------------------------------------------------
 
 
 def choose_resident(step: Step, page_budget: Budget) -> list[Tensor] | None:
     """By row the table indices [Hkv, T, C] of the pages to attend, the newest page last: sinks,
     window and the best others. None: all pages of all rows.
     """
-    rows = range(step.layer.num_rows)
+    rows = step.layer.rows
     if page_budget == "all" or all(_free_pages(step, row) <= page_budget for row in rows):
         return None
-    with step.phases.measure("select"):
-        return [_choose_pages(step, row, page_budget) for row in rows]
+    begin = step.phases.now()
+    chosen = [_choose_pages(step, row, page_budget) for row in rows]
+    step.phases.book("select", begin)
+    return chosen
 
 
-def send_hot(step: Step, chosen: list[Tensor] | None) -> list[Parcel | None]:
-    """By row, on its way to the host: which hot pages [Hkv, T, H] bool are among the chosen ones.
-
-    None: all of them, if the row has any.
-    """
-    layer = step.layer
-    parcels: list[Parcel | None] = [None] * layer.num_rows
-    for row, pages in enumerate(chosen or ()):
-        if hot := layer.hot_range(row):
-            size = (*pages.shape[:2], len(layer.resident.tables[row]))
-            taken = torch.zeros(size, dtype=torch.bool, device=pages.device)
-            taken.scatter_(-1, pages, value=True)
-            parcels[row] = step.executor.send(taken[..., hot.start : hot.stop])
-    return parcels
-
-
-def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention:
-    """The chosen resident pages; [B, Hkv, M, D] and [B, Hkv, M]."""
-    resident, rows = step.layer.resident, range(step.layer.num_rows)
-    if chosen is not None:
-        slots = [resident.slots(row)[pages] for row, pages in enumerate(chosen)]
-    elif step.ops.reads_pages(step.q):
-        every = (step.layer.shape.num_kv_heads, step.q.shape[2], -1)
-        slots = [resident.slots(row).expand(every) for row in rows]
-    else:
-        return _attend_all_resident(step)
-    return stacked([_attend_slots(step, row, slots[row]) for row in rows])
-
-
-def _attend_all_resident(step: Step) -> PartialAttention:
-    layer, grouped, new = step.layer, step.grouped, step.q.shape[2]
-    with step.phases.measure("resident_attention"):
-        view = layer.resident.view()
-        for row in range(layer.num_rows):
-            _count(step, layer.resident.num_tokens(row) * new - new * (new - 1) // 2)
-        if view.positions is None and new > 1:
-            causal = attend_causal(
-                step.ops, step.q, view.k, view.v, scale=step.scale, softcap=step.softcap
-            )
-            return PartialAttention(
-                causal.out.reshape(grouped.shape), causal.lse.reshape(grouped.shape[:3])
-            )
-        if view.positions is None:
-            return attend(step.ops, grouped, view.k, view.v, scale=step.scale, softcap=step.softcap)
-        newest = [length - 1 for length in layer.lengths]
-        return step.ops.attend_visible(
-            *(grouped, view.k, view.v, view.positions, newest),
-            new=new,
-            scale=step.scale,
-            softcap=step.softcap,
-        )
-
-
-def _pinned_pages(step: Step, row: int) -> tuple[int, int]:
-    """How many pages at the table's start (sinks) and end (window) are read by every step."""
-    layer, place = step.layer, step.layer.placement
-    pages, fill = len(layer.resident.tables[row]), layer.resident.tail_fill[row]
-    sinks = place.sink_tokens // layer.page_size if place is not None else 0
-    window = place.window_tokens if place is not None else 0
-    # The window of the first new token, and the later ones: all see themselves and each other.
-    recent = max(1, window) + step.q.shape[2] - 1
-    tail = 1 + -(-max(0, recent - fill) // layer.page_size)
-    return min(sinks, pages), min(tail, pages)
-
-
-def _free_pages(step: Step, row: int) -> int:
-    """Resident pages of a row that a step reads only when they are chosen."""
-    return max(0, len(step.layer.resident.tables[row]) - sum(_pinned_pages(step, row)))
-
-
-def _attend_slots(step: Step, row: int, slots: Tensor) -> PartialAttention:
-    """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list."""
-    resident, new = step.layer.resident, step.q.shape[2]
-    with step.phases.measure("resident_attention"):
-        part = step.ops.attend_pages(
-            step.grouped[row],
-            resident.pool.pages,
-            slots,
-            step.query_positions(row),
-            scale=step.scale,
-            softcap=step.softcap,
-            tail_fill=resident.tail_fill[row],
-        )
-    size = resident.page_size
-    filled = slots.shape[-1] * size - (size - resident.tail_fill[row])
-    _count(step, filled * new - new * (new - 1) // 2)
-    return part
-
-
-def _choose_pages(step: Step, row: int, page_budget: int) -> Tensor:
+def _choose_pages(step: Step, row: Row, page_budget: int) -> Tensor:
     """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
-    q, new = step.grouped[row], step.q.shape[2]
+    q = step.grouped[row.number]
     head, tail = _pinned_pages(step, row)
-    key_min, key_max = step.layer.resident.page_bounds(row)
+    key_min, key_max = row.table.bounds()
     heads, num_pages, _ = key_min.shape
     step.work.scored += heads * q.shape[1] * num_pages
     count = min(head + tail + page_budget, num_pages)
     return step.ops.choose_pages(
-        q, key_min, key_max, new=new, oldest=head, newest=tail, count=count
+        q, key_min, key_max, new=step.new, oldest=head, newest=tail, count=count
     )
 
 
-def _count(step: Step, entries: int) -> None:
-    """Books resident entries attended by each query head of one row."""
-    step.work.attended += entries * step.layer.shape.num_q_heads
+def _pinned_pages(step: Step, row: Row) -> tuple[int, int]:
+    """How many pages at the table's start (sinks) and end (window) are read by every step."""
+    place, pages, size = row.placement, len(row.table.pages), row.page_size
+    sinks = place.sink_tokens // size if place is not None else 0
+    window = place.window_tokens if place is not None else 0
+    # The window of the first new token, and the later ones: all see themselves and each other.
+    recent = max(1, window) + step.new - 1
+    tail = 1 + -(-max(0, recent - row.table.tail_fill) // size)
+    return min(sinks, pages), min(tail, pages)
 
 
-def _count_visible(step: Step) -> None:
-    new, heads = step.q.shape[2], step.layer.shape.num_q_heads
-    for length in step.layer.lengths:
-        step.work.visible += heads * (length * new - new * (new - 1) // 2)
-    step.work.steps += heads * new * step.layer.num_rows
+def _free_pages(step: Step, row: Row) -> int:
+    """Resident pages of a row that a step reads only when they are chosen."""
+    return max(0, len(row.table.pages) - sum(_pinned_pages(step, row)))
+
+
+def send_hot(step: Step, chosen: list[Tensor]) -> list[Parcel | None]:
+    """By row, on its way to the host: which hot pages [Hkv, T, H] bool are among the chosen ones.
+
+    None where the row has none.
+    """
+    parcels: list[Parcel | None] = []
+    for row, pages in zip(step.layer.rows, chosen, strict=True):
+        hot = row.hot_range()
+        if hot:
+            size = (*pages.shape[:2], len(row.table.pages))
+            taken = torch.zeros(size, dtype=torch.bool, device=pages.device)
+            taken.scatter_(-1, pages, value=True)
+        parcels.append(step.executor.send(taken[..., hot.start : hot.stop]) if hot else None)
+    return parcels
+
+
+def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention:
+    """The chosen resident pages, or all of them; [B, Hkv, M, D] and [B, Hkv, M]."""
+    rows = step.layer.rows
+    if chosen is not None:
+        lists = [row.table.slots()[pages] for row, pages in zip(rows, chosen, strict=True)]
+    elif step.ops.reads_pages(step.q):
+        every = (step.layer.shape.num_kv_heads, step.new, -1)
+        lists = [row.table.slots().expand(every) for row in rows]
+    else:
+        return _attend_all_resident(step)
+    return stacked([_attend_slots(step, *each) for each in zip(rows, lists, strict=True)])
+
+
+def _attend_all_resident(step: Step) -> PartialAttention:
+    rows, new = step.layer.rows, step.new
+    begin = step.phases.now()
+    view = step.layer.resident.view()
+    if view.positions is not None:
+        part = step.ops.attend_visible(
+            *(step.grouped, view.k, view.v, view.positions, [row.length - 1 for row in rows]),
+            new=new,
+            scale=step.scale,
+            softcap=step.softcap,
+        )
+    elif new == 1:
+        part = step.ops.attend(step.grouped, view.k, view.v, scale=step.scale, softcap=step.softcap)
+    else:
+        causal = attend_causal(
+            step.ops, step.q, view.k, view.v, scale=step.scale, softcap=step.softcap
+        )
+        shape = step.grouped.shape
+        part = PartialAttention(causal.out.reshape(shape), causal.lse.reshape(shape[:3]))
+    step.phases.book("resident_attention", begin)
+    for row in rows:
+        _count(step, row.table.num_tokens)
+    return part
+
+
+def _attend_slots(step: Step, row: Row, slots: Tensor) -> PartialAttention:
+    """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list."""
+    table = row.table
+    begin = step.phases.now()
+    part = step.ops.attend_pages(
+        step.grouped[row.number],
+        table.pool.pages,
+        slots,
+        step.query_positions(row.number),
+        scale=step.scale,
+        softcap=step.softcap,
+        tail_fill=table.tail_fill,
+    )
+    step.phases.book("resident_attention", begin)
+    size = row.page_size
+    _count(step, slots.shape[-1] * size - (size - table.tail_fill))
+    return part
+
+
+def _count(step: Step, stored: int) -> None:
+    """Books resident entries of one row, attended by each query head; new tokens see the past."""
+    seen = stored * step.new - step.new * (step.new - 1) // 2
+    step.work.attended += seen * step.layer.shape.num_q_heads

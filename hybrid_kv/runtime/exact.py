@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
 from hybrid_kv.ops import Ops
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention
 
@@ -31,34 +31,33 @@ def attend_exact(
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
     """
-    untouched = not any(layer.cold.num_tokens(row) for row in range(layer.num_rows))
+    untouched = not any(row.chain.num_tokens for row in layer.rows)
     if valid is None and untouched and layer.resident.in_order:
         view = layer.resident.view()
         return attend_causal(ops, q, view.k, view.v, scale=scale, softcap=softcap)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    for row in range(layer.num_rows):
-        rows = slice(None) if valid is None else valid[row]
-        part = _attend_row(ops, executor, layer, row, q[row][:, rows], scale, softcap)
-        out[row][:, rows], lse[row][:, rows] = part.out.to(out.dtype), part.lse
+    for number, row in enumerate(layer.rows):
+        new = slice(None) if valid is None else valid[number]
+        part = _attend_row(ops, executor, row, q[number][:, new], scale, softcap)
+        out[number][:, new], lse[number][:, new] = part.out.to(out.dtype), part.lse
     return PartialAttention(out, lse)
 
 
 def _attend_row(
     ops: Ops,
     executor: Executor,
-    layer: LayerKV,
-    row: int,
+    row: Row,
     q: Tensor,
     scale: float,
     softcap: float | None,
 ) -> PartialAttention:
     # Table order is the order of positions and the new tokens are its end, so causality holds by
     # place; all cold entries are older than every new token.
-    k, v = layer.owned_view(row)
+    k, v = row.owned_view()
     parts = [attend_causal(ops, q[None], k[None], v[None], scale=scale, softcap=softcap)]
-    grouped = group_queries(q[None], layer.shape.num_kv_heads)
-    for span in layer.cold.rows[row]:
+    grouped = group_queries(q[None], k.shape[0])
+    for span in row.chain.spans:
         far = (executor.to_device(t[None], q.device) for t in span.extent.first(span.length))
         part = attend(ops, grouped, *far, scale=scale, softcap=softcap)
         shape = parts[0].out.shape

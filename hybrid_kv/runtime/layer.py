@@ -58,7 +58,7 @@ class TieredLayer:
     @property
     def num_rows(self) -> int:
         """Batch rows, 0 before the first token."""
-        return 0 if self.store is None else self.store.num_rows
+        return 0 if self.store is None else len(self.store.rows)
 
     @property
     def held(self) -> LayerKV:
@@ -79,9 +79,9 @@ class TieredLayer:
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
         store = self.store or self._open(k)
-        if k.shape[0] != store.num_rows:
+        if k.shape[0] != len(store.rows):
             raise ShapeError(
-                f"batch must stay at {store.num_rows} rows, got {k.shape[0]}; use a new cache"
+                f"batch must stay at {len(store.rows)} rows, got {k.shape[0]}; use a new cache"
             )
         method = self.means.method
         if type(method).write is not Method.write:
@@ -109,13 +109,15 @@ class TieredLayer:
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
         """
-        means, store = self.means, step.layer
-        store.cold.settle()
+        means = self.means
+        step.layer.cold.settle()
         read = means.method.read(self.shape.layer_idx, step.q)
         part = decode(step, read if widening == 1 else read.widened(widening))
-        with means.phases.measure("transfer"):
-            for row in range(store.num_rows):
-                means.work.promoted_pages += store.promote(row)
+        for row in step.layer.rows:
+            if row.hot.capacity:
+                begin = means.phases.now()
+                means.work.promoted_pages += row.promote()
+                means.phases.book("transfer", begin)
         return part
 
     def attend_exact(
@@ -156,7 +158,7 @@ class TieredLayer:
         store.stand_in = means.stand_ins.of(store)
         with self._sealing():
             self._depart(evidence, is_prompt=True)
-        _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, max(store.lengths))
+        _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, store.longest)
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -171,8 +173,12 @@ class TieredLayer:
 
     def move_on(self) -> None:
         """Ends a step: what has left the window begins to depart."""
-        if self.is_sealed and self.held.overflows:  # hardly ever
-            self._depart()
+        if self.store is None or self.store.placement is None:
+            return
+        for row in self.store.rows:
+            start, stop = row.outside()
+            if start < stop:  # hardly ever
+                return self._depart()
 
     def _depart(self, evidence: Sequence[Evidence] = (), *, is_prompt: bool = False) -> None:
         """All that leaves the window leaves here: at the prompt's end, then page by page.
@@ -237,8 +243,8 @@ class TieredLayer:
         """Forgets the newest `count` tokens of every row."""
         self.settle()
         if self.store is not None:
-            for row, length in enumerate(self.store.lengths):
-                self.store.crop(row, min(count, length))
+            for row in self.store.rows:
+                row.crop(min(count, row.length))
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from row sources[r]; pages are copied on write only."""

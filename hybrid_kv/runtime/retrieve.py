@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.runtime.share import cut
-from hybrid_kv.store import ColdExtent, ColdStore, Span
+from hybrid_kv.store import ColdChain, ColdExtent, Span
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
@@ -28,53 +28,57 @@ class Retrieved(NamedTuple):
 
     def counted(self) -> tuple[int, int]:
         """Entries of all queries together, and of a single query at most."""
-        found = [ids.numpy() >= 0 for _, ids in self.parts]
-        total = sum(map(np.count_nonzero, found))
-        if total == sum(part.size for part in found):  # nearly always as many as asked for
-            return total, sum(part.shape[-1] for part in found)
-        return total, int(np.max(sum(part.sum(-1) for part in found)))
+        total = places = most = 0
+        for _, ids in self.parts:
+            total += int(np.count_nonzero(ids.numpy() >= 0))
+            places += ids.numel()
+            most += ids.shape[-1]
+        if total == places:  # nearly always as many as asked for
+            return total, most
+        found = torch.cat([ids >= 0 for _, ids in self.parts], -1)
+        return total, int(found.sum(-1).max())
 
 
 def retrieve(
-    cold: ColdStore,
-    row: int,
+    chain: ColdChain,
     queries: Tensor,
     budget: TokenBudget,
     *,
     new: int = 1,
     scale: float,
     softcap: float | None = None,
-    near: Callable[[], Tensor | None] = lambda: None,
+    near: Callable[[], Tensor] | None = None,
     chosen: Mapping[int, Tensor] | None = None,
 ) -> Retrieved:
-    """Searches a row that has cold entries, again and wider where `budget.min_share` asks for more.
+    """Searches a row's cold entries, again and wider where `budget.min_share` asks for more.
 
     Args:
         queries: [Hkv, M, D] on the host.
         new: T; query m is that of token m % T.
         scale, softcap: what turns a score into a logit.
-        near: gives the log-sum-exp [Hkv, M] of what is attended beside, None for nothing; asked for
-            after the search, and only where weights count.
+        near: gives the log-sum-exp [Hkv, M] of what is attended beside, asked for after the search
+            where weights count; None for nothing.
         chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
             already; the budget is that of the others.
     """
-    spans, chosen = cold.rows[row], chosen or {}
+    spans, chosen = chain.spans, chosen or {}
     if len(chosen) == len(spans):
         return Retrieved([(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored = budget.width, 0
     while True:
-        found = cold.search(row, queries, width, budget.most, chosen)
-        scored += sum(result.scored for _, result in found)
-        ranked = ids = [result.ids for _, result in found]
-        if budget.weighs:
-            logits = [_logits(result, scale, softcap) for _, result in found]
-            masks = cut(logits, budget, new=new, near=near())
-            ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
+        found = chain.search(queries, width, budget.most, chosen)
+        for _, result in found:
+            scored += result.scored
+        if not budget.weighs:
+            return Retrieved(_with_chosen(spans, [r.ids for _, r in found], chosen), scored)
+        ranked = [result.ids for _, result in found]
+        logits = [_logits(result, scale, softcap) for _, result in found]
+        masks = cut(logits, budget, new=new, near=None if near is None else near())
+        ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
         if width >= budget.most or not _wants_more(found, ids, budget):
-            break
+            parts = _with_chosen(spans, ids, chosen)
+            return Retrieved(parts, scored, None if chosen else ranked)
         width = min(4 * width, budget.most)
-    parts = _with_chosen(spans, ids, chosen)
-    return Retrieved(parts, scored, ranked if budget.weighs and not chosen else None)
 
 
 def _logits(result: SearchResult, scale: float, softcap: float | None) -> Tensor:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store import LayerKV, Overflow, Reservation, check_finite
+from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
 from hybrid_kv.store.live_index import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
-from hybrid_kv.types import Demotion
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,17 +47,13 @@ class Departure:
         is_prompt: bool = False,
     ) -> None:
         self._layer, self.is_prompt = layer, is_prompt
-        outside = {row: layer.overflow(row) for row in range(layer.num_rows)}
-        offloads = layer.placement is not None and layer.placement.rest is Demotion.OFFLOAD
-        self._rows = {
-            row: _Spill.begin(
-                executor, layer, row, overflow, samples[row] if samples else None, nearest
-            )
-            if offloads
-            else None
-            for row, overflow in outside.items()
-            if overflow is not None
-        }
+        offloads = layer.placement is not None and layer.placement.offloads
+        self._rows: list[tuple[Row, _Spill | None]] = []
+        for row in layer.rows:
+            if (overflow := row.overflow()) is not None:
+                asked = samples[row.number] if samples else None
+                spill = (executor, layer, row, overflow, asked, nearest)
+                self._rows.append((row, _Spill.begin(*spill) if offloads else None))
 
     def __bool__(self) -> bool:
         """Whether there is anything to end."""
@@ -75,7 +70,7 @@ class Departure:
             parcel.open()
 
     def _parcels(self) -> list[Parcel]:
-        spills = (spill for spill in self._rows.values() if spill is not None)
+        spills = (spill for _, spill in self._rows if spill is not None)
         return [parcel for spill in spills for parcel in spill.parcels]
 
     def end(self, runner: BuildRunner) -> None:
@@ -85,10 +80,10 @@ class Departure:
             NonFiniteError: a key or value is NaN or infinite; its row is as it was before.
         """
         layer = self._layer
-        for row, spill in self._rows.items():
+        for row, spill in self._rows:
             if spill is not None:
-                spill.commit(layer, runner)
-            layer.forget_overflow(row)
+                spill.commit(row, runner)
+            row.forget_overflow()
         if self.is_prompt:
             if self._rows:
                 layer.compact()
@@ -120,7 +115,7 @@ class _Spill:
         cls,
         executor: Executor,
         layer: LayerKV,
-        row: int,
+        row: Row,
         overflow: Overflow,
         samples: Samples | None,
         find_nearest: FindNearest | None,
@@ -128,7 +123,7 @@ class _Spill:
         # First what looks at the entries where they lie: then they leave beside what comes next.
         is_prompt = samples is not None
         stand_in = layer.stand_in(overflow.k) if layer.stand_in and is_prompt else None
-        reserved = layer.cold.reserve(row, overflow.positions)
+        reserved = row.chain.reserve(overflow.positions)
         k = executor.send(overflow.k, reserved.k)
         v = executor.send(overflow.v, reserved.v)
         finite = executor.send(all_finite(overflow.k, overflow.v))
@@ -151,15 +146,15 @@ class _Spill:
         parcels = (self.k, self.v, self.finite, self.asked, self.nearest)
         return [parcel for parcel in parcels if parcel is not None]
 
-    def commit(self, layer: LayerKV, runner: BuildRunner) -> None:
+    def commit(self, row: Row, runner: BuildRunner) -> None:
         new = self.reserved
         if not self.finite.open():
             check_finite(new.k, new.v, new.positions)
-        make_index = layer.placement.index if layer.placement is not None else None
+        make_index = row.placement.index if row.placement is not None else None
         samples, nearest = self.samples, None if self.nearest is None else self.nearest.open()
         if samples is not None and self.asked is not None:
             samples = replace(samples, queries=self.asked.open())
-        layer.cold.commit(new, make_index, samples, runner, nearest, self.stand_in)
+        row.chain.commit(new, make_index, samples, runner, nearest, self.stand_in)
 
 
 def all_finite(*tensors: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ def digest_bytes(layer: LayerKV) -> int:
     """Of all pages of a layer and those that follow: two rows each, as many bytes as one token's K
     and V.
     """
-    pages = sum(with_room(-(-length // layer.page_size)) for length in layer.lengths)
+    lengths = [row.length for row in layer.rows]
+    pages = sum(with_room(-(-length // layer.page_size)) for length in lengths)
     return pages * bytes_per_token(layer.shape, layer.resident.pool.dtype)
 
 
@@ -69,7 +70,7 @@ def resident_bytes(layer: LayerKV) -> int:
     if place is None:
         return 0
     kept = place.sink_tokens + place.window_tokens + place.spare_tokens + place.hot_tokens
-    pages = layer.num_rows * (kept // size + 2)  # the window holds up to two pages more
+    pages = len(layer.rows) * (kept // size + 2)  # the window holds up to two pages more
     return pages * (size + 1) * bytes_per_token(layer.shape, layer.resident.pool.dtype)
 
 

@@ -1,17 +1,23 @@
-"""Where entries live: resident pages, cold extents, and the layer that owns both."""
+"""Where entries live: resident pages, cold extents, and the rows of a layer that own both."""
 
-from hybrid_kv.store.cold import ColdExtent, ColdStore, Reservation, Span, check_finite
-from hybrid_kv.store.layer import LayerKV, Overflow, StandInFor
+from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, check_finite
+from hybrid_kv.store.extent import ColdExtent, Span
+from hybrid_kv.store.layer import LayerKV, StandInFor
 from hybrid_kv.store.resident import ResidentStore, ResidentView
+from hybrid_kv.store.row import Overflow, Row
+from hybrid_kv.store.table import PageTable
 
 __all__ = [
+    "ColdChain",
     "ColdExtent",
     "ColdStore",
     "LayerKV",
     "Overflow",
+    "PageTable",
     "Reservation",
     "ResidentStore",
     "ResidentView",
+    "Row",
     "Span",
     "StandInFor",
     "check_finite",

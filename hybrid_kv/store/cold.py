@@ -1,12 +1,12 @@
-"""The cold tier of one layer: host arrays, written once, head-major, with their index.
+"""The cold tier of one layer: for each batch row a chain of extents.
 
-A row is a chain of extents. A forked row shares the extents of its source; the first row to add to
-a shared extent starts one of its own, so nothing is ever copied or overwritten.
+A forked row shares the extents of its source; the first row to add to a shared extent starts one of
+its own, so nothing is ever copied or overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,98 +17,9 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
-from hybrid_kv.store.memory import allocate, enlarge
-from hybrid_kv.types import LayerShape, PagedKV, SearchResult
-
-
-def pinned_room(count: int) -> int:
-    """Places beside `count` in a pinned extent; they are committed at once."""
-    return max(256, count // 16)
-
-
-class ColdExtent:
-    """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
-
-    Capacity is reserved generously, because host memory that was never written is not committed;
-    pinned memory is, so there is little more of it than is needed, and it never grows: locking and
-    copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
-
-    Args:
-        count: entries that are about to be stored.
-        pinned: makes page-locked memory; None for plain.
-        behind: entries of the row in extents before this one, which will not be its last.
-    """
-
-    def __init__(
-        self,
-        shape: LayerShape,
-        dtype: torch.dtype,
-        count: int,
-        *,
-        pinned: PinnedAhead | None = None,
-        behind: int = 0,
-    ) -> None:
-        self._pinned = pinned is not None
-        capacity = count + (pinned_room(behind + count) if self._pinned else max(256, count))
-        size = (shape.num_kv_heads, capacity, shape.head_dim)
-        host = torch.device("cpu")
-        if pinned is not None:
-            self.k, self.v = pinned.take(size, dtype), pinned.take(size, dtype)
-        else:
-            self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
-        self.positions = allocate([capacity], torch.int32, host)
-        self.length = 0
-        self.refs = 1
-        self.rewritten = 0  # how often entries were forgotten and others written in their place
-        self.index: LiveIndex | None = None
-
-    def takes(self, count: int) -> bool:
-        """Whether so many entries in all have room here, or can be given it."""
-        return not self._pinned or count <= self.positions.shape[0]
-
-    def make_room(self, count: int) -> None:
-        """Room for `count` more entries, which it `takes`; amortised O(1) per token."""
-        stop = self.length + count
-        if stop > self.positions.shape[0]:
-            capacity = stop + max(256, stop)
-            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
-            self.positions = enlarge(self.positions, 0, capacity)
-
-    @property
-    def keys(self) -> Tensor:
-        """[Hkv, length, D], a view."""
-        return self.k[:, : self.length]
-
-    @property
-    def values(self) -> Tensor:
-        """[Hkv, length, D], a view."""
-        return self.v[:, : self.length]
-
-    def pages(self, size: int) -> PagedKV:
-        """All memory as pages of `size` entries, views; the last ones may not be filled yet."""
-        count = self.positions.shape[0] // size
-        k, v, positions = (
-            tensor.narrow(axis, 0, count * size).unflatten(axis, (count, size))
-            for tensor, axis in ((self.k, 1), (self.v, 1), (self.positions, 0))
-        )
-        return PagedKV(k, v, positions)
-
-    def first(self, length: int) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, length, D] of the oldest entries, views."""
-        return self.k[:, :length], self.v[:, :length]
-
-
-@dataclass(slots=True)
-class Span:
-    """The first `length` entries of an extent, as one row sees it.
-
-    near: [Hkv, M, K] what its latest search found, where the next one begins.
-    """
-
-    extent: ColdExtent
-    length: int
-    near: Tensor | None = None
+from hybrid_kv.types import LayerShape, SearchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +29,16 @@ class Reservation:
     k, v: [Hkv, n, D], to be written; positions: [n].
     """
 
-    row: int
     span: Span
     k: Tensor
     v: Tensor
     positions: Tensor
 
 
-class ColdStore:
-    """Cold entries of all rows of a layer.
+class ColdChain:
+    """The cold entries of one row, oldest first.
+
+    spans: of its extents. num_tokens: in all of them.
 
     Args:
         pinned: makes page-locked arrays, for a GPU that fills and reads them by itself; None for
@@ -134,38 +46,31 @@ class ColdStore:
     """
 
     def __init__(
-        self,
-        shape: LayerShape,
-        dtype: torch.dtype,
-        num_rows: int,
-        *,
-        pinned: PinnedAhead | None = None,
+        self, shape: LayerShape, dtype: torch.dtype, pinned: PinnedAhead | None = None
     ) -> None:
-        self.shape, self.dtype, self._pinned = shape, dtype, pinned
-        self.rows: list[list[Span]] = [[] for _ in range(num_rows)]
+        self.shape, self.dtype, self.pinned = shape, dtype, pinned
+        self.spans: list[Span] = []
+        self.num_tokens = 0
 
-    def num_tokens(self, row: int) -> int:
-        return sum(span.length for span in self.rows[row])
-
-    def first_pages(self, row: int, size: int) -> list[int]:
+    def first_pages(self, size: int) -> list[int]:
         """By span: the number of its first page of `size` entries; each span begins a page.
 
         One more stands at the end: the number of pages, those filled in part included.
         """
-        counts = (-(-span.length // size) for span in self.rows[row])
+        counts = (-(-span.length // size) for span in self.spans)
         return list(accumulate(counts, initial=0))
 
-    def reserve(self, row: int, positions: Tensor) -> Reservation:
+    def reserve(self, positions: Tensor) -> Reservation:
         """Room for entries at positions [n] behind those of the row; until it is committed or given
         up, nothing else may change the row.
         """
-        count, spans = positions.shape[0], self.rows[row]
+        count, spans = positions.shape[0], self.spans
         span = spans[-1] if spans and spans[-1].extent.refs == 1 else None
         if span is not None and not span.extent.takes(span.length + count):
             span = None
         if span is None:
-            behind = self.num_tokens(row)
-            new = ColdExtent(self.shape, self.dtype, count, pinned=self._pinned, behind=behind)
+            behind = self.num_tokens
+            new = ColdExtent(self.shape, self.dtype, count, pinned=self.pinned, behind=behind)
             span = Span(new, 0)
         extent = span.extent
         if extent.length > span.length:  # the row was cropped since: forget what lies beyond
@@ -175,7 +80,7 @@ class ColdStore:
                 extent.index.rebuild(extent.keys)
         extent.make_room(count)
         places = slice(extent.length, extent.length + count)
-        return Reservation(row, span, extent.k[:, places], extent.v[:, places], positions)
+        return Reservation(span, extent.k[:, places], extent.v[:, places], positions)
 
     def commit(
         self,
@@ -209,12 +114,12 @@ class ColdStore:
             extent.index = LiveIndex(make_index, extent.keys, samples, runner, nearest, stand_in)
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
-            self.rows[new.row].append(span)
+            self.spans.append(span)
+        self.num_tokens += stop - span.length
         span.length = stop
 
     def append(
         self,
-        row: int,
         k: Tensor,
         v: Tensor,
         positions: Tensor,
@@ -228,30 +133,13 @@ class ColdStore:
             NonFiniteError: a key or value is NaN or infinite; nothing was added.
         """
         check_finite(k, v, positions)
-        new = self.reserve(row, positions)
+        new = self.reserve(positions)
         new.k.copy_(k)
         new.v.copy_(v)
         self.commit(new, make_index, samples, runner)
 
-    def settle(self) -> None:
-        """Lets the indexes that have been built since take over; not while a search runs on them.
-
-        Warns:
-            IndexBuildWarning: one has failed, and its keys are scanned.
-        """
-        for span in self.spans():
-            if span.extent.index is not None and span.extent.index.is_building:
-                span.extent.index.settle(span.extent.keys)
-
-    def cancel_builds(self) -> None:
-        """Gives up the indexes that are still being built; their stand-ins serve on."""
-        for span in self.spans():
-            if span.extent.index is not None:
-                span.extent.index.cancel()
-
     def search(
         self,
-        row: int,
         queries: Tensor,
         top_k: int,
         most: int | None = None,
@@ -270,8 +158,8 @@ class ColdStore:
         """
         most = top_k if most is None else most
         found = [
-            (span.extent, _search_span(span, queries, top_k, most))
-            for number, span in enumerate(self.rows[row])
+            (span.extent, span.search(queries, top_k, most))
+            for number, span in enumerate(self.spans)
             if number not in without
         ]
         if len(found) < 2:
@@ -285,57 +173,109 @@ class ColdStore:
             for (extent, result), keep in zip(found, parts, strict=True)
         ]
 
-    def truncate(self, row: int, num_tokens: int) -> None:
-        """Forgets the newest entries of a row until `num_tokens` are left."""
-        spans = self.rows[row]
-        while (excess := self.num_tokens(row) - num_tokens) > 0:
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets the newest entries until `num_tokens` are left."""
+        spans = self.spans
+        while (excess := self.num_tokens - num_tokens) > 0:
             if spans[-1].length <= excess:
+                self.num_tokens -= spans[-1].length
                 spans.pop().extent.refs -= 1
             else:
                 spans[-1].length -= excess
+                self.num_tokens -= excess
                 spans[-1].near = None
 
-    def fork(self, sources: Sequence[int]) -> None:
-        """Row r continues from what row sources[r] holds; any number of rows."""
-        rows = [[Span(s.extent, s.length) for s in self.rows[source]] for source in sources]
-        for span in (span for spans in rows for span in spans):
-            span.extent.refs += 1
-        self.release()
-        self.rows = rows
-
-    def branch(self) -> ColdStore:
-        """A store that continues from the same entries; `release` it when it is done."""
-        new = ColdStore(self.shape, self.dtype, 0, pinned=self._pinned)
-        new.rows = [[Span(span.extent, span.length) for span in spans] for spans in self.rows]
-        for span in new.spans():
+    def shared(self) -> ColdChain:
+        """A chain that continues from the same entries; `release` it when it is done."""
+        new = ColdChain(self.shape, self.dtype, self.pinned)
+        new.spans = [Span(span.extent, span.length) for span in self.spans]
+        new.num_tokens = self.num_tokens
+        for span in new.spans:
             span.extent.refs += 1
         return new
 
     def release(self) -> None:
         """Gives up all entries."""
-        for span in self.spans():
+        for span in self.spans:
             span.extent.refs -= 1
-        self.rows = [[] for _ in self.rows]
+        self.spans, self.num_tokens = [], 0
 
-    def spans(self) -> list[Span]:
+    def positions(self) -> list[int]:
+        """Positions of the entries in order."""
+        return [p for span in self.spans for p in span.extent.positions[: span.length].tolist()]
+
+
+class ColdStore:
+    """The chains of all rows of a layer.
+
+    Args:
+        pinned: see `ColdChain`.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        num_rows: int,
+        *,
+        pinned: PinnedAhead | None = None,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.chains = [ColdChain(shape, dtype, pinned) for _ in range(num_rows)]
+
+    def settle(self) -> None:
+        """Lets the indexes that have been built since take over; not while a search runs on them.
+
+        Warns:
+            IndexBuildWarning: one has failed, and its keys are scanned.
+        """
+        for span in self.spans():
+            if span.extent.index is not None and span.extent.index.is_building:
+                span.extent.index.settle(span.extent.keys)
+
+    def cancel_builds(self) -> None:
+        """Gives up the indexes that are still being built; their stand-ins serve on."""
+        for span in self.spans():
+            if span.extent.index is not None:
+                span.extent.index.cancel()
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row r continues from what row sources[r] holds; any number of rows."""
+        chains = [self.chains[source].shared() for source in sources]
+        self.release()
+        self.chains = chains
+
+    def branch(self) -> ColdStore:
+        """A store that continues from the same entries; `release` it when it is done."""
+        new = ColdStore(self.shape, self.dtype, 0)
+        new.chains = [chain.shared() for chain in self.chains]
+        return new
+
+    def release(self) -> None:
+        """Gives up all entries."""
+        for chain in self.chains:
+            chain.release()
+
+    def spans(self) -> Iterator[Span]:
         """The spans of all rows."""
-        return [span for spans in self.rows for span in spans]
-
-    def positions_of(self, row: int) -> list[int]:
-        """Positions of a row's cold entries in order."""
-        return [p for span in self.rows[row] for p in span.extent.positions[: span.length].tolist()]
+        return (span for chain in self.chains for span in chain.spans)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless spans, reference counts and indexes agree."""
         counts: dict[int, int] = {}
-        extents = {id(s.extent): s.extent for spans in self.rows for s in spans}
-        for spans in self.rows:
-            for span in spans:
-                counts[id(span.extent)] = counts.get(id(span.extent), 0) + 1
-                if not 0 < span.length <= span.extent.length:
-                    raise IntegrityError(
-                        f"a row sees {span.length} of {span.extent.length} cold entries"
-                    )
+        extents = {id(span.extent): span.extent for span in self.spans()}
+        for span in self.spans():
+            counts[id(span.extent)] = counts.get(id(span.extent), 0) + 1
+            if not 0 < span.length <= span.extent.length:
+                raise IntegrityError(
+                    f"a row sees {span.length} of {span.extent.length} cold entries"
+                )
+        for number, chain in enumerate(self.chains):
+            if chain.num_tokens != sum(span.length for span in chain.spans):
+                raise IntegrityError(
+                    f"row {number} counts {chain.num_tokens} cold entries, its extents "
+                    f"{[span.length for span in chain.spans]}"
+                )
         for key, extent in extents.items():
             if extent.refs != counts[key]:
                 raise IntegrityError(f"extent counts {extent.refs} rows, {counts[key]} refer to it")
@@ -362,8 +302,8 @@ class ColdStore:
         """What serves each row, extent and KV head; see `Index.describe`."""
         return [
             {"row": row, "extent": number, "kv_head": head, **what}
-            for row, spans in enumerate(self.rows)
-            for number, span in enumerate(spans)
+            for row, chain in enumerate(self.chains)
+            for number, span in enumerate(chain.spans)
             if span.extent.index is not None
             for head, what in enumerate(span.extent.index.describe())
         ]
@@ -377,25 +317,6 @@ class ColdStore:
 def _keep_only(result: SearchResult, keep: Tensor) -> SearchResult:
     ids = result.ids.masked_fill(~keep, -1)
     return result._replace(ids=ids, scores=result.scores.masked_fill(~keep, -torch.inf))
-
-
-def _search_span(span: Span, queries: Tensor, top_k: int, most: int) -> SearchResult:
-    extent = span.extent
-    if extent.index is None:
-        raise IntegrityError("the cold tier was searched, but its placement named no index")
-    beyond = extent.length - span.length  # entries that this row does not see any more
-    near = span.near
-    if near is not None and near.shape[1] != queries.shape[1]:
-        near = None
-    result = extent.index.search(queries, top_k + beyond, most + beyond, near)
-    span.near = result.ids[..., :top_k]
-    if not beyond:
-        return result
-    hidden = result.ids >= span.length
-    scores = result.scores.masked_fill(hidden, -torch.inf)
-    scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    ids = result.ids.masked_fill(hidden, -1).gather(-1, order)
-    return result._replace(ids=ids[..., :most], scores=scores[..., :most])
 
 
 def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:

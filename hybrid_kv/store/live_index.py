@@ -103,6 +103,8 @@ class LiveIndex:
     another is built beside the one that serves, from a part of the prompt's samples and from the
     latest queries, as if they were asked where decoding is now.
 
+    on_device, page_tokens: those of the index that serves now, see `Index`.
+
     Args:
         make: a new index.
         keys: [Hkv, N, D].
@@ -127,11 +129,12 @@ class LiveIndex:
     ) -> None:
         self._make, self._runner = make, runner
         self._build: _Build | None = None
+        self.is_building = False
         self._state = "done"
         self._aging: Aging | None = None
         self.searches = self.searches_before = 0
         index = make()
-        self._serving = index
+        self._serve(index)
         asked = None if samples is None else samples.queries
         stand_in = index.stand_in(keys, asked)
         build = partial(index.build, keys, asked, nearest)
@@ -158,31 +161,22 @@ class LiveIndex:
         if make_stand_in is not None:
             stand_in = make_stand_in()
         runner.here(partial(stand_in.build, keys, None))
-        self._serving = stand_in
+        self._serve(stand_in)
         self._await(begun)
         self.settle(keys)
 
     def __len__(self) -> int:
         return len(self._serving)
 
-    @property
-    def is_building(self) -> bool:
-        return self._build is not None
-
-    @property
-    def on_device(self) -> bool:
-        """See `Index.on_device`."""
-        return self._serving.on_device
+    def _serve(self, index: Index) -> None:
+        # One assignment: a search in another thread sees either of the two, and both are whole.
+        self._serving = index
+        self.on_device, self.page_tokens = index.on_device, index.page_tokens
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """See `Index.choose_pages`."""
         self.searches += 1
         return self._serving.choose_pages(queries, new)
-
-    @property
-    def page_tokens(self) -> int:
-        """See `Index.page_tokens`."""
-        return self._serving.page_tokens
 
     def search(
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
@@ -231,7 +225,7 @@ class LiveIndex:
         self.settle(keys)
 
     def _await(self, build: _Build) -> None:
-        self._build = build
+        self._build, self.is_building = build, True
         if not build.is_first:
             _log.debug("index build begins again, with %d keys", build.num_keys)
         self._state = "in progress" if build.is_first else "again in progress"
@@ -256,8 +250,8 @@ class LiveIndex:
             except MemoryError as full:
                 error = full.with_traceback(None)  # it would hold this frame, which holds the error
         if error is None:
-            # One assignment: a search in another thread sees either of the two, and both are whole.
-            self._serving, self.searches_before = build.index, self.searches
+            self._serve(build.index)
+            self.searches_before = self.searches
             self._state = "done"
             self._log_served(keys)
             self._succeed(build, keys)
@@ -287,7 +281,8 @@ class LiveIndex:
         self._aging = None
         index = self._make()
         self._runner.here(partial(index.build, keys, None))
-        self._serving, self._state = index, "done"
+        self._serve(index)
+        self._state = "done"
 
     def cancel(self) -> None:
         """Gives up a build; what serves goes on."""
@@ -298,7 +293,7 @@ class LiveIndex:
             _log.debug("index build given up")
 
     def _forget_build(self) -> None:
-        self._build = None
+        self._build, self.is_building = None, False
         self._given_up.detach()
 
     @property

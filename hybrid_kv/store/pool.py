@@ -28,6 +28,8 @@ class PagePool:
     Layout [Hkv, arenas * capacity, S, D], head-major: a head's pages are one strided view, and
     `head * num_pages + page` numbers pages per KV head for kernels that want that. A page id is
     `arena << 32 | place`, so it survives growth; `slots` turns ids into today's slots.
+
+    pages: the memory as it lies now; growing the pool replaces it.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class PagePool:
         self.refs = np.zeros((num_arenas, self.capacity), dtype=np.int64)
         self.high = [0] * num_arenas
         self.free: list[list[int]] = [[] for _ in range(num_arenas)]
+        self.has_shared = False  # some page was once shared, and may still be
+        self.pages = self._pages()
 
     def slots(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Slot numbers in `k`, `v` and `positions` of page ids."""
@@ -81,6 +85,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each page."""
         np.add.at(self.refs.reshape(-1), self.slots(pages), 1)
+        self.has_shared = True
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference less; a page without any is hidden and its place may be reused."""
@@ -90,7 +95,7 @@ class PagePool:
         gone = refs[slots] == 0
         if not gone.any():
             return
-        self.positions.index_fill_(0, self.ops.uploads(slots[gone], self.device), HIDDEN)
+        self.positions.index_fill_(0, self.upload(slots[gone]), HIDDEN)
         for page in sorted((p for p, free in zip(pages, gone, strict=True) if free), reverse=True):
             self.free[page >> _ARENA].append(page & _LOCAL)
 
@@ -108,21 +113,17 @@ class PagePool:
         self.release([page])
         return copy
 
-    @property
-    def pages(self) -> PagedKV:
-        """The memory as it lies now; growing the pool replaces it."""
+    def _pages(self) -> PagedKV:
         return PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
 
-    def write(
-        self, places: npt.NDArray[np.int64] | range, k: Tensor, v: Tensor, first_position: int
-    ) -> None:
-        """Stores k, v [Hkv, n, D] in token places (slot * page_size + offset), n > 0."""
-        self.ops.append(self.pages, k, v, places, first_position)
+    def upload(self, slots: npt.NDArray[np.int64]) -> Tensor:
+        """Slot numbers on the pool's device; read only."""
+        return self.ops.uploads(slots, self.device)
 
     def load(self, pages: Sequence[int], source: PagedKV, source_slots: Sequence[int]) -> None:
         """Fills pages with copies of full ones of another pool, on this device or on the host."""
         slots, wanted = self.slots(pages), np.asarray(source_slots, dtype=np.int64)
-        from_, to = (self.ops.uploads(array, self.device) for array in (wanted, slots))
+        from_, to = self.upload(wanted), self.upload(slots)
         heads = self.shape.num_kv_heads
         self.ops.copy_pages(source, self.pages, from_.expand(heads, -1), to.expand(heads, -1))
         positions = source.positions
@@ -130,7 +131,7 @@ class PagePool:
             self.positions[to] = positions[from_].long()
         else:
             there = positions[torch.from_numpy(wanted)].long().flatten().numpy()
-            self.positions[to] = self.ops.uploads(there, self.device).view(len(slots), -1)
+            self.positions[to] = self.upload(there).view(len(slots), -1)
         self._digest(slots)
 
     def hide(self, page: int, offset: int) -> None:
@@ -143,6 +144,7 @@ class PagePool:
             size = (self.k.shape[0], self.k.shape[1], self.k.shape[3])
             low, high = (allocate(size, self.dtype, self.device, 0) for _ in range(2))
             self.key_min, self.key_max = low, high
+            self.pages = self._pages()
             used = [a * self.capacity + np.arange(h) for a, h in enumerate(self.high)]
             self._digest(np.concatenate(used))
 
@@ -161,6 +163,7 @@ class PagePool:
         if self.key_min is not None and self.key_max is not None:  # both of them, or none
             self.key_min, self.key_max = grown(self.key_min, 1), grown(self.key_max, 1)
         self.k, self.v, self.positions = k, v, positions
+        self.pages = self._pages()
         refs = np.zeros((arenas, capacity), dtype=np.int64)
         refs[:, :old] = self.refs
         self.refs, self.capacity = refs, capacity

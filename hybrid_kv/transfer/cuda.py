@@ -129,6 +129,8 @@ class CudaExecutor(SyncExecutor):
         lane: makes the lane of a device when the first of its tensors travels; None for the host.
     """
 
+    at_once = False
+
     def __init__(
         self, builds: Executor, lane: Callable[[torch.device], Lane | None] = CudaLane.of
     ) -> None:

@@ -44,7 +44,11 @@ class Executor(Protocol):
     """Decides when entries and queries travel, and where index builds run.
 
     What is computed never depends on it; what serves until a build in the background is done does.
+
+    at_once: whether nothing is ever under way, so that what lies on the host need not be sent.
     """
+
+    at_once: bool
 
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         """Begins to move a tensor to the host; until it has arrived it must not be written.

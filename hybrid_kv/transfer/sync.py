@@ -16,6 +16,8 @@ from hybrid_kv.types import PartialAttention
 class SyncExecutor:
     """Moves and builds when it is asked to; errors of a build come out of its future."""
 
+    at_once = True
+
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         return Arrived(tensor.to("cpu") if into is None else into.copy_(tensor))
 

@@ -199,13 +199,14 @@ class Look:
         self._target, self._scale, self._softcap = target, step.scale, step.softcap
         layer, head = step.layer, target.kv_head
         heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)
-        near = layer.owned_view(row)
+        near = layer.rows[row].owned_view()
         taken = (part.out[row, heads, 0], part.lse[row, heads, 0], *(t[head] for t in near))
         self._parcels: tuple[Parcel, ...] = tuple(
             step.executor.send(tensor.clone()) for tensor in (step.grouped[row, head], *taken)
         )
         self._cold = [
-            (span.extent, span.length, span.extent.rewritten) for span in layer.cold.rows[row]
+            (span.extent, span.length, span.extent.rewritten)
+            for span in layer.rows[row].chain.spans
         ]
         self._budget, self._found, self._ranked = None, [], None
         if step.found is not None and row in step.found:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 PHASES = ("search", "cold_attention", "resident_attention", "select", "merge", "transfer", "wait")
 
@@ -23,8 +23,10 @@ of the model, which only a profile measures."""
 class Observer(Protocol):
     """Is told of each piece of work that `Phases` measures."""
 
-    def begin(self, phase: str) -> Any:
-        """A piece of work begins; what this returns comes back with its end."""
+    def begin(self, phase: str | None) -> Any:
+        """A piece of work begins, of a phase that may be told at its end only; what this returns
+        comes back with the end.
+        """
         ...
 
     def end(
@@ -34,72 +36,64 @@ class Observer(Protocol):
         ...
 
 
+class _Begun(NamedTuple):
+    """A moment of which somebody is told."""
+
+    observer: Observer
+    mark: Any
+    begin_s: float
+
+
 class Phases:
     """Seconds per phase since the last reset; host clock, no device synchronisation.
 
+    A decode step enters several pieces of work in each layer, so they cost one call:
+
+        begin = phases.now()
+        ...
+        phases.book("search", begin)
+
     layer_idx: whose attention is computed. entered: pieces of work measured.
+    now: the moment at which a piece of work begins, for `book`.
     """
+
+    now: Callable[[], Any]
 
     def __init__(self) -> None:
         self.layer_idx: int | None = None
         self.entered = 0
-        self._kind: type[PhaseTimer] = PhaseTimer
-        self.observer: Observer | None = None
+        self.observe(None)
         self.reset()
 
-    def measure(self, phase: str) -> PhaseTimer:
-        """A context whose time is booked under `phase`."""
-        return self._kind(self, phase)
+    def book(self, phase: str, begin: Any) -> None:
+        """A piece of work that began at `begin` has ended; it belongs to a phase."""
+        end_s = perf_counter()
+        begin_s = begin if type(begin) is not _Begun else begin.begin_s
+        self.seconds[phase] += end_s - begin_s
+        self.entered += 1
+        if type(begin) is _Begun:
+            begin.observer.end(phase, self.layer_idx, begin_s, end_s, begin.mark)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """A block whose time is booked under `phase`, even if it fails."""
+        begin = perf_counter() if self.observer is None else _begun(self.observer, phase)
+        try:
+            yield
+        finally:
+            self.book(phase, begin)
 
     def observe(self, observer: Observer | None) -> None:
         """Tells `observer` of all that is measured from now on; nothing is paid for None."""
         self.observer = observer
-        self._kind = PhaseTimer if observer is None else _ObservedTimer
+        self.now = perf_counter if observer is None else partial(_begun, observer)
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys((*PHASES, INDEX_BUILD, ATTENTION, FORWARD, BETWEEN), 0.0)
 
 
-class PhaseTimer:
-    """One piece of work. Steps enter several of them, so it is no generator, which takes longer."""
-
-    __slots__ = ("_begin", "_phase", "_phases")
-
-    def __init__(self, phases: Phases, phase: str) -> None:
-        self._phases, self._phase = phases, phase
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._book(perf_counter())
-
-    def _book(self, end: float) -> None:
-        phases = self._phases
-        phases.seconds[self._phase] += end - self._begin
-        phases.entered += 1
-
-
-class _ObservedTimer(PhaseTimer):
-    """A piece of work that somebody is told of."""
-
-    __slots__ = ("_mark", "_observer")
-
-    def __enter__(self) -> None:
-        self._observer = self._phases.observer
-        self._mark = None if self._observer is None else self._observer.begin(self._phase)
-        super().__enter__()
-
-    def _book(self, end: float) -> None:
-        super()._book(end)
-        if self._observer is not None:
-            layer_idx = self._phases.layer_idx
-            self._observer.end(self._phase, layer_idx, self._begin, end, self._mark)
+def _begun(observer: Observer, phase: str | None = None) -> _Begun:
+    return _Begun(observer, observer.begin(phase), perf_counter())
 
 
 def cost_of_measuring(phases: Phases, rounds: int = 20_000) -> float:
@@ -107,8 +101,7 @@ def cost_of_measuring(phases: Phases, rounds: int = 20_000) -> float:
     before = phases.seconds["merge"], phases.entered
     begin = perf_counter()
     for _ in range(rounds):
-        with phases.measure("merge"):
-            pass
+        phases.book("merge", phases.now())
     cost = (perf_counter() - begin) / rounds
     phases.seconds["merge"], phases.entered = before
     return cost

@@ -98,15 +98,17 @@ class Recorder:
         self.spans: list[TraceSpan] = []
         self.clock, self.keeps_spans = clock, keep_spans
 
-    def begin(self, phase: str) -> Event | None:
+    def begin(self, phase: str | None) -> Event | None:
         """See `Observer`."""
-        return self.clock.mark() if self.clock is not None and phase in ON_DEVICE else None
+        if self.clock is None or (phase is not None and phase not in ON_DEVICE):
+            return None
+        return self.clock.mark()
 
     def end(
         self, phase: str, layer_idx: int | None, begin_s: float, end_s: float, mark: Any
     ) -> None:
         """See `Observer`."""
-        if self.clock is not None and mark is not None:
+        if self.clock is not None and mark is not None and phase in ON_DEVICE:
             self.clock.end(phase, layer_idx, mark)
         if self.keeps_spans:
             self.spans.append(TraceSpan(begin_s, end_s, phase, layer_idx, HOST))

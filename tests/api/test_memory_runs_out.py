@@ -15,7 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, DeviceMemoryError, HybridKVError, ShapeError
 from hybrid_kv.methods.hybrid import Hybrid
 from hybrid_kv.models import load
-from hybrid_kv.store import LayerKV, cold, pool
+from hybrid_kv.store import LayerKV, extent, pool
 from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
 from tests.models.folder import model, tokenizer
@@ -107,10 +107,10 @@ def test_what_a_turn_that_failed_has_dropped_is_there_again() -> None:
         talk = llm.conversation()
         talk.send(TURNS[0], max_new_tokens=9)
         layers = talk._cache.kv.stores
-        before = [layers[idx].resident.positions_of(0) for idx in (0, 1)]
+        before = [layers[idx].rows[0].table.positions() for idx in (0, 1)]
         with out_of_memory(llm.model, range(1, 2), 9), pytest.raises(DeviceMemoryError):
             talk.send(TURNS[2], max_new_tokens=20)
-        assert [layers[idx].resident.positions_of(0) for idx in (0, 1)] == before
+        assert [layers[idx].rows[0].table.positions() for idx in (0, 1)] == before
 
 
 def test_layers_that_drop_and_layers_that_offload_go_on_together(
@@ -129,8 +129,8 @@ def test_layers_that_drop_and_layers_that_offload_go_on_together(
         for text in TURNS:
             talk.send(text, max_new_tokens=9)
             talk._cache.check_integrity()
-        assert talk._cache.kv.stores[0].cold.num_tokens(0) > 8
-        assert talk._cache.kv.stores[1].dropped[0] > 8
+        assert talk._cache.kv.stores[0].rows[0].chain.num_tokens > 8
+        assert talk._cache.kv.stores[1].rows[0].dropped > 8
 
 
 @pytest.mark.parametrize(("stage", "new_tokens", "at"), STAGES)
@@ -220,7 +220,7 @@ def no_growth(
         return plain(*args, **options)
 
     with monkeypatch.context() as patch:
-        for module in (pool, cold):
+        for module in (pool, extent):
             patch.setattr(module, "enlarge", refuse)
         yield calls
 
@@ -234,10 +234,8 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, at: int
 ) -> None:
     """A pool whose keys had grown and whose values had not could never be used again."""
-    plain = cold.ColdExtent.__init__  # reserves room for more tokens than the model may see
-    monkeypatch.setattr(
-        cold.ColdExtent, "__init__", lambda extent, *of, **_: plain(extent, *of[:2], 8)
-    )
+    plain = extent.ColdExtent.__init__  # reserves room for more tokens than the model may see
+    monkeypatch.setattr(extent.ColdExtent, "__init__", lambda new, *of, **_: plain(new, *of[:2], 8))
     named = DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else CapacityError
     with opened(method) as llm:
         whole = llm.conversation()

@@ -52,9 +52,9 @@ class Truth:
         """In float64 and in one piece, unlike the audit."""
         group = step.layer.shape.group_size
         q = step.q[0, head * group : (head + 1) * group, 0].double()
-        (span,) = step.layer.cold.rows[0]
+        (span,) = step.layer.rows[0].chain.spans
         cold = q @ span.extent.k[head, : span.length].double().T
-        near = q @ step.layer.resident.row_view(0)[0][head].double().T
+        near = q @ step.layer.rows[0].table.view()[0][head].double().T
         assert step.found is not None
         ids = step.found[0][1].parts[0][1][head]
         best = cold.topk(COLD["top_k"], -1).indices

@@ -66,7 +66,7 @@ def test_a_long_later_turn_is_exact_after_the_spill(model: PreTrainedModel) -> N
             found = model(turn, past_key_values=cache).logits
             torch.testing.assert_close(found, exact, **CLOSE)
             cache.check_integrity()
-        assert any(layer.cold.num_tokens(0) for layer in cache.kv.stores.values())
+        assert any(layer.rows[0].chain.num_tokens for layer in cache.kv.stores.values())
 
 
 def test_each_layer_is_sealed_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:

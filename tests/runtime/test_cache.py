@@ -17,7 +17,7 @@ from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
-from hybrid_kv.store import ColdExtent, LayerKV, ResidentStore
+from hybrid_kv.store import ColdExtent, LayerKV, PageTable, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Budget,
@@ -74,7 +74,7 @@ def test_a_long_later_turn_is_exact_after_the_spill(method: str, long: int) -> N
     )
     torch.testing.assert_close(part.out.double(), exact, **TOLERANCES[torch.float32])
     kv.check_integrity()
-    assert method != "hybrid" or kv.stores[0].cold.num_tokens(0) > 70
+    assert method != "hybrid" or kv.stores[0].rows[0].chain.num_tokens > 70
 
 
 def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
@@ -87,7 +87,7 @@ def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
         part = kv.attend(0, q, entries, valid, scale=0.3)
         assert part.out.isfinite().all()
         assert (part.out[1][:, ~valid[1]] == 0).all()
-    assert kv.stores[0].lengths == [30, 6]
+    assert [row.length for row in kv.stores[0].rows] == [30, 6]
     kv.check_integrity()
 
 
@@ -153,10 +153,10 @@ class Spy:
 
         kv.means.ops = Counting()  # type: ignore[assignment]
         for owner, name in (
-            (ResidentStore, "row_view"),
-            (ResidentStore, "positions_of"),
+            (PageTable, "view"),
+            (PageTable, "positions"),
             (ResidentStore, "select"),
-            (ResidentStore, "load"),
+            (PageTable, "take"),
             (ColdExtent, "first"),
             (LayerKV, "compact"),
         ):
@@ -447,7 +447,7 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
             )
         kv.restore(checkpoint)
         kv.check_integrity()
-        assert kv.stores[0].lengths == [62]
+        assert [row.length for row in kv.stores[0].rows] == [62]
         return torch.cat(outs, 2)
 
     first = ask()
@@ -484,9 +484,9 @@ def test_each_tier_is_read_by_its_own_budget(
     kv.work = Work()
     feed(kv, 1)
     layer, heads = kv.stores[0], SHAPE.num_q_heads
-    stored = layer.cold.num_tokens(0)
+    stored = layer.rows[0].chain.num_tokens
     far = {None: 0, "all": stored}.get(cold, 3)  # type: ignore[arg-type]
     assert (stored > 3, kv.work.retrieved) == (True, heads * far)
-    pinned = 4 + 8 + layer.lengths[0] % 4  # sinks, window, and what its first page has beside
-    near = layer.resident.num_tokens(0) if pages == "all" else pinned
+    pinned = 4 + 8 + layer.rows[0].length % 4  # sinks, window, and what its first page has beside
+    near = layer.rows[0].table.num_tokens if pages == "all" else pinned
     assert kv.work.attended - kv.work.retrieved == heads * near

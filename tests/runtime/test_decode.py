@@ -338,7 +338,7 @@ class Twin:
 
 def hot_pages(layer: LayerKV, row: int) -> set[int]:
     """The first positions of a row's hot pages."""
-    hot, positions = layer.hot_range(row), layer.resident.positions_of(row)
+    hot, positions = layer.rows[row].hot_range(), layer.rows[row].table.positions()
     return set(positions[hot.start * PAGE : hot.stop * PAGE : PAGE])
 
 

@@ -24,8 +24,8 @@ def extent(
     store = ColdStore(SHAPE, dtype, 1)
     k, v = torch.randn(2, 2, length, 72).to(dtype)
     make = IndexConfig(kind=kind, **params).build
-    store.append(0, k, v, torch.arange(length), make)
-    return store.rows[0][0].extent
+    store.chains[0].append(k, v, torch.arange(length), make)
+    return store.chains[0].spans[0].extent
 
 
 def some_ids(length: int, queries: int = 3, count: int = 5) -> torch.Tensor:

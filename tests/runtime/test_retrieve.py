@@ -25,7 +25,7 @@ def store(lengths: list[int], **index: Any) -> tuple[ColdStore, Tensor]:
     for length in lengths:
         part = keys[:, start : start + length]
         positions = torch.arange(start, start + length)
-        cold.append(0, part, part, positions, IndexConfig(**index).build)
+        cold.chains[0].append(part, part, positions, IndexConfig(**index).build)
         cold.fork([0, 0])  # shared from now on, so that the next part begins a new extent
         start += length
     return cold, keys
@@ -80,7 +80,9 @@ def test_shares_count_what_is_attended_beside(
     cold, keys = store(lengths, kind="flat")
     queries, budget = torch.randn(2, 5, 12), TokenBudget(31, 60, min_share)
     near = None if weight is None else weight + torch.randn(2, 5)
-    found = retrieve(cold, 0, queries, budget, scale=SCALE, softcap=softcap, near=lambda: near)
+    found = retrieve(
+        cold.chains[0], queries, budget, scale=SCALE, softcap=softcap, near=lambda: near
+    )
     wanted = expected(queries, keys, budget, softcap, near)
     assert attended(found, lengths) == wanted
     counts = [len(ids) for of_head in wanted for ids in of_head]
@@ -96,7 +98,7 @@ def test_heads_that_share_attend_the_best_of_all_of_them(
     cold, keys = store(lengths, kind="flat")
     queries, near = torch.randn(2, 3, 12), torch.tensor([[0.0, 9, 3], [5, -torch.inf, 2]])
     budget = TokenBudget(12, most, min_share, shared=True)
-    found = retrieve(cold, 0, queries, budget, scale=SCALE, near=lambda: near)
+    found = retrieve(cold.chains[0], queries, budget, scale=SCALE, near=lambda: near)
     assert attended(found, lengths) == expected(queries, keys, budget, near=near)
     total, largest = found.counted()
     assert total <= 12 * 6
@@ -112,11 +114,11 @@ def test_new_tokens_do_not_share_with_each_other() -> None:
     cold, _ = store([97], kind="flat")
     queries, near = torch.randn(2, 6, 12), 4 * torch.randn(2, 6)  # three heads of two tokens
     budget = TokenBudget(7, shared=True)
-    both = retrieve(cold, 0, queries, budget, scale=SCALE, new=2, near=lambda: near)
+    both = retrieve(cold.chains[0], queries, budget, scale=SCALE, new=2, near=lambda: near)
     for token in range(2):
         own = slice(token, None, 2)
         alone = retrieve(
-            cold, 0, queries[:, own], budget, scale=SCALE, near=lambda own=own: near[:, own]
+            cold.chains[0], queries[:, own], budget, scale=SCALE, near=lambda own=own: near[:, own]
         )
         assert attended(both, [97])[0][own] == attended(alone, [97])[0]
         assert attended(both, [97])[1][own] == attended(alone, [97])[1]
@@ -126,10 +128,10 @@ def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
     cold, keys = store([97], kind="flat")
     queries = torch.randn(2, 1, 12)
     keys_of_row = keys[:, :60]
-    cold.rows[0][0].extent.k[:, 80] = 50 * queries[:, 0]
-    cold.truncate(0, 60)
+    cold.chains[0].spans[0].extent.k[:, 80] = 50 * queries[:, 0]
+    cold.chains[0].truncate(60)
     budget = TokenBudget(20, 40, 0.01)
-    found = retrieve(cold, 0, queries, budget, scale=SCALE)
+    found = retrieve(cold.chains[0], queries, budget, scale=SCALE)
     assert attended(found, [60]) == expected(queries, keys_of_row, budget)
 
 
@@ -142,11 +144,11 @@ def test_the_search_widens_until_the_bound_or_the_last_entry_that_weighs(
     cold, keys = store([397], **index)
     queries = torch.randn(2, 3, 12)
     all_of_them = TokenBudget(2, 397, 0.0)
-    found = retrieve(cold, 0, queries, all_of_them, scale=SCALE)
+    found = retrieve(cold.chains[0], queries, all_of_them, scale=SCALE)
     assert attended(found, [397]) == expected(queries, keys, all_of_them)
-    bounded = retrieve(cold, 0, queries, TokenBudget(2, 90, 0.0), scale=SCALE)
+    bounded = retrieve(cold.chains[0], queries, TokenBudget(2, 90, 0.0), scale=SCALE)
     assert bounded.counted() == (6 * 90, 90)
-    once = retrieve(cold, 0, queries, TokenBudget(2, 397, 0.9), scale=SCALE)
+    once = retrieve(cold.chains[0], queries, TokenBudget(2, 397, 0.9), scale=SCALE)
     assert once.counted()[1] <= 1
     assert once.scored < bounded.scored < found.scored
 
@@ -154,8 +156,8 @@ def test_the_search_widens_until_the_bound_or_the_last_entry_that_weighs(
 def test_a_fixed_budget_searches_once() -> None:
     cold, _ = store([397], kind="flat", precision="int8")
     queries = torch.randn(2, 3, 12)
-    fixed = retrieve(cold, 0, queries, TokenBudget(9), scale=SCALE)
-    whole = retrieve(cold, 0, queries, TokenBudget(9, 397), scale=SCALE)
+    fixed = retrieve(cold.chains[0], queries, TokenBudget(9), scale=SCALE)
+    whole = retrieve(cold.chains[0], queries, TokenBudget(9, 397), scale=SCALE)
     assert fixed.counted() == (6 * 9, 9)
     assert whole.counted() == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
     assert whole.scored == fixed.scored

@@ -16,7 +16,7 @@ from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.spill import Departure
-from hybrid_kv.store import ColdStore, LayerKV
+from hybrid_kv.store import ColdChain, LayerKV
 from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
@@ -89,10 +89,10 @@ def test_a_page_has_one_owner_while_it_leaves() -> None:
     assert lane.pending, "or there is nothing to look at"
     layer = late.layers[0].held
     layer.check_integrity()
-    assert layer.cold.num_tokens(0) == 0
-    assert layer.resident.num_tokens(0) == 20
+    assert layer.rows[0].chain.num_tokens == 0
+    assert layer.rows[0].table.num_tokens == 20
     late.check_integrity()
-    assert (layer.cold.num_tokens(0), layer.resident.num_tokens(0)) == (8, 12)
+    assert (layer.rows[0].chain.num_tokens, layer.rows[0].table.num_tokens) == (8, 12)
 
 
 def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
@@ -101,8 +101,8 @@ def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
         attend(late, *tokens(20), layer_idx=layer_idx)
         late.seal(layer_idx)
         assert leaving(late) == {layer_idx}
-    assert late.layers[0].held.cold.num_tokens(0) == 8
-    assert late.stores[1].cold.num_tokens(0) == 8
+    assert late.layers[0].held.rows[0].chain.num_tokens == 8
+    assert late.stores[1].rows[0].chain.num_tokens == 8
     assert not lane.pending
 
 
@@ -128,7 +128,7 @@ def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) 
         elif change == "checkpoint":
             kv.checkpoint()
         elif change == "layers":
-            assert kv.stores[0].cold.num_tokens(0) == 24
+            assert kv.stores[0].rows[0].chain.num_tokens == 24
         else:
             kv.check_integrity()
     assert not lane.pending
@@ -171,7 +171,7 @@ def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> 
         with pytest.raises(NonFiniteError, match=f"{name} must be finite.*KV head 1 at position 9"):
             _sealed_and_settled(kv)
         kv.layers[0].held.check_integrity()
-        assert kv.layers[0].held.cold.num_tokens(0) == 0
+        assert kv.layers[0].held.rows[0].chain.num_tokens == 0
 
 
 def _sealed_and_settled(kv: KVCache) -> None:
@@ -243,7 +243,7 @@ def test_a_prompt_whose_end_fails_can_be_ended_again(
 ) -> None:
     late, now, _ = caches(page_size=4, sink_tokens=4, window_tokens=8, spare_tokens=8)
     prompt, steps = tokens(37, rows), [tokens(1, rows) for _ in range(9)]
-    left, right = iter(range(2 * rows)), ColdStore.commit
+    left, right = iter(range(2 * rows)), ColdChain.commit
 
     def commit(*arguments: Any) -> None:
         if next(left, None) == rows - 1:
@@ -252,7 +252,7 @@ def test_a_prompt_whose_end_fails_can_be_ended_again(
 
     for kv in (late, now):
         attend(kv, *prompt)
-    monkeypatch.setattr(ColdStore, "commit", commit)
+    monkeypatch.setattr(ColdChain, "commit", commit)
     with pytest.raises(CapacityError):
         _sealed_and_settled(late)
     assert not late.layers[0].is_sealed
@@ -294,5 +294,5 @@ def test_a_cache_that_is_closed_keeps_what_was_leaving() -> None:
         kv.close()
     outs = [attend(kv, *step) for kv in (late, now)]
     late.check_integrity()
-    assert late.stores[0].cold.num_tokens(0) == now.stores[0].cold.num_tokens(0)
+    assert late.stores[0].rows[0].chain.num_tokens == now.stores[0].rows[0].chain.num_tokens
     assert outs[0].isfinite().all()

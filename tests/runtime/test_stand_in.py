@@ -93,7 +93,7 @@ class Scene:
 
     @property
     def serving(self) -> set[str]:
-        (span,) = self.cache.stores[0].cold.rows[0]
+        (span,) = self.cache.stores[0].rows[0].chain.spans
         assert span.extent.index is not None
         return {head["serves"] for head in span.extent.index.describe()}
 
@@ -106,7 +106,7 @@ def test_the_tokens_of_the_best_pages_are_attended(
     monkeypatch.setattr(device_pages, "_TOKENS", 8 * PAGE - 3)
     scene = Scene(method="retrieval_attention")
     scene.step()  # seals
-    cold = scene.cache.stores[0].cold.num_tokens(0)
+    cold = scene.cache.stores[0].rows[0].chain.num_tokens
     q, out = scene.step(new)
     assert scene.serving == {"pages"}
     pages = scene.k[:, SINKS : SINKS + cold].unflatten(1, (-1, PAGE)).double()
@@ -171,7 +171,7 @@ def test_the_graph_takes_over_when_it_is_ready() -> None:
 
 def sealed(stand_in: StandIn) -> LayerKV:
     store = layer(rows=2)
-    store.lengths = [37, 5]
+    store.rows[0].length, store.rows[1].length = 37, 5
     index = lambda: pytest.fail("nothing is built")  # noqa: E731
     store.seal(Placement(index=index, stand_in=stand_in, hot_tokens=12))
     return store
@@ -211,7 +211,7 @@ def test_digests_are_taken_before_the_keys_leave(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(pages.PagesIndex, "_write_whole", read)
         scene.step()
-    (span,) = scene.cache.stores[0].cold.rows[0]
+    (span,) = scene.cache.stores[0].rows[0].chain.spans
     assert span.extent.index is not None
     serving = span.extent.index._serving
     assert isinstance(serving, device_pages.DevicePages)

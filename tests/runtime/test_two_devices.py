@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.store import ResidentStore
+from hybrid_kv.store import PageTable
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.transfer.cuda import Copies
 from hybrid_kv.types import LayerShape, ModelInfo
@@ -64,12 +64,12 @@ class MetaLane:
 @pytest.fixture(autouse=True)
 def _no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are read back when a prompt is sealed; here there are none to read."""
-    plain = ResidentStore.positions_of
+    plain = PageTable.positions
 
-    def positions_of(self: ResidentStore, row: int) -> list[int]:
-        return [] if self.pool.k.is_meta else plain(self, row)
+    def positions(self: PageTable) -> list[int]:
+        return [] if self.pool.k.is_meta else plain(self)
 
-    monkeypatch.setattr(ResidentStore, "positions_of", positions_of)
+    monkeypatch.setattr(PageTable, "positions", positions)
 
 
 def made(method: str, lane: MetaLane) -> KVCache:
@@ -116,6 +116,6 @@ def test_a_question_on_two_devices_is_rolled_back(method: str) -> None:
         step(1)
     cache.restore(before)
     for idx, device in enumerate(DEVICES):
-        assert cache.stores[idx].lengths == [37]
+        assert [row.length for row in cache.stores[idx].rows] == [37]
         assert cache.stores[idx].resident.pool.k.device == device
     cache.stores[0].check_integrity()

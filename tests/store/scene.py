@@ -36,12 +36,12 @@ def keys_of(tags: Tensor) -> Tensor:
 def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}
-    k, v = store.owned_view(row)
-    positions = store.resident.positions_of(row)
-    hot = store.hot_range(row)
+    k, v = store.rows[row].owned_view()
+    positions = store.rows[row].table.positions()
+    hot = store.rows[row].hot_range()
     del positions[hot.start * store.page_size : hot.stop * store.page_size]
     _enter(found, positions, k, v, "resident")
-    for span in store.cold.rows[row]:
+    for span in store.rows[row].chain.spans:
         k, v = span.extent.first(span.length)
         _enter(found, span.extent.positions[: span.length].tolist(), k, v, "cold")
     return found
@@ -64,12 +64,12 @@ class Feed:
 
     def __init__(self, store: LayerKV) -> None:
         self.store = store
-        self.history: list[list[int]] = [[] for _ in range(store.num_rows)]
+        self.history: list[list[int]] = [[] for _ in range(len(store.rows))]
         self._next = 1
 
     def append(self, valid: Tensor | int) -> None:
         """Valid [B, T] bool, or a number of tokens for every row."""
-        rows = self.store.num_rows
+        rows = len(self.store.rows)
         mask = torch.ones(rows, valid, dtype=torch.bool) if isinstance(valid, int) else valid
         tags = self._next + torch.arange(mask.numel()).view(mask.shape)
         self._next += mask.numel()

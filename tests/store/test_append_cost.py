@@ -31,7 +31,7 @@ def test_resident_pages_move_a_logarithmic_number_of_times() -> None:
         store.append(one_token(), one_token(), None)
         addresses.append(store.resident.pool.k.data_ptr())
         if len(addresses) > 1 and addresses[-1] != addresses[-2]:
-            copied += store.resident.num_tokens(0) - 1
+            copied += store.rows[0].table.num_tokens - 1
     assert moves(addresses) <= math.log2(TOKENS / 16) + 1
     assert copied <= 2 * TOKENS
 
@@ -48,21 +48,21 @@ def test_cold_entries_move_a_logarithmic_number_of_times() -> None:
     store = ColdStore(SHAPE, torch.float32, 1)
     addresses = []
     for position in range(TOKENS):
-        store.append(0, one_token()[0], one_token()[0], torch.tensor([position]), None)
-        addresses.append(store.rows[0][0].extent.k.data_ptr())
+        store.chains[0].append(one_token()[0], one_token()[0], torch.tensor([position]), None)
+        addresses.append(store.chains[0].spans[0].extent.k.data_ptr())
     assert moves(addresses) <= math.log2(TOKENS / 256) + 1
 
 
 def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
     store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
-    store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, flat_index()))
+    store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, index=flat_index()))
     for _ in range(2000):
         store.append(one_token(), one_token(), None)
-        if (overflow := store.overflow(0)) is not None:
-            store.cold.append(0, overflow.k, overflow.v, overflow.positions, None)
-            store.forget_overflow(0)
+        if (overflow := store.rows[0].overflow()) is not None:
+            store.rows[0].chain.append(overflow.k, overflow.v, overflow.positions, None)
+            store.rows[0].forget_overflow()
     assert store.resident.pool.capacity <= 8
-    assert len(store.cold.rows[0]) == 1
+    assert len(store.rows[0].chain.spans) == 1
     store.check_integrity()
 
 
@@ -78,7 +78,7 @@ def test_a_token_adds_one_row_to_the_index_and_builds_nothing_anew() -> None:
         return Counting(Counting.Params())
 
     for position in range(300):
-        store.append(0, one_token()[0], one_token()[0], torch.tensor([position]), make)
+        store.chains[0].append(one_token()[0], one_token()[0], torch.tensor([position]), make)
     assert built == [1]
     store.check_integrity()
 
@@ -88,18 +88,20 @@ def test_where_the_pages_lie_is_worked_out_when_a_table_changes_and_not_before()
     k = torch.randn(2, 2, SHAPE.num_kv_heads, 40, SHAPE.head_dim)
 
     def fill(row: int, start: int, stop: int) -> torch.Tensor:
-        store.append(row, k[0, row, :, start:stop], k[1, row, :, start:stop], start)
-        keys = store.pool.k[:, store.slots(row)].flatten(1, 2)[:, :stop]
+        store.tables[row].append(k[0, row, :, start:stop], k[1, row, :, start:stop], start)
+        keys = store.pool.k[:, store.tables[row].slots()].flatten(1, 2)[:, :stop]
         assert torch.equal(keys, k[0, row, :, :stop])
-        return store.slots(row)
+        return store.tables[row].slots()
 
     first = fill(1, 0, 6)
     assert fill(1, 6, 8) is first, "the last page had room"
     grown = fill(1, 8, 9)
     assert grown is not first
     fill(0, 0, 33)  # the pool grows, and row 1 lies elsewhere
-    assert torch.equal(store.pool.k[:, store.slots(1)].flatten(1, 2)[:, :9], k[0, 1, :, :9])
-    store.truncate(1, 3)
-    assert len(store.slots(1)) == 1
+    assert torch.equal(
+        store.pool.k[:, store.tables[1].slots()].flatten(1, 2)[:, :9], k[0, 1, :, :9]
+    )
+    store.tables[1].truncate(3)
+    assert len(store.tables[1].slots()) == 1
     store.fork([0, 0])
-    assert torch.equal(store.slots(0), store.slots(1))
+    assert torch.equal(store.tables[0].slots(), store.tables[1].slots())

@@ -24,12 +24,12 @@ def store(rows: int = 1) -> ColdStore:
 def add(cold: ColdStore, start: int, stop: int, row: int = 0, **options: object) -> None:
     positions = torch.arange(start, stop)
     k = keys_of(positions)
-    cold.append(row, k, -k, positions, flat_index(), **options)  # type: ignore[arg-type]
+    cold.chains[row].append(k, -k, positions, flat_index(), **options)  # type: ignore[arg-type]
 
 
 def found(cold: ColdStore, row: int, query: Tensor, top_k: int) -> list[int]:
     """Positions that head 0 finds for its only query, best first."""
-    parts = cold.search(row, query.expand(2, 1, 3), top_k)
+    parts = cold.chains[row].search(query.expand(2, 1, 3), top_k)
     pairs = [
         (score, int(extent.positions[row_id]))
         for extent, result in parts
@@ -57,12 +57,12 @@ def test_the_cold_tier_costs_at_most_two_percent_beside_keys_and_values(
     cold = ColdStore(shape, dtype, 1)
     tokens = 1037
     k = torch.ones(shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype)
-    cold.append(0, k, k, torch.arange(tokens), flat_index())
+    cold.chains[0].append(k, k, torch.arange(tokens), flat_index())
     raw = tokens * bytes_per_token(shape, dtype)
     assert cold.kv_bytes == raw
     assert cold.kv_bytes + cold.overhead_bytes + cold.index_bytes <= 1.02 * raw
     # Room for growth is reserved address space, committed as it is written.
-    extent = cold.rows[0][0].extent
+    extent = cold.chains[0].spans[0].extent
     reserved = sum(t.numel() * t.itemsize for t in (extent.k, extent.v, extent.positions))
     assert reserved <= 2 * (cold.kv_bytes + cold.overhead_bytes)
 
@@ -75,8 +75,8 @@ def test_what_is_not_finite_is_refused_by_head_and_position(which: str, value: f
     k, v = keys_of(torch.arange(20, 26)), -keys_of(torch.arange(20, 26))
     (k if which == "keys" else v)[1, 4, 2] = value
     with pytest.raises(NonFiniteError, match=f"{which} must be finite.*KV head 1 at position 24;"):
-        cold.append(0, k, v, torch.arange(20, 26), flat_index())
-    assert cold.positions_of(0) == list(range(10, 20)), "nothing was added and nothing lost"
+        cold.chains[0].append(k, v, torch.arange(20, 26), flat_index())
+    assert cold.chains[0].positions() == list(range(10, 20)), "nothing was added and nothing lost"
     cold.check_integrity()
     add(cold, 20, 22)
     assert found(cold, 0, LARGEST, 3) == [21, 20, 19]
@@ -84,8 +84,10 @@ def test_what_is_not_finite_is_refused_by_head_and_position(which: str, value: f
 
 def test_an_empty_cold_tier_finds_nothing_and_weighs_nothing() -> None:
     cold = store()
-    assert cold.search(0, torch.randn(2, 1, 3), 5) == []
-    assert (cold.num_tokens(0), cold.kv_bytes, cold.overhead_bytes, cold.index_bytes) == (0,) * 4
+    assert cold.chains[0].search(torch.randn(2, 1, 3), 5) == []
+    assert (cold.chains[0].num_tokens, cold.kv_bytes, cold.overhead_bytes, cold.index_bytes) == (
+        0,
+    ) * 4
     cold.check_integrity()
 
 
@@ -93,14 +95,14 @@ def test_rows_that_were_forked_share_extents_until_they_add() -> None:
     cold = store()
     add(cold, 0, 9)
     cold.fork([0, 0])
-    shared = cold.rows[0][0].extent
-    assert cold.rows[1][0].extent is shared
+    shared = cold.chains[0].spans[0].extent
+    assert cold.chains[1].spans[0].extent is shared
     assert cold.kv_bytes == 9 * 2 * 2 * 3 * 4, "shared entries count once"
     add(cold, 9, 12, row=0)
     add(cold, 9, 11, row=1)
     assert shared.length == 9
-    assert cold.positions_of(0) == list(range(12))
-    assert cold.positions_of(1) == list(range(11))
+    assert cold.chains[0].positions() == list(range(12))
+    assert cold.chains[1].positions() == list(range(11))
     assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
     assert found(cold, 1, LARGEST, 3) == [10, 9, 8]
     cold.check_integrity()
@@ -110,7 +112,7 @@ def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
     cold = store()
     add(cold, 0, 9)
     cold.fork([0, 0])
-    cold.truncate(1, 5)
+    cold.chains[1].truncate(5)
     assert found(cold, 0, LARGEST, 2) == [8, 7]
     assert found(cold, 1, LARGEST, 2) == [4, 3]
     assert found(cold, 1, LARGEST, 99) == [4, 3, 2, 1, 0]
@@ -120,9 +122,9 @@ def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
 def test_a_crop_is_forgotten_for_good_when_the_row_goes_on() -> None:
     cold = store()
     add(cold, 0, 9)
-    cold.truncate(0, 5)
+    cold.chains[0].truncate(5)
     add(cold, 5, 7)
-    assert cold.positions_of(0) == list(range(7))
+    assert cold.chains[0].positions() == list(range(7))
     assert found(cold, 0, LARGEST, 3) == [6, 5, 4]
     cold.check_integrity()
 
@@ -134,7 +136,7 @@ def test_no_entry_is_found_twice_across_extents() -> None:
         cold.fork([0, 0])  # every piece starts an extent of its own
         add(cold, start, start + 5)
         cold.fork([0])
-    assert len(cold.rows[0]) == 4
+    assert len(cold.chains[0].spans) == 4
     assert found(cold, 0, LARGEST, 7) == list(range(19, 12, -1))
     assert sorted(found(cold, 0, LARGEST, 99)) == list(range(20))
     cold.check_integrity()
@@ -150,11 +152,11 @@ class Learning(FlatIndex):
 def learn(cold: ColdStore, start: int, stop: int, runner: LaterRunner, row: int = 0) -> None:
     positions = torch.arange(start, stop)
     k = keys_of(positions)
-    cold.append(row, k, -k, positions, lambda: Learning(FlatIndex.Params()), None, runner)
+    cold.chains[row].append(k, -k, positions, lambda: Learning(FlatIndex.Params()), None, runner)
 
 
 def serving(cold: ColdStore, row: int = 0) -> str:
-    index = cold.rows[row][0].extent.index
+    index = cold.chains[row].spans[0].extent.index
     assert index is not None
     return "stand-in" if index.is_building else "index"
 
@@ -191,7 +193,7 @@ def test_tokens_that_come_during_a_build_are_served_before_and_after() -> None:
 def test_a_crop_during_a_build_hides_what_it_took() -> None:
     cold, runner = store(), LaterRunner()
     learn(cold, 0, 9, runner)
-    cold.truncate(0, 5)
+    cold.chains[0].truncate(5)
     runner.finish()
     cold.settle()
     assert serving(cold) == "index"
@@ -202,7 +204,7 @@ def test_a_crop_during_a_build_hides_what_it_took() -> None:
 def test_a_crop_and_other_tokens_make_a_build_stale() -> None:
     cold, runner = store(), LaterRunner()
     learn(cold, 0, 9, runner)
-    cold.truncate(0, 5)
+    cold.chains[0].truncate(5)
     learn(cold, 50, 53, runner)
     (build,) = runner.held
     assert build.future.cancelled()
@@ -240,12 +242,12 @@ def test_a_build_ends_with_the_last_row_that_wants_it(end: str) -> None:
     cold, runner = store(), LaterRunner()
     learn(cold, 0, 9, runner)
     cold.fork([0, 0])
-    cold.truncate(1, 0)
+    cold.chains[1].truncate(0)
     (build,) = runner.held
     assert not build.future.cancelled(), "row 0 still wants it"
     {
         "release": cold.release,
-        "truncate": lambda: cold.truncate(0, 0),
+        "truncate": lambda: cold.chains[0].truncate(0),
         "cancel_builds": cold.cancel_builds,
     }[end]()
     assert build.future.cancelled()
@@ -260,8 +262,8 @@ def test_a_failing_build_leaves_the_row_as_it_was() -> None:
     cold, k = store(), keys_of(torch.arange(9))
     for _ in range(2):  # and does not go away
         with pytest.raises(MemoryError, match="index does not fit"):
-            cold.append(0, k, -k, torch.arange(9), lambda: Failing(FlatIndex.Params()))
-        assert cold.positions_of(0) == [], "the tokens stay with their owner"
+            cold.chains[0].append(k, -k, torch.arange(9), lambda: Failing(FlatIndex.Params()))
+        assert cold.chains[0].positions() == [], "the tokens stay with their owner"
         cold.check_integrity()
     add(cold, 0, 9)
     assert found(cold, 0, LARGEST, 2) == [8, 7]
@@ -270,14 +272,14 @@ def test_a_failing_build_leaves_the_row_as_it_was() -> None:
 def test_a_failing_insertion_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     cold = store()
     add(cold, 0, 9)
-    index = cold.rows[0][0].extent.index
+    index = cold.chains[0].spans[0].extent.index
     with monkeypatch.context() as patch:
         patch.setattr(index, "add", lambda keys: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
             add(cold, 9, 11)
-    assert cold.positions_of(0) == list(range(9))
+    assert cold.chains[0].positions() == list(range(9))
     add(cold, 9, 12)
-    assert cold.positions_of(0) == list(range(12))
+    assert cold.chains[0].positions() == list(range(12))
     assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
     cold.check_integrity()
 
@@ -285,18 +287,18 @@ def test_a_failing_insertion_leaves_the_row_as_it_was(monkeypatch: pytest.Monkey
 def test_searching_without_an_index_is_refused() -> None:
     cold = store()
     k = keys_of(torch.arange(3))
-    cold.append(0, k, -k, torch.arange(3), None)
+    cold.chains[0].append(k, -k, torch.arange(3), None)
     with pytest.raises(IntegrityError, match="its placement named no index"):
-        cold.search(0, torch.randn(2, 1, 3), 2)
+        cold.chains[0].search(torch.randn(2, 1, 3), 2)
 
 
 def test_plain_memory_grows_in_place_and_is_asked_for_generously() -> None:
     cold = ColdStore(LayerShape(0, 2, 2, 8), torch.float32, 1)
     for count in (5000, 3000, 7):
-        start = cold.num_tokens(0)
+        start = cold.chains[0].num_tokens
         k = torch.randn(2, count, 8)
-        cold.append(0, k, -k, torch.arange(start, start + count), None)
-        (span,) = cold.rows[0]
+        cold.chains[0].append(k, -k, torch.arange(start, start + count), None)
+        (span,) = cold.chains[0].spans
         assert span.extent.k.shape[1] <= 2 * span.length
         assert torch.equal(span.extent.k[:, start : start + count], k)
 
@@ -319,31 +321,31 @@ def test_pinned_memory_that_is_full_is_followed_by_more_and_never_copied() -> No
     cold = ColdStore(SHAPE, torch.float32, 1, pinned=pinned)
     add(cold, 0, 5000)
     first = [tensor.data_ptr() for tensor in pinned.taken]
-    room = cold.rows[0][0].extent.k.shape[1]
+    room = cold.chains[0].spans[0].extent.k.shape[1]
     assert 5000 + 256 <= room <= 1.1 * 5000
     for start in range(5000, 5000 + 37 * 30, 37):
         add(cold, start, start + 37)
         cold.check_integrity()
-    assert [span.extent.k.data_ptr() for span in cold.rows[0]][:1] == first[:1]
-    assert len(pinned.taken) == 2 * len(cold.rows[0])
-    stored = cold.num_tokens(0)
+    assert [span.extent.k.data_ptr() for span in cold.chains[0].spans][:1] == first[:1]
+    assert len(pinned.taken) == 2 * len(cold.chains[0].spans)
+    stored = cold.chains[0].num_tokens
     assert sum(tensor.shape[1] for tensor in pinned.taken) <= 2 * 1.14 * stored
-    assert 2 <= len(cold.rows[0]) <= 5, "few extents, as each is searched"
+    assert 2 <= len(cold.chains[0].spans) <= 5, "few extents, as each is searched"
     assert found(cold, 0, LARGEST, 3) == [stored - 1, stored - 2, stored - 3]
-    assert cold.positions_of(0) == list(range(stored))
+    assert cold.chains[0].positions() == list(range(stored))
 
 
 def test_a_crop_leaves_pinned_room_to_write_in() -> None:
     cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
     add(cold, 0, 300)
-    cold.truncate(0, 290)
+    cold.chains[0].truncate(290)
     add(cold, 290, 500)
-    assert len(cold.rows[0]) == 1
-    cold.truncate(0, 100)
+    assert len(cold.chains[0].spans) == 1
+    cold.chains[0].truncate(100)
     add(cold, 100, 900)  # more than there is room for
-    assert len(cold.rows[0]) == 2
+    assert len(cold.chains[0].spans) == 2
     cold.check_integrity()
-    assert cold.positions_of(0) == list(range(900))
+    assert cold.chains[0].positions() == list(range(900))
     assert found(cold, 0, LARGEST, 2) == [899, 898]
 
 
@@ -363,14 +365,14 @@ class Asked(FlatIndex):
 def asked(cold: ColdStore, queries: Tensor, top_k: int = 2) -> list[Tensor | None]:
     """What each extent's search was told by a search of row 0."""
     Asked.near.clear()
-    cold.search(0, queries, top_k)
+    cold.chains[0].search(queries, top_k)
     return list(Asked.near)
 
 
 def asking() -> tuple[ColdStore, Tensor]:
     cold, positions = store(), torch.arange(9)
     k = keys_of(positions)
-    cold.append(0, k, -k, positions, lambda: Asked(FlatIndex.Params()))
+    cold.chains[0].append(k, -k, positions, lambda: Asked(FlatIndex.Params()))
     return cold, LARGEST.expand(2, 1, 3)
 
 
@@ -390,7 +392,7 @@ def test_a_search_for_something_else_begins_anew(change: str) -> None:
     if change == "more queries":
         queries = queries.expand(2, 3, 3)
     elif change == "crop":
-        cold.truncate(0, 5)
+        cold.chains[0].truncate(5)
     elif change == "branch":
         cold = cold.branch()
     else:

@@ -23,16 +23,20 @@ def tiered() -> LayerKV:
     """
     store = layer(rows=2)
     Feed(store).append(37)
-    store.seal(Placement(*SIZES, Demotion.OFFLOAD, flat_index(), digests=True, hot_tokens=2 * PAGE))
+    store.seal(
+        Placement(*SIZES, Demotion.OFFLOAD, index=flat_index(), digests=True, hot_tokens=2 * PAGE)
+    )
     for row in range(2):
-        overflow = store.overflow(row)
+        overflow = store.rows[row].overflow()
         assert overflow is not None
-        store.cold.append(row, overflow.k, overflow.v, overflow.positions, store.placement.index)
-        store.forget_overflow(row)
+        store.rows[row].chain.append(
+            overflow.k, overflow.v, overflow.positions, store.placement.index
+        )
+        store.rows[row].forget_overflow()
     store.compact()
     store.resident.pool.enable_digests()
-    store.hot[1].book(torch.full((2, 3, 2), 2 * PAGE) + PAGE * torch.arange(2), 0, 5, None)
-    assert store.promote(1) == 2
+    store.rows[1].hot.book(torch.full((2, 3, 2), 2 * PAGE) + PAGE * torch.arange(2), 0, 5, None)
+    assert store.rows[1].promote() == 2
     return store
 
 
@@ -45,30 +49,30 @@ def a_page_counts_one_reader_too_few(store: LayerKV) -> None:
 
 
 def a_page_stands_in_a_table_twice(store: LayerKV) -> None:
-    store.resident.tables[0][1] = store.resident.tables[0][0]
+    store.rows[0].table.pages[1] = store.rows[0].table.pages[0]
 
 
 def a_free_page_got_lost(store: LayerKV) -> None:
-    store.resident.remove_pages(0, 1, 2)
+    store.rows[0].table.remove(1, 2)
     store.resident.pool.free[0].clear()
 
 
 def a_row_reads_a_foreign_page(store: LayerKV) -> None:
-    tables = store.resident.tables
+    tables = [row.table.pages for row in store.rows]
     tables[0][1], tables[1][1] = tables[1][1], tables[0][1]
 
 
 def a_resident_token_is_cold_as_well(store: LayerKV) -> None:
-    store.cold.rows[0][0].extent.positions[3] = 0
+    store.rows[0].chain.spans[0].extent.positions[3] = 0
 
 
 def a_cold_token_stands_twice(store: LayerKV) -> None:
-    store.cold.rows[0][0].extent.positions[3] = 5
+    store.rows[0].chain.spans[0].extent.positions[3] = 5
 
 
 def a_resident_token_is_hidden(store: LayerKV) -> None:
     pool = store.resident.pool
-    pool.hide(store.resident.tables[0][0], 2)
+    pool.hide(store.rows[0].table.pages[0], 2)
 
 
 def a_digest_is_too_low(store: LayerKV) -> None:
@@ -86,57 +90,57 @@ def a_key_is_not_the_one_that_was_digested(store: LayerKV) -> None:
 
 
 def a_token_was_forgotten(store: LayerKV) -> None:
-    store.lengths[1] += 1
+    store.rows[1].length += 1
 
 
 def a_token_appeared(store: LayerKV) -> None:
-    store.lengths[0] -= 1
+    store.rows[0].length -= 1
 
 
 def a_drop_was_not_booked(store: LayerKV) -> None:
-    store.resident.remove_pages(0, 1, 2)
+    store.rows[0].table.remove(1, 2)
 
 
 def a_drop_was_booked_twice(store: LayerKV) -> None:
-    store.dropped[0] += PAGE
+    store.rows[0].dropped += PAGE
 
 
 def an_extent_counts_one_row_too_many(store: LayerKV) -> None:
-    store.cold.rows[0][0].extent.refs += 1
+    store.rows[0].chain.spans[0].extent.refs += 1
 
 
 def an_extent_counts_one_row_too_few(store: LayerKV) -> None:
-    store.cold.rows[1][0].extent.refs -= 1
+    store.rows[1].chain.spans[0].extent.refs -= 1
 
 
 def a_row_sees_more_than_the_extent_has(store: LayerKV) -> None:
-    store.cold.rows[0][0].length += 1
+    store.rows[0].chain.spans[0].length += 1
 
 
 def the_index_lacks_a_key(store: LayerKV) -> None:
-    extent = store.cold.rows[0][0].extent
+    extent = store.rows[0].chain.spans[0].extent
     assert extent.index is not None
     extent.index.rebuild(extent.keys[:, :-1])
 
 
 def a_hot_page_is_not_what_the_host_holds(store: LayerKV) -> None:
-    store.cold.rows[1][0].extent.v[1, 3 * PAGE] += 1
+    store.rows[1].chain.spans[0].extent.v[1, 3 * PAGE] += 1
 
 
 def a_hot_page_stands_for_another(store: LayerKV) -> None:
-    store.hot[1].pages[0] = 1
+    store.rows[1].hot.pages[0] = 1
 
 
 def a_hot_page_has_no_backing(store: LayerKV) -> None:
-    store.hot[1].pages[0] = 5
+    store.rows[1].hot.pages[0] = 5
 
 
 def a_hot_page_was_forgotten_by_half(store: LayerKV) -> None:
-    store.hot[1].clear()
+    store.rows[1].hot.clear()
 
 
 def order_is_claimed_and_not_there(store: LayerKV) -> None:
-    store.resident._in_order = True
+    store.rows[0].table.in_order = True
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_order_is_a_claim_about_slots_too() -> None:
     store = layer()
     Feed(store).append(3 * PAGE)
     store.check_integrity()
-    pool, table = store.resident.pool, store.resident.tables[0]
+    pool, table = store.resident.pool, store.rows[0].table.pages
     for tensor in (pool.k, pool.v):
         tensor[:, [0, 1]] = tensor[:, [1, 0]]
     pool.positions[[0, 1]] = pool.positions[[1, 0]]
@@ -191,9 +195,9 @@ def test_order_is_a_claim_about_slots_too() -> None:
 
 def test_a_full_page_keeps_its_digest_when_others_change() -> None:
     store = tiered()
-    low, high = (bound[:, 0].clone() for bound in store.resident.page_bounds(0))
+    low, high = (bound[:, 0].clone() for bound in store.rows[0].table.bounds())
     store.append(torch.randn(2, 2, 9, 3), torch.randn(2, 2, 9, 3), None)
-    after = store.resident.page_bounds(0)
+    after = store.rows[0].table.bounds()
     assert torch.equal(after[0][:, 0], low)
     assert torch.equal(after[1][:, 0], high)
     store.check_integrity()

@@ -6,6 +6,8 @@ said to drop it; views, digests, counts, hot copies and cold searches agree with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ class LayerLife(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99), count=st.integers(1, 9))
     def append_padded(self, seed: int, count: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.feed.append(torch.rand(self.store.num_rows, count, generator=draw) < 0.6)
+        self.feed.append(torch.rand(len(self.store.rows), count, generator=draw) < 0.6)
 
     @precondition(lambda self: self.store.placement is None)
     @rule(
@@ -65,7 +67,8 @@ class LayerLife(RuleBasedStateMachine):
         hot: int,
     ) -> None:
         index = flat_index() if indexed else None
-        self.store.seal(Placement(sinks, window, spare, rest, index, digests, hot))
+        place = Placement(sinks, window, spare, rest, index=index, digests=digests)
+        self.store.seal(replace(place, hot_tokens=hot))
         if digests:
             self.store.resident.pool.enable_digests()
         self.demote()
@@ -74,8 +77,8 @@ class LayerLife(RuleBasedStateMachine):
     def demote(self) -> None:
         """What the runtime does after every step of a sealed layer."""
         place = self.store.placement
-        for row in range(self.store.num_rows):
-            overflow = self.store.overflow(row)
+        for row in range(len(self.store.rows)):
+            overflow = self.store.rows[row].overflow()
             if overflow is None or place is None:
                 continue
             positions = overflow.positions.tolist()
@@ -84,44 +87,44 @@ class LayerLife(RuleBasedStateMachine):
             assert positions[-1] < length - place.window_tokens - place.spare_tokens
             if place.rest is Demotion.OFFLOAD:
                 k, v = overflow.k, overflow.v
-                self.store.cold.append(row, k, v, overflow.positions, place.index)
+                self.store.rows[row].chain.append(k, v, overflow.positions, place.index)
             else:
                 self.lost[row] |= set(positions)
-            self.store.forget_overflow(row)
-            assert self.store.overflow(row) is None
+            self.store.rows[row].forget_overflow()
+            assert self.store.rows[row].overflow() is None
 
     @rule(seed=st.integers(0, 99))
     def promote(self, seed: int) -> None:
         """What the runtime does after a step whose searches found random entries."""
         draw = torch.Generator().manual_seed(seed)
-        for row in range(self.store.num_rows):
-            firsts = self.store.cold.first_pages(row, PAGE)
-            for first, span in zip(firsts, self.store.cold.rows[row], strict=False):
+        for row in range(len(self.store.rows)):
+            firsts = self.store.rows[row].chain.first_pages(PAGE)
+            for first, span in zip(firsts, self.store.rows[row].chain.spans, strict=False):
                 ids = torch.randint(-1, span.length, (2, 3, 5), generator=draw)
-                covered = self.store.hot[row].book(ids, first, span.length // PAGE, None)
-                hot = {page - first for page in self.store.hot[row].pages}
+                covered = self.store.rows[row].hot.book(ids, first, span.length // PAGE, None)
+                hot = {page - first for page in self.store.rows[row].hot.pages}
                 expected = torch.tensor([i // PAGE in hot for i in ids.flatten().tolist()])
                 assert torch.equal(covered, expected.view(ids.shape))
-            self.store.promote(row)
+            self.store.rows[row].promote()
 
     @rule(count=st.integers(0, 15) | st.integers(0, 99))
     def crop(self, count: int) -> None:
         for row, history in enumerate(self.feed.history):
             fewer = min(count, len(history))
-            self.store.crop(row, fewer)
+            self.store.rows[row].crop(fewer)
             del history[len(history) - fewer :]
             self.lost[row] = {position for position in self.lost[row] if position < len(history)}
 
     @rule(seed=st.integers(0, 99), count=st.integers(1, 3))
     def reorder_and_append(self, seed: int, count: int) -> None:
         """As beam search does: rows share pages, then write behind them."""
-        rows = self.store.num_rows
+        rows = len(self.store.rows)
         self._fork(torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(seed)))
         self.feed.append(count)
 
     @rule(seed=st.integers(0, 99), rows=st.integers(1, 3))
     def select(self, seed: int, rows: int) -> None:
-        old = self.store.num_rows
+        old = len(self.store.rows)
         self._fork(torch.randint(old, (rows,), generator=torch.Generator().manual_seed(seed)))
 
     def _fork(self, rows: torch.Tensor) -> None:
@@ -156,14 +159,14 @@ class LayerLife(RuleBasedStateMachine):
             found = owned(self.store, row)
             expected = {p: tag for p, tag in enumerate(history) if p not in self.lost[row]}
             assert {position: tag for position, (tag, _) in found.items()} == expected
-            assert self.store.dropped[row] == len(self.lost[row])
+            assert self.store.rows[row].dropped == len(self.lost[row])
 
     @invariant()
     def the_view_shows_what_is_resident(self) -> None:
         view = self.store.resident.view()
         for row, history in enumerate(self.feed.history):
             kept = [p for p, (_, tier) in owned(self.store, row).items() if tier == "resident"]
-            table, hot = self.store.resident.positions_of(row), self.store.hot_range(row)
+            table, hot = self.store.rows[row].table.positions(), self.store.rows[row].hot_range()
             kept += table[hot.start * PAGE : hot.stop * PAGE]
             positions = torch.arange(view.k.shape[2])
             if view.positions is not None:
@@ -180,14 +183,14 @@ class LayerLife(RuleBasedStateMachine):
         place = self.store.placement
         if place is None or place.index is None:
             return
-        for row in range(self.store.num_rows):
-            cold = self.store.cold
-            if not (total := cold.num_tokens(row)):
+        for row in range(len(self.store.rows)):
+            chain = self.store.rows[row].chain
+            if not (total := chain.num_tokens):
                 continue
             queries = torch.randn(2, 3, 3)
-            found = cold.search(row, queries, 5)
+            found = chain.search(queries, 5)
             scores = torch.cat([r.scores.masked_fill(r.ids < 0, -torch.inf) for _, r in found], -1)
-            keys = torch.cat([span.extent.first(span.length)[0] for span in cold.rows[row]], 1)
+            keys = torch.cat([span.extent.first(span.length)[0] for span in chain.spans], 1)
             exact = torch.einsum("hmd,hnd->hmn", queries, keys)
             best = exact.topk(min(5, total), -1).values
             torch.testing.assert_close(scores.topk(min(5, total), -1).values, best)

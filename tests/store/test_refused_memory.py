@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops import Ops
-from hybrid_kv.store import ResidentStore, cold, pool
+from hybrid_kv.store import ColdStore, ResidentStore, extent, pool
 from hybrid_kv.types import LayerShape
 
 SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=24)
@@ -21,7 +21,7 @@ PAGE = 4
 
 def store(tokens: int) -> ResidentStore:
     made = ResidentStore(SHAPE, PAGE, 1, torch.float32, torch.device("cpu"), tokens)
-    made.append(0, *rows(tokens), 0)
+    made.tables[0].append(*rows(tokens), 0)
     made.pool.enable_digests()
     return made
 
@@ -48,22 +48,22 @@ def refusing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 def check_as_before_and_going_on(resident: ResidentStore, before: tuple[Tensor, Tensor]) -> None:
     count = before[0].shape[1]
     resident.check_integrity()
-    assert resident.num_tokens(0) == count
+    assert resident.tables[0].num_tokens == count
     k, v = rows(7)
-    resident.append(0, k, v, count)
+    resident.tables[0].append(k, v, count)
     resident.check_integrity()
-    for held, old, new in zip(resident.row_view(0), before, (k, v), strict=True):
+    for held, old, new in zip(resident.tables[0].view(), before, (k, v), strict=True):
         assert torch.equal(held, torch.cat([old, new], 1))
 
 
 @pytest.mark.parametrize("array", [1, 2, 3, 4, 5])  # keys, values, positions, two digests
 def test_a_pool_that_cannot_grow_is_as_before(monkeypatch: pytest.MonkeyPatch, array: int) -> None:
     resident = store(13)
-    before = [t.clone() for t in resident.row_view(0)]
+    before = [t.clone() for t in resident.tables[0].view()]
     with monkeypatch.context() as patch:
         patch.setattr(pool, "enlarge", refusing(pool.enlarge, array))
         with pytest.raises(CapacityError):
-            resident.append(0, *rows(5), 13)
+            resident.tables[0].append(*rows(5), 13)
     check_as_before_and_going_on(resident, (before[0], before[1]))
 
 
@@ -71,12 +71,12 @@ def test_places_that_were_free_before_a_refusal_are_free_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = store(16)
-    resident.truncate(0, 7)
-    before = [t.clone() for t in resident.row_view(0)]
+    resident.tables[0].truncate(7)
+    before = [t.clone() for t in resident.tables[0].view()]
     with monkeypatch.context() as patch:
         patch.setattr(pool, "enlarge", refusing(pool.enlarge, 1))
         with pytest.raises(CapacityError):
-            resident.append(0, *rows(30), 7)
+            resident.tables[0].append(*rows(30), 7)
     check_as_before_and_going_on(resident, (before[0], before[1]))
 
 
@@ -86,11 +86,11 @@ def test_tokens_that_could_not_be_written_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, op: str, tokens: int
 ) -> None:
     resident = store(tokens)
-    before = [t.clone() for t in resident.row_view(0)]
+    before = [t.clone() for t in resident.tables[0].view()]
     with monkeypatch.context() as patch:
         patch.setattr(Ops, op, refusing(getattr(Ops, op), 1))
         with pytest.raises(CapacityError):
-            resident.append(0, *rows(5), tokens)
+            resident.tables[0].append(*rows(5), tokens)
     check_as_before_and_going_on(resident, (before[0], before[1]))
 
 
@@ -103,21 +103,21 @@ def test_an_empty_store_that_could_not_be_written_is_empty(
     with monkeypatch.context() as patch:
         patch.setattr(Ops, "append", refusing(Ops.append, 1))
         with pytest.raises(CapacityError):
-            resident.append(0, *torch.randn(2, 2, 37, 72), 0)
-    assert resident.num_tokens(0) == 0
+            resident.tables[0].append(*torch.randn(2, 2, 37, 72), 0)
+    assert resident.tables[0].num_tokens == 0
     assert resident.in_order
     resident.check_integrity()
 
 
 def test_digests_that_do_not_fit_can_be_enabled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = ResidentStore(SHAPE, PAGE, 1, torch.float32, torch.device("cpu"))
-    resident.append(0, *rows(13), 0)
+    resident.tables[0].append(*rows(13), 0)
     with monkeypatch.context() as patch:
         patch.setattr(pool, "allocate", refusing(pool.allocate, 2))
         with pytest.raises(CapacityError):
             resident.pool.enable_digests()
     resident.pool.enable_digests()
-    assert resident.page_bounds(0)[1].shape == (2, 4, 24)
+    assert resident.tables[0].bounds()[1].shape == (2, 4, 24)
     resident.check_integrity()
 
 
@@ -125,18 +125,18 @@ def test_digests_that_do_not_fit_can_be_enabled_later(monkeypatch: pytest.Monkey
 def test_a_cold_row_that_cannot_grow_is_as_before(
     monkeypatch: pytest.MonkeyPatch, array: int
 ) -> None:
-    found = cold.ColdStore(SHAPE, torch.float32, 1)
+    found = ColdStore(SHAPE, torch.float32, 1)
     old, new = rows(200), rows(100)
-    found.append(0, *old, torch.arange(200), None)
-    full = found.rows[0][0].extent.positions.shape[0]
+    found.chains[0].append(*old, torch.arange(200), None)
+    full = found.chains[0].spans[0].extent.positions.shape[0]
     with monkeypatch.context() as patch:
-        patch.setattr(cold, "enlarge", refusing(cold.enlarge, array))
+        patch.setattr(extent, "enlarge", refusing(extent.enlarge, array))
         with pytest.raises(CapacityError):
-            found.append(0, *rows(full), torch.arange(200, 200 + full), None)
+            found.chains[0].append(*rows(full), torch.arange(200, 200 + full), None)
     found.check_integrity()
-    assert found.num_tokens(0) == 200
-    found.append(0, *new, torch.arange(200, 300), None)
+    assert found.chains[0].num_tokens == 200
+    found.chains[0].append(*new, torch.arange(200, 300), None)
     found.check_integrity()
-    assert found.positions_of(0) == list(range(300))
-    for held, first, then in zip(found.rows[0][0].extent.first(300), old, new, strict=True):
+    assert found.chains[0].positions() == list(range(300))
+    for held, first, then in zip(found.chains[0].spans[0].extent.first(300), old, new, strict=True):
         assert torch.equal(held, torch.cat([first, then], 1))

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.ops import Ops
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget, Work
+from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor
+from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
 from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
-from hybrid_kv.watch.phases import Phases
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(3, 6, 2, 72)
@@ -32,12 +30,12 @@ def layer_of(near: int, *far: int) -> tuple[LayerKV, Tensor, Tensor]:
     k, v = torch.randn(2, 2, total, 72)
     start = 0
     for count in far:
-        for span in layer.cold.rows[0]:
+        for span in layer.rows[0].chain.spans:
             span.extent.refs = 2  # so that the next entries get an extent of their own
         positions = torch.arange(start, start + count)
-        layer.cold.append(0, k[:, positions], v[:, positions], positions, None)
+        layer.rows[0].chain.append(k[:, positions], v[:, positions], positions, None)
         start += count
-    layer.resident.append(0, k[:, start:], v[:, start:], start)
+    layer.rows[0].table.append(k[:, start:], v[:, start:], start)
     return layer, k, v
 
 
@@ -65,7 +63,7 @@ def test_findings_are_those_of_brute_force(
     kept[..., cold:] = True
     part = attention(q, k, v, kept, softcap)
     parts, start = [], 0
-    for span in layer.cold.rows[0]:
+    for span in layer.rows[0].chain.spans:
         here = kept[..., start : start + span.length]
         ids = torch.arange(span.length).expand(here.shape).masked_fill(~here, -1)
         parts.append((span.extent, ids))
@@ -74,7 +72,7 @@ def test_findings_are_those_of_brute_force(
     lane = LateLane() if late else None
     executor = CudaExecutor(SyncExecutor(), lambda device: lane)
     whole = attention(q, k, v, torch.ones_like(kept), softcap)
-    step = step_of(layer, q, executor=executor, softcap=softcap, found={0: found})
+    step = step_of(layer, q, executor, softcap, found={0: found})
     shaped = PartialAttention(part.out.reshape(1, 6, 1, 72), part.lse.reshape(1, 6, 1))
     for head in range(2):
         finding = Look(step, 0, Target(3, head), shaped).finding()
@@ -88,18 +86,22 @@ def test_findings_are_those_of_brute_force(
         assert finding.recall == pytest.approx(float(kept[head].gather(1, best).float().mean()))
 
 
-def step_of(layer: LayerKV, q: Tensor, **fields: Any) -> Step:
+def step_of(
+    layer: LayerKV,
+    q: Tensor,
+    executor: Executor | None = None,
+    softcap: float | None = None,
+    **found: Any,
+) -> Step:
     """A step of one new token with grouped queries q [Hkv, M, D]."""
-    known = {"executor": SyncExecutor(), "scale": 0.3, "softcap": None, **fields}
-    return Step(
-        ops=Ops(), phases=Phases(), work=Work(), layer=layer, q=q.reshape(1, 6, 1, 72), **known
-    )
+    kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(method="full"), executor)
+    return Step(kv.means, layer, q.reshape(1, 6, 1, 72), scale=0.3, softcap=softcap, **found)
 
 
 def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
     found = {}
     if budget is not None and ids is not None:
-        parts = [(layer.cold.rows[0][0].extent, ids.expand(2, 3, -1))]
+        parts = [(layer.rows[0].chain.spans[0].extent, ids.expand(2, 3, -1))]
         found[0] = budget, Retrieved(parts)
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     return Look(step_of(layer, q, found=found), 0, Target(3, 1), part)
@@ -115,7 +117,7 @@ def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None
 def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
     layer, k, _ = layer_of(9, 50)
     q = k[:, :1].expand(2, 3, 72).clone()
-    extent = layer.cold.rows[0][0].extent
+    extent = layer.rows[0].chain.spans[0].extent
     exact = torch.einsum("hmd,hnd->hmn", q, extent.keys).topk(10).indices
     ranked = Retrieved([(extent, exact[..., :3])], 0, [exact])
     found = {0: (TokenBudget(10, shared=True), ranked)}
@@ -129,13 +131,13 @@ def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
 def test_what_a_better_index_would_have_found_is_the_indexs_loss() -> None:
     layer, k, _ = layer_of(9, 50)
     q = k[:, :1].expand(2, 3, 72).clone()
-    best = torch.einsum("hmd,hnd->hmn", q, layer.cold.rows[0][0].extent.keys).argmax(-1)
+    best = torch.einsum("hmd,hnd->hmn", q, layer.rows[0].chain.spans[0].extent.keys).argmax(-1)
     ids = torch.arange(50).repeat(2, 3, 1)
     worse = ids[ids != best[..., None]].view(2, 3, 49)[..., :1]
     lost = look(layer, q, TokenBudget(1), worse).finding()
     assert lost is not None
-    logits = 0.3 * q[1].double() @ layer.owned_view(0)[0][1].double().T
-    cold = 0.3 * q[1].double() @ layer.cold.rows[0][0].extent.keys[1].double().T
+    logits = 0.3 * q[1].double() @ layer.rows[0].owned_view()[0][1].double().T
+    cold = 0.3 * q[1].double() @ layer.rows[0].chain.spans[0].extent.keys[1].double().T
     shares = (cold - torch.cat([logits, cold], 1).logsumexp(1)[:, None]).exp()
     expected = shares.amax(1) - shares.gather(1, worse[1])[:, 0]
     assert lost.missed_by_index == pytest.approx(float(expected.mean()), abs=1e-5)
@@ -152,9 +154,9 @@ def test_where_nothing_was_searched_there_is_no_recall() -> None:
 def test_entries_that_were_written_over_meanwhile_are_no_finding() -> None:
     layer, _, _ = layer_of(9, 50)
     pending = look(layer, torch.randn(2, 3, 72), None, None)
-    layer.cold.truncate(0, 40)
+    layer.rows[0].chain.truncate(40)
     new = torch.randn(2, 5, 72)
-    layer.cold.append(0, new, new, torch.arange(40, 45), None)
+    layer.rows[0].chain.append(new, new, torch.arange(40, 45), None)
     assert pending.finding() is None
 
 

@@ -253,7 +253,7 @@ class RowMeasurement:
         row, kv = self.row, cache.kv
         stores = kv.stores.values()
         row.resident_kv_bytes = sum(
-            bytes_per_token(store.shape, store.cold.dtype) * store.resident.num_tokens(0)
+            bytes_per_token(store.shape, store.cold.dtype) * store.rows[0].table.num_tokens
             for store in stores
         )
         row.memory_bytes = MemoryBytes(

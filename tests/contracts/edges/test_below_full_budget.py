@@ -109,7 +109,7 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
         for layer in cache.kv.layers:
             cache.kv.seal_if_open(layer)
         for token in ids[:, first:].split(1, dim=1):
-            cold = {idx: layer.cold.positions_of(0) for idx, layer in cache.kv.stores.items()}
+            cold = {idx: layer.rows[0].chain.positions() for idx, layer in cache.kv.stores.items()}
             runs.append({idx: (run[0], run[-1] + 1) for idx, run in cold.items() if run})
             found.append(model(token, past_key_values=cache).logits)
     assert all(last - start > TOP_K for run in runs for start, last in run.values())

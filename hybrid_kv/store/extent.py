@@ -1,0 +1,121 @@
+"""Host arrays of cold entries, written once, head-major; their index, and what a row sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.memory import allocate, enlarge
+from hybrid_kv.types import LayerShape, PagedKV, SearchResult
+
+
+def pinned_room(count: int) -> int:
+    """Places beside `count` in a pinned extent; they are committed at once."""
+    return max(256, count // 16)
+
+
+class ColdExtent:
+    """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
+
+    Capacity is reserved generously, because host memory that was never written is not committed;
+    pinned memory is, so there is little more of it than is needed, and it never grows: locking and
+    copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
+
+    Args:
+        count: entries that are about to be stored.
+        pinned: makes page-locked memory; None for plain.
+        behind: entries of the row in extents before this one, which will not be its last.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        count: int,
+        *,
+        pinned: PinnedAhead | None = None,
+        behind: int = 0,
+    ) -> None:
+        self._pinned = pinned is not None
+        capacity = count + (pinned_room(behind + count) if self._pinned else max(256, count))
+        size = (shape.num_kv_heads, capacity, shape.head_dim)
+        host = torch.device("cpu")
+        if pinned is not None:
+            self.k, self.v = pinned.take(size, dtype), pinned.take(size, dtype)
+        else:
+            self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
+        self.positions = allocate([capacity], torch.int32, host)
+        self.length = 0
+        self.refs = 1
+        self.rewritten = 0  # how often entries were forgotten and others written in their place
+        self.index: LiveIndex | None = None
+
+    def takes(self, count: int) -> bool:
+        """Whether so many entries in all have room here, or can be given it."""
+        return not self._pinned or count <= self.positions.shape[0]
+
+    def make_room(self, count: int) -> None:
+        """Room for `count` more entries, which it `takes`; amortised O(1) per token."""
+        stop = self.length + count
+        if stop > self.positions.shape[0]:
+            capacity = stop + max(256, stop)
+            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
+            self.positions = enlarge(self.positions, 0, capacity)
+
+    @property
+    def keys(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self.k[:, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self.v[:, : self.length]
+
+    def pages(self, size: int) -> PagedKV:
+        """All memory as pages of `size` entries, views; the last ones may not be filled yet."""
+        count = self.positions.shape[0] // size
+        k, v, positions = (
+            tensor.narrow(axis, 0, count * size).unflatten(axis, (count, size))
+            for tensor, axis in ((self.k, 1), (self.v, 1), (self.positions, 0))
+        )
+        return PagedKV(k, v, positions)
+
+    def first(self, length: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, length, D] of the oldest entries, views."""
+        return self.k[:, :length], self.v[:, :length]
+
+
+@dataclass(slots=True)
+class Span:
+    """The first `length` entries of an extent, as one row sees it.
+
+    near: [Hkv, M, K] what its latest search found, where the next one begins.
+    """
+
+    extent: ColdExtent
+    length: int
+    near: Tensor | None = None
+
+    def search(self, queries: Tensor, top_k: int, most: int) -> SearchResult:
+        """The best of these entries for queries [Hkv, M, D]; see `Index.search`."""
+        extent, near = self.extent, self.near
+        if extent.index is None:
+            raise IntegrityError("the cold tier was searched, but its placement named no index")
+        beyond = extent.length - self.length  # entries that this row does not see any more
+        if near is not None and near.shape[1] != queries.shape[1]:
+            near = None
+        result = extent.index.search(queries, top_k + beyond, most + beyond, near)
+        self.near = result.ids[..., :top_k]
+        if not beyond:
+            return result
+        hidden = result.ids >= self.length
+        scores = result.scores.masked_fill(hidden, -torch.inf)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        ids = result.ids.masked_fill(hidden, -1).gather(-1, order)
+        return result._replace(ids=ids[..., :most], scores=scores[..., :most])

@@ -1,0 +1,214 @@
+"""One batch row of a layer: its entries in both tiers, and the rule who owns what.
+
+Positions count the row's stored tokens from 0; padding is never stored. The order is sinks, cold
+entries, spare pages, window: what leaves the window is always the oldest page behind the sinks, so
+the cold tier is one run of positions. Hot pages are copies of cold pages and own nothing: their
+entries are the cold tier's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.entries import Entries
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.plugins import Placement
+from hybrid_kv.store.cold import ColdChain
+from hybrid_kv.store.hot import HotPages
+from hybrid_kv.store.table import PageTable
+from hybrid_kv.types import Demotion
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Resident entries that belong elsewhere: k, v [Hkv, n, D] (views), positions [n] (host)."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What one row holds.
+
+    table: its resident pages. chain: its cold entries. hot: which cold pages have a copy among the
+    resident ones. length: tokens ever stored, less cropped ones. dropped: tokens that were lost.
+    kept: what the method keeps of those that left the window; it shares no memory that is written.
+    placement: where entries live from the prompt's end on; None before it.
+    """
+
+    number: int
+    table: PageTable
+    chain: ColdChain
+    hot: HotPages
+    length: int = 0
+    dropped: int = 0
+    kept: Entries | None = None
+    placement: Placement | None = None
+
+    @classmethod
+    def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:
+        """A row without tokens."""
+        return cls(number, table, chain, HotPages(table.pool.page_size, 0))
+
+    @property
+    def page_size(self) -> int:
+        return self.table.pool.page_size
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Stores new tokens k, v [Hkv, T, D]."""
+        self.table.append(k, v, self.length)
+        self.length += k.shape[1]
+
+    def seal(self, placement: Placement) -> None:
+        """Fixes where entries live from now on; `overflow` then says what has to move."""
+        self.placement = placement
+        self.hot = HotPages(self.page_size, placement.hot_tokens // self.page_size)
+
+    # What leaves the window ---------------------------------------------------------------------
+
+    def outside(self) -> tuple[int, int]:
+        """The table's pages behind the sinks and before spare pages and window."""
+        place, table = self.placement, self.table
+        if place is None or place.rest is Demotion.KEEP:
+            return 0, 0
+        size = table.pool.page_size
+        # The last page is always kept; whole pages before it fill the window up.
+        inside = place.window_tokens + place.spare_tokens - table.tail_fill
+        kept = 1 + -(-max(0, inside) // size)
+        return place.sink_tokens // size + len(self.hot.pages), len(table.pages) - kept
+
+    def overflow(self) -> Overflow | None:
+        """The pages between sinks and window that the placement does not keep, or None.
+
+        Nothing changes yet: the caller copies what shall live on, then calls `forget_overflow`.
+        """
+        start, stop = self.outside()
+        if start >= stop:
+            return None
+        count = (stop - start) * self.page_size
+        behind = self.table.num_tokens - start * self.page_size
+        first = self.length - behind
+        k, v = self.table.read(start, stop, count)
+        return Overflow(k, v, torch.arange(first, first + count))
+
+    def forget_overflow(self) -> None:
+        """Takes those pages out of the resident tier; what was not offloaded is dropped."""
+        start, stop = self.outside()
+        self.table.remove(start, stop)
+        if self.placement is not None and not self.placement.offloads:
+            self.dropped += (stop - start) * self.page_size
+
+    # Hot pages ----------------------------------------------------------------------------------
+
+    def hot_range(self) -> range:
+        """Where in the page table the hot pages stand: behind the sinks."""
+        sinks = 0 if self.placement is None else self.placement.sink_tokens // self.page_size
+        return range(sinks, sinks + len(self.hot))
+
+    def owned_view(self) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of the entries that the resident tier owns, oldest first."""
+        return self.table.view(self.hot_range())
+
+    def promote(self) -> int:
+        """Ends a step: copies the cold pages to the device that have become worth it.
+
+        Returns:
+            How many pages.
+        """
+        hot, pool = self.hot, self.table.pool
+        promotions = hot.next_step()
+        if not promotions:
+            return 0
+        fresh = pool.allocate(self.number, len(promotions))
+        first_pages = self.chain.first_pages(self.page_size)
+        for number, span in enumerate(self.chain.spans):
+            first, stop = first_pages[number : number + 2]
+            pages = {new: p.page - first for new, p in zip(fresh, promotions, strict=True)}
+            pages = {new: slot for new, slot in pages.items() if 0 <= slot < stop - first}
+            if pages:
+                source = span.extent.pages(self.page_size)
+                pool.load(list(pages), source, list(pages.values()))
+        for page, promotion in zip(fresh, promotions, strict=True):
+            place = self.hot_range().start + promotion.place
+            self.table.put(place, page, instead=promotion.place < len(hot))
+            hot.take(promotion)
+        return len(promotions)
+
+    def cool(self) -> None:
+        """Forgets the hot pages."""
+        hot = self.hot_range()
+        self.table.remove(hot.start, hot.stop)
+        self.hot.clear()
+
+    # Going back, and going on elsewhere ---------------------------------------------------------
+
+    def crop(self, count: int) -> None:
+        """Forgets the newest `count` tokens, from whichever tier holds them."""
+        self.length -= count
+        far_tokens = self.chain.num_tokens
+        moved = far_tokens + self.dropped > 0
+        sinks = self.placement.sink_tokens if self.placement is not None and moved else 0
+        owned = self.table.num_tokens - len(self.hot) * self.page_size
+        near = min(count, owned - sinks)
+        if near < count:  # cold entries go as well, and with them the pages that were copied
+            self.cool()
+        resident = self.table.num_tokens
+        far = min(count - near, far_tokens)
+        lost = min(count - near - far, self.dropped)
+        if far:
+            self.chain.truncate(far_tokens - far)
+            self.hot.truncate(self.chain.first_pages(self.page_size)[-1])
+        self.dropped -= lost
+        self.table.truncate(resident - near - (count - near - far - lost))
+
+    def continued(self, number: int, table: PageTable, chain: ColdChain) -> Row:
+        """A row that goes on from this one, with a table and a chain that hold the same."""
+        return replace(self, number=number, table=table, chain=chain, hot=self.hot.copy())
+
+    # Integrity ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every stored token has exactly one owner."""
+        row, near, far = self.number, self.table.positions(), self.chain.positions()
+        self._check_hot(near)
+        hot = self.hot_range()
+        del near[hot.start * self.page_size : hot.stop * self.page_size]
+        owned = set(near) | set(far)
+        if len(owned) != len(near) + len(far):
+            twice = sorted(set(near) & set(far)) or "a position within one tier"
+            raise IntegrityError(f"row {row}: owned twice: {twice}")
+        if len(owned) + self.dropped != self.length:
+            raise IntegrityError(
+                f"row {row}: {len(owned)} owned and {self.dropped} dropped tokens do not make up "
+                f"the {self.length} stored"
+            )
+        if owned and max(owned) >= self.length:
+            raise IntegrityError(f"row {row}: position {max(owned)} lies beyond its end")
+
+    def _check_hot(self, near: Sequence[int]) -> None:
+        """Every hot page is a copy of the cold page that it says it is."""
+        row, size, spans = self.number, self.page_size, self.chain.spans
+        first_pages = self.chain.first_pages(size)
+        if len(self.hot) > self.hot.capacity:
+            raise IntegrityError(
+                f"row {row}: {len(self.hot)} hot pages, room for {self.hot.capacity}"
+            )
+        for index, page in zip(self.hot_range(), self.hot.pages, strict=True):
+            number = bisect_right(first_pages, page) - 1
+            slot = page - first_pages[number]
+            if number >= len(spans) or (slot + 1) * size > spans[number].length:
+                raise IntegrityError(f"row {row}: hot page {page} is no full cold page")
+            backing = spans[number].extent.pages(size)
+            k, v = self.table.read(index, index + 1, size)
+            same = list(near[index * size : (index + 1) * size]) == backing.positions[slot].tolist()
+            for copied, original in ((k, backing.k), (v, backing.v)):
+                same &= torch.equal(copied, original[:, slot].to(copied.device))
+            if not same:
+                raise IntegrityError(f"row {row}: hot page {page} differs from its cold page")

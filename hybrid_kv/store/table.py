@@ -1,0 +1,200 @@
+"""The page table of one batch row over a pool of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.pool import PagePool
+from hybrid_kv.types import HIDDEN
+
+
+class PageTable:
+    """The resident pages of a row in logical order: sinks, hot pages, spare pages, window.
+
+    Hot pages are copies of cold ones, in any order. Appending is amortised O(1) per token.
+
+    pages: ids in the pool. num_tokens: in all of them. tail_fill: in the last one; page_size where
+        there is none. in_order: slot n of the row's arena holds its position n.
+    """
+
+    def __init__(self, pool: PagePool, arena: int) -> None:
+        self.pool, self.arena = pool, arena
+        self.pages: list[int] = []
+        self.num_tokens, self.tail_fill = 0, pool.page_size
+        self.in_order = True
+        self._last_slots: tuple[int, list[int], Tensor] | None = None  # with capacity and pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    # Writing ------------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, first_position: int) -> None:
+        """Adds k, v [Hkv, n, D] at consecutive positions from `first_position` on.
+
+        Where memory runs out, nothing was added.
+        """
+        count, before = k.shape[1], self.num_tokens
+        if count == 0:
+            return
+        places = self._reserve(count)
+        try:
+            self.pool.ops.append(self.pool.pages, k, v, places, first_position)
+        except BaseException:
+            self.truncate(before)
+            raise
+        if first_position != before:
+            self.in_order = False
+
+    def _reserve(self, count: int) -> npt.NDArray[np.int64] | range:
+        """Token places for `count` new tokens: what the last page has left, then new pages."""
+        pool, pages = self.pool, self.pages
+        size = pool.page_size
+        room = size - self.tail_fill
+        if room and pool.has_shared:
+            self._own_tail()
+        if count <= room:  # nearly every decode step
+            first = pool.slot(pages[-1]) * size + self.tail_fill
+            self.tail_fill += count
+            self.num_tokens += count
+            return range(first, first + count)
+        first = len(pages) - 1 if room else len(pages)
+        pages.extend(pool.allocate(self.arena, -(-max(0, count - room) // size)))
+        places = pool.slots(pages[first:])[:, None] * size + np.arange(size)
+        self.tail_fill = (self.tail_fill + count - 1) % size + 1
+        self.num_tokens += count
+        return places.reshape(-1)[size - room if room else 0 :][:count]
+
+    def _own_tail(self) -> None:
+        """Copy-on-write: before a row changes its last page, nobody else may read it."""
+        if self.pool.is_shared(self.pages[-1]):
+            self.pages[-1] = self.pool.private_copy(self.pages[-1], self.arena)
+
+    def remove(self, start: int, stop: int) -> None:
+        """Forgets the pages start..stop, which are full."""
+        if start < stop:
+            self.pool.release(self.pages[start:stop])
+            del self.pages[start:stop]
+            self.num_tokens -= (stop - start) * self.pool.page_size
+            self.in_order = False
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets the newest tokens until `num_tokens` are left."""
+        size, pages = self.pool.page_size, self.pages
+        keep = -(-num_tokens // size)
+        self.pool.release(pages[keep:])
+        del pages[keep:]
+        fill = num_tokens - (keep - 1) * size if keep else size
+        if fill < self.tail_fill or fill < size:
+            self._own_tail()
+            self.pool.hide(pages[-1], fill)
+        self.tail_fill, self.num_tokens = fill, num_tokens
+
+    def put(self, place: int, page: int, *, instead: bool) -> None:
+        """Enters a full page of the pool, before or instead of the one at a place."""
+        if instead:
+            self.pool.release(self.pages[place : place + 1])
+        else:
+            self.num_tokens += self.pool.page_size
+        self.pages[place : place + instead] = [page]
+        self.in_order = False
+
+    def take(self, other: PageTable) -> None:
+        """Copies all pages of another pool's table into this one, which is empty."""
+        if not other.pages:
+            return
+        fresh = self.pool.allocate(self.arena, len(other.pages))
+        from_, to = other.slots(), self.pool.upload(self.pool.slots(fresh))
+        for mine, its in ((self.pool.k, other.pool.k), (self.pool.v, other.pool.v)):
+            mine[:, to] = its[:, from_]
+        self.pool.positions[to] = other.pool.positions[from_]
+        self.pages = fresh
+        self.num_tokens, self.tail_fill = other.num_tokens, other.tail_fill
+        self.in_order = self.positions() == list(range(self.num_tokens))
+
+    def share(self, source: PageTable) -> None:
+        """Lets go of all pages and reads those of another row from now on, beside that row."""
+        pages = list(source.pages)
+        self.pool.share(pages)
+        self.pool.release(self.pages)
+        self.pages, self.num_tokens, self.tail_fill = pages, source.num_tokens, source.tail_fill
+        self.in_order = False
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def view(self, without: range = range(0)) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] in the order of the table; a copy unless the pages lie in order.
+
+        Args:
+            without: full pages that are left out, by their place in the table.
+        """
+        pages = self.pages[: without.start] + self.pages[without.stop :]
+        return self._read(pages, self.num_tokens - len(without) * self.pool.page_size)
+
+    def read(self, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, n, D] of the pages start..stop, at most `limit` tokens."""
+        return self._read(self.pages[start:stop], limit)
+
+    def _read(self, pages: Sequence[int], limit: int) -> tuple[Tensor, Tensor]:
+        slots = self.pool.slots(pages)
+        together = len(slots) and (np.diff(slots) == 1).all()
+        where = slice(slots[0], slots[-1] + 1) if together else self.pool.upload(slots)
+        k, v = (t[:, where].flatten(1, 2)[:, :limit] for t in (self.pool.k, self.pool.v))
+        return k, v
+
+    def slots(self) -> Tensor:
+        """[P] int64 on the pool's device: where the pages lie, in table order; read only.
+
+        Kept until the table changes, which most steps do not do: a GPU need not be sent it again.
+        """
+        pool, last = self.pool, self._last_slots
+        if last is None or last[0] != pool.capacity or last[1] != self.pages:
+            where = pool.upload(pool.slots(self.pages))
+            self._last_slots = last = pool.capacity, list(self.pages), where
+        return last[2]
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """key_min, key_max [Hkv, P, D] of the pages in table order."""
+        pool = self.pool
+        if pool.key_min is None or pool.key_max is None:
+            raise IntegrityError("page digests were not enabled; the placement must ask for them")
+        slots = pool.slots(self.pages)
+        together = (np.diff(slots) == 1).all()
+        where = slice(slots[0], slots[-1] + 1) if together else self.slots()
+        return pool.key_min[:, where], pool.key_max[:, where]
+
+    def positions(self) -> list[int]:
+        """Positions of the tokens in table order."""
+        flat = self.pool.positions[self.slots()].flatten()
+        found: list[int] = flat[flat != HIDDEN].tolist()
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless counts, the claim of order and digests are true."""
+        row, pool, positions = self.arena, self.pool, self.positions()
+        counted = len(self.pages) * pool.page_size - (pool.page_size - self.tail_fill)
+        if not len(positions) == self.num_tokens == counted:
+            raise IntegrityError(
+                f"row {row}: {len(positions)} filled slots, {self.num_tokens} tokens counted, "
+                f"{counted} by its pages"
+            )
+        slots = pool.slots(self.pages)
+        if self.in_order:
+            places = range(row * pool.capacity, row * pool.capacity + len(slots))
+            if positions != list(range(len(positions))) or slots.tolist() != list(places):
+                raise IntegrityError(f"row {row} claims to be in order and is not")
+        if pool.key_min is None or not self.pages:
+            return
+        low, high = self.bounds()
+        where = torch.from_numpy(slots).to(pool.device)
+        keys = pool.k[:, where]
+        inside = (keys >= low[:, :, None]) & (keys <= high[:, :, None])
+        filled = (pool.positions[where] != HIDDEN)[None, :, :, None]
+        if not (inside | ~filled).all():
+            raise IntegrityError(f"row {row}: a page digest does not bound its keys")
