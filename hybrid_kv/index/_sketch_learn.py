@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from time import thread_time
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
 
+from hybrid_kv.index._saved import SavedReport
 from hybrid_kv.index._sketch_engine import TierSearcher
 from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
 from hybrid_kv.index._sketch_head import HeadSketch
@@ -37,7 +38,7 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SketchReport:
+class SketchReport(SavedReport):
     """What serves one KV head, and why.
 
     serves: "sketch" or "flat". num_rerank: candidates that a query ranks exactly. recall, mass: the
@@ -57,22 +58,6 @@ class SketchReport:
     top_mass: float = 0.0
     effective_dim: float = 0.0
     learn_s: float = field(default=0.0, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> SketchReport:
-        """From what `to_dict` gave.
-
-        Raises:
-            ValueError: a value is missing or of another type.
-        """
-        return _REPORT.validate_python(data)
-
-
-_REPORT = TypeAdapter(SketchReport)
 
 
 def learn(

@@ -8,12 +8,14 @@ softmax mass and work at several beams, and a head that does not pass is served 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
+
+from hybrid_kv.index._saved import SavedReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadReport:
+class HeadReport(SavedReport):
     """What serves one KV head, and why.
 
     serves: "graph", "flat" or "pages"; beam: of the graph, else 0; trials: what was measured;
@@ -48,22 +50,6 @@ class HeadReport:
     effective_dim: float = 0.0
     lists_s: float = field(default=0.0, compare=False)
     project_s: float = field(default=0.0, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> HeadReport:
-        """From what `to_dict` gave.
-
-        Raises:
-            ValueError: a value is missing or of another type.
-        """
-        return _REPORT.validate_python(data)
-
-
-_REPORT = TypeAdapter(HeadReport)
 
 
 @dataclass(frozen=True, slots=True)

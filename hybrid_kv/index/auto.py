@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, TimedSearch, measured
-from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._choice import (
     Cost,
     Pace,
@@ -22,8 +21,9 @@ from hybrid_kv.index._choice import (
     decoding_pace,
     mean_cost,
 )
-from hybrid_kv.index._file import read_arrays, refusing_what_is_damaged, write_arrays
+from hybrid_kv.index._file import refusing_what_is_damaged
 from hybrid_kv.index._parts import joined, runs
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._stand_in import StandIn
@@ -66,7 +66,7 @@ class Sketched:
 
 
 @INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
-class AutoIndex(KeyIndex):
+class AutoIndex(SavedIndex):
     """Serves each head by a sketch, a scan or a graph: by what takes the least time where it runs.
 
     Sketches come first, because they are learned quickly. Sketch and scan are timed on queries of
@@ -78,6 +78,8 @@ class AutoIndex(KeyIndex):
     measured is kept for the machine (`hybrid-kv doctor` shows it) and is what forecasts are made
     from. A context that is scanned as a whole is decided anew whenever it has doubled.
     """
+
+    file_kind = "auto"
 
     class Params(SketchIndex.Params, GraphIndex.Params):
         """graph_tokens: decoded tokens in which a head's graph has to win back its build, 0 for no
@@ -329,33 +331,23 @@ class AutoIndex(KeyIndex):
         ]
         return joined(queries, parts, sum(rows))
 
-    def save(self, path: str | Path) -> None:
-        """Writes what serves the heads, part by part (docs/index-file.md).
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """See `SavedIndex`: what serves the heads, part by part."""
         parts: list[dict[str, Any]] = []
         arrays: dict[str, NDArray[Any]] = {}
         for number, part in enumerate(self._parts):
             meta, own = part.index.to_file()
-            kind = "graph" if isinstance(part.index, GraphIndex) else "sketch"
             heads = list(range(len(self._keys))[part.heads])
-            parts.append({"kind": kind, "heads": heads, "meta": meta})
+            parts.append({"kind": part.index.file_kind, "heads": heads, "meta": meta})
             arrays |= {f"{number}/{name}": array for name, array in own.items()}
         meta = {"params": self.params.model_dump(mode="json"), "parts": parts}
-        write_arrays(Path(path), "auto", {**meta, "chosen_keys": self._chosen_keys}, arrays)
+        return {**meta, "chosen_keys": self._chosen_keys}, arrays
 
     @classmethod
-    def load(cls, path: str | Path, keys: Tensor) -> AutoIndex:
-        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
-
-        Raises:
-            FileFormatError: the file is damaged, foreign or was made for other keys.
-            OSError: it cannot be read.
-        """
-        path = Path(path)
-        meta, arrays = read_arrays(path, "auto")
+    def from_file(
+        cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
+    ) -> AutoIndex:
+        """See `SavedIndex`."""
         with refusing_what_is_damaged(path):
             index = cls(cls.Params.model_validate(meta["params"]))
             index._known, index._chosen_keys = keys, int(meta["chosen_keys"])
@@ -397,7 +389,8 @@ def _part_of(
         for name, array in arrays.items()
         if name.startswith(f"{number}/")
     }
-    kinds: dict[str, type[SketchIndex | GraphIndex]] = {"sketch": SketchIndex, "graph": GraphIndex}
+    classes: tuple[type[SketchIndex | GraphIndex], ...] = (SketchIndex, GraphIndex)
+    kinds = {kind.file_kind: kind for kind in classes}
     index = kinds[what["kind"]].from_file(path, what["meta"], own, keys[found[0]])
     return Part(found[0], index)
 

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import (
     check_fingerprint,
     fingerprint,
-    read_arrays,
     refusing_what_is_damaged,
-    write_arrays,
 )
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan, num_candidates
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_engine import TierSearcher
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._stand_in import StandIn
@@ -52,7 +50,7 @@ _ARRAYS = ("keys_of", "lists", "entries")
 
 
 @INDEXES.register("graph", paper="arXiv:2409.10516, section 3.2; RoarGraph (Chen et al. 2024)")
-class GraphIndex(KeyIndex):
+class GraphIndex(SavedIndex):
     """Walks a graph that prefill queries built; heads that it does not suit are scanned.
 
     One graph per KV head, from the queries of all its query heads, which also search it together.
@@ -64,6 +62,8 @@ class GraphIndex(KeyIndex):
     found them, one head in an `add`, and the head proves itself anew. Those that no search has
     found by then are not found afterwards.
     """
+
+    file_kind = "graph"
 
     class Params(config.Params):
         """max_degree: longest list of neighbours; list_length: keys that a sampled query names;
@@ -278,16 +278,8 @@ class GraphIndex(KeyIndex):
             self._growth.recent.record(*newest)
         return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
 
-    def save(self, path: str | Path) -> None:
-        """Writes graphs and reports; keys stay with their owner (docs/index-file.md).
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        write_arrays(Path(path), "graph", *self.to_file())
-
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """What `save` writes: what is no array, and the arrays."""
+        """See `SavedIndex`: graphs and reports."""
         arrays = {
             f"{head}.{name}": getattr(graph, name).numpy()
             for head, graph in enumerate(self._graphs)
@@ -304,21 +296,10 @@ class GraphIndex(KeyIndex):
         return meta, arrays
 
     @classmethod
-    def load(cls, path: str | Path, keys: Tensor) -> GraphIndex:
-        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
-
-        Raises:
-            FileFormatError: the file is damaged, foreign or was made for other keys.
-            OSError: it cannot be read.
-        """
-        path = Path(path)
-        return cls.from_file(path, *read_arrays(path, "graph"), keys)
-
-    @classmethod
     def from_file(
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> GraphIndex:
-        """Of what `to_file` gave; raises as `load`, where `path` is named."""
+        """See `SavedIndex`."""
         with refusing_what_is_damaged(path):
             params = cls.Params.model_validate(meta["params"])
             reports = tuple(HeadReport.from_dict(report) for report in meta["reports"])

@@ -18,16 +18,14 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index import _sketch_file
-from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._file import (
     check_fingerprint,
     fingerprint,
-    read_arrays,
     refusing_what_is_damaged,
-    write_arrays,
 )
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._parts import joined
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_engine import TierSearcher, why_unread
 from hybrid_kv.index._sketch_forecast import SketchGoal
 from hybrid_kv.index._sketch_head import TAIL_KEYS, HeadSketch
@@ -43,7 +41,7 @@ _RERANK = 1.5
 
 
 @INDEXES.register("sketch", paper="this project; ScaNN (Guo et al. 2020)")
-class SketchIndex(KeyIndex):
+class SketchIndex(SavedIndex):
     """Scans codes of a few bytes a key that prefill queries shaped; the best are ranked exactly.
 
     One sketch per KV head, for all its query heads together. Every head proves itself on queries
@@ -52,6 +50,8 @@ class SketchIndex(KeyIndex):
 
     Later keys are encoded as the others are.
     """
+
+    file_kind = "sketch"
 
     class Params(config.Params):
         """sampled_queries, recent_queries: prefill queries per query head to learn from, spread
@@ -211,16 +211,8 @@ class SketchIndex(KeyIndex):
         scaled: int = -(-ranked * count // checked)
         return min(max(ranked, scaled), len(self))
 
-    def save(self, path: str | Path) -> None:
-        """Writes codes, maps and reports; keys stay with their owner (docs/index-file.md).
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        write_arrays(Path(path), "sketch", *self.to_file())
-
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """What `save` writes: what is no array, and the arrays."""
+        """See `SavedIndex`: codes, maps and reports."""
         arrays = {
             f"{head}.{name}": array.numpy()
             for head, sketch in self._sketches.items()
@@ -238,21 +230,10 @@ class SketchIndex(KeyIndex):
         return meta, arrays
 
     @classmethod
-    def load(cls, path: str | Path, keys: Tensor) -> SketchIndex:
-        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
-
-        Raises:
-            FileFormatError: the file is damaged, foreign or was made for other keys.
-            OSError: it cannot be read.
-        """
-        path = Path(path)
-        return cls.from_file(path, *read_arrays(path, "sketch"), keys)
-
-    @classmethod
     def from_file(
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> SketchIndex:
-        """Of what `to_file` gave; raises as `load`, where `path` is named."""
+        """See `SavedIndex`."""
         with refusing_what_is_damaged(path):
             if meta["codes"] != _sketch_file.CODES:
                 raise FileFormatError(

@@ -1,0 +1,80 @@
+"""Indexes that are written to files, and reports that lie in them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._file import read_arrays, write_arrays
+
+
+class SavedIndex(KeyIndex):
+    """An index with a file format (docs/index-file.md); keys stay with their owner.
+
+    file_kind: what the file calls it.
+    """
+
+    file_kind: ClassVar[str]
+
+    def save(self, path: str | Path) -> None:
+        """Writes all but the keys.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_arrays(Path(path), self.file_kind, *self.to_file())
+
+    @classmethod
+    def load(cls, path: str | Path, keys: Tensor) -> Self:
+        """The index that `save` wrote, over the same keys [Hkv, N, D]; more may follow them.
+
+        Raises:
+            FileFormatError: the file is damaged, foreign or was made for other keys.
+            OSError: it cannot be read.
+        """
+        path = Path(path)
+        return cls.from_file(path, *read_arrays(path, cls.file_kind), keys)
+
+    @abstractmethod
+    def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """What `save` writes: what is no array, and the arrays."""
+
+    @classmethod
+    @abstractmethod
+    def from_file(
+        cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
+    ) -> Self:
+        """Of what `to_file` gave; raises as `load`, where `path` is named."""
+
+
+class SavedReport:
+    """What a report, a dataclass, is in JSON, and back."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """From what `to_dict` gave.
+
+        Raises:
+            ValueError: a value is missing or of another type.
+        """
+        return _adapter(cls).validate_python(data)  # type: ignore[arg-type, no-any-return]
+
+
+@cache
+def _adapter(kind: type[SavedReport]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
