@@ -68,17 +68,15 @@ class Samples:
     horizon: int = 0
 
     def ahead(self, first: int, horizon: int) -> Samples:
-        """As if they were asked at positions first .. first + horizon - 1, spread evenly.
+        """As if they were asked at positions first .. first + horizon - 1, denser at the first.
 
-        Neighbours get positions far apart, so that any run of samples covers the horizon. Learning
-        from queries at their own positions costs .03 recall on real heads at the median and .2 at
-        worst: keys behind a query, and those just before it, are none that decoding will see so
-        (docs/lab.md).
+        Where each stands is `horizon_shares`. Learning from queries at their own positions costs
+        .03 recall on real heads at the median and .2 at worst: keys behind a query, and those just
+        before it, are none that decoding will see so (docs/lab.md).
         """
         if not horizon or self.positions is None or not self.rotary.frequencies:
             return replace(self, first=first)
-        steps = torch.arange(len(self.positions), dtype=torch.float64)
-        places = first + ((steps * _GOLDEN) % 1.0 * horizon).long()
+        places = first + (horizon_shares(len(self.positions)) * horizon).long()
         by = places - self.positions
         queries = self.rotary.turn(self.queries, by)
         return Samples(queries, places, self.rotary, first, horizon)
@@ -103,6 +101,16 @@ class Samples:
         if self.horizon:
             return f"turned to positions {self.first} to {self.first + self.horizon - 1}"
         return f"as they were asked: {self.rotary.reason or 'no horizon was asked for'}"
+
+
+def horizon_shares(count: int) -> Tensor:
+    """Where so many samples stand in a horizon, by their order: [count] float64 in [0, 1).
+
+    Neighbours stand far apart, so that any run of samples covers the horizon. The beginning is
+    denser: all decoding passes through it, and the prompt's last keys are the nearest there, before
+    those of decoding come between.
+    """
+    return ((torch.arange(count, dtype=torch.float64) * _GOLDEN) % 1.0).square()
 
 
 _GOLDEN = 0.6180339887498949

@@ -129,16 +129,13 @@ def measure(head: Head, settings: dict[str, Any]) -> dict[str, Any]:
         ratio = (scale * scores).logsumexp(-1) - (scale * best.values[:, position]).logsumexp(-1)
         masses.append(ratio.exp().mean())
     (report,) = index.describe() or [{}]
-    promise = report.get("recall")
-    if trials := report.get("trials"):
-        promise = min((t["recall"] for t in trials if t["beam"] == report["beam"]), default=None)
     recall = float(torch.stack(recalls).mean())
     return {
         "head": head.name,
         "serves": report.get("serves", "flat"),
         "recall": recall,
         "mass": float(torch.stack(masses).mean()),
-        "promise": promise,
+        "promise": report.get("recall") or None,
         "rows_ratio": rows / len(masses) / len(head.keys),
         "bytes_per_key": index.memory_bytes / len(head.keys),
         "build_s": build_s,

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_kv.index._choice import Cost, work_s
 from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.graph import GraphSearcher
@@ -68,19 +69,30 @@ class GraphTrial:
     """A graph over its keys [1, N, D]; read_bytes are those of the latest search."""
 
     def __init__(
-        self, keys: Tensor, graph: KeyGraph, rows: QuantisedKeys, beam: int, top_k: int
+        self,
+        keys: Tensor,
+        graph: KeyGraph,
+        rows: QuantisedKeys,
+        served: HeadReport,
+        top_k: int,
     ) -> None:
         self._searcher = GraphSearcher(keys, [rows], [graph])
         self._keys, self._graph, self._rows = keys, graph, rows
-        self._beam, self._top_k = beam, top_k
+        self._served, self._top_k = served, top_k
         self._ranked = num_candidates(_RERANK, top_k, keys.shape[1])
         self.read_bytes = 0.0
 
     def search(self, queries: Tensor) -> Any:
-        found = self._searcher.search(queries, self._top_k, beam=self._beam, pool_size=self._ranked)
+        found = self._searcher.search(
+            queries,
+            self._top_k,
+            beam=self._served.beam,
+            walks=self._served.walks,
+            pool_size=self._ranked,
+        )
         group = queries.shape[1]
         scored = found.rows_visited * (self._rows.row_bytes + 1)
-        expanded = group * self._beam * self._graph.lists.shape[1]
+        expanded = group * self._served.beam * self._graph.lists.shape[1]
         self.read_bytes = scored + expanded + _ranked_bytes(self._keys, group * self._ranked)
         return found
 

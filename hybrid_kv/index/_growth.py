@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._learn import BEAMS, DRIFT, Searcher, beam_search
+from hybrid_kv.index._learn import BEAMS, DRIFT, Searcher, beam_search, promised
 from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan
@@ -142,7 +142,8 @@ class GraphGrowth:
             self._due[head] += end - linked  # a larger batch may do better
             return None
         reason = f"{reason}; {end - linked:,} later keys linked"
-        new = replace(reports[head], beam=trial.beam, reason=reason)
+        served = promised(replace(trial, walks=reports[head].walks))
+        new = replace(reports[head], reason=reason, **served)
         return (*reports[:head], new, *reports[head + 1 :])
 
     def _link(
@@ -162,14 +163,19 @@ class GraphGrowth:
             beams=_wider_beams(report.beam) if p.beam == "auto" else (p.beam, p.beam),
         )
         held = _answers(keys, wanted.held, goal.top_k)
-        trial, reason = judge(held, before, after, goal, len(keys))
+        trial, reason = judge(held, before, after, goal, len(keys), report.walks)
         if trial is not None:
             searcher.relink(head, graph)
         return trial, reason
 
 
 def judge(
-    held: HeldOut, before: Searcher, after: Searcher, goal: Goal, num_keys: int
+    held: HeldOut,
+    before: Searcher,
+    after: Searcher,
+    goal: Goal,
+    num_keys: int,
+    walks: int = 1,
 ) -> tuple[Trial | None, str]:
     """The least work that serves the longer graph well enough, or None where the old one is better.
 
@@ -180,12 +186,14 @@ def judge(
     Args:
         held: positions with their exact answers.
         before, after: of the old graph and of the longer one, over the same `num_keys`.
+        walks: that share the queries of a search.
     """
     beam = goal.beams[0]
-    scored_all = held.judge(beam, *beam_search(before, goal.top_k, num_keys)(held.queries, beam))
+    search = beam_search(before, goal.top_k, num_keys, walks)
+    scored_all = held.judge(beam, *search(held.queries, beam))
     enough = max(goal.recall, scored_all.recall - _SPARED)
     goal = replace(goal, recall=enough, mass=max(goal.mass, scored_all.mass))
-    trials = run_trials(held, beam_search(after, goal.top_k, num_keys), goal)
+    trials = run_trials(held, beam_search(after, goal.top_k, num_keys, walks), goal)
     for recall in (enough, scored_all.recall):
         chosen, reason = choose(trials, replace(goal, recall=recall))
         if chosen is not None:

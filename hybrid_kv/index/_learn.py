@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from hybrid_kv.index._trial import (
     Goal,
     HeadReport,
     HeldOut,
+    Trial,
     choose,
     effective_dim,
     hold_out,
@@ -44,8 +47,8 @@ class Found(Protocol):
 class Searcher(Protocol):
     """Searches the graph of one head."""
 
-    def search(self, queries: Tensor, top_k: int, *, beam: int) -> Found:
-        """The best keys of queries [1, G, D]."""
+    def search(self, queries: Tensor, top_k: int, *, beam: int, walks: int) -> Found:
+        """The best keys of queries [1, G, D], which so many walks share."""
         ...
 
 
@@ -73,6 +76,8 @@ BEAMS = (24, 1024)
 """The smallest and the largest that the self-check tries."""
 DRIFT = 0.015
 """Recall that is lost between the prompt, where heads are checked, and the text that follows."""
+_WIDER = (1.25, 2.0)
+"""Of the beams that are tried where walks share a head's queries, over that of one walk."""
 _METRIC_QUERIES = 16384
 
 
@@ -84,6 +89,7 @@ def learn(
     goal: Goal,
     engine: Engine,
     nearest: Tensor | None = None,
+    walks: int = 1,
 ) -> tuple[KeyGraph | None, HeadReport]:
     """The graph of one KV head, or None where it does not reach the goal.
 
@@ -92,6 +98,7 @@ def learn(
         samples: [G, M, D] prefill queries of the group's heads at M positions.
         engine: over the same keys.
         nearest: [G, M, K] int32, the exact best keys of all samples where they are known.
+        walks: how many shall share the queries of a search, if they find as much.
     """
     among = num_like_later(samples.shape[1], goal.recent, keys.shape[0])
     build, check = hold_out(samples, goal.positions, among)
@@ -108,14 +115,17 @@ def learn(
     projected = perf_counter()
     held = _exact_answers(keys, check, goal.top_k, engine, known_check)
     searcher = engine.searcher(graph)
-    search = beam_search(searcher, held.ids.shape[-1], len(keys))
-    trials = run_trials(held, search, goal)
+    trials = run_trials(held, beam_search(searcher, held.ids.shape[-1], len(keys)), goal)
     trial, reason = choose(trials, goal)
+    if trial is not None and walks > 1:
+        shared = _shared(trial, held, searcher, len(keys), goal, walks)
+        trials += shared
+        trial = next((one for one in reversed(shared) if goal.is_reached(one)), trial)
     sample = queries[:: max(1, len(queries) // _METRIC_QUERIES)].float()
     report = HeadReport(
         serves="flat" if trial is None else "graph",
         reason=reason,
-        beam=0 if trial is None else trial.beam,
+        **({} if trial is None else promised(trial)),
         trials=tuple(trials),
         top_mass=held.top_mass,
         effective_dim=effective_dim(keys, sample.T @ sample / len(sample)),
@@ -125,13 +135,33 @@ def learn(
     return (None if trial is None else graph), report
 
 
+def _shared(
+    alone: Trial, held: HeldOut, searcher: Searcher, num_keys: int, goal: Goal, walks: int
+) -> list[Trial]:
+    """Trials of walks that share the queries of a head which one walk serves as `alone` says.
+
+    Each sees fewer keys, so they need wider beams, and how much wider depends on the head. Threads
+    would idle otherwise, so that keys are not counted.
+    """
+    narrowest, widest = (min(BEAMS[1], int(factor * alone.beam)) for factor in _WIDER)
+    beams = (narrowest, max(narrowest, widest))
+    search = beam_search(searcher, held.ids.shape[-1], num_keys, walks)
+    trials = run_trials(held, search, replace(goal, beams=beams, max_scanned=math.inf))
+    return [replace(one, walks=walks) for one in trials]
+
+
+def promised(trial: Trial) -> dict[str, Any]:
+    """What a report takes over from the trial that decides how a head is served."""
+    return {name: getattr(trial, name) for name in ("beam", "walks", "recall", "mass")}
+
+
 def beam_search(
-    searcher: Searcher, top_k: int, num_keys: int
+    searcher: Searcher, top_k: int, num_keys: int, walks: int = 1
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, float]]:
     """What `run_trials` searches with: positions [P, G, D] one by one, as decoding does."""
 
     def search(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
-        found = [searcher.search(group[None], top_k, beam=beam) for group in asked]
+        found = [searcher.search(group[None], top_k, beam=beam, walks=walks) for group in asked]
         rows = sum(result.rows_visited for result in found)
         return (
             torch.cat([result.ids for result in found]),

@@ -16,6 +16,11 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv.index._saved import SavedReport
+from hybrid_kv.rotary import horizon_shares
+
+_HELD_SHARE, _NEAR, _RUN = 8, 0.125, 3
+"""Of the samples, at most this part is held out; those are asked that stand in this share of the
+horizon, which are one of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +28,35 @@ class Trial:
     """How one KV head is served at one beam, averaged over the held-out queries.
 
     recall: share of the exact top keys that were found; mass: softmax mass of what was found over
-    that of the exact top keys; scanned: distinct keys scored for a group of query heads, over all.
+    that of the exact top keys; scanned: distinct keys scored for a group of query heads, over all;
+    walks: how many the query heads are divided among.
     """
 
     beam: int
     recall: float
     mass: float
     scanned: float
+    walks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class HeadReport(SavedReport):
     """What serves one KV head, and why.
 
-    serves: "graph", "flat" or "pages"; beam: of the graph, else 0; trials: what was measured;
-    top_mass: softmax mass of the exact top keys over all cold keys (low: no index helps, widen the
-    budget); effective_dim: of the keys as queries see them (high: hard for a graph); lists_s,
-    project_s: seconds for the exact answers of the sampled queries, and for the graph from them.
+    serves: "graph", "flat" or "pages"; beam: of the graph, else 0; walks: how many its query heads
+    are divided among; recall, mass: the promise: what held-out queries found so, as in `Trial`;
+    trials: what was measured; top_mass: softmax mass of the exact top keys over all cold keys (low:
+    no index helps, widen the budget); effective_dim: of the keys as queries see them (high: hard
+    for a graph); lists_s, project_s: seconds for the exact answers of the sampled queries, and for
+    the graph from them.
     """
 
     serves: str
     reason: str
     beam: Annotated[int, Field(ge=0, le=2**20)] = 0
+    walks: Annotated[int, Field(ge=1, le=2**20)] = 1
+    recall: float = 0.0
+    mass: float = 0.0
     trials: tuple[Trial, ...] = ()
     top_mass: float = 0.0
     effective_dim: float = 0.0
@@ -83,20 +95,24 @@ class HeldOut:
 
 
 def hold_out(samples: Tensor, count: int, among: int | None = None) -> tuple[Tensor, Tensor]:
-    """Splits samples [G, M, D] into (build, check): the last ones of a part, next to each other.
+    """Splits samples [G, M, D] into (build, check): a run of them takes no part in the build.
 
     Neighbours in the prompt share half of their best keys, so that samples held out one by one
-    would be found through those beside them, as no later query will be.
+    would be found through those beside them, as no later query will be. Of the run those are asked
+    that stand where decoding begins (`horizon_shares`): there the prompt's last keys are nearest,
+    and what is found differs from the mean of the horizon by up to .05 (docs/lab.md).
 
     Args:
-        count: positions to hold out; at most an eighth of M is.
-        among: they are the last of so many first ones; None for all.
+        count: positions to check with; fewer where an eighth of M has fewer there.
+        among: the run is the end of so many first ones; None for all.
     """
     total = samples.shape[1]
     among = total if among is None else among
-    count = min(count, total // 8, among)
-    build = torch.cat([samples[:, : among - count], samples[:, among:]], 1)
-    return build, samples[:, among - count : among]
+    first = among - min(total // _HELD_SHARE, _RUN * count, among)
+    near = first + (horizon_shares(total)[first:among] < _NEAR).nonzero()[:, 0]
+    count = min(count, len(near))
+    kept = near[torch.arange(count) * len(near) // max(1, count)]
+    return torch.cat([samples[:, :first], samples[:, among:]], 1), samples[:, kept]
 
 
 def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:

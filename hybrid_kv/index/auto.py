@@ -29,7 +29,7 @@ from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.crossover import read_crossover, write_crossover
-from hybrid_kv.index.graph import GraphIndex, rows_of
+from hybrid_kv.index.graph import GraphIndex, rows_of, walks_of_each
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
@@ -228,17 +228,18 @@ class AutoIndex(SavedIndex):
         group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
         clock, threads = core_clock()
         begin = clock()
+        walks = walks_of_each(len(before.wanted))
         for head in before.wanted:
             keys = self._keys[head]
             listed = None if nearest is None else nearest[head]
             graph, reports[head] = self._grapher.learn_head(
-                keys, samples[head], listed, before.sketches.get(head)
+                keys, samples[head], listed, before.sketches.get(head), walks
             )
             if graph is None:
                 continue
-            graphs[head], beam = graph, reports[head].beam
+            graphs[head] = graph
             rows = rows_of(keys, graph)
-            trials["graph", head] = GraphTrial(keys[None], graph, rows, beam, top_k)
+            trials["graph", head] = GraphTrial(keys[None], graph, rows, reports[head], top_k)
             if (sketch := before.sketches.get(head)) is not None:
                 trials["sketch", head] = SketchTrial(keys[None], sketch, group, top_k)
             else:

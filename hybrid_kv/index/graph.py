@@ -37,7 +37,7 @@ from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.workers import default_pool, pool_here
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
@@ -108,6 +108,7 @@ class GraphIndex(SavedIndex):
         self._searcher: GraphSearcher | None = None
         self._scan: KeyScan | None = None
         self._beams: list[int] = []
+        self._walks: list[int] = []
         self._group_size = 0  # query heads, 0 if not known
         self._growth: GraphGrowth | None = None
 
@@ -146,9 +147,13 @@ class GraphIndex(SavedIndex):
             return
         assert samples is not None
         self._group_size = samples.shape[1]
+        walks = walks_of_each(len(self._keys))
         learned = [
             self.learn_head(
-                self._keys[head], samples[head], None if nearest is None else nearest[head]
+                self._keys[head],
+                samples[head],
+                None if nearest is None else nearest[head],
+                walks=walks,
             )
             for head in range(len(self._keys))
         ]
@@ -180,6 +185,7 @@ class GraphIndex(SavedIndex):
         samples: Tensor,
         nearest: Tensor | None,
         sketch: HeadSketch | None = None,
+        walks: int = 1,
     ) -> tuple[KeyGraph | None, HeadReport]:
         """The graph of a head's keys [N, D], if it reaches the goal; not served.
 
@@ -187,6 +193,7 @@ class GraphIndex(SavedIndex):
             samples: [G, M, D].
             nearest: [G, M, K] where the lists are there already.
             sketch: of the same keys, which makes the lists.
+            walks: that shall share the queries of a search.
         """
         p = self.params
         goal = Goal(
@@ -199,7 +206,10 @@ class GraphIndex(SavedIndex):
             recent=p.recent_queries,
         )
         engine = _HeadEngine(keys, self._check_cancelled, sketch)
-        return learn(keys, samples, self._build_params, p.list_length, goal, engine, nearest)
+        shared = min(walks, samples.shape[0])
+        return learn(
+            keys, samples, self._build_params, p.list_length, goal, engine, nearest, shared
+        )
 
     @property
     def _build_params(self) -> BuildParams:
@@ -220,7 +230,7 @@ class GraphIndex(SavedIndex):
         """Searches run on these graphs from now on; an empty one has its head scanned."""
         self._searcher = self._scan = self._growth = None
         self._graphs = graphs
-        self._beams = _beams_of(self.reports)
+        self._follow_reports()
         if any(len(graph) for graph in graphs):
             rows = [rows_of(self._keys[head], graph) for head, graph in enumerate(graphs)]
             self._searcher = GraphSearcher(self._keys, rows, graphs, pool=pool_here())
@@ -244,7 +254,12 @@ class GraphIndex(SavedIndex):
         reports = self._growth.link_one(searcher, self._keys, self.reports)
         if reports is not None:
             self.reports, self._graphs = reports, searcher.graphs
-            self._beams = _beams_of(reports)
+            self._follow_reports()
+
+    def _follow_reports(self) -> None:
+        # A head that is scanned has no beam, which no search minds.
+        self._beams = [max(1, report.beam) for report in self.reports]
+        self._walks = [report.walks for report in self.reports]
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         return self._search(queries, count, most, None)
@@ -268,6 +283,7 @@ class GraphIndex(SavedIndex):
             queries,
             min(most, ranked),
             beam=beams,
+            walks=self._walks,
             pool_size=ranked,
             warm=near,
             pool=pool_here(),
@@ -378,9 +394,14 @@ def _graph_of(head: int, meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     return graph
 
 
-def _beams_of(reports: Sequence[HeadReport]) -> list[int]:
-    """Of each head; one that is scanned has none, which no search minds."""
-    return [max(1, report.beam) for report in reports]
+def walks_of_each(num_heads: int) -> int:
+    """How many walks share a head's queries, so that so many heads keep the threads busy.
+
+    Two walks take some .6 of the time of one; more were not seen to pay.
+    """
+    if engine_state().isa is None:
+        return 1
+    return 2 if default_pool().threads >= 2 * num_heads else 1
 
 
 def rows_of(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:

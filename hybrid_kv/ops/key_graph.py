@@ -103,19 +103,21 @@ class Searched(NamedTuple):
     dots: int
 
 
-def beam_of_each(beam: int | Sequence[int], num_heads: int) -> list[int]:
-    """One beam per head, from one for all or one for each.
+def one_of_each(name: str, value: int | Sequence[int], num_heads: int) -> list[int]:
+    """A number of a search per head, its beam or its walks, from one for all or one for each.
 
     Raises:
-        ConfigError: there are more or fewer than heads, or one is no beam.
+        ConfigError: there are more or fewer than heads, or one is out of range.
     """
-    beams = [beam] * num_heads if isinstance(beam, int) else list(beam)
-    if len(beams) != num_heads:
-        raise ConfigError(f"beam must be one number or one per head, {num_heads}, got {len(beams)}")
-    for one in beams:
+    values = [value] * num_heads if isinstance(value, int) else list(value)
+    if len(values) != num_heads:
+        raise ConfigError(
+            f"{name} must be one number or one per head, {num_heads}, got {len(values)}"
+        )
+    for one in values:
         if not 1 <= one <= MAX_BEAM:
-            raise ConfigError(f"beam must be 1..{MAX_BEAM}, got {one}")
-    return beams
+            raise ConfigError(f"{name} must be 1..{MAX_BEAM}, got {one}")
+    return values
 
 
 def num_ranked(top_k: int) -> int:

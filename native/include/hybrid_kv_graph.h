@@ -87,12 +87,13 @@ typedef struct hkv_graph_head {
 
 typedef struct hkv_graph_query {
   const int32_t *beams; /* [heads] only the best so many keys of a query are expanded */
-  int32_t queries;      /* of each head; up to 16 of them are searched together */
+  int32_t queries;      /* of each head; up to 16 of them walk together */
   int32_t top_k;        /* results per query */
   int32_t pool_size;    /* keys per query that are ranked exactly, at least top_k */
   int32_t width;        /* keys expanded per query and step */
   int32_t num_warm;     /* further keys per query where the search starts */
   float beta;           /* results score at most this much below the best; infinity for no limit */
+  const int32_t *walks; /* [heads] how many walks share the queries, at least; NULL for one */
 } hkv_graph_query;
 
 /* Searches queries [heads, queries, dim] of all heads.
@@ -100,8 +101,8 @@ typedef struct hkv_graph_query {
  *       without a node are passed over; NULL if num_warm is 0
  * ids, scores: [heads, queries, top_k], exact scores, best first, then -1 and -infinity
  * rows, dots: [heads], keys read and dot products computed
- * Where the pool has two threads for each head and group, half of the queries are searched
- * together, with beams a quarter wider: as good, sooner, and not the same keys.
+ * Queries that walk together see each other's keys: of more walks each reads fewer and finds fewer.
+ * What is found does not depend on the pool.
  */
 HKV_API int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
                              const hkv_graph_query *query, const float *queries,

@@ -38,8 +38,7 @@ struct Piece {
 
 /// The pieces of one call, longest first, and their candidates.
 ///
-/// A walk is not divided among its keys. Where threads would be left without one, its queries are:
-/// half of them take some .6 of its time.
+/// A walk is not divided among its keys.
 class Pieces {
  public:
   void divide(int32_t heads, const hkv_graph_head *head, const hkv_graph_query &params,
@@ -49,15 +48,11 @@ class Pieces {
     for (int32_t at = 0; at < heads; ++at) keys += head[at].tail.count;
     const int64_t share = keys / (threads * kPiecesPerThread);
     const int64_t most = threads > 1 ? std::max(kSmallestScan, share) : std::max<int64_t>(1, keys);
-    int64_t walks = 0;
-    for (int32_t at = 0; at < heads; ++at) walks += head[at].num_nodes > 0;
-    walks *= (params.queries + kGroup - 1) / kGroup;
-    const bool halves = params.queries > 1 && threads >= 2 * walks;
-    const int64_t group = halves ? (std::min<int64_t>(kGroup, params.queries) + 1) / 2 : kGroup;
     for (int32_t at = 0; at < heads; ++at)
       if (head[at].num_nodes > 0) {
-        const int beam = halves ? wider(params.beams[at]) : params.beams[at];
-        add(at, 0, 0, head[at].num_nodes, params, group, beam);
+        const int64_t walks = params.walks ? params.walks[at] : 1;
+        const int64_t group = std::min(kGroup, (params.queries + walks - 1) / walks);
+        add(at, 0, 0, head[at].num_nodes, params, group, params.beams[at]);
       }
     for (int32_t at = 0; at < heads; ++at) {
       const int64_t end = head[at].tail.count, parts = (end + most - 1) / most;
@@ -96,9 +91,6 @@ class Pieces {
   }
 
  private:
-  /// Queries that walk apart see fewer keys; a quarter more are expanded to find as many.
-  static int wider(int beam) { return beam + beam / 4; }
-
   void add(int32_t head, int64_t first, int64_t last, int64_t keys, const hkv_graph_query &params,
            int64_t group, int beam) {
     for (int64_t query = 0; query < params.queries; query += group) {

@@ -337,6 +337,8 @@ int hkv_graph_search(hkv_pool *pool, int32_t heads, const hkv_graph_head *head,
       hkv::check_head(head[i]);
       hkv::require(query->beams[i] >= 1 && query->beams[i] <= hkv::kMost,
                    "beam must be 1..1048576");
+      hkv::require(!query->walks || (query->walks[i] >= 1 && query->walks[i] <= hkv::kMost),
+                   "walks must be 1..1048576");
       rows[i] = dots[i] = 0;
     }
     thread_local hkv::Pieces pieces;

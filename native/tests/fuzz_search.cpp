@@ -57,6 +57,8 @@ void search_graph(const Rows &rows, const std::vector<float> &queries, int32_t n
   query.width = static_cast<int32_t>(1 + random.below(random.below(10) == 0 ? 1024 : 8));
   query.num_warm = static_cast<int32_t>(random.below(8));
   query.beta = random.below(2) == 0 ? std::numeric_limits<float>::infinity() : 0.5f;
+  const int32_t walks = static_cast<int32_t>(1 + random.below(4));
+  query.walks = random.below(2) == 0 ? nullptr : &walks;
   std::vector<int64_t> warm;
   for (int64_t i = 0; i < int64_t{num_queries} * query.num_warm; ++i)
     warm.push_back(random.below(rows.count() + 20) - 10);

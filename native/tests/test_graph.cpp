@@ -11,7 +11,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
 hkv_graph_query query_of(int32_t queries, int32_t top_k, int32_t beam) {
-  return {beams_of(beam), queries, top_k, std::max(beam, top_k), 3, 0, kNoLimit};
+  return {beams_of(beam), queries, top_k, std::max(beam, top_k), 3, 0, kNoLimit, nullptr};
 }
 
 /// Each id once, in falling order of exact scores, -1 behind the end.
@@ -136,7 +136,7 @@ CLAIM(threads_share_the_keys_behind_a_graph_and_find_the_same) {
   }
 }
 
-CLAIM(two_threads_share_the_queries_of_one_head_with_wider_beams) {
+CLAIM(two_walks_share_the_queries_of_a_head_whatever_the_threads_are) {
   const int32_t dim = 36;
   const Rows rows(random_floats(900 * dim, 1), dim);
   const std::vector<int32_t> lists = best_keys(rows, random_floats(300 * dim, 2), 12);
@@ -145,23 +145,40 @@ CLAIM(two_threads_share_the_queries_of_one_head_with_wider_beams) {
   const GraphCase owner(rows, graph);
   const std::vector<float> queries = random_floats(5 * dim, 3);
   hkv_graph_query query = query_of(5, 8, 30);
-  query.beams = beams_of(20);
-  ScopedPool pool(2);
-  GraphResult shared;
-  CHECK_OK(search(pool.get(), {owner.head()}, query, queries, {}, shared));
+  const int32_t joint[] = {1, 1}, two[] = {1, 2}, more[] = {9, 9};
+  const std::vector<hkv_graph_head> both = {owner.head(), owner.head()};
+  std::vector<float> twice = queries;
+  twice.insert(twice.end(), queries.begin(), queries.end());
+  GraphResult together, shared, alone;
+  CHECK_OK(search(nullptr, both, query, twice, {}, together));
+  ScopedPool pool(4);
+  for (hkv_pool *threads : {static_cast<hkv_pool *>(nullptr), pool.get()}) {
+    query.walks = joint;
+    CHECK_OK(search(threads, both, query, twice, {}, shared));
+    CHECK(shared.ids == together.ids && shared.rows == together.rows);
+    query.walks = more;
+    CHECK_OK(search(threads, both, query, twice, {}, alone));
+    query.walks = two;
+    CHECK_OK(search(threads, both, query, twice, {}, shared));
+  }
+  CHECK(shared.rows[0] == together.rows[0] && shared.rows[1] > shared.rows[0]);
+  CHECK(alone.rows[0] == alone.rows[1] && alone.rows[1] > shared.rows[1]);
   GraphResult halves[2];
-  query.beams = beams_of(25);
   int64_t rows_read = 0;
   std::vector<int64_t> ids;
   for (int half = 0; half < 2; ++half) {
     query.queries = half == 0 ? 3 : 2;
+    query.walks = nullptr;
     const auto first = queries.begin() + half * 3 * dim;
     CHECK_OK(search(nullptr, {owner.head()}, query,
                     std::vector<float>(first, first + query.queries * dim), {}, halves[half]));
     ids.insert(ids.end(), halves[half].ids.begin(), halves[half].ids.end());
     rows_read += halves[half].rows[0];
   }
-  CHECK(shared.ids == ids && shared.rows[0] == rows_read);
+  const auto middle = shared.ids.begin() + 5 * 8;
+  CHECK(std::equal(shared.ids.begin(), middle, together.ids.begin()));
+  CHECK(std::equal(middle, shared.ids.end(), ids.begin(), ids.end()));
+  CHECK(shared.rows[1] == rows_read);
 }
 
 CLAIM(searches_start_where_they_are_told_to) {

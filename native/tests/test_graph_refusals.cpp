@@ -178,7 +178,7 @@ CLAIM(a_search_refuses_what_does_not_fit) {
   CHECK_OK(build(nullptr, projection_of(lists, 9, kKeys, 8), graph));
   const std::vector<float> queries = random_floats(8, 3);
   const hkv_graph_query fine{beams_of(10), 1, 5, 10, 4, 0,
-                             std::numeric_limits<float>::infinity()};
+                             std::numeric_limits<float>::infinity(), nullptr};
   GraphResult found;
   const GraphCase owner(rows, graph);
   hkv_graph_head head = owner.head();
@@ -200,6 +200,8 @@ CLAIM(a_search_refuses_what_does_not_fit) {
   for (const int32_t beam : {0, -1, (1 << 20) + 1, INT32_MAX})
     query.beams = beams_of(beam), refused("beam must be");
   query.beams = nullptr, refused("beams must not be NULL");
+  for (const int32_t walks : {0, -1, (1 << 20) + 1, INT32_MAX})
+    query.walks = &walks, refused("walks must be");
   for (const int32_t width : {0, -1, 1025, INT32_MAX}) query.width = width, refused("width");
   for (const int32_t warm : {-1, INT32_MAX}) query.num_warm = warm, refused("num_warm");
   query.num_warm = 1, refused("warm must not be NULL");

@@ -182,7 +182,7 @@ CLAIM(builds_and_searches_of_a_graph_survive_lack_of_memory) {
   const GraphCase scanned(rows, Graph());
   const std::vector<hkv_graph_head> heads = {owner.head(), scanned.head()};
   const std::vector<float> queries = random_floats(2 * 3 * 12, 3);
-  const hkv_graph_query query{beams_of(40), 3, 5, 40, 4, 0, 100.0f};
+  const hkv_graph_query query{beams_of(40), 3, 5, 40, 4, 0, 100.0f, nullptr};
   GraphResult found;
   CHECK_OK(search(nullptr, heads, query, queries, {}, found));
   const std::vector<int64_t> best = found.ids;

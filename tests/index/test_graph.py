@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def build(keys: Tensor, samples: Tensor | None, **changes: Any) -> GraphIndex:
     return index
 
 
+def served_as(index: GraphIndex, how: Sequence[tuple[int, int]]) -> GraphIndex:
+    """The same index with other beams and walks of its heads."""
+    index.reports = tuple(
+        replace(report, beam=beam, walks=walks)
+        for report, (beam, walks) in zip(index.reports, how, strict=True)
+    )
+    index._serve(index._graphs)
+    return index
+
+
 needs_engine = pytest.mark.usefixtures("_engine")
 
 
@@ -94,19 +105,19 @@ def test_the_whole_beam_comes_at_no_further_cost() -> None:
 
 
 @needs_engine
-def test_a_head_is_searched_with_the_beam_of_its_report() -> None:
+def test_a_head_is_searched_with_beam_and_walks_of_its_report() -> None:
     keys, samples, later = attention_like()
     index = build(keys, samples, target_recall=0.1)
-    beams = (5, 90)
-    index.reports = tuple(
-        replace(report, beam=beam) for report, beam in zip(index.reports, beams, strict=True)
-    )
-    index._serve(index._graphs)
+    how = ((5, 1), (90, 1), (90, 2))
+    later = later[:, :GROUP]
+    assert len({served_as(index, [one, one]).search(later, 20).rows_read for one in how}) == 3
+    beams = ((5, 2), (90, 1))
+    served_as(index, beams)
     together = index.search(later, 20)
     rows = 0
     for i, beam in enumerate(beams):
         head = slice(i, i + 1)
-        alone = build(keys[head], samples[head], target_recall=0.1, beam=beam)
+        alone = served_as(build(keys[head], samples[head], target_recall=0.1), [beam])
         found = alone.search(later[head], 20)
         assert torch.equal(found.ids[0], together.ids[i])
         rows += found.rows_read or 0

@@ -21,6 +21,7 @@ from hybrid_kv.index._trial import (
     num_like_later,
 )
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
+from hybrid_kv.rotary import Rotary, Samples
 
 DIM = 24
 GOAL = Goal(top_k=10, recall=0.95, mass=1.0, max_scanned=0.5, positions=16, beams=(20, 160))
@@ -47,10 +48,10 @@ def search(
 
 
 class Exact:
-    """An engine made of the functions above."""
+    """An engine made of the functions above; `lost`: of the beam, by walks that share queries."""
 
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
+    def __init__(self, keys: Tensor, lost: float = 0.0) -> None:
+        self.keys, self.lost = keys, lost
 
     def nearest(self, queries: Tensor, count: int) -> Tensor:
         return nearest(self.keys, queries, count)
@@ -61,7 +62,8 @@ class Exact:
         return project(lists, self.keys, queries, params)
 
     def searcher(self, graph: KeyGraph) -> Any:
-        def find(queries: Tensor, top_k: int, *, beam: int) -> Any:
+        def find(queries: Tensor, top_k: int, *, beam: int, walks: int) -> Any:
+            beam = max(1, int(beam / walks**self.lost))
             ids, scores, rows = search(graph, self.keys, queries[0], top_k, beam)
             return SimpleNamespace(ids=ids[None], scores=scores[None], rows_visited=rows)
 
@@ -167,13 +169,22 @@ def test_too_few_samples_are_said() -> None:
 def test_held_out_positions_are_a_block_of_their_own() -> None:
     samples = torch.arange(2 * 803).reshape(2, 803, 1).float()
     build, check = hold_out(samples, 64)
-    assert check.shape[1] == 64
-    assert build.shape[1] == 803 - 64
-    positions = check[0, :, 0]
-    assert (positions.diff() == 1).all()
-    assert positions[-1] == 802
-    assert not torch.isin(build, check).any()
-    assert hold_out(samples[:, :100], 64)[1].shape[1] == 12
+    assert build.shape[1] == 803 - 100
+    assert check.min() >= build[0].max() + 1  # none of the run is in the build
+    assert check.shape[1] == 35
+    build, check = hold_out(samples, 20)
+    assert (build.shape[1], check.shape[1]) == (803 - 60, 20)
+    assert hold_out(samples[:, :100], 64)[1].shape[1] == 5
+
+
+def test_held_out_queries_stand_where_decoding_begins() -> None:
+    """Spread over the horizon they promised up to .05 more than decoding finds at first."""
+    samples = Samples(torch.zeros(1, 1, 803, 4), torch.arange(803), Rotary((0.01, 0.02)))
+    ahead = samples.ahead(803, 4096)
+    assert ahead.positions is not None
+    _, check = hold_out(ahead.positions[None, :, None], 64)
+    assert check.max() < 803 + 512
+    assert hold_out(ahead.positions[None, :, None], 64)[0].max() > 803 + 4000
 
 
 def test_only_samples_that_are_like_later_queries_are_held_out() -> None:
@@ -184,11 +195,9 @@ def test_only_samples_that_are_like_later_queries_are_held_out() -> None:
     assert num_like_later(330, 250, 260) == 330  # too few are apart
     samples = torch.arange(330).reshape(1, 330, 1).float()
     build, check = hold_out(samples, 16, 60)
-    assert check.shape[1] == 16
-    assert check.max() < 60
-    assert build.shape[1] == 330 - 16
-    assert check.min() == 44  # the last of them, next to each other
-    assert hold_out(samples, 100, 7)[1].flatten().tolist() == list(range(7))
+    assert 60 - 41 <= check.min() < check.max() < 60
+    assert build.flatten().tolist() == [*range(60 - 41), *range(60, 330)]
+    assert hold_out(samples, 100, 7)[0].flatten().tolist() == list(range(7, 330))
 
 
 def test_a_head_is_not_judged_by_the_last_positions_of_the_prompt() -> None:
@@ -201,6 +210,26 @@ def test_a_head_is_not_judged_by_the_last_positions_of_the_prompt() -> None:
     assert honest < easy - 0.05
 
 
+def test_walks_that_share_queries_get_the_beam_that_finds_as_much() -> None:
+    """They got a beam a quarter wider whatever the head was; the promise was that of one walk."""
+    keys, samples = data()
+    goal = Goal(10, 0.70, 1.0, 1.0, 16, (20, 200))
+    served: dict[float, HeadReport] = {}
+    for lost in (0.0, 0.6, 2.0):
+        engine = Exact(keys, lost)
+        served[lost] = learn(keys, samples, BuildParams(), 50, goal, engine, walks=2)[1]
+    alone = run(keys, samples, goal)[1]
+    assert (served[0.0].walks, served[0.0].beam) == (2, alone.beam * 5 // 4)
+    assert served[0.6].walks == 2
+    assert served[0.6].beam > served[0.0].beam
+    assert served[0.6].recall >= 0.70
+    assert (served[2.0].walks, served[2.0].beam) == (1, alone.beam)  # they never find as much
+    for report in (alone, *served.values()):
+        how = ("beam", "walks", "recall", "mass")
+        (made,) = {t for t in report.trials if (t.beam, t.walks) == (report.beam, report.walks)}
+        assert [getattr(made, name) for name in how] == [getattr(report, name) for name in how]
+
+
 def test_effective_dim_counts_directions() -> None:
     keys = torch.randn(4000, 16)
     for wanted in (1, 4, 16):
@@ -209,5 +238,6 @@ def test_effective_dim_counts_directions() -> None:
 
 
 def test_reports_survive_json() -> None:
-    report = HeadReport("graph", "why", 100, (Trial(100, 0.9, 0.99, 0.03),), 0.8, 12.5)
+    trial = Trial(100, 0.9, 0.99, 0.03, 2)
+    report = HeadReport("graph", "why", 100, 2, 0.9, 0.99, (trial,), 0.8, 12.5)
     assert HeadReport.from_dict(report.to_dict()) == report

@@ -16,9 +16,9 @@ from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import (
     KeyGraph,
     Searched,
-    beam_of_each,
     check_graph,
     num_ranked,
+    one_of_each,
 )
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.graph_build import unpack
@@ -56,6 +56,7 @@ class _Query(Structure):
         *((name, c_int32) for name in ("queries", "top_k", "pool_size")),
         *((name, c_int32) for name in ("width", "num_warm")),
         ("beta", c_float),
+        ("walks", POINTER(c_int32)),
     )
 
 
@@ -191,6 +192,7 @@ class GraphSearcher:
         top_k: int,
         *,
         beam: int | Sequence[int] = 160,
+        walks: int | Sequence[int] = 1,
         pool_size: int | None = None,
         width: int = 4,
         beta: float | None = None,
@@ -203,6 +205,9 @@ class GraphSearcher:
             top_k: results per query; all that was ranked with top_k = pool_size.
             beam: only the best `beam` keys of a query are expanded; raises recall and cost. One
                 for all heads, or one for each.
+            walks: how many walks, of which threads may take one each, share the queries of a head.
+                Queries of one walk see each other's keys: more walks find fewer at equal beams. One
+                number for all heads, or one for each; 16 queries walk together at most.
             pool_size: keys per query that are ranked exactly, at least top_k; default 1.5 top_k
                 and at least top_k + 32.
             width: keys expanded per query and step.
@@ -213,7 +218,8 @@ class GraphSearcher:
 
         Raises:
             ShapeError: queries or warm do not fit the keys.
-            ConfigError: a number is out of range, or beam is neither one number nor one per head.
+            ConfigError: a number is out of range, or beam or walks are neither one number nor one
+                per head.
         """
         heads, _, dim = self._keys.shape
         if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
@@ -221,12 +227,14 @@ class GraphSearcher:
         queries = queries.to(torch.float32).contiguous()
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {top_k}")
-        beams = (c_int32 * heads)(*beam_of_each(beam, heads))
+        beams = (c_int32 * heads)(*one_of_each("beam", beam, heads))
+        shares = (c_int32 * heads)(*one_of_each("walks", walks, heads))
         pool_size = num_ranked(top_k) if pool_size is None else pool_size
         num_warm = 0 if warm is None else warm.shape[-1]
         params = _Query(
             *(beams, queries.shape[1], top_k, pool_size, width, num_warm),
             math.inf if beta is None else beta,
+            shares,
         )
         if warm is not None:
             warm = _checked_warm(warm, queries)

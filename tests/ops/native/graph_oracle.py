@@ -23,7 +23,6 @@ from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
     Searched,
-    beam_of_each,
     check_extends,
     check_graph,
     check_lists,
@@ -33,6 +32,7 @@ from hybrid_kv.ops.key_graph import (
     lists_of_keys,
     no_graph,
     num_ranked,
+    one_of_each,
     query_points,
 )
 
@@ -351,6 +351,7 @@ class GraphSearcher:
         top_k: int,
         *,
         beam: int | Sequence[int] = 160,
+        walks: int | Sequence[int] = 1,
         pool_size: int | None = None,
         width: int = 4,
         beta: float | None = None,
@@ -358,7 +359,7 @@ class GraphSearcher:
     ) -> Searched:
         """The best keys of queries [Hkv, M, D] float32, ranked by exact scores."""
         heads, num_queries, _ = queries.shape
-        beams = beam_of_each(beam, heads)
+        beams, shares = one_of_each("beam", beam, heads), one_of_each("walks", walks, heads)
         ranked = num_ranked(top_k) if pool_size is None else pool_size
         if not (1 <= top_k <= ranked and width >= 1):
             raise ConfigError(
@@ -368,8 +369,9 @@ class GraphSearcher:
         scores = torch.full(ids.shape, -math.inf)
         rows = dots = 0
         for head in range(heads):
-            for first in range(0, num_queries, _GROUP):
-                some = slice(first, first + _GROUP)
+            together = min(_GROUP, -(-num_queries // shares[head]))
+            for first in range(0, num_queries, together):
+                some = slice(first, first + together)
                 group = queries[head, some].float()
                 starts = warm[head, some] if warm is not None else torch.empty(0)
                 pools, read = self._traverse(head, group, starts, (beams[head], ranked, width))

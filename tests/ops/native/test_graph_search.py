@@ -294,6 +294,26 @@ def test_starting_everywhere_reads_everything(isa: str) -> None:
 
 
 @each_engine
+@pytest.mark.parametrize("walks", [(1, 2), (2, 1), (9, 3)])
+def test_walks_share_the_queries_of_a_head(isa: str, walks: tuple[int, int]) -> None:
+    engine = library.load(isa)
+    heads = [make_head(900, 72, seed=seed) for seed in range(2)]
+    graphs = [head.graph(engine) for head in heads]
+    rows = [head.rows(engine, graph) for head, graph in zip(heads, graphs, strict=True)]
+    keys = torch.stack([head.keys for head in heads])
+    queries = torch.cat([make_queries(head, 5) for head in heads])
+    searcher = GraphSearcher(keys, rows, graphs, engine=engine)
+    twin = portable.GraphSearcher(keys, rows, graphs)
+    expected = twin.search(queries, 10, beam=20, walks=walks)
+    for pool in (None, Pool(4)):
+        assert_same(searcher.search(queries, 10, beam=20, walks=walks, pool=pool), expected)
+    alone = [searcher.search(queries[:, i : i + 1], 10, beam=20) for i in range(5)]
+    apart = searcher.search(queries, 10, beam=20, walks=5)
+    assert torch.equal(apart.ids, torch.cat([each.ids for each in alone], 1))
+    assert apart.rows_visited == sum(each.rows_visited for each in alone)
+
+
+@each_engine
 def test_every_head_has_a_beam_of_its_own(isa: str) -> None:
     engine = library.load(isa)
     heads = [make_head(900, 24, seed=seed) for seed in range(3)]
@@ -376,6 +396,8 @@ WRONG = {
     "beam": ({"beam": 0}, "beam must be 1..1048576, got 0"),
     "wide beam": ({"beam": 2**20 + 1}, "beam must be 1..1048576"),
     "beams": ({"beam": [5, 6]}, "beam must be one number or one per head, 1, got 2"),
+    "walks": ({"walks": 0}, "walks must be 1..1048576, got 0"),
+    "walks of heads": ({"walks": [1, 2]}, "walks must be one number or one per head, 1, got 2"),
     "width": ({"width": 0}, "width must be 1"),
     "beta": ({"beta": -1.0}, "beta must be at least 0"),
 }
