@@ -5,7 +5,6 @@ from hybrid_kv.attention.partial import (
     attend,
     attend_causal,
     attend_ragged,
-    attend_retrieved,
     group_queries,
 )
 
@@ -14,7 +13,6 @@ __all__ = [
     "attend",
     "attend_causal",
     "attend_ragged",
-    "attend_retrieved",
     "empty_partial",
     "group_queries",
     "merge_partials",

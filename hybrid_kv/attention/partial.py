@@ -1,4 +1,4 @@
-"""Partial attention over the shapes in which entries come: shared, causal, retrieved, ragged."""
+"""Partial attention over the shapes in which entries come: shared, causal, ragged."""
 
 from __future__ import annotations
 
@@ -71,33 +71,6 @@ def attend_causal(
     past = ops.attend(grouped, k[:, :, :old], v[:, :, :old], scale=scale)
     past = PartialAttention(past.out.reshape(q.shape), past.lse.reshape(q.shape[:3]))
     return merge_partials([ops.attend_causal(q, k[:, :, old:], v[:, :, old:], scale=scale), past])
-
-
-def attend_retrieved(
-    ops: Ops,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ids: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-) -> PartialAttention:
-    """Every query over entries of its own.
-
-    Args:
-        q: [Hkv, M, D].
-        k, v: [Hkv, N, D].
-        ids: [Hkv, M, K] rows of k and v, -1 for none.
-        bias: [Hkv, M, K] float32, added to the logits.
-
-    Returns:
-        out [Hkv, M, D], lse [Hkv, M].
-    """
-    if 0 in ids.shape:
-        return empty_partial(q)
-    return ops.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap, bias=bias)
 
 
 def attend_ragged(

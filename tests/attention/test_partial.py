@@ -7,7 +7,6 @@ from hybrid_kv.attention import (
     attend,
     attend_causal,
     attend_ragged,
-    attend_retrieved,
     group_queries,
 )
 from hybrid_kv.errors import ShapeError
@@ -77,8 +76,8 @@ def test_retrieved_entries_that_are_padding_have_no_weight(
     ids[torch.rand(3, 5, 7) < 0.4] = -1
     ids[1, 2] = -1
     bias = torch.randn(3, 5, 7).masked_fill(torch.rand(3, 5, 7) < 0.3, -torch.inf)
-    part = attend_retrieved(
-        *(get_ops(backend), q, k, v, ids),
+    part = get_ops(backend).attend_retrieved(
+        *(q, k, v, ids),
         scale=0.2,
         softcap=softcap,
         bias=bias if biased else None,
@@ -125,7 +124,7 @@ def test_every_head_attends_its_own_rows(
 def test_retrieving_nothing_gives_an_empty_part(size: tuple[int, int, int]) -> None:
     k = torch.randn(size[0], 9, 8)
     ids = torch.zeros(size, dtype=torch.int64)
-    part = attend_retrieved(OPS, torch.randn(*size[:2], 8), k, k, ids, scale=1.0)
+    part = OPS.attend_retrieved(torch.randn(*size[:2], 8), k, k, ids, scale=1.0)
     assert part.out.shape == (*size[:2], 8)
     assert (part.lse == -torch.inf).all()
 
@@ -134,6 +133,6 @@ def test_retrieved_entries_are_attended_on_the_device_where_they_lie() -> None:
     """No tensor of another device takes part; the meta device stands for a GPU."""
     q, k, v = (torch.empty(2, rows, 72, device="meta") for rows in (3, 37, 37))
     ids = torch.empty(2, 3, 5, dtype=torch.int64, device="meta")
-    part = attend_retrieved(OPS, q, k, v, ids, scale=0.2)
+    part = OPS.attend_retrieved(q, k, v, ids, scale=0.2)
     assert part.out.device.type == part.lse.device.type == "meta"
     assert part.out.shape == q.shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_kv.attention import attend_retrieved
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.fetch import fetch
@@ -45,8 +44,8 @@ def test_fetched_entries_are_attended_as_in_place(
     q = torch.randn(2, 3, 72).to(dtype)
     ops = get_ops(backend)
     found = fetch(ops, SyncExecutor(), there, ids, CPU)
-    near = attend_retrieved(ops, q, found.k, found.v, found.ids, scale=0.1)
-    far = attend_retrieved(ops, q, there.keys, there.values, ids, scale=0.1)
+    near = ops.attend_retrieved(q, found.k, found.v, found.ids, scale=0.1)
+    far = ops.attend_retrieved(q, there.keys, there.values, ids, scale=0.1)
     torch.testing.assert_close(near.out, far.out, **tolerance)
     torch.testing.assert_close(near.lse, far.lse, **TOLERANCES[torch.float32])
 
@@ -74,7 +73,7 @@ def test_the_last_page_is_fetched_by_entries_where_memory_ends_within_it() -> No
 def test_nothing_found_is_nothing_fetched() -> None:
     found = fetch(get_ops("auto"), SyncExecutor(), extent(), torch.full((2, 3, 4), -1), CPU)
     q = torch.randn(2, 3, 72)
-    part = attend_retrieved(get_ops("auto"), q, found.k, found.v, found.ids, scale=1.0)
+    part = get_ops("auto").attend_retrieved(q, found.k, found.v, found.ids, scale=1.0)
     assert found.copied_bytes == 0
     assert (part.lse == -torch.inf).all()
     assert not part.out.any()
