@@ -131,7 +131,7 @@ class Own(Engine):
         self._samples = None
         if len(rows):
             self._samples = prompt(rows, needs.horizon_tokens)[None]
-        self._keys = keys.to(DTYPES[self._dtype])[None]
+        self._keys = on_host(keys[None], DTYPES[self._dtype])
         self._build(self._keys, self._samples)
         serves = [report.get("serves") for report in self._index.describe()]
         self._scans = self.exact or self._kind == "flat" or "flat" in serves
@@ -160,7 +160,7 @@ class Own(Engine):
         other = Own(self._kind, keys=self._dtype, **self._params)
         other._learned = self._learned
         samples = None if self._samples is None else self._samples.expand(count, -1, -1, -1)
-        other._build(self._keys.repeat(count, 1, 1), samples)
+        other._build(on_host(self._keys.expand(count, -1, -1), self._keys.dtype), samples)
         return other
 
     def _build(self, keys: torch.Tensor, samples: torch.Tensor | None) -> None:
@@ -247,6 +247,11 @@ def moved(arrays: Any) -> Any:
     return replace(
         arrays, **{part.name: copy(getattr(arrays, part.name)) for part in fields(arrays)}
     )
+
+
+def on_host(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy where the runtime keeps cold keys: on huge pages if the system grants them."""
+    return host_array(list(keys.shape), dtype).copy_(keys)
 
 
 def use_threads(threads: int) -> None:
