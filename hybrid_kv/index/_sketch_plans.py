@@ -13,9 +13,16 @@ from typing import Any
 from hybrid_kv.ops.sketch_codes import MAX_DIMS, SketchPlan, dims_per_line
 
 _NAMED_DIM = 128
-_LINES = MappingProxyType({16: (1, 0), 24: (2, 0), 32: (2, 2), 48: (2, 0), 64: (4, 0)})
+_LINES = MappingProxyType({8: (1, 0), 16: (1, 0), 24: (2, 0), 32: (2, 2), 48: (2, 0), 64: (4, 0)})
 """Lines of 4 bytes with 8-bit and with 2-bit codes, by bytes of a key; all others have 4 bits."""
-_MOST_RERANKED = MappingProxyType({16: 400, 24: 400, 32: 400, 48: 600, 64: 600})
+_UNIFORM = MappingProxyType({16: 400, 24: 400, 32: 400, 48: 600, 64: 600})
+"""Candidates of a query above which codes of so many bytes do not pay."""
+_TIERS = (
+    ((16, 32, 64), (0.6, 0.3, 0.1)),
+    ((8, 32, 64), (0.7, 0.2, 0.1)),
+    ((8, 64), (0.8, 0.2)),
+)
+_TIERS_RERANKED = 400
 _LINE_BYTES = 4
 
 
@@ -76,15 +83,21 @@ def layouts(head_dim: int, named: str | None = None) -> list[Layout]:
     """All that are tried for a head of so many channels; none below 4 channels.
 
     Args:
-        named: only the one of so many bytes, or the one in "tiers" where the head has channels
-            enough to tell tiers apart.
+        named: only the one of so many bytes, or those in "tiers" that the head has channels enough
+            to tell apart.
     """
-    plans = {size: plan for size in _LINES if (plan := plan_of(size, head_dim)) is not None}
-    found = {
-        str(size): Layout((plan,), (1.0,), _MOST_RERANKED[size]) for size, plan in plans.items()
+    uniform = {
+        str(size): Layout((plan,), (1.0,), most)
+        for size, most in _UNIFORM.items()
+        if (plan := plan_of(size, head_dim)) is not None
     }
-    if len(set(plans.values())) == len(_LINES):
-        found["tiers"] = Layout((plans[16], plans[32], plans[64]), (0.6, 0.3, 0.1), 400)
+    tiers = []
+    for sizes, shares in _TIERS:
+        plans = tuple(plan for size in sizes if (plan := plan_of(size, head_dim)) is not None)
+        if len(set(plans)) == len(sizes):
+            tiers.append(Layout(plans, shares, _TIERS_RERANKED))
+    if named == "tiers":
+        return tiers
     if named is not None:
-        return [found[named]] if named in found else []
-    return list({layout.plans: layout for layout in found.values()}.values())
+        return [uniform[named]] if named in uniform else []
+    return list({layout.plans: layout for layout in (*uniform.values(), *tiers)}.values())

@@ -19,7 +19,9 @@ namespace hkv {
 namespace {
 
 constexpr int64_t kGroup = 64;           // queries of one scan
-constexpr int64_t kSampleStep = 24;      // one block of so many is scored for the guess
+constexpr int64_t kSampleStep = 24;      // one block of so many is scored for the guess, at least
+constexpr int64_t kMostSampleStep = 96;
+constexpr int64_t kBlocksOfStep = 2048;  // up to so many blocks
 constexpr int64_t kSampleSlots = 32;     // vectors of maxima that a sample is reduced to, at least
 constexpr int64_t kSampleAhead = 8 * 1024;  // bytes of the sample that are asked for early
 constexpr int64_t kChunkBytes = 32 * 1024;   // of codes that stay in the cache for all slices
@@ -89,6 +91,14 @@ int64_t code_bytes(const hkv_sketch_head &head) {
   int64_t bytes = 0;
   for (int32_t tier = 0; tier < head.num_tiers; ++tier) bytes += tier_bytes(head.tiers[tier]);
   return bytes;
+}
+
+/// One block of so many is sampled: a larger sample takes longer, a smaller one lets more keys pass,
+/// by the root of its step.
+int64_t sample_step(const hkv_sketch_head &head) {
+  const double ratio = static_cast<double>(num_coded(head)) / (kBlocksOfStep * HKV_BLOCK_KEYS);
+  return std::clamp(static_cast<int64_t>(kSampleStep * std::sqrt(ratio)), kSampleStep,
+                    kMostSampleStep);
 }
 
 struct Search {
@@ -218,9 +228,10 @@ void Search::prepare_item(int64_t item) {
 /// is scanned again.
 void Search::guess(Scratch &own, int32_t at, int64_t group) {
   const hkv_sketch_head &from = head[at];
+  const int64_t step = sample_step(from);
   int64_t sampled = 0;
   for (int32_t tier = 0; tier < from.num_tiers; ++tier)
-    sampled += from.tiers[tier].count / HKV_BLOCK_KEYS / kSampleStep;
+    sampled += from.tiers[tier].count / HKV_BLOCK_KEYS / step;
   const double expected = static_cast<double>(keep(at)) * static_cast<double>(sampled) *
                           HKV_BLOCK_KEYS / static_cast<double>(std::max<int64_t>(1, num_coded(from)));
   const int64_t rank = static_cast<int64_t>(expected + 4.0 * std::sqrt(expected) + 3.0);
@@ -235,10 +246,10 @@ void Search::guess(Scratch &own, int32_t at, int64_t group) {
     const SketchQueries &own_queries = coded(at, group)[index];
     const int64_t blocks = tier.count / HKV_BLOCK_KEYS;
     const int64_t blocks_ahead = kSampleAhead / SketchLines(*tier.map).block_bytes() + 1;
-    for (int64_t block = kSampleStep - 1; block < blocks; block += kSampleStep) {
+    for (int64_t block = step - 1; block < blocks; block += step) {
       for (int64_t slice = 0; slice < own_queries.num_slices(); ++slice) {
         float values[kSketchSlice * HKV_BLOCK_KEYS];
-        const int64_t ahead = slice == 0 ? blocks_ahead * kSampleStep : 0;
+        const int64_t ahead = slice == 0 ? blocks_ahead * step : 0;
         TierScan(tier, own_queries, slice, 0).score(block, ahead, values);
         for (int query = 0; query < own_queries.num_queries(slice); ++query) {
           const float *score = values + query * HKV_BLOCK_KEYS;

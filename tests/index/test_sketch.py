@@ -166,22 +166,25 @@ def test_budgets_beyond_what_was_ranked_are_kept() -> None:
     assert torch.equal(index.search(queries, 3000).ids.sort().values[0, 0], torch.arange(3000))
 
 
-@pytest.mark.parametrize(("codes", "sizes"), [("32", [16]), ("64", [32]), ("tiers", [8, 16, 32])])
-def test_codes_and_candidates_can_be_fixed(codes: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("codes", "sizes"),
+    [("32", [[16]]), ("64", [[32]]), ("tiers", [[8, 16, 32], [4, 16, 32], [4, 32]])],
+)
+def test_codes_and_candidates_can_be_fixed(codes: str, sizes: list[list[int]]) -> None:
     keys, samples, later = seen_heads(1, 3000, dim=64)
     index = sketch(keys, samples, codes=codes, target_recall=0.5, num_rerank=150)
-    assert [tier["code_bytes"] for tier in index.describe()[0]["tiers"]] == sizes
+    assert [tier["code_bytes"] for tier in index.describe()[0]["tiers"]] in sizes
     few = index.search(flat(later), 20)
     index.params = index.params.model_copy(update={"num_rerank": 900})
     assert index.search(flat(later), 20).scored - few.scored == 480 * 750
 
 
 def test_tiers_need_channels_that_tell_them_apart() -> None:
-    keys, samples, _ = seen_heads(1, 700, dim=16)
+    keys, samples, _ = seen_heads(1, 700, dim=8)
     (report,) = sketch(keys, samples, codes="tiers").describe()
     assert (report["serves"], report["reason"]) == (
         "flat",
-        "16 channels are too few for such codes",
+        "8 channels are too few for such codes",
     )
 
 

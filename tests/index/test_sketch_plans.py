@@ -42,8 +42,17 @@ def test_fewer_channels_than_a_quad_have_no_plan() -> None:
     assert layouts(3) == []
 
 
-def test_the_lowest_tier_is_kept_in_coarse_codes() -> None:
-    (tiers,) = (layout for layout in layouts(128) if not layout.is_uniform)
-    assert [plan.code_bytes for plan in tiers.plans] == [16, 32, 64]
-    assert tiers.shares[0] == 0.6
-    assert tiers.scanned_bytes == pytest.approx(25.6)
+def test_lower_tiers_are_kept_in_coarser_codes() -> None:
+    tiers = layouts(128, "tiers")
+    assert [layout for layout in layouts(128) if not layout.is_uniform] == tiers
+    sizes = [[plan.code_bytes for plan in layout.plans] for layout in tiers]
+    assert sizes == [[16, 32, 64], [8, 32, 64], [8, 64]]
+    assert [layout.scanned_bytes for layout in tiers] == pytest.approx([25.6, 18.4, 19.2])
+
+
+@pytest.mark.parametrize(("head_dim", "count"), [(128, 3), (72, 3), (64, 3), (16, 1), (8, 0)])
+def test_tiers_are_tried_where_their_codes_differ(head_dim: int, count: int) -> None:
+    tiers = layouts(head_dim, "tiers")
+    assert len(tiers) == count
+    for layout in tiers:
+        assert len({plan.code_bytes for plan in layout.plans}) == len(layout.plans)
