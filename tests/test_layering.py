@@ -35,6 +35,7 @@ LEVELS = [
     {"planning"},
     {"report"},
     {"api", "eval"},
+    {"contest"},
     {"__init__"},  # the public names
     {"cli"},  # a user of everything, the public names included
     {"__main__"},

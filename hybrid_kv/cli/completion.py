@@ -37,6 +37,14 @@ def methods(incomplete: str) -> list[str]:
     return _starting(incomplete, METHODS)
 
 
+def tasks(incomplete: str) -> list[str]:
+    """Names of tasks behind those that are there already."""
+    from hybrid_kv.eval.tasks import TASKS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _starting(last, ["ruler", "all", *TASKS])]
+
+
 def plugins(incomplete: str) -> list[str]:
     """Names of methods and index kinds."""
     from hybrid_kv.plugins import INDEXES, METHODS

@@ -16,6 +16,7 @@ from hybrid_kv.cli.completion import asked_for
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.ending import ENDED, INTERRUPTED
+from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.logs import logged
@@ -96,10 +97,15 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     profile: "hybrid-kv profile random:llama-3-8b --layers 2 --fill synthetic --context 32k,128k "
     "--json run.json --resume",
     plan: "hybrid-kv plan random:llama-3-8b --context 128k --card rtx-4090 --host-memory 64GiB",
+    evaluate: "hybrid-kv eval smollm2 --tasks key_value,perplexity --methods hybrid,quest "
+    "--budget 2%,10% -o results",
     report: "hybrid-kv report before.json after.json --html report.html",
     methods: "hybrid-kv methods hybrid",
     doctor: "hybrid-kv doctor --model random:llama-3-8b --context 128k",
 }
 
+_NAMES = {evaluate: "eval"}
+"""Verbs whose names mean something else in Python."""
+
 for _verb, _example in _EXAMPLES.items():
-    app.command(epilog=f"Example: {_example}")(grouped(_verb))
+    app.command(_NAMES.get(_verb), epilog=f"Example: {_example}")(grouped(_verb))

@@ -48,5 +48,9 @@ class Quest(Method):
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         """No layer is dense: two of them would take a multiple of a small budget."""
         sinks, window, rest = split_budget(tokens, page_size, least=page_size)
-        split = {"sink_tokens": sinks, "window_tokens": window, "page_budget": rest // page_size}
+        split = {
+            "sink_tokens": sinks,
+            "window_tokens": window,
+            "page_budget": round(rest / page_size),
+        }
         return params.model_copy(update={**split, "dense_layers": 0})

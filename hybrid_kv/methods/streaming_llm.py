@@ -41,5 +41,5 @@ class StreamingLLM(Method):
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         sinks, window, rest = split_budget(tokens, page_size, least=0)
-        window += rest // page_size * page_size
+        window += round(rest / page_size) * page_size
         return params.model_copy(update={"sink_tokens": sinks, "window_tokens": window})

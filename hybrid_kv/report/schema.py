@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from hybrid_kv.config import first_sentence
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.environment import Environment
+from hybrid_kv.report.evaluation import EvalRow
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import Group, MachineGbps, Run
 
@@ -209,6 +210,20 @@ class RatioReport(Group):
     high: float | None = None
 
 
+class EvalReport(_Document):
+    """`eval`: methods compared on tasks, one row for each task, context, asking, method and budget.
+
+    arguments: of the verb, all that it takes to repeat the run. interrupted: the user ended it;
+    rows are of the samples that were measured.
+    """
+
+    command: Literal["eval"] = "eval"
+    arguments: dict[str, Any]
+    model: str
+    rows: tuple[EvalRow, ...]
+    interrupted: bool = False
+
+
 class PageReport(_Document):
     """`report`: which runs were drawn, which files that made, and the ratios of profiles."""
 
@@ -226,6 +241,7 @@ Report = Annotated[
     | DoctorReport
     | PlanReport
     | ProfileReport
+    | EvalReport
     | PageReport,
     Field(discriminator="command"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,16 @@ class EvidenceCollector:
     def logits_are(self, scale: float, softcap: float | None) -> None:
         """Takes note of what turns scores into logits."""
         self._logits = scale, softcap
+
+    def branch(self) -> EvidenceCollector:
+        """One that has seen the same, and goes on alone."""
+        other = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(other, name, list(value))
+            elif isinstance(value, Tensor):
+                setattr(other, name, value.clone())
+        return other
 
     def evidence(self) -> Evidence:
         """What was seen so far."""

@@ -29,7 +29,7 @@ def render(sources: Sequence[Source]) -> str:
         prefix = f"r{number}-"
         parts.append(_document(source, prefix, main=len(sources) == 1))
     title = " · ".join(source.name for source in sources)
-    return _shell(
+    return shell(
         f"{title} – hybrid-kv", join(_masthead(sources), *(part.body for part in parts)), parts
     )
 
@@ -48,7 +48,7 @@ def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[PagePart]:
     for one in comparisons(sources):
         title = f"{one.names[1]} against {one.names[0]}"
         sections = compare_sections(one, f"c{one.number}-")
-        yield _article(title, join(None if alone else el("h2", title)), sections)
+        yield article(title, join(None if alone else el("h2", title)), sections)
 
 
 def _document(source: Source, prefix: str, main: bool) -> PagePart:
@@ -61,10 +61,11 @@ def _document(source: Source, prefix: str, main: bool) -> PagePart:
     kind, title = _title(report)
     if not main:
         head = join(el("h2", el("small", kind), title, el("small", source.name)), head)
-    return _article(source.name, head, sections)
+    return article(source.name, head, sections)
 
 
-def _article(name: str, top: Html, sections: list[Section]) -> PagePart:
+def article(name: str, top: Html, sections: list[Section]) -> PagePart:
+    """A part of sections under a head of its own."""
     body = (el("section", el("h3", one.title), one.body, id=one.ident) for one in sections)
     return PagePart(name, el("article", top, *body), sections)
 
@@ -84,7 +85,8 @@ def _title(report: Drawable) -> tuple[str, str]:
     return report.command, model
 
 
-def _shell(title: str, body: Html, parts: Sequence[PagePart]) -> str:
+def shell(title: str, body: Html, parts: Sequence[PagePart]) -> str:
+    """A whole page around its parts."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     head = el(
         "head",

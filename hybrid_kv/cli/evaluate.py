@@ -1,0 +1,274 @@
+"""`hybrid-kv eval`: methods against each other, on the same prompts and at one budget."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybrid_kv.cli import completion
+from hybrid_kv.cli.ending import INTERRUPTED
+from hybrid_kv.cli.options import (
+    ConfigFile,
+    Device,
+    Dtype,
+    ModelArgument,
+    OutputOptions,
+    Plugins,
+    Settings,
+    count,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.contest.arguments import EvalArguments
+    from hybrid_kv.contest.folder import ResultsFolder
+    from hybrid_kv.contest.run import Contest, Told
+    from hybrid_kv.report.evaluation import Cell
+    from hybrid_kv.report.schema import EvalReport
+
+_ASKED = "What is compared"
+
+
+@dataclass(frozen=True, slots=True)
+class ContestOptions:
+    """Which methods answer what."""
+
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            autocompletion=completion.tasks,
+            help="ruler, all, perplexity, or names such as key_value and multi_key_1; settings "
+            "follow, key_value:records=32. [dim]default: key_value,multi_query,passkey[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Tokens of context and question. [dim]default: 4k[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Names, or all; settings follow, quest:dense_layers=2. Full attention always "
+            "takes part. [dim]default: hybrid,quest,streaming_llm[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N%,...",
+            help="Entries that a query head may attend in a step: a share of the context, or "
+            "tokens. [dim]default: 5%[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    question: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHEN",
+            help="It comes after the eviction, before it, or both. [dim]default: after[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="Contexts of each task and length. [dim]default: 4[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Of all prompts. [dim]default: 0[/]", rich_help_panel=_ASKED
+        ),
+    ] = None
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What perplexity reads on in. [dim]default: Python's language reference[/]",
+            rich_help_panel=_ASKED,
+        ),
+    ] = None
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Ask without the model's chat template.", rich_help_panel=_ASKED
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContestModelOptions:
+    """What is measured on, with which settings of all methods."""
+
+    plugins: Plugins = None
+    settings: Settings = None
+    config: ConfigFile = None
+    device: Device = None
+    dtype: Dtype = None
+
+
+def evaluate(
+    model: ModelArgument,
+    *,
+    asked: ContestOptions,
+    options: ContestModelOptions,
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="Where results go; one that is there is continued.",
+            rich_help_panel="Output",
+        ),
+    ],
+    output: OutputOptions,
+) -> None:
+    """Compare methods on tasks: scores, tokens attended, bytes, time, at one budget."""
+    from hybrid_kv.cli.documents import check_target
+
+    check_target(output)
+    arguments = _arguments(model, asked, options)
+    report = _run(arguments, folder, output)
+    _print(report, folder, output)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any(row.error is not None for row in report.rows):
+        raise typer.Exit(1)
+
+
+def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) -> EvalArguments:
+    from hybrid_kv.cli.settings import parse_settings, read_settings
+    from hybrid_kv.contest.arguments import EvalArguments
+
+    stored = read_settings(options.config) if options.config is not None else {}
+    given = {
+        "model": model,
+        "tasks": _each(asked.tasks),
+        "contexts": None
+        if asked.context is None
+        else tuple(map(count, _each(asked.context) or ())),
+        "methods": _each(asked.methods),
+        "budgets": _each(asked.budget),
+        "question": asked.question,
+        "samples": asked.samples,
+        "seed": asked.seed,
+        "text": asked.text,
+        "raw": asked.raw,
+        "settings": {**stored, **parse_settings(options.settings or ())},
+        "device": options.device,
+        "dtype": options.dtype,
+    }
+    return EvalArguments.of({key: value for key, value in given.items() if value is not None})
+
+
+def _each(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(p.strip() for p in text.split(",") if p.strip())
+
+
+def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalReport:
+    """Measures what the folder lacks, and writes its tables, its page and the report."""
+    from hybrid_kv.cli.documents import environment_of
+    from hybrid_kv.cli.evaluate_results import identity, report_of, write_results
+    from hybrid_kv.cli.options import ModelOptions
+    from hybrid_kv.cli.running import opened
+    from hybrid_kv.config import HybridConfig
+    from hybrid_kv.contest.folder import ResultsFolder
+    from hybrid_kv.contest.run import Contest
+
+    place = ModelOptions(device=arguments.device, dtype=arguments.dtype)
+    with (
+        ResultsFolder(path, identity(arguments)) as folder,
+        opened(arguments.model, place, HybridConfig(method="full"), output) as llm,
+    ):
+        contest = Contest(llm, arguments)
+        interrupted = _measured(contest, folder, output)
+        report = report_of(arguments, contest, folder, environment_of(llm), interrupted=interrupted)
+        write_results(report, path, output)
+    return report
+
+
+def _measured(contest: Contest, folder: ResultsFolder, output: OutputOptions) -> bool:
+    """Whether the user ended it."""
+    try:
+        with _progress(output) as tell:
+            contest.run(folder, tell)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
+    from hybrid_kv.cli.display import console, note
+    from hybrid_kv.cli.tables import Column, print_columns
+    from hybrid_kv.report.evaluation_tables import sheets
+
+    if output.json_only:
+        return
+    out = console(width=200)
+    for sheet in sheets(report.rows):
+        out.print(sheet.title, style="bold")
+        cells = [sheet.cells(line) for line in sheet.lines]
+        columns = [Column(t, [row[i] for row in cells]) for i, t in enumerate(sheet.head())]
+        keys = [Column(column.title, column.cells, left=True) for column in columns[:2]]
+        print_columns(out, keys, columns[2:])
+        out.print()
+    for row in report.rows:
+        if row.error is not None:
+            note(f"{row.method} {row.budget or ''} on {row.task}: {row.error}", output)
+    note(f"{folder}: results.csv, results.json, index.html", output)
+
+
+@contextmanager
+def _progress(output: OutputOptions) -> Iterator[Told | None]:
+    """A bar with the time left, on a terminal; else a line for each context."""
+    from hybrid_kv.cli.display import console, human_seconds, note
+    from hybrid_kv.report.evaluation_tables import short_count
+
+    if output.quiet:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        seen: set[tuple[str, int, int]] = set()
+
+        def line(cell: Cell, done: int, total: int, left_s: float) -> None:
+            place = cell.task, cell.context_tokens, cell.sample
+            if place not in seen or done == total:
+                seen.add(place)
+                what = f"{cell.task} at {short_count(cell.context_tokens)}"
+                left = f", {human_seconds(left_s)} left" if done < total else ""
+                note(f"{done} of {total}: {what}, context {cell.sample + 1}{left}", output)
+
+        yield line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}", markup=False))
+    bar = Progress(*columns, console=console(stderr=True), transient=True, auto_refresh=False)
+    task = bar.add_task("the first context", total=None)
+
+    def drawn(cell: Cell, done: int, total: int, left_s: float) -> None:
+        what = f"{cell.task} at {short_count(cell.context_tokens)}, {cell.method}"
+        left = f"{human_seconds(left_s)} left, {what}"
+        bar.update(task, completed=done, total=total, description=left)
+        bar.refresh()
+
+    with bar:
+        yield drawn

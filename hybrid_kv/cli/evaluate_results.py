@@ -1,0 +1,60 @@
+"""What an evaluation leaves in its folder: tables, a report and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.cli.documents import write_report
+from hybrid_kv.cli.options import OutputOptions
+from hybrid_kv.contest.arguments import EvalArguments
+from hybrid_kv.contest.folder import ResultsFolder
+from hybrid_kv.contest.prompts import text_digest
+from hybrid_kv.contest.run import Contest
+from hybrid_kv.contest.statistics import rows_of
+from hybrid_kv.models.load import resolve_device
+from hybrid_kv.report import Environment
+from hybrid_kv.report.environment import probe_cpu
+from hybrid_kv.report.evaluation_tables import to_csv
+from hybrid_kv.report.files import write_file
+from hybrid_kv.report.html.evaluation import render_evaluation
+from hybrid_kv.report.schema import EvalReport, to_json
+
+
+def identity(arguments: EvalArguments) -> dict[str, Any]:
+    """What all results of one folder have in common, times included."""
+    device = resolve_device(arguments.device).type
+    processor = probe_cpu().model if device == "cpu" else device
+    digest = text_digest(arguments.text)
+    return {**arguments.identity(), "text": digest, "device": device, "processor": processor}
+
+
+def report_of(
+    arguments: EvalArguments,
+    contest: Contest,
+    folder: ResultsFolder,
+    environment: Environment,
+    *,
+    interrupted: bool,
+) -> EvalReport:
+    """The report of what was asked for, as far as the folder has it."""
+    found = (folder.cells[key] for key in contest.wanted() if key in folder.cells)
+    return EvalReport(
+        environment=environment,
+        arguments=arguments.model_dump(mode="json"),
+        model=arguments.model,
+        rows=tuple(rows_of(found)),
+        interrupted=interrupted,
+    )
+
+
+def write_results(report: EvalReport, folder: Path, output: OutputOptions) -> None:
+    """Puts the tables, the report and the page into the folder, and the report where --json says.
+
+    Raises:
+        WriteError: one of them cannot be written; an older one is still there.
+    """
+    write_file(folder / "results.csv", to_csv(report.rows), "table")
+    write_file(folder / "results.json", to_json(report) + "\n", "report")
+    write_file(folder / "index.html", render_evaluation(report), "page")
+    write_report(report, output)

@@ -1,0 +1,120 @@
+"""What an evaluation is asked for: all that it takes to run it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from hybrid_kv.config import Params, first_sentence
+from hybrid_kv.contest.contenders import FULL, Contender, check_settings, contenders, parse_spec
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.eval.tasks import RULER, TASKS, Language, Task, TaskConfig
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.report.evaluation import Asking
+
+_GROUPS = {"ruler": RULER}
+
+
+class EvalArguments(Params):
+    """One comparison of methods.
+
+    model, device, dtype: as `load_model`. tasks: names of `TASKS` with settings of their own, such
+    as key_value:records=32; "ruler" for its thirteen, "all" for all that the model's language has.
+    contexts: tokens of context and question. methods: registered names with settings of their own,
+    such as quest:dense_layers=2; "all" for all; full attention always takes part. budgets: shares
+    of the context (5%) or tokens that a query head attends in a step. question: when it comes,
+    "after" the eviction, "before" it, or "both". samples: contexts of each task and length.
+    settings: for all methods that know them. text: a file to read on in; None for English prose
+    that every Python brings. raw: leaves out the chat template.
+    """
+
+    model: str
+    tasks: tuple[str, ...] = ("key_value", "multi_query", "passkey")
+    contexts: tuple[int, ...] = (4096,)
+    methods: tuple[str, ...] = ("full", "hybrid", "quest", "streaming_llm")
+    budgets: tuple[str, ...] = ("5%",)
+    question: Literal["after", "before", "both"] = "after"
+    samples: int = Field(default=4, ge=1)
+    seed: int = Field(default=0, ge=0)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    device: str | None = None
+    dtype: str | None = None
+    text: str | None = None
+    raw: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EvalArguments:
+        """Checked arguments.
+
+        Raises:
+            ConfigError: a task, method or setting is unknown, or a budget leaves nothing.
+        """
+        try:
+            asked = cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError(f"arguments of the evaluation: {first_sentence(error)}") from None
+        for name in ("tasks", "contexts", "methods", "budgets"):
+            if not getattr(asked, name):
+                raise ConfigError(f"{name} must name one at least, got none; leave the option out")
+        methods = tuple(METHODS) if "all" in asked.methods else asked.methods
+        tasks = [one for name in asked.tasks for one in _GROUPS.get(name, (name,))]
+        asked = asked.model_copy(
+            update={
+                "methods": tuple(dict.fromkeys((FULL, *methods))),
+                "tasks": tuple(dict.fromkeys(tasks)),
+                "contexts": tuple(sorted(set(asked.contexts))),
+                "budgets": tuple(dict.fromkeys(asked.budgets)),
+            }
+        )
+        check_settings(asked.methods, asked.settings)
+        for task in asked.tasks:
+            if task != "all":
+                asked.task(task)
+        for context in asked.contexts:
+            asked.contenders(context)
+        return asked
+
+    def contenders(self, context_tokens: int) -> list[Contender]:
+        """Who takes part at a context length, full attention first."""
+        return [*contenders(self.methods, self.budgets, context_tokens, self.settings)]
+
+    def tasks_in(self, language: Language) -> list[str]:
+        """The tasks that are asked for.
+
+        Raises:
+            ConfigError: one of them is not written in the language of the model.
+        """
+        if "all" in self.tasks:
+            return [name for name in TASKS if self.task(name).speaks(language)]
+        for name in self.tasks:
+            if not self.task(name).speaks(language):
+                known = [task for task in TASKS if self.task(task).speaks(language)]
+                tongue = "the needle language" if language == "needle" else "English"
+                raise ConfigError(
+                    f"task '{name}' is not written in {tongue}, which model '{self.model}' speaks; "
+                    f"choose among {', '.join(known)}"
+                )
+        return list(self.tasks)
+
+    @staticmethod
+    def task(spec: str) -> Task:
+        """A task by its name and settings.
+
+        Raises:
+            ConfigError: it is unknown, or a setting of it is.
+        """
+        name, settings = parse_spec(spec)
+        task: Task = TaskConfig(task=name, **settings).build()
+        return task
+
+    @property
+    def askings(self) -> tuple[Asking, ...]:
+        """When questions come."""
+        return ("after", "before") if self.question == "both" else (self.question,)
+
+    def identity(self) -> dict[str, Any]:
+        """What results of one folder must have in common; of all else more may be asked later."""
+        grows = {"tasks", "contexts", "methods", "budgets", "question", "device"}
+        return self.model_dump(mode="json", exclude=grows)

@@ -1,0 +1,133 @@
+"""Who takes part: methods with their settings, each under every budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_kv.config import HybridConfig, parse_count
+from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.plugins import METHODS
+
+FULL = "full"
+"""What all others are held against; it always takes part."""
+
+_LONG_QUESTION = 2**20
+"""A question of up to so many tokens reads through the method, as the answer does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A method under a budget.
+
+    name: as it was asked for; budget: as it was asked for, None where it changes nothing.
+    """
+
+    name: str
+    budget: str | None
+    config: HybridConfig
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, str]]:
+    """'quest:dense_layers=2:page_size=8' -> its name and settings.
+
+    Raises:
+        ConfigError: a part after the name is no setting.
+    """
+    name, *parts = text.split(":")
+    settings: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                f"'{text}' must be a name with settings like {name}:key=value, got '{part}'"
+            )
+        settings[key.strip()] = value.strip()
+    return name.strip(), settings
+
+
+def budget_tokens(budget: str, context_tokens: int) -> int:
+    """'2%' of 4096 -> 82; '512' -> 512.
+
+    Raises:
+        ConfigError: it is neither, or not above 0.
+    """
+    text = budget.strip()
+    try:
+        if text.endswith("%"):
+            share = float(text[:-1]) / 100
+            if not 0 < share <= 1:
+                raise ValueError
+            return max(1, round(share * context_tokens))
+        count = int(str(parse_count(text)))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"a budget must be a share of the context such as 5%, or tokens such as 512, got "
+            f"'{budget}'"
+        )
+    return count
+
+
+def contenders(
+    names: Sequence[str],
+    budgets: Sequence[str],
+    context_tokens: int,
+    settings: Mapping[str, Any],
+) -> Iterator[Contender]:
+    """Every method under every budget, full attention first; one without budgets once.
+
+    A method's own settings hold whatever the budget says.
+
+    Args:
+        names: of methods, each with settings of its own or without.
+        settings: for all methods that know them.
+
+    Raises:
+        ConfigError: a method or setting is unknown, or a budget leaves nothing.
+    """
+    for name in dict.fromkeys((FULL, *names)):
+        method, own = parse_spec(name)
+        plain = _config(method, own, settings)
+        under = {b: _at_budget(name, plain, own, b, context_tokens) for b in budgets}
+        if all(config == plain for config in under.values()):
+            yield Contender(name, None, plain)
+            continue
+        for budget, config in under.items():
+            yield Contender(name, budget, config)
+
+
+def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a method that is unknown, or a setting that none of them has."""
+    methods = [parse_spec(name)[0] for name in names]
+    for method in methods:
+        if method not in METHODS:
+            raise unknown_name("method", method, METHODS)
+    for key in settings:
+        if not any(HybridConfig.knows(method, key) for method in methods):
+            known = {setting for method in methods for setting in HybridConfig.settings_of(method)}
+            raise unknown_name("setting of the methods", key, known)
+
+
+def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) -> HybridConfig:
+    common = {key: value for key, value in settings.items() if HybridConfig.knows(method, key)}
+    given = {"dense_extend_tokens": _LONG_QUESTION, "index_build": "wait", **common, **own}
+    return HybridConfig.from_settings({"method": method, **given})
+
+
+def _at_budget(
+    name: str, plain: HybridConfig, own: Mapping[str, str], budget: str, context_tokens: int
+) -> HybridConfig:
+    tokens = budget_tokens(budget, context_tokens)
+    try:
+        params = plain.plugin().factory.at_budget(
+            plain.params, tokens, context_tokens=context_tokens, page_size=plain.page_size
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"budget {budget} of {context_tokens} tokens cannot be given to {name}: {error}"
+        ) from None
+    shared = plain.model_dump(exclude={"params"})
+    return HybridConfig(**shared, params=params).replace(**own)

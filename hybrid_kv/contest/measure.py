@@ -1,0 +1,260 @@
+"""One method on one prompt: what it answers or predicts, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_kv.config import AuditParams, HybridConfig
+from hybrid_kv.contest.probe import ProbedKV
+from hybrid_kv.contest.prompts import Asked, Judge, Prompt, Writer
+from hybrid_kv.contest.shared import SharedPrompt, narrowed
+from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.rollback import rolled_back
+from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.traffic import bytes_per_step
+from hybrid_kv.report.evaluation import Asking, Counters
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.types import Work, bytes_per_token
+from hybrid_kv.watch.auditor import Auditor
+
+_LOOKS = 6
+"""Steps of one token that are looked at."""
+_TIMED = 8
+"""Steps of one token that are timed where none are taken anyway."""
+_SHOWN = 200
+"""Letters of an answer that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where methods are measured: an attached model and what is known of it."""
+
+    runtime: Attachment
+    facts: ModelFacts
+    writer: Writer
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is counted while a method runs."""
+
+    work: Work = field(default_factory=Work)
+    step_s: list[float] = field(default_factory=list)
+    missed: list[tuple[float, float]] = field(default_factory=list)
+    recalls: list[float] = field(default_factory=list)
+    read_bytes: list[float] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+
+    def counters(self) -> Counters:
+        work = self.work
+        return Counters(
+            attended_tokens=work.attended / work.steps if work.steps else None,
+            attended_ratio=work.attended / work.visible if work.visible else None,
+            read_bytes=_mean(self.read_bytes),
+            device_bytes=_mean(self.device_bytes),
+            host_bytes=_mean(self.host_bytes),
+            ms_per_token=1e3 * median(self.step_s) if self.step_s else None,
+            missed_mass=_mean([missed for missed, _ in self.missed]),
+            output_error=_mean([error for _, error in self.missed]),
+            recall=_mean(self.recalls),
+        )
+
+
+def answers(
+    place: Place, config: HybridConfig, shared: SharedPrompt, prompt: Prompt, asking: Asking
+) -> dict[str, Any]:
+    """The fields of a `Cell` that a method's answers give."""
+    tally, found = Tally(), []
+    if asking == "after":
+        context = shared.context()
+        with _opened(place, config, context) as cache:
+            _look(place, cache, context, prompt.asked[0].ids, tally)
+            for asked in prompt.asked:
+                with rolled_back(cache):
+                    found.append(_answer(place, cache, asked.ids, asked.judge, [], tally))
+                    _count_held(cache, tally)
+            _end(place, cache, tally)
+    else:
+        for number, asked in enumerate(prompt.asked):
+            whole, first = shared.with_question(asked.ids)
+            with _opened(place, config, whole) as cache:
+                if not number:
+                    _look(place, cache, whole, [first], tally)
+                found.append(_answer(place, cache, [first], asked.judge, [first], tally))
+                _count_held(cache, tally)
+                _end(place, cache, tally)
+    return {**_judged(place, prompt.asked, found), "counters": tally.counters()}
+
+
+def reading(
+    place: Place,
+    config: HybridConfig,
+    shared: SharedPrompt,
+    prompt: Prompt,
+    step: int,
+    full: Tensor | None,
+) -> tuple[dict[str, Any], Tensor]:
+    """The fields of a `Cell` that reading on gives, and log-probabilities [tokens, vocabulary].
+
+    Args:
+        step: tokens read at once.
+        full: those of full attention; None while they are computed.
+    """
+    tally, context = Tally(), shared.context()
+    read, right = prompt.text[:-1], torch.tensor(prompt.text[1:])
+    with _opened(place, config, context) as cache:
+        _look(place, cache, context, read[:1], tally)
+        with rolled_back(cache):
+            for token in read[:_TIMED]:
+                begin = perf_counter()
+                _feed(place, cache, [token])
+                tally.step_s.append(perf_counter() - begin)
+        cache.kv.work = Work()
+        parts = [_feed(place, cache, read[i : i + step]) for i in range(0, len(read), step)]
+        found = torch.cat(parts)
+        _count_held(cache, tally)
+        _end(place, cache, tally)
+    full = found if full is None else full
+    fields = {
+        "nats": _rounded(-found.gather(1, right[:, None])[:, 0]),
+        "full_nats": _rounded(-full.gather(1, right[:, None])[:, 0]),
+        "kl": _rounded((full.exp() * (full - found)).sum(-1).clamp_min(0)),
+        "agrees": (full.argmax(-1) == found.argmax(-1)).tolist(),
+        "counters": tally.counters(),
+    }
+    return fields, found
+
+
+@contextmanager
+def _opened(place: Place, config: HybridConfig, prompt: Prefilled) -> Iterator[TieredCache]:
+    """A cache under `config` that holds the prompt, sealed as if it had computed it alone."""
+    runtime = place.runtime
+    cache = runtime.cache(config)
+    cache.kv = kv = ProbedKV(runtime.info, config, cache.kv.executor)
+    needs = kv.method.needs
+    try:
+        with torch.inference_mode():
+            for layer, (k, v), seen in zip(
+                cache.layers, prompt.layers, prompt.evidence, strict=True
+            ):
+                assert isinstance(layer, HybridLayer)  # `SharedPrompt` has looked
+                layer.fill(k, v, tuple(narrowed(row, needs) for row in seen))
+        kv.work = Work()
+        yield cache
+    finally:
+        cache.close()
+
+
+def _look(
+    place: Place, cache: TieredCache, prompt: Prefilled, ids: Sequence[int], tally: Tally
+) -> None:
+    """A few steps whose heads are attended exactly as well; they leave no trace."""
+    kv = cache.kv
+    assert isinstance(kv, ProbedKV)
+    nobody = AuditParams(min_recall=0, max_missed_mass=None, max_output_error=None)
+    with rolled_back(cache), kv.probed(prompt) as probe:
+        kv.auditor = auditor = Auditor(1, nobody, kv.info.layers, SyncExecutor())
+        try:
+            for _ in range(_LOOKS):
+                ids = [_next(place, cache, ids)]
+            auditor.settle()
+        finally:
+            auditor.close()
+            kv.auditor = None
+    if (means := probe.means()) is not None:
+        tally.missed.append(means)
+    if (recall := auditor.audit.recall()) is not None:
+        tally.recalls.append(recall.mean)
+    kv.work = Work()
+
+
+def _answer(
+    place: Place,
+    cache: TieredCache,
+    ids: Sequence[int],
+    judge: Judge,
+    begun: Sequence[int],
+    tally: Tally,
+) -> list[int]:
+    """The greedy answer behind some tokens; `begun` is what there is of it already."""
+    answer = list(begun)
+    while not answer or not judge.is_over(answer):
+        begin = perf_counter()
+        token = _next(place, cache, ids)
+        if len(ids) == 1:
+            tally.step_s.append(perf_counter() - begin)
+        answer.append(token)
+        ids = [token]
+    return answer
+
+
+def _next(place: Place, cache: TieredCache, ids: Sequence[int]) -> int:
+    """The likeliest token behind some tokens."""
+    step = torch.tensor([list(ids)], device=place.runtime.device)
+    with torch.inference_mode():
+        output = place.runtime.model(step, past_key_values=cache, logits_to_keep=1)
+    return int(output.logits[0, -1].argmax())
+
+
+def _feed(place: Place, cache: TieredCache, ids: Sequence[int]) -> Tensor:
+    """Log-probabilities [tokens, vocabulary] behind each of the tokens, on the host."""
+    step = torch.tensor([list(ids)], device=place.runtime.device)
+    with torch.inference_mode():
+        logits = place.runtime.model(step, past_key_values=cache).logits[0]
+        return F.log_softmax(logits.float(), -1).cpu()
+
+
+def _count_held(cache: TieredCache, tally: Tally) -> None:
+    """Bytes that the cache holds."""
+    stores = cache.kv.stores.values()
+    device = sum(
+        bytes_per_token(store.shape, store.cold.dtype) * store.rows[0].table.num_tokens
+        for store in stores
+    )
+    cold = (store.cold for store in stores)
+    tally.device_bytes.append(device)
+    tally.host_bytes.append(sum(c.kv_bytes + c.overhead_bytes + c.index_bytes for c in cold))
+
+
+def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
+    """Takes up what the cache has counted."""
+    kv = cache.kv
+    read = bytes_per_step(
+        place.facts,
+        kv,
+        kv.work,
+        selects=kv.work.scored > 0,
+        on_device=place.runtime.device.type != "cpu",
+    )
+    if read:
+        tally.read_bytes.append(sum(read.values()) - read["weights"])
+    tally.work.add(kv.work)
+
+
+def _judged(place: Place, asked: Sequence[Asked], found: Sequence[list[int]]) -> dict[str, Any]:
+    pairs = list(zip(asked, found, strict=True))
+    return {
+        "scores": tuple(question.judge.score(answer) for question, answer in pairs),
+        "depths": tuple(question.depth for question in asked),
+        "answers": tuple(place.writer.describe(answer)[:_SHOWN] for answer in found),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(round(value, 6) for value in values.tolist())

@@ -1,0 +1,231 @@
+"""From a task's texts to tokens of a model, and what counts as a right answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_kv.api.conversation import common_length
+from hybrid_kv.api.template import ChatTemplate
+from hybrid_kv.contest.prose import python_prose
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.eval.needle import Question, filler
+from hybrid_kv.eval.needle.vocabulary import TOKENS
+from hybrid_kv.eval.tasks import Language, Room, Task, TextQuestion
+
+
+class Judge(Protocol):
+    """Looks at an answer while it grows."""
+
+    def score(self, answer: list[int]) -> float:
+        """0 to 1."""
+        ...
+
+    def is_over(self, answer: list[int]) -> bool:
+        """Whether more tokens would change nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Right is one sequence of tokens."""
+
+    expected: tuple[int, ...]
+
+    def score(self, answer: list[int]) -> float:
+        return float(tuple(answer[: len(self.expected)]) == self.expected)
+
+    def is_over(self, answer: list[int]) -> bool:
+        count = len(answer)
+        wrong = tuple(answer) != self.expected[:count]
+        return count >= len(self.expected) or (wrong and count > 1)  # one step is always timed
+
+
+@dataclass(frozen=True, slots=True)
+class Contains:
+    """Right is a text that holds what is known; it ends with a token of `ends`."""
+
+    question: TextQuestion
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+
+    def score(self, answer: list[int]) -> float:
+        return self.question.score(str(self.tokenizer.decode(answer, skip_special_tokens=True)))
+
+    def is_over(self, answer: list[int]) -> bool:
+        if len(answer) >= self.question.max_new_tokens or answer[-1] in self.ends:
+            return True
+        return len(answer) > 1 and self.score(answer) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question: its tokens after the context, up to where the answer begins."""
+
+    ids: tuple[int, ...]
+    judge: Judge
+    depth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A context, with questions about it or with the text that follows it."""
+
+    context: list[int]
+    asked: tuple[Asked, ...] = ()
+    text: tuple[int, ...] = ()
+
+
+class Writer:
+    """Writes a task's prompts for one model.
+
+    Args:
+        ends: tokens that end an answer.
+        text: a file to read on in.
+        raw: leaves out the chat template.
+
+    Raises:
+        ConfigError: there is no tokenizer or no chat template, or the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        ends: frozenset[int] = frozenset(),
+        text: str | None = None,
+        raw: bool = False,
+    ) -> None:
+        self._tokenizer, self._text = tokenizer, text
+        self.language: Language = _language(tokenizer)
+        self._template = None if raw else ChatTemplate.of(tokenizer)
+        self._raw = raw
+        self._ends = ends | frozenset(self._template.end_ids() if self._template else ())
+        self._reads: list[int] | None = None
+
+    def prompt(
+        self, spec: str, task: Task, context_tokens: int, sample: int, samples: int, seed: int
+    ) -> Prompt:
+        """One of a task's samples; the same arguments give the same tokens.
+
+        Raises:
+            ConfigError: the context or the text is too short for the task.
+        """
+        own = crc32(f"{spec} {context_tokens} {sample}".encode())
+        if task.reads:
+            return self._reading(task.params.then, context_tokens, sample, samples, own + seed)
+        if self.language == "needle":
+            return _needle_prompt(task, context_tokens, (own + seed) % 2**32)
+        rng = np.random.default_rng([seed, own])
+        return self._asking(task, context_tokens, rng, (sample + 0.5) / samples)
+
+    def describe(self, ids: list[int]) -> str:
+        """An answer as a text."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    # Questions in English.
+
+    def _asking(
+        self, task: Task, context_tokens: int, rng: np.random.Generator, depth: float
+    ) -> Prompt:
+        if self._template is None and not self._raw:
+            raise ConfigError(
+                "questions in English need a chat template, and the model's tokenizer has none; "
+                "give --raw to ask without one"
+            )
+        around = len(self._encode("", TextQuestion("", "", ("",))))
+        sample = task.english(Room(context_tokens - around - 8, self._count), rng, depth)
+        before = f"{sample.intro}\n\n{sample.context}\n\n"
+        whole = [self._encode(before, question) for question in sample.questions]
+        others = [self._encode(before, TextQuestion(word, "", ("",))) for word in ("a", "Z")]
+        shared = min(common_length(ids, others[0]) for ids in (*whole, others[1]))
+        asked = tuple(
+            Asked(
+                tuple(ids[shared:]), Contains(question, self._tokenizer, self._ends), question.depth
+            )
+            for ids, question in zip(whole, sample.questions, strict=True)
+        )
+        return Prompt(whole[0][:shared], asked)
+
+    def _encode(self, before: str, question: TextQuestion) -> list[int]:
+        content = f"{before}{question.text}"
+        if self._template is None:
+            return list(self._tokenizer(f"{content}\n{question.lead}")["input_ids"])
+        messages = [{"role": "user", "content": content}]
+        if question.lead:
+            messages.append({"role": "assistant", "content": question.lead})
+        return self._template.encode(messages)
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # Reading.
+
+    def _reading(
+        self, then: int, context_tokens: int, sample: int, samples: int, seed: int
+    ) -> Prompt:
+        need = context_tokens + then + 1
+        if self.language == "needle" and self._text is None:
+            ids = filler(need, seed % 2**32).tolist()
+            return Prompt(ids[:context_tokens], text=tuple(ids[context_tokens:]))
+        ids = self._all_text()
+        if len(ids) < need:
+            raise ConfigError(
+                f"text '{self._text or 'of Python'}' must have {need} tokens for a context of "
+                f"{context_tokens} and {then} to read on, got {len(ids)}; give a longer one or "
+                "shorten the context"
+            )
+        start = sample * (len(ids) - need) // max(1, samples - 1) if samples > 1 else 0
+        return Prompt(
+            ids[start : start + context_tokens],
+            text=tuple(ids[start + context_tokens :][: then + 1]),
+        )
+
+    def _all_text(self) -> list[int]:
+        if self._reads is None:
+            text = python_prose() if self._text is None else read_text(self._text)
+            self._reads = list(self._tokenizer(text)["input_ids"])
+        return self._reads
+
+
+def read_text(path: str) -> str:
+    """A text file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"text '{path}' cannot be read: {reason}; check the path") from None
+
+
+def text_digest(path: str | None) -> str | None:
+    """What tells one text from another; None for the one that is built in."""
+    return None if path is None else sha256(read_text(path).encode()).hexdigest()[:16]
+
+
+def _language(tokenizer: PreTrainedTokenizerBase) -> Language:
+    vocabulary: dict[str, Any] = tokenizer.get_vocab()
+    return "needle" if set(TOKENS) <= set(vocabulary) else "english"
+
+
+def _needle_prompt(task: Task, context_tokens: int, seed: int) -> Prompt:
+    sample = task.needle(context_tokens, seed)
+    asked = tuple(
+        _asked(question, places, context_tokens)
+        for question, places in zip(sample.questions, sample.evidence, strict=True)
+    )
+    return Prompt(sample.context.tolist(), asked)
+
+
+def _asked(question: Question, places: tuple[int, ...], context_tokens: int) -> Asked:
+    depth = places[0] / context_tokens if len(places) == 1 else None
+    return Asked(question.ids, Exact(question.answer), depth)

@@ -1,0 +1,129 @@
+"""One prefill for all methods: the context computed exactly, and each question behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.hf_cache import HybridLayer
+from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.types import Evidence, LayerShape, Needs
+
+
+class _OpenLayer(TieredLayer):
+    """A layer whose prompt never ends: everything stays resident and is attended exactly."""
+
+    def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
+        """Nothing: more of the prompt may come, however short."""
+
+    def watched(self) -> list[EvidenceCollector]:
+        """What has been collected so far, to go back to."""
+        return [collector.branch() for collector in self._collectors]
+
+    def unwatch(self, before: list[EvidenceCollector]) -> None:
+        """Forgets what was collected since."""
+        self._collectors = before
+
+
+class _OpenPrompt(KVCache):
+    """A cache of such layers."""
+
+    def _new_layer(self, shape: LayerShape) -> TieredLayer:
+        return _OpenLayer(shape, self.info.rotary_of(shape.layer_idx), self.means)
+
+    @property
+    def open_layers(self) -> list[_OpenLayer]:
+        return [layer for layer in self.layers.values() if isinstance(layer, _OpenLayer)]
+
+
+class SharedPrompt:
+    """A context [tokens], computed once with full attention.
+
+    Args:
+        needs: evidence that the methods ask for, all of it together.
+
+    Raises:
+        ConfigError: the model has layers that are not tiered.
+    """
+
+    def __init__(self, runtime: Attachment, context: Sequence[int], needs: Needs) -> None:
+        self._model, self._count = runtime.model, len(context)
+        self._ids: list[int] = []
+        self._cache = runtime.cache(HybridConfig(method="full"))
+        for idx, layer in enumerate(self._cache.layers):
+            if not isinstance(layer, HybridLayer):
+                raise ConfigError(
+                    "methods are compared on models whose layers all attend to the whole context, "
+                    f"got layer {idx} that does not; choose another model"
+                )
+        self._cache.kv = self._kv = _OpenPrompt(runtime.info, HybridConfig(method="full"))
+        self._kv.watch(needs)
+        self._kv.reserve(self._count)
+        self._feed(context)
+
+    def context(self) -> Prefilled:
+        """The prompt as it stands: no question yet."""
+        stores, ids = self._kv.stores, torch.tensor([self._ids], device=self._model.device)
+        views = {idx: store.resident.view() for idx, store in sorted(stores.items())}
+        return Prefilled(
+            ids,
+            tuple((view.k, view.v) for view in views.values()),
+            tuple(self._kv.layers[idx].evidence() for idx in views),
+        )
+
+    def with_question(self, ids: Sequence[int]) -> tuple[Prefilled, int]:
+        """The prompt with a question behind the context, and the first token of the answer.
+
+        Good until the next question.
+        """
+        before = [layer.watched() for layer in self._kv.open_layers]
+        try:
+            logits = self._feed(ids)
+            return self.context(), int(logits[0, -1].argmax())
+        finally:
+            self._cache.crop(self._count - self._cache.get_seq_length())
+            del self._ids[self._count :]
+            for layer, collected in zip(self._kv.open_layers, before, strict=True):
+                layer.unwatch(collected)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._cache.close()
+
+    def _feed(self, ids: Sequence[int]) -> Tensor:
+        self._ids += ids
+        step = torch.tensor([list(ids)], device=self._model.device)
+        with torch.inference_mode():
+            logits: Tensor = self._model(
+                step, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            ).logits
+        return logits
+
+
+def narrowed(seen: Evidence, needs: Needs) -> Evidence:
+    """Of the evidence for many methods, what one of them would have been given alone."""
+    last, sampled, places = seen.last_queries, seen.sampled_queries, seen.sampled_positions
+    if last is not None:
+        count = min(needs.last_queries, last.shape[1])
+        last = last[:, last.shape[1] - count :] if count else None
+    if sampled is not None and places is not None:
+        stride = 1
+        while needs.sampled_queries and -(-sampled.shape[1] // stride) >= 2 * needs.sampled_queries:
+            stride *= 2  # as its collector would have halved them
+        sampled = sampled[:, ::stride] if needs.sampled_queries else None
+        places = places[::stride]
+    return replace(
+        seen,
+        last_queries=last,
+        sampled_queries=sampled,
+        sampled_positions=places,
+        column_sums=seen.column_sums if needs.column_sums else None,
+    )

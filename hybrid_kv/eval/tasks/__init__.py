@@ -1,0 +1,62 @@
+"""Tasks that methods are compared on, one family a file; importing this package registers them."""
+
+from hybrid_kv.eval.tasks.base import (
+    TASKS,
+    Language,
+    Room,
+    Task,
+    TaskConfig,
+    TextQuestion,
+    TextSample,
+)
+from hybrid_kv.eval.tasks.counting import CommonWords, FrequentWords, MostFrequent
+from hybrid_kv.eval.tasks.documents import OneStep, TwoSteps
+from hybrid_kv.eval.tasks.needles import (
+    KeyValue,
+    MultiKey1,
+    MultiKey2,
+    MultiKey3,
+    MultiQuery,
+    MultiValue,
+    Passkey,
+    Single1,
+    Single2,
+    Single3,
+)
+from hybrid_kv.eval.tasks.perplexity import Perplexity
+from hybrid_kv.eval.tasks.tracking import VariableTracking
+
+RULER = (
+    *("single_1", "single_2", "single_3", "multi_key_1", "multi_key_2", "multi_key_3"),
+    *("multi_value", "multi_query", "variable_tracking", "common_words", "frequent_words"),
+    *("qa_1", "qa_2"),
+)
+"""The thirteen tasks of RULER (arXiv:2404.06654)."""
+
+__all__ = [
+    "RULER",
+    "TASKS",
+    "CommonWords",
+    "FrequentWords",
+    "KeyValue",
+    "Language",
+    "MostFrequent",
+    "MultiKey1",
+    "MultiKey2",
+    "MultiKey3",
+    "MultiQuery",
+    "MultiValue",
+    "OneStep",
+    "Passkey",
+    "Perplexity",
+    "Room",
+    "Single1",
+    "Single2",
+    "Single3",
+    "Task",
+    "TaskConfig",
+    "TextQuestion",
+    "TextSample",
+    "TwoSteps",
+    "VariableTracking",
+]

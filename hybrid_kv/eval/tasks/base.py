@@ -1,0 +1,129 @@
+"""What a task is: contexts with questions, or a text to read on, drawn from a seed.
+
+A task writes in plain English for real models, or in the language of the model `needle` where that
+was trained for it. It knows no tokenizer: a `Room` counts tokens for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from hybrid_kv.config import Params, PluginConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.eval.needle import Sample as NeedleSample
+from hybrid_kv.registry import Registry
+
+Language = Literal["english", "needle"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextQuestion:
+    """A question about a text.
+
+    lead: how the answer begins; the model is given it and goes on. answers: what a right answer
+    contains, all of them, or any of them; case does not count. depth: where in the context the
+    answer stands, 0 for its beginning and 1 for its end; None where it stands in many places.
+    max_new_tokens: after so many the answer is over.
+    """
+
+    text: str
+    lead: str
+    answers: tuple[str, ...]
+    any_of: bool = False
+    depth: float | None = None
+    max_new_tokens: int = 48
+
+    def score(self, answer: str) -> float:
+        """The share of the answers that the text contains, or whether it contains any."""
+        found = [known.lower() in answer.lower() for known in self.answers]
+        return float(any(found)) if self.any_of else sum(found) / len(found)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSample:
+    """A context with what is said before it, and questions about it."""
+
+    intro: str
+    context: str
+    questions: tuple[TextQuestion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a task may write: about `tokens`, at most, as `count` counts those of a text."""
+
+    tokens: int
+    count: Callable[[str], int]
+
+    def less(self, *texts: str) -> Room:
+        """What is left beside these texts."""
+        return Room(self.tokens - sum(map(self.count, texts)), self.count)
+
+
+class Task:
+    """One kind of question; one object makes all of its samples.
+
+    reads: it asks nothing, but lets the model read on (see `hybrid_kv.eval.tasks.perplexity`).
+    """
+
+    Params: ClassVar[type[BaseModel]] = Params
+    reads: ClassVar[bool] = False
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def english(self, room: Room, rng: np.random.Generator, depth: float) -> TextSample:
+        """A context in plain English that fills the room.
+
+        Args:
+            depth: where in the context the one that is asked for should stand, in tasks of one.
+
+        Raises:
+            ConfigError: the room is too small, or the task is not written in English.
+        """
+        raise ConfigError(
+            f"task '{self._name}' is written in the language of the model 'needle' only; choose "
+            "another task, or evaluate needle"
+        )
+
+    def needle(self, context_tokens: int, seed: int) -> NeedleSample:
+        """A context of exactly so many tokens in the needle language.
+
+        Raises:
+            ConfigError: it is too short, or the model was not trained for the task.
+        """
+        raise ConfigError(
+            f"task '{self._name}' is written in English, which the model 'needle' does not speak; "
+            "choose another task, or a model of natural language"
+        )
+
+    def speaks(self, language: Language) -> bool:
+        """Whether the task is written in a language."""
+        own = type(self)
+        return (own.english if language == "english" else own.needle) is not (
+            Task.english if language == "english" else Task.needle
+        )
+
+    @property
+    def _name(self) -> str:
+        return next((name for name in TASKS if TASKS[name].factory is type(self)), "?")
+
+
+TASKS: Registry[Task] = Registry("task", provider=__package__)
+
+
+class TaskConfig(PluginConfig):
+    """A task's name with that task's parameters."""
+
+    registry: ClassVar[Registry[Any]] = TASKS
+    name_field: ClassVar[str] = "task"
+
+    task: str
+
+    def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by task
+        super().__init__(**data)

@@ -1,0 +1,76 @@
+"""Scores against bytes: one marker per method and budget, and the line that nobody is beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid_kv.report.html import numbers
+from hybrid_kv.report.html.figures.frame import SMALL, horizontal_grid, vertical_grid
+from hybrid_kv.report.html.figures.points import Rectangle, place
+from hybrid_kv.report.html.figures.scales import Scale, fitted
+from hybrid_kv.report.html.palette import SeriesLook
+from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A method under a budget: bytes, above 0, and a score in [0, 1]."""
+
+    method: str
+    budget: str | None
+    look: SeriesLook
+    bytes: float
+    score: float
+
+    @property
+    def tip(self) -> str:
+        name = self.method if self.budget is None else f"{self.method} at {self.budget}"
+        return f"{name}: {self.score:.3f}, {numbers.size(self.bytes)}"
+
+
+def pareto_figure(name: str, title: str, axis: str, marks: Sequence[Mark], width: float) -> Scene:
+    """Up and left is better; markers of a method are joined, the best of all by a thin line."""
+    height = 380.0
+    scene = Scene(name, title, _describe(axis, marks), width, height)
+    left, right, top, bottom = 46.0, width - 12.0, 28.0, height - 42.0
+    x_scale = fitted([mark.bytes for mark in marks], left + 6, right - 6, log=True)
+    y_scale = Scale(0.0, 1.03, bottom, top)
+    horizontal_grid(scene, y_scale, left, right, numbers.tick)
+    vertical_grid(scene, x_scale, top, bottom, numbers.size, most=6)
+    scene.add(
+        Text(0, 14, "score", "soft", SMALL),
+        Text(right, bottom + 36, f"{axis}, log scale", "soft", SMALL, "end"),
+        Line(((left, bottom), (right, bottom)), "rule"),
+    )
+    at = {mark: (x_scale(mark.bytes), y_scale(mark.score)) for mark in marks}
+    front = tuple(at[mark] for mark in frontier(marks))
+    if len(front) > 1:
+        scene.add(Line(front, "soft", 1.0, (2, 3)))
+    taken: list[Rectangle] = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
+    for method in dict.fromkeys(mark.method for mark in marks):
+        own = sorted((m for m in marks if m.method == method), key=lambda mark: mark.bytes)
+        if len(own) > 1:
+            scene.add(Line(tuple(at[mark] for mark in own), own[0].look.colour, 1.2))
+        for mark in own:
+            x, y = at[mark]
+            scene.add(Dot(x, y, mark.look.shape, mark.look.colour, 9, tip=mark.tip))
+        x, y = at[max(own, key=lambda mark: mark.score)]
+        room = (left, top - 8, right, bottom)
+        box = place(text_width(method, SMALL, bold=True), x, y, taken, room)
+        taken.append(box)
+        scene.add(Text(box[0], box[3] - 4, method, own[0].look.colour, SMALL, bold=True))
+    return scene
+
+
+def frontier(marks: Sequence[Mark]) -> list[Mark]:
+    """Those that no other beats in both, from the fewest bytes on."""
+    found: list[Mark] = []
+    for mark in sorted(marks, key=lambda mark: (mark.bytes, -mark.score)):
+        if not found or mark.score > found[-1].score:
+            found.append(mark)
+    return found
+
+
+def _describe(axis: str, marks: Sequence[Mark]) -> str:
+    return f"Score against {axis}. " + "; ".join(mark.tip for mark in marks) + "."

@@ -1,0 +1,90 @@
+"""Who takes part under which budget, and what is refused before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid_kv.contest.arguments import EvalArguments
+from hybrid_kv.contest.contenders import budget_tokens, contenders, parse_spec
+from hybrid_kv.errors import ConfigError
+
+
+def asked(**values: Any) -> EvalArguments:
+    return EvalArguments.of({"model": "needle", **values})
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("5%", 205), ("0.5%", 20), ("512", 512), ("1k", 1024), (" 2 % ", 82)]
+)
+def test_a_budget_is_a_share_or_a_number(text: str, tokens: int) -> None:
+    assert budget_tokens(text, 4096) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "-1", "101%", "five", "nan%", "", "%"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a budget must be a share of the context such as 5%"):
+        budget_tokens(text, 4096)
+
+
+def test_full_attention_takes_part_once_and_first() -> None:
+    found = [*contenders(["quest", "full"], ["5%", "10%"], 4096, {})]
+    assert [(one.name, one.budget) for one in found] == [
+        ("full", None),
+        ("quest", "5%"),
+        ("quest", "10%"),
+    ]
+    assert [one.config.page_budget for one in found[1:]] == [8, 18]
+
+
+def test_a_methods_own_settings_hold_whatever_the_budget_says() -> None:
+    _, own = contenders(["quest:dense_layers=3:page_size=8"], ["5%"], 4096, {"page_size": 4})
+    assert (own.config.dense_layers, own.config.page_size) == (3, 8)
+    assert own.config.sink_tokens == 8
+
+
+def test_common_settings_reach_the_methods_that_know_them() -> None:
+    _, quest, hybrid = contenders(["quest", "hybrid"], ["5%"], 4096, {"cold.index": "ivf"})
+    assert hybrid.config.cold.index.kind == "ivf"
+    assert "cold" not in quest.config.flat()
+
+
+def test_settings_stand_behind_a_name() -> None:
+    assert parse_spec("quest:a=1:b.c=x=y") == ("quest", {"a": "1", "b.c": "x=y"})
+    with pytest.raises(ConfigError, match="'quest:dense' must be a name with settings like"):
+        parse_spec("quest:dense")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"methods": ("qest",)}, "unknown method 'qest'; did you mean 'quest'"),
+    ({"tasks": ("key_valu",)}, "unknown task 'key_valu'; did you mean 'key_value'"),
+    ({"tasks": ("passkey:records",)}, "'passkey:records' must be a name with settings"),
+    ({"settings": {"cold.nprobe": 1}, "methods": ("quest",)}, "setting of the methods"),
+    ({"budgets": ("1%",), "contexts": (1024,), "methods": ("hybrid",)}, "budget 1% of 1024 tokens"),
+    ({"budgets": ()}, "budgets must name one at least"),
+    ({"question": "later"}, "arguments of the evaluation: question"),
+    ({"samples": 0}, "arguments of the evaluation: samples"),
+]
+
+
+@pytest.mark.parametrize(("values", "text"), REFUSED)
+def test_what_cannot_be_compared_is_refused_at_once(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        asked(**values)
+    assert text in str(refusal.value)
+
+
+def test_names_of_groups_are_spelled_out() -> None:
+    assert len(asked(tasks=("ruler",)).tasks) == 13
+    assert {"full", "quest", "hybrid"} <= set(asked(methods=("all",), contexts=(16384,)).methods)
+    needle = asked(tasks=("all",)).tasks_in("needle")
+    assert {"key_value", "most_frequent", "perplexity"} <= set(needle)
+    assert "qa_1" not in needle
+
+
+def test_a_task_that_the_model_does_not_speak_is_refused() -> None:
+    with pytest.raises(ConfigError, match="task 'qa_1' is not written in the needle language"):
+        asked(tasks=("qa_1",)).tasks_in("needle")
+    with pytest.raises(ConfigError, match="'most_frequent' is not written in English"):
+        asked(tasks=("most_frequent",)).tasks_in("english")

@@ -1,0 +1,145 @@
+"""Evaluations of a tiny model: complete, resumable, one prefill a context, no failure ends all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.contest.arguments import EvalArguments
+from hybrid_kv.contest.folder import ResultsFolder
+from hybrid_kv.contest.run import Contest
+from hybrid_kv.contest.statistics import rows_of
+from hybrid_kv.errors import MethodError
+from hybrid_kv.methods import Quest
+from hybrid_kv.report.evaluation import Cell, EvalRow
+
+ASKED: dict[str, Any] = {
+    "tasks": ("key_value:records=9", "perplexity:then=21:step=8"),
+    "contexts": (391,),
+    "methods": ("hybrid", "quest", "streaming_llm"),
+    "budgets": ("25%",),
+    "question": "both",
+    "samples": 1,
+    "dtype": "float32",
+    "settings": {"page_size": 8},
+}
+FEW: dict[str, Any] = {
+    "tasks": ("key_value:records=9:questions=2",),
+    "methods": ("quest", "streaming_llm"),
+    "question": "after",
+    "samples": 2,
+}
+TIMES = {"seconds", "counters"}
+
+
+def arguments(folder: Path, **changes: Any) -> EvalArguments:
+    return EvalArguments.of({"model": str(folder), **ASKED, **changes})
+
+
+def evaluate(llm: hkv.LLM, asked: EvalArguments, path: Path, told: Any = None) -> list[Cell]:
+    contest = Contest(llm, asked)
+    with ResultsFolder(path, asked.identity()) as results:
+        contest.run(results, told)
+        return [results.cells[key] for key in contest.wanted()]
+
+
+def plain(cells: list[Cell]) -> list[dict[str, Any]]:
+    return [cell.model_dump(exclude=TIMES) for cell in cells]
+
+
+def row(rows: list[EvalRow], method: str, asking: str) -> EvalRow:
+    return next(one for one in rows if (one.method, one.asking) == (method, asking))
+
+
+def test_every_cell_is_measured_and_full_attention_is_the_measure(
+    llm: hkv.LLM, folder: Path, tmp_path: Path
+) -> None:
+    cells = evaluate(llm, arguments(folder), tmp_path / "results")
+    assert len(cells) == 2 * 4 + 4
+    assert {cell.error for cell in cells} == {None}
+    rows = [*rows_of(cells)]
+    assert len(rows) == 3 * 4
+    full, quest = (row(rows, name, "none") for name in ("full", "quest"))
+    assert full.score is not None
+    assert full.kl is not None
+    assert (full.score.mean, full.kl.mean, full.budget) == (1, 0, None)
+    assert quest.kl is not None
+    assert (quest.kl.mean > 0, quest.budget, quest.questions) == (True, "25%", 21)
+    assert full.counters.missed_mass is not None
+    assert full.counters.missed_mass < 1e-5
+    for method in ("hybrid", "quest", "streaming_llm"):
+        for asking in ("after", "before", "none"):
+            counters = row(rows, method, asking).counters
+            assert counters.attended_tokens == pytest.approx(0.25 * 391, abs=12)
+            assert counters.missed_mass is not None
+            assert counters.missed_mass > 0.01
+    assert row(rows, "hybrid", "after").counters.recall is not None
+
+
+def test_an_evaluation_that_was_ended_is_continued(
+    llm: hkv.LLM, folder: Path, tmp_path: Path
+) -> None:
+    few = arguments(folder, **FEW)
+    whole = evaluate(llm, few, tmp_path / "whole")
+    seen: list[int] = []
+
+    def end(cell: Cell, done: int, total: int, left_s: float) -> None:
+        seen.append(total)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(llm, few, tmp_path / "parts", end)
+    parts = evaluate(llm, few, tmp_path / "parts", lambda *told: seen.append(told[2]))
+    assert plain(parts) == plain(whole)
+    assert seen == [6] * 4 + [2] * 2
+
+
+def test_more_may_be_asked_of_the_same_folder(llm: hkv.LLM, folder: Path, tmp_path: Path) -> None:
+    more = arguments(folder, **FEW | {"question": "both", "samples": 2})
+    evaluate(llm, arguments(folder, **FEW | {"methods": ("quest",)}), tmp_path / "results")
+    grown = evaluate(llm, more, tmp_path / "results")
+    assert plain(grown) == plain(evaluate(llm, more, tmp_path / "fresh"))
+
+
+def test_each_context_is_computed_once_and_no_cell_twice(
+    llm: hkv.LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    inner = llm.model.forward
+
+    def forward(ids: torch.Tensor, **rest: Any) -> Any:
+        sizes.append(ids.shape[1])
+        return inner(ids, **rest)
+
+    monkeypatch.setattr(llm.model, "forward", forward)
+    both = arguments(folder, **FEW | {"question": "both"})
+    cells = evaluate(llm, both, tmp_path / "results")
+    assert sum(size > 300 for size in sizes) == 2
+    sizes.clear()
+    assert evaluate(llm, both, tmp_path / "results") == cells
+    assert sizes == []
+
+
+def test_a_method_that_fails_ends_no_other_and_is_tried_again(
+    llm: hkv.LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = arguments(folder, **FEW)
+
+    def broken(self: Quest, layer_idx: int, q: torch.Tensor) -> Any:
+        raise MethodError("quest must answer, got lost; mend it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Quest, "read", broken)
+        cells = evaluate(llm, few, tmp_path / "results")
+    assert {cell.error for cell in cells if cell.method == "quest"} == {
+        "quest must answer, got lost; mend it"
+    }
+    assert {cell.error for cell in cells if cell.method != "quest"} == {None}
+    again: list[str] = []
+    evaluate(llm, few, tmp_path / "results", lambda cell, *_: again.append(cell.method))
+    assert again == ["quest", "quest"]

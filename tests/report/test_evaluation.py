@@ -1,0 +1,118 @@
+"""An evaluation's tables and page: complete, well-formed, and no name becomes markup."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
+from hybrid_kv.report.evaluation_tables import sheets, short_bytes, to_csv
+from hybrid_kv.report.html.evaluation import render_evaluation
+from hybrid_kv.report.html.figures.pareto import Mark, frontier
+from hybrid_kv.report.html.palette import looks
+from hybrid_kv.report.schema import EvalReport, parse_report, to_json
+from tests.report.profiles import HOSTILE, environment
+from tests.report.test_html_page import Page
+
+
+def row(method: str, budget: str | None, score: float | None, task: str = "key_value") -> EvalRow:
+    reads = task == "perplexity"
+    found = None if score is None else Interval(mean=score, low=score - 0.1, high=score + 0.1)
+    return EvalRow(
+        task=task,
+        context_tokens=4096,
+        asking="none" if reads else "after",
+        method=method,
+        budget=budget,
+        samples=3,
+        questions=12,
+        score=found,
+        nats_beyond=found if reads else None,
+        kl=found if reads else None,
+        counters=Counters(attended_tokens=205.5, read_bytes=3e6, device_bytes=2e6, host_bytes=1e6),
+        depths=(DepthScore(low=0.2, high=0.4, score=score or 0, questions=4),) if found else (),
+        error="it broke" if score is None else None,
+    )
+
+
+ROWS = tuple(
+    row(method, budget, score, task)
+    for task in ("key_value", "qa_1", "perplexity")
+    for method, budget, score in (
+        ("full", None, 1.0),
+        ("quest", "5%", 0.25),
+        ("hybrid", "5%", 0.75),
+        (HOSTILE, "5%", None),
+        ("quest", "10%", 0.5),
+    )
+)
+
+
+def report(rows: tuple[EvalRow, ...] = ROWS) -> EvalReport:
+    return EvalReport(
+        environment=environment(), arguments={"model": HOSTILE}, model=HOSTILE, rows=rows
+    )
+
+
+def test_a_sheet_has_methods_down_by_budget_and_tasks_across() -> None:
+    first, second = sheets(ROWS)
+    assert (first.title, second.title) == (
+        "4K tokens, question after the eviction",
+        "4K tokens, reading on",
+    )
+    assert first.head()[:5] == ["method", "budget", "key_value", "qa_1", "mean"]
+    assert [first.cells(line)[:5] for line in first.lines if line.method != HOSTILE] == [
+        ["full", "-", "1.000", "1.000", "1.000"],
+        ["quest", "5%", "0.250", "0.250", "0.250"],
+        ["hybrid", "5%", "0.750", "0.750", "0.750"],
+        ["quest", "10%", "0.500", "0.500", "0.500"],
+    ]
+    assert first.cells(first.lines[3])[2:5] == ["failed", "failed", "-"]
+    assert second.head()[2:5] == ["nats beyond", "KL", "top-1"]
+    assert second.cells(second.lines[1])[2:5] == ["+0.2500", "0.2500", "0.250"]
+
+
+def test_a_method_that_lacks_a_task_leaves_a_gap() -> None:
+    (sheet,) = sheets((row("full", None, 1.0), row("quest", "5%", 0.5, "qa_1")))
+    assert [sheet.cells(line)[2:4] for line in sheet.lines] == [["1.000", "-"], ["-", "0.500"]]
+
+
+def test_every_row_is_in_the_csv() -> None:
+    lines = list(csv.DictReader(to_csv(ROWS).splitlines()))
+    assert len(lines) == len(ROWS)
+    assert lines[1]["score"] == "0.25"
+    assert lines[1]["score_low"] == "0.15"
+    assert (lines[0]["budget"], lines[3]["score"], lines[3]["error"]) == ("", "", "it broke")
+
+
+def test_the_page_is_well_formed_and_no_name_is_markup() -> None:
+    page = Page(render_evaluation(report()))
+    assert page.count["script"] == 1  # the page's own
+    assert page.count["table"] >= 3
+    assert page.count["svg"] >= 5
+    words = " ".join(page.words)
+    assert "hybrid 5% scores 0.75 (full attention 1.00)" in words
+    assert "it broke" in words
+
+
+def test_a_page_of_nothing_but_full_attention_can_be_made() -> None:
+    Page(render_evaluation(report((row("full", None, 1.0),))))
+    Page(render_evaluation(report(())))
+
+
+def test_a_report_comes_back_from_its_json() -> None:
+    assert parse_report(to_json(report())) == report()
+
+
+def test_the_frontier_is_what_nobody_beats() -> None:
+    look = looks(["a"])["a"]
+    marks = [Mark("a", None, look, b, s) for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
+    assert frontier(marks) == marks[:2]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, "-"), (0, "0"), (999, "999"), (1536, "1.5K"), (5 * 2**30, "5G")]
+)
+def test_bytes_are_short(count: float | None, text: str) -> None:
+    assert short_bytes(count) == text
