@@ -25,7 +25,7 @@ from hybrid_kv.cli.display import (
 from hybrid_kv.cli.documents import describe_run, environment_of
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.cli.running import opened, run
-from hybrid_kv.cli.tables import Cell
+from hybrid_kv.cli.tables import TextCell
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.eval.prefilled import Prefilled, open_cache, prefill
@@ -47,7 +47,7 @@ class Answer:
     correct: bool
     ready_s: float
 
-    def rows(self) -> list[tuple[str, Cell]]:
+    def rows(self) -> list[tuple[str, TextCell]]:
         """Labels and cells of a column of the comparison."""
         got, work = self.generation, self.generation.work
         per_step = work.attended / work.steps if work.steps else 0

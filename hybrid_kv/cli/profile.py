@@ -28,7 +28,7 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.eval.profiling import ProfileArguments
-    from hybrid_kv.eval.profiling.bench import Kept, Told
+    from hybrid_kv.eval.profiling.bench import Kept, RowTold
     from hybrid_kv.report.profile import ProfileRow
     from hybrid_kv.report.schema import ProfileReport
     from hybrid_kv.watch.recorder import TraceSpan
@@ -305,7 +305,7 @@ def _as_options(names: list[str]) -> list[str]:
 
 
 @contextmanager
-def _progress(total: int, output: OutputOptions) -> Iterator[Told | None]:
+def _progress(total: int, output: OutputOptions) -> Iterator[RowTold | None]:
     """A bar over the rows, on a terminal.
 
     It is drawn when it is told something and by no thread, so that it takes nothing from a step.

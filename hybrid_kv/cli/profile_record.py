@@ -21,7 +21,7 @@ from hybrid_kv.report.files import STDOUT, is_replaced
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.schema import ProfileReport
 
-Place = tuple[str, int]
+RowPlace = tuple[str, int]
 """A method and a context."""
 
 _MOST_TOLD = 5
@@ -51,13 +51,13 @@ def find_earlier(asked: ProfileArguments, output: OutputOptions) -> ProfileRepor
     return report
 
 
-def rows_of(report: ProfileReport | None) -> dict[Place, ProfileRow]:
+def rows_of(report: ProfileReport | None) -> dict[RowPlace, ProfileRow]:
     """The rows that need not be measured again."""
     rows = () if report is None else report.rows
     return {_place(row): row for row in rows if row.status == "ok"}
 
 
-def lacking(asked: ProfileArguments, known: Mapping[Place, ProfileRow]) -> int:
+def lacking(asked: ProfileArguments, known: Mapping[RowPlace, ProfileRow]) -> int:
     """How many rows are still to be measured."""
     return sum(place not in known for place in _places(asked))
 
@@ -69,7 +69,7 @@ class Record:
     """
 
     def __init__(
-        self, bench: Bench, output: OutputOptions, known: Mapping[Place, ProfileRow]
+        self, bench: Bench, output: OutputOptions, known: Mapping[RowPlace, ProfileRow]
     ) -> None:
         self._bench, self._output = bench, output
         self._rows = dict(known)
@@ -95,11 +95,11 @@ class Record:
         return describe_profile(self._bench, rows, interrupted=interrupted)
 
 
-def _place(row: ProfileRow) -> Place:
+def _place(row: ProfileRow) -> RowPlace:
     return row.method, row.context_tokens
 
 
-def _places(asked: ProfileArguments) -> Iterator[Place]:
+def _places(asked: ProfileArguments) -> Iterator[RowPlace]:
     return ((method, tokens) for tokens in asked.contexts for method in asked.methods)
 
 

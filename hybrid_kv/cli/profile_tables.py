@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hybrid_kv.cli.display import console, human_bytes, human_seconds
-from hybrid_kv.cli.tables import Cell, Column, print_columns
+from hybrid_kv.cli.tables import Column, TextCell, print_columns
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.quantities import (
     DEVICE_PEAK,
@@ -96,7 +96,7 @@ def _ratio(first: ProfileRow | None, row: ProfileRow) -> str:
     return f"{row.itl_ms.p50 / first.itl_ms.p50:.2f}"
 
 
-def _agreement(first: ProfileRow | None, row: ProfileRow) -> Cell:
+def _agreement(first: ProfileRow | None, row: ProfileRow) -> TextCell:
     if first is None or first.itl_ms is None or row.itl_ms is None:
         return "-"
     return Text("yes", "green") if agree(first.step_ms, row.step_ms) else Text("no", "red")
@@ -166,7 +166,7 @@ def _latency(report: ProfileReport) -> tuple[list[Column], list[Column]]:
     return [Column("method", methods, left=True)], columns
 
 
-def _cell(row: ProfileRow | None) -> Cell:
+def _cell(row: ProfileRow | None) -> TextCell:
     if row is None:
         return "-"
     text = "" if row.tpot_ms is None else f"{row.tpot_ms:.1f}"

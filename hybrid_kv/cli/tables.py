@@ -13,7 +13,7 @@ from rich.text import Text
 _GAP = 2
 """Blanks between two columns."""
 
-Cell = str | Text
+TextCell = str | Text
 """Text is shown as it is; brackets have no meaning."""
 
 
@@ -22,7 +22,7 @@ class Column:
     """A title and a cell for every row; numbers stand at the right."""
 
     title: str
-    cells: Sequence[Cell]
+    cells: Sequence[TextCell]
     left: bool = False
 
     @property

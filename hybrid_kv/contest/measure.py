@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
-from hybrid_kv.contest.prompts import Asked, Judge, Prompt, Writer
+from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt, narrowed
 from hybrid_kv.eval.prefilled import Prefilled
 from hybrid_kv.models.attach import Attachment
@@ -243,7 +243,9 @@ def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
     tally.work.add(kv.work)
 
 
-def _judged(place: Place, asked: Sequence[Asked], found: Sequence[list[int]]) -> dict[str, Any]:
+def _judged(
+    place: Place, asked: Sequence[AskedQuestion], found: Sequence[list[int]]
+) -> dict[str, Any]:
     pairs = list(zip(asked, found, strict=True))
     return {
         "scores": tuple(question.judge.score(answer) for question, answer in pairs),

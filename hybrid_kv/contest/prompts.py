@@ -65,7 +65,7 @@ class Contains:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedQuestion:
     """A question: its tokens after the context, up to where the answer begins."""
 
     ids: tuple[int, ...]
@@ -78,7 +78,7 @@ class Prompt:
     """A context, with questions about it or with the text that follows it."""
 
     context: list[int]
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[AskedQuestion, ...] = ()
     text: tuple[int, ...] = ()
 
 
@@ -146,7 +146,7 @@ class Writer:
         others = [self._encode(before, TextQuestion(word, "", ("",))) for word in ("a", "Z")]
         shared = min(common_length(ids, others[0]) for ids in (*whole, others[1]))
         asked = tuple(
-            Asked(
+            AskedQuestion(
                 tuple(ids[shared:]), Contains(question, self._tokenizer, self._ends), question.depth
             )
             for ids, question in zip(whole, sample.questions, strict=True)
@@ -226,6 +226,6 @@ def _needle_prompt(task: Task, context_tokens: int, seed: int) -> Prompt:
     return Prompt(sample.context.tolist(), asked)
 
 
-def _asked(question: Question, places: tuple[int, ...], context_tokens: int) -> Asked:
+def _asked(question: Question, places: tuple[int, ...], context_tokens: int) -> AskedQuestion:
     depth = places[0] / context_tokens if len(places) == 1 else None
-    return Asked(question.ids, Exact(question.answer), depth)
+    return AskedQuestion(question.ids, Exact(question.answer), depth)

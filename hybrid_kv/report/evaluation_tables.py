@@ -19,7 +19,7 @@ _SAID: dict[Asking, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ScoreLine:
     """A method under a budget in one table: its rows by task, None where there is none."""
 
     method: str
@@ -54,7 +54,7 @@ class Sheet:
     context_tokens: int
     asking: Asking
     tasks: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ScoreLine, ...]
 
     @property
     def title(self) -> str:
@@ -69,7 +69,7 @@ class Sheet:
         costs = ["attended", "of all", "read/step", "device", "host", "ms/token", "missed", "error"]
         return ["method", "budget", *quality, *costs, "recall"]
 
-    def cells(self, line: Line) -> list[str]:
+    def cells(self, line: ScoreLine) -> list[str]:
         """One line of the table."""
         quality: list[str] = []
         for row in line.rows:
@@ -96,7 +96,9 @@ def sheets(rows: Sequence[EvalRow]) -> Iterator[Sheet]:
             budgets = [None, *dict.fromkeys(r.budget for r in own if r.budget is not None)]
             keys = dict.fromkeys((row.method, row.budget) for row in own)
             ordered = sorted(keys, key=lambda key: budgets.index(key[1]))
-            lines = (Line(m, b, tuple(found.get((m, b, t)) for t in tasks)) for m, b in ordered)
+            lines = (
+                ScoreLine(m, b, tuple(found.get((m, b, t)) for t in tasks)) for m, b in ordered
+            )
             yield Sheet(context, asking, tasks, tuple(lines))
 
 

@@ -18,19 +18,19 @@ from hybrid_kv.report.run import Group, MachineGbps, Run
 SCHEMA: Final = 1
 
 
-class _Document(Group):
+class _Envelope(Group):
     schema_: Literal[1] = Field(default=1, alias="schema")
     command: str
     environment: Environment
 
 
-class RunReport(Run, _Document):
+class RunReport(Run, _Envelope):
     """`generate`: the run's keys stand beside schema, command and environment."""
 
     command: Literal["generate"] = "generate"
 
 
-class ChatReport(_Document):
+class ChatReport(_Envelope):
     """`chat`: one run per answer; in each, context_tokens counts all turns before."""
 
     command: Literal["chat"] = "chat"
@@ -66,7 +66,7 @@ class LayerReport(Group):
     runs: tuple[LayerRun, LayerRun]
 
 
-class DemoReport(_Document):
+class DemoReport(_Envelope):
     """`demo`: one question answered by full attention and by the method, in this order.
 
     attended_ratio: entries that the method attended over those that full attention attends.
@@ -96,7 +96,7 @@ class PluginReport(Group):
     parameters: dict[str, Any]
 
 
-class MethodsReport(_Document):
+class MethodsReport(_Envelope):
     """`methods`: what can be chosen."""
 
     command: Literal["methods"] = "methods"
@@ -112,7 +112,7 @@ class Check(Group):
     detail: str
 
 
-class DoctorReport(_Document):
+class DoctorReport(_Envelope):
     """`doctor`: what this machine can run.
 
     ram_free_bytes: within the limit that is met first; ram_limit: which one, null for the machine's
@@ -148,7 +148,7 @@ class PlannedOption(Group):
     max_context_tokens: int
 
 
-class PlanReport(_Document):
+class PlanReport(_Envelope):
     """`plan`: predictions, none of them measured but the bandwidths.
 
     rates_assumed: the device's bandwidths are a card's specification. recommended: the first option
@@ -170,7 +170,7 @@ class PlanReport(_Document):
     advice: str
 
 
-class ProfileReport(_Document):
+class ProfileReport(_Envelope):
     """`profile`: each method at each context, on one machine.
 
     arguments: of the verb, all that it takes to repeat the run. layers: of the model that was run;
@@ -210,7 +210,7 @@ class RatioReport(Group):
     high: float | None = None
 
 
-class EvalReport(_Document):
+class EvalReport(_Envelope):
     """`eval`: methods compared on tasks, one row for each task, context, asking, method and budget.
 
     arguments: of the verb, all that it takes to repeat the run. interrupted: the user ended it;
@@ -224,7 +224,7 @@ class EvalReport(_Document):
     interrupted: bool = False
 
 
-class PageReport(_Document):
+class PageReport(_Envelope):
     """`report`: which runs were drawn, which files that made, and the ratios of profiles."""
 
     command: Literal["report"] = "report"
@@ -251,7 +251,7 @@ class _Any(BaseModel):
     report: Report
 
 
-def to_json(report: _Document) -> str:
+def to_json(report: _Envelope) -> str:
     """The report as one JSON document of one line per key."""
     return report.model_dump_json(by_alias=True, indent=2)
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
 from hybrid_kv.report.evaluation_tables import sheets, short_bytes, to_csv
 from hybrid_kv.report.html.evaluation import render_evaluation
-from hybrid_kv.report.html.figures.pareto import Mark, frontier
+from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier
 from hybrid_kv.report.html.palette import looks
 from hybrid_kv.report.schema import EvalReport, parse_report, to_json
 from tests.report.profiles import HOSTILE, environment
@@ -107,7 +107,7 @@ def test_a_report_comes_back_from_its_json() -> None:
 
 def test_the_frontier_is_what_nobody_beats() -> None:
     look = looks(["a"])["a"]
-    marks = [Mark("a", None, look, b, s) for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
+    marks = [ParetoMark("a", None, look, b, s) for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
     assert frontier(marks) == marks[:2]
 
 

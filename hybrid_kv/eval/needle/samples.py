@@ -20,7 +20,7 @@ BuildFacts = Callable[[np.random.Generator, int, NDArray[np.int64]], Facts]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class NeedleTask:
     """One kind of haystack: how to draw its facts, and the fewest records that make sense."""
 
     name: str
@@ -45,15 +45,15 @@ class Sample:
     evidence: tuple[tuple[int, ...], ...]
 
 
-def _task(build: BuildFacts, min_records: int, max_records: int) -> Task:
+def _task(build: BuildFacts, min_records: int, max_records: int) -> NeedleTask:
     summary = (build.__doc__ or "").split("\n")[0].rstrip(".")
-    return Task(build.__name__, summary, build, min_records, max_records)
+    return NeedleTask(build.__name__, summary, build, min_records, max_records)
 
 
 MAX_KEYS: Final = 1 << 15
 """Half of all two-byte keys; beyond it, hard negatives are everywhere and drawing is slow."""
 
-TASKS: Final[Mapping[str, Task]] = MappingProxyType(
+TASKS: Final[Mapping[str, NeedleTask]] = MappingProxyType(
     {
         task.name: task
         for task in (

@@ -27,7 +27,7 @@ from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import ModelInfo
 from hybrid_kv.watch.recorder import TraceSpan
 
-Told = Callable[[ProfileRow, str, int, int], None]
+RowTold = Callable[[ProfileRow, str, int, int], None]
 """Called with a row, what is being done for it, how much of that is done, and how much there is."""
 Kept = Callable[[ProfileRow, Sequence[TraceSpan]], None]
 """Called with a row and the spans of a few steps."""
@@ -115,7 +115,7 @@ def _lack(
 
 def sweep(
     bench: Bench,
-    report: Told | None = None,
+    report: RowTold | None = None,
     *,
     keep: Kept | None = None,
     known: Collection[tuple[str, int]] = (),
@@ -155,7 +155,7 @@ def sweep(
             gc.collect()  # caches hold each other and gigabytes
 
 
-def _teller(row: ProfileRow, report: Told | None) -> Progress:
+def _teller(row: ProfileRow, report: RowTold | None) -> Progress:
     def tell(what: str, done: int, total: int) -> None:
         if report is not None:
             report(row, what, done, total)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from hybrid_kv.report.evaluation import EvalRow
-from hybrid_kv.report.evaluation_tables import Line, Sheet, sheets
+from hybrid_kv.report.evaluation_tables import ScoreLine, Sheet, sheets
 from hybrid_kv.report.html.elements import Child, Html, el, join
 from hybrid_kv.report.html.figures.depths import DepthMap, depths_figure
-from hybrid_kv.report.html.figures.pareto import Mark, pareto_figure
+from hybrid_kv.report.html.figures.pareto import ParetoMark, pareto_figure
 from hybrid_kv.report.html.head import machine
 from hybrid_kv.report.html.page import article, shell
 from hybrid_kv.report.html.palette import looks
@@ -117,11 +117,11 @@ def _pareto(found: Sequence[Sheet]) -> Html | None:
     return tabs("pareto-tabs", "Context", panels) if panels else None
 
 
-def _pareto_scene(name: str, axis: str, marks: Sequence[Mark], width: float) -> Scene:
+def _pareto_scene(name: str, axis: str, marks: Sequence[ParetoMark], width: float) -> Scene:
     return pareto_figure(f"pareto-{name}", f"Score against {axis}", axis, marks, width)
 
 
-def _marks(lines: Sequence[Line], kind: str) -> list[Mark]:
+def _marks(lines: Sequence[ScoreLine], kind: str) -> list[ParetoMark]:
     look = looks(line.method for line in lines)
     marks = []
     for line in lines:
@@ -129,7 +129,7 @@ def _marks(lines: Sequence[Line], kind: str) -> list[Mark]:
         held = (found.device_bytes or 0) + (found.host_bytes or 0)
         count = found.read_bytes if kind == "read" else held
         if count and line.score is not None:
-            marks.append(Mark(line.method, line.budget, look[line.method], count, line.score))
+            marks.append(ParetoMark(line.method, line.budget, look[line.method], count, line.score))
     return marks
 
 

@@ -14,7 +14,7 @@ from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ParetoMark:
     """A method under a budget: bytes, above 0, and a score in [0, 1]."""
 
     method: str
@@ -29,7 +29,9 @@ class Mark:
         return f"{name}: {self.score:.3f}, {numbers.size(self.bytes)}"
 
 
-def pareto_figure(name: str, title: str, axis: str, marks: Sequence[Mark], width: float) -> Scene:
+def pareto_figure(
+    name: str, title: str, axis: str, marks: Sequence[ParetoMark], width: float
+) -> Scene:
     """Up and left is better; markers of a method are joined, the best of all by a thin line."""
     height = 380.0
     scene = Scene(name, title, _describe(axis, marks), width, height)
@@ -63,14 +65,14 @@ def pareto_figure(name: str, title: str, axis: str, marks: Sequence[Mark], width
     return scene
 
 
-def frontier(marks: Sequence[Mark]) -> list[Mark]:
+def frontier(marks: Sequence[ParetoMark]) -> list[ParetoMark]:
     """Those that no other beats in both, from the fewest bytes on."""
-    found: list[Mark] = []
+    found: list[ParetoMark] = []
     for mark in sorted(marks, key=lambda mark: (mark.bytes, -mark.score)):
         if not found or mark.score > found[-1].score:
             found.append(mark)
     return found
 
 
-def _describe(axis: str, marks: Sequence[Mark]) -> str:
+def _describe(axis: str, marks: Sequence[ParetoMark]) -> str:
     return f"Score against {axis}. " + "; ".join(mark.tip for mark in marks) + "."
