@@ -160,6 +160,14 @@ class Index(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
 
+    @property
+    def innermost(self) -> Index:
+        """What answers searches: this index, or the one part that it hands all of them on to.
+
+        Asked for again after every `build`.
+        """
+        return self
+
     @abstractmethod
     def __len__(self) -> int:
         """Rows indexed."""

@@ -7,7 +7,7 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -222,6 +222,8 @@ class TokenBudget:
         is repeated wider, for up to max_tokens.
     shared: the heads of a layer share their budgets at every step: of what all of them found, the
         entries of the largest shares are attended (Ada-KV, arXiv:2407.11550, at each step).
+    most: entries that a query head attends at most. width: that its search is made wide enough for.
+    weighs: whether what was found is cut by its weight.
 
     Raises:
         ConfigError: a number is out of range.
@@ -231,11 +233,17 @@ class TokenBudget:
     max_tokens: int | None = None
     min_share: float | None = None
     shared: bool = False
+    most: int = field(init=False, repr=False, compare=False)
+    width: int = field(init=False, repr=False, compare=False)
+    weighs: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {self.top_k}; use 1 or more")
-        if self.most < self.top_k:
+        most = 4 * self.top_k if self.shared else self.top_k
+        if self.max_tokens is not None:
+            most = self.max_tokens
+        if most < self.top_k:
             raise ConfigError(
                 f"max_tokens must be at least top_k {self.top_k}, got {self.max_tokens}; "
                 "raise it or lower top_k"
@@ -245,23 +253,13 @@ class TokenBudget:
                 f"min_share must be at least 0 and below 1, got {self.min_share}; leave it out for "
                 "no limit"
             )
-
-    @property
-    def most(self) -> int:
-        """Entries that a query head attends at most."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        return 4 * self.top_k if self.shared else self.top_k
-
-    @property
-    def width(self) -> int:
-        """Entries that the search of a query head is made wide enough for."""
-        return min(2 * self.top_k, self.most) if self.shared else self.top_k
-
-    @property
-    def weighs(self) -> bool:
-        """Whether what was found is cut by its weight."""
-        return self.shared or self.min_share is not None
+        width = min(2 * self.top_k, most) if self.shared else self.top_k
+        for name, value in (
+            ("most", most),
+            ("width", width),
+            ("weighs", self.shared or self.min_share is not None),
+        ):
+            object.__setattr__(self, name, value)  # once: every step asks
 
 
 @dataclass(frozen=True, slots=True)

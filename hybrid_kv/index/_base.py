@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +12,6 @@ from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index import _checks
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.types import SearchResult
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _without_gradients(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """As `torch.no_grad`, which takes its time even where no gradients are on anyway."""
-    guarded = torch.no_grad()(function)
-
-    @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return (guarded if torch.is_grad_enabled() else function)(*args, **kwargs)
-
-    return called
 
 
 class KeyIndex(Index):
@@ -78,7 +62,6 @@ class KeyIndex(Index):
         if keys.shape[1] > known.shape[1]:
             self._append(known.shape[1])
 
-    @_without_gradients
     def search(
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
     ) -> SearchResult:
@@ -88,17 +71,29 @@ class KeyIndex(Index):
             ShapeError: queries do not fit the keys, or near the queries.
             ConfigError: top_k is below 1, or most below top_k.
         """
-        keys = self._keys
+        if torch.is_grad_enabled():  # a guard takes its time even where no gradients are on anyway
+            with torch.no_grad():
+                return KeyIndex.search(self, queries, top_k, most, near)
+        keys = self._keys if self._known is None else self._known
         most = top_k if most is None else most
-        _checks.check_queries(queries, keys)
-        _checks.check_counts(top_k, most)
+        heads, _, dim = keys.shape
+        if (
+            queries.dim() != 3
+            or (queries.shape[0], queries.shape[2]) != (heads, dim)
+            or not 1 <= top_k <= most
+            or (
+                near is not None
+                and (near.shape[:2], near.dtype) != (queries.shape[:2], torch.int64)
+            )
+            or (near is not None and near.dim() != 3)
+        ):
+            _checks.refuse_search(queries, keys, top_k, most, near)
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:
             return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
         queries, most = queries.float(), min(most, keys.shape[1])
         if near is None:
             return self._find(queries, size[2], most)
-        _checks.check_near(near, queries)
         return self._find_near(queries, size[2], most, near)
 
     def cancel(self) -> None:

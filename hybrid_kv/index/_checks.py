@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -25,14 +27,31 @@ def check_appended(keys: Tensor, known: Tensor) -> None:
         )
 
 
-def check_queries(queries: Tensor, keys: Tensor) -> None:
-    """Raises ShapeError unless queries [Hkv, M, D] fit keys [Hkv, N, D]."""
+def refuse_search(
+    queries: Tensor, keys: Tensor, top_k: int, most: int, near: Tensor | None
+) -> NoReturn:
+    """Says what is wrong with a search.
+
+    Raises:
+        ShapeError: queries [Hkv, M, D] do not fit keys [Hkv, N, D], or near is not [Hkv, M, W]
+            int64 for them.
+        ConfigError: not 1 <= top_k <= most.
+    """
     heads, _, dim = keys.shape
     if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
         raise ShapeError(
             f"queries must be [{heads}, M, {dim}] as the keys have {heads} KV heads of "
             f"head_dim {dim}, got shape {list(queries.shape)}"
         )
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+    if most < top_k:
+        raise ConfigError(f"most must be at least top_k {top_k}, got {most}; leave it out")
+    got = "none" if near is None else f"{near.dtype} of shape {list(near.shape)}"
+    raise ShapeError(
+        f"near must be int64 {[*queries.shape[:2], 'W']} as the queries are, got {got}; leave it "
+        "out for other queries"
+    )
 
 
 def check_samples(samples: Tensor, keys: Tensor) -> None:
@@ -58,23 +77,6 @@ def check_nearest(nearest: Tensor, samples: Tensor | None, keys: Tensor) -> None
             f"nearest must name rows 0..{keys.shape[1] - 1} of the keys, got "
             f"{int(nearest.min())}..{int(nearest.max())}"
         )
-
-
-def check_near(near: Tensor, queries: Tensor) -> None:
-    """Raises ShapeError unless near is [Hkv, M, W] int64 for queries [Hkv, M, D]."""
-    if near.dim() != 3 or near.shape[:2] != queries.shape[:2] or near.dtype != torch.int64:
-        raise ShapeError(
-            f"near must be int64 {[*queries.shape[:2], 'W']} as the queries are, got {near.dtype} "
-            f"of shape {list(near.shape)}; leave it out for other queries"
-        )
-
-
-def check_counts(top_k: int, most: int) -> None:
-    """Raises ConfigError unless 1 <= top_k <= most."""
-    if top_k < 1:
-        raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
-    if most < top_k:
-        raise ConfigError(f"most must be at least top_k {top_k}, got {most}; leave it out")
 
 
 def check_finite(keys: Tensor, first_row: int = 0) -> None:

@@ -12,7 +12,7 @@ from hybrid_kv.index._scan import rank
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.workers import default_pool, here, pool_here
 from hybrid_kv.types import SearchResult
 
 _SPARE_CANDIDATES = 32
@@ -87,7 +87,8 @@ class _Int8Scan:
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
-        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool_here())
+        pool = None if here.is_alone else default_pool()
+        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool)
 
     @property
     def memory_bytes(self) -> int:

@@ -312,6 +312,10 @@ class AutoIndex(SavedIndex):
         for part in self._parts:
             part.index.add(self._keys[part.heads])
 
+    @property
+    def innermost(self) -> Index:
+        return self._parts[0].index if len(self._parts) == 1 else self
+
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         return self._search(queries, count, most, None)
 

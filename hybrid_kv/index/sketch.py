@@ -186,9 +186,9 @@ class SketchIndex(SavedIndex):
         self._searcher = TierSearcher(keys, tiers) if keys else None
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
+        if self._searcher is None and len(self._scans) == 1:
+            return self._scans[0][1].find(queries, count, most)
         parts = [(heads, scan.find(queries[heads], count, most)) for heads, scan in self._scans]
-        if self._searcher is None and len(parts) == 1:
-            return parts[0][1]
         rows = sum(part.ids.shape[0] for _, part in parts) * len(self)
         if self._searcher is None:
             return joined(queries, parts, rows)

@@ -15,6 +15,8 @@ from hybrid_kv.errors import BackendUnavailable, unknown_name
 from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
+from hybrid_kv.ops.native import workers
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import PagedKV, PartialAttention
 
@@ -22,6 +24,7 @@ _FEW_TOKENS = 64
 """New tokens up to which each may read the pages for itself: twice what a step has by default."""
 _FEW_QUERIES = 64
 """Queries of a KV head up to which the engine attends: a decode step's, not a prompt's."""
+_NATIVE = frozenset({"native"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Ops:
         plain = softcap is None and (q.device.type != "cuda" or torch_cuda.expresses(q, bias))
         name = self._choose("attend", q, here=here, plain=plain, pairs=pairs, few=few)
         if name == "native":
-            return native.attend_rows(q, k, v, scale=scale, softcap=softcap)
+            return native.attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool_here())
         if name == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
         if name == "torch_cuda":
@@ -72,10 +75,18 @@ class Ops:
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        here = ("native",) if native.serves(k, v) else ()
-        if self._choose("attend_visible", q, here=here, few=_is_few(q)) == "native":
+        here = _NATIVE if native.serves(k, v) else ()
+        few, device = q.shape[2] <= _FEW_QUERIES, q.device.type
+        name = _chosen(
+            self.backend, "attend_visible", device_type=device, dtype=q.dtype, here=here, few=few
+        )
+        self.served["attend_visible"] = name
+        if name == "native":
             visible = native.Visible(positions, newest, new)
-            return native.attend_rows(q, k, v, scale=scale, softcap=softcap, visible=visible)
+            pool = None if workers.here.is_alone else workers.default_pool()
+            return native.attend_rows(
+                q, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool
+            )
         return reference.attend_visible(
             *(q, k, v, positions, newest),
             new=new,
@@ -123,9 +134,17 @@ class Ops:
         Args:
             bias: [H, M, K] float32, added to the logits; None for none.
         """
-        here = ("native",) if native.serves(k, v) else ()
-        if self._choose("attend_retrieved", q, here=here) == "native":
-            return native.attend_retrieved(q, k, v, ids, scale=scale, softcap=softcap, bias=bias)
+        here = _NATIVE if native.serves(k, v) else ()
+        device = q.device.type
+        name = _chosen(
+            self.backend, "attend_retrieved", device_type=device, dtype=q.dtype, here=here
+        )
+        self.served["attend_retrieved"] = name
+        if name == "native":
+            pool = None if workers.here.is_alone else workers.default_pool()
+            return native.attend_retrieved(
+                q, k, v, ids, scale=scale, softcap=softcap, bias=bias, pool=pool
+            )
         heads = torch.arange(len(ids), device=ids.device)[:, None, None]
         rows = ids.clamp_min(0)
         added = torch.zeros(ids.shape, device=ids.device) if bias is None else bias
@@ -154,7 +173,11 @@ class Ops:
         name = self._choose("attend_ragged", q, here=here, few=_is_few(q))
         if name == "native":
             return native.attend_ragged(
-                *(q, k, v, starts, lengths), scale=scale, softcap=softcap, bias=bias
+                *(q, k, v, starts, lengths),
+                scale=scale,
+                softcap=softcap,
+                bias=bias,
+                pool=pool_here(),
             )
         if name == "triton":
             from hybrid_kv.ops.triton import ragged
@@ -204,22 +227,24 @@ class Ops:
 
     def reads_pages(self, q: Tensor) -> bool:
         """Whether pages are attended where they lie: then a few queries need no dense view."""
-        here = self._here(q)
-        return (
-            q.shape[2] <= _FEW_TOKENS
-            and _chosen(
-                self.backend, "attend_pages", device_type=q.device.type, dtype=q.dtype, here=here
-            )
-            != "reference"
-        )
+        device = q.device.type
+        if device == "cpu" and self.backend not in DEVICE_BACKENDS:
+            return False
+        here = backends_on(device, self.backend)
+        name = _chosen(self.backend, "attend_pages", device_type=device, dtype=q.dtype, here=here)
+        return q.shape[2] <= _FEW_TOKENS and name != "reference"
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
-        here = backends_on(parts[0].out.device.type)
-        if native.serves_merge(parts, dtype):
-            here = here | {"native"}
-        name = self._choose("merge", parts[0].out, here=here)
+        out = parts[0].out
+        device = out.device.type
+        here = _NATIVE if native.serves_merge(parts, dtype) else frozenset()
+        if device != "cpu" or self.backend in DEVICE_BACKENDS:
+            here = here | backends_on(device)
+        name = _chosen(self.backend, "merge", device_type=device, dtype=out.dtype, here=here)
+        self.served["merge"] = name
         if name == "native":
-            return native.merge(parts, dtype)
+            pool = None if workers.here.is_alone else workers.default_pool()
+            return native.merge(parts, dtype, pool=pool)
         if name == "triton":
             from hybrid_kv.ops.triton import merge
 
@@ -286,7 +311,9 @@ class Ops:
             places: [n], n > 0; see `reference.append`.
         """
         start, count = int(places[0]), len(places)
-        if count == 1 and self._chosen_triton("append", pages.k):
+        if pages.k.is_cpu and self.backend not in DEVICE_BACKENDS:
+            self.served["append"] = "reference"
+        elif count == 1 and self._chosen_triton("append", pages.k):
             from hybrid_kv.ops.triton import digests
 
             digests.append_token(pages, k[:, 0], v[:, 0], start, first_position)

@@ -133,6 +133,7 @@ class LiveIndex:
         self._state = "done"
         self._aging: Aging | None = None
         self.searches = self.searches_before = 0
+        self._num_keys = keys.shape[1]
         index = make()
         self._serve(index)
         asked = None if samples is None else samples.queries
@@ -143,6 +144,7 @@ class LiveIndex:
         _log.debug("index build begins: %d KV heads of %d keys", *keys.shape[:2])
         if stand_in is None:
             runner.here(build)
+            self._serve(index)
             self._log_served(keys)
             return
         future = runner.beside(build, _learned_bytes(samples, nearest))
@@ -150,6 +152,7 @@ class LiveIndex:
         if begun.future.done():
             error = _error_of(begun.future)
             if error is None:
+                self._serve(index)
                 self._log_served(keys)
                 self._succeed(begun, keys)
                 return
@@ -169,8 +172,8 @@ class LiveIndex:
         return len(self._serving)
 
     def _serve(self, index: Index) -> None:
-        # One assignment: a search in another thread sees either of the two, and both are whole.
-        self._serving = index
+        # A search in another thread sees either of the two, and both are whole.
+        self._serving, self._answers = index, index.innermost
         self.on_device, self.page_tokens = index.on_device, index.page_tokens
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
@@ -183,13 +186,15 @@ class LiveIndex:
     ) -> SearchResult:
         """See `Index.search`."""
         self.searches += 1
-        if self._aging is not None:
-            self._aging.observe(queries, len(self._serving))
-        return self._serving.search(queries, top_k, most, near)
+        aging = self._aging
+        if aging is not None and queries.shape[1] == aging.group:
+            aging.asked.append((queries.clone(), self._num_keys))
+        return self._answers.search(queries, top_k, most, near)
 
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self._serving.add(keys)
+        self._num_keys = keys.shape[1]
         aging, after = self._aging, self._serving.relearn_keys
         if aging is None or self._build is not None or not after:
             return
@@ -282,7 +287,7 @@ class LiveIndex:
         index = self._make()
         self._runner.here(partial(index.build, keys, None))
         self._serve(index)
-        self._state = "done"
+        self._num_keys, self._state = keys.shape[1], "done"
 
     def cancel(self) -> None:
         """Gives up a build; what serves goes on."""

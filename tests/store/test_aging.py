@@ -12,6 +12,6 @@ def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in()
     """A context that was made in inference mode could not be asked outside of it."""
     with torch.inference_mode():
         aging = Aging(Samples(torch.randn(2, 3, 37, 8)), 100)
-        aging.observe(torch.randn(2, 3, 8), 101)
-    aging.observe(torch.ones(2, 3, 8), 102)
+        aging.asked.append((torch.randn(2, 3, 8).clone(), 101))
+    aging.asked.append((torch.ones(2, 3, 8), 102))
     assert aging.renew(102).queries[:, :, -1].eq(1).all()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine, is_readable, pool_handle
+from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine, is_readable
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
@@ -64,8 +64,33 @@ class Visible(NamedTuple):
     new: int
 
 
+def serves(k: Tensor, v: Tensor) -> bool:
+    """Whether the engine is there and reads [..., N, D], two of one dtype, where they lie."""
+    if not k.is_cpu or k.dtype != v.dtype or k.dtype not in DTYPES or library.engine() is None:
+        return False
+    # Whole rows that do not overlap, as `is_readable` says, in the strides that every store has.
+    (*_, row, step), (*_, value_row, value_step) = k.stride(), v.stride()
+    if step == 1 == value_step and row >= k.shape[-1] and value_row >= v.shape[-1]:
+        return True
+    return is_readable(k) and is_readable(v)
+
+
+def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
+    """Whether the engine is there and merges parts of these dtypes."""
+    for out, lse in parts:
+        if not (out.is_cpu and out.dtype in DTYPES and lse.dtype == torch.float32):
+            return False
+    return dtype in DTYPES and library.engine() is not None
+
+
 @cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
+def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
+    """An engine, None for the one in use, with the signatures of these ops.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    engine = find_engine(engine)
     kv, results = (POINTER(KVStruct), c_void_p), (c_float, c_float, c_void_p, c_void_p)
     library.declare(
         engine,
@@ -108,14 +133,16 @@ def _described(keys: Tensor, values: Tensor) -> KVStruct:
         raise ConfigError(
             f"keys must be float32, float16 or bfloat16, got {keys.dtype}; convert them first"
         )
-    for name, rows in (("keys", keys), ("values", values)):
-        if not (rows.is_cpu and is_readable(rows)):
-            raise ShapeError(
-                f"{name} must be on the host with contiguous rows, got shape {list(rows.shape)} "
-                f"with strides {list(rows.stride())} on {rows.device}"
-            )
-    *key_steps, key_row, _ = keys.stride()
-    *value_steps, value_row, _ = values.stride()
+    *key_steps, key_row, key_step = keys.stride()
+    *value_steps, value_row, value_step = values.stride()
+    plain = key_step == 1 == value_step and key_row >= dim and value_row >= value_dim
+    readable = plain or (is_readable(keys) and is_readable(values))
+    if not (keys.is_cpu and values.is_cpu and readable):
+        raise ShapeError(
+            "keys and values must be on the host with contiguous rows, got shapes "
+            f"{list(keys.shape)} and {list(values.shape)} with strides {list(keys.stride())} and "
+            f"{list(values.stride())} on {keys.device} and {values.device}"
+        )
     if count < 2:  # then torch gives any stride
         key_row, value_row = dim, value_dim
     return KVStruct(
@@ -137,7 +164,7 @@ class RetrievedAttention:
     """
 
     def __init__(self, keys: Tensor, values: Tensor, *, engine: ctypes.CDLL | None = None) -> None:
-        self._engine = _declared(find_engine(engine))
+        self._engine = _declared(engine)
         if keys.dim() != 3:
             raise ShapeError(f"keys must be [H, N, D], got shape {list(keys.shape)}")
         self._kv = _described(keys, values)
@@ -188,7 +215,7 @@ class RetrievedAttention:
         out = torch.empty((heads, queries.shape[1], self.values.shape[2]))
         lse = torch.empty((heads, queries.shape[1]))
         status = self._engine.hkv_attend(
-            pool_handle(pool),
+            None if pool is None else pool.handle,
             heads,
             byref(self._kv),
             *(queries.data_ptr(), DTYPES[queries.dtype]),
@@ -200,8 +227,25 @@ class RetrievedAttention:
             softcap or 0.0,
             *(out.data_ptr(), lse.data_ptr()),
         )
-        library.check(self._engine, status)
+        if status:
+            library.check(self._engine, status)
         return PartialAttention(out, lse)
+
+
+def attend_retrieved(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `RetrievedAttention.attend`."""
+    attention = RetrievedAttention(keys, values)
+    return attention.attend(queries, ids, scale=scale, softcap=softcap, bias=bias, pool=pool)
 
 
 def attend_rows(
@@ -229,7 +273,7 @@ def attend_rows(
         ShapeError, ConfigError: an argument does not fit.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(find_engine(engine))
+    engine = _declared(engine)
     batch, heads, count, dim = keys.shape
     if queries.dim() != 4 or (*queries.shape[:2], queries.shape[3]) != (batch, heads, dim):
         raise ShapeError(
@@ -244,12 +288,13 @@ def attend_rows(
     out = torch.empty((batch, heads, num_queries, values.shape[3]))
     lse = torch.empty((batch, heads, num_queries))
     status = engine.hkv_attend_rows(
-        *(pool_handle(pool), batch, heads, byref(_described(keys, values))),
+        *(None if pool is None else pool.handle, batch, heads, byref(_described(keys, values))),
         *(queries.data_ptr(), DTYPES[queries.dtype], num_queries),
         *(None if hidden is None else byref(hidden), scale, softcap or 0.0),
         *(out.data_ptr(), lse.data_ptr()),
     )
-    library.check(engine, status)
+    if status:
+        library.check(engine, status)
     return PartialAttention(out, lse)
 
 
@@ -281,7 +326,7 @@ def attend_ragged(
         ShapeError, ConfigError: an argument does not fit.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(find_engine(engine))
+    engine = _declared(engine)
     heads, num_queries = len(starts), queries.shape[1]
     if queries.dim() != 3 or (len(queries), queries.shape[2]) != (heads, keys.shape[1]):
         raise ShapeError(
@@ -306,11 +351,12 @@ def attend_ragged(
     out = torch.empty((heads, num_queries, values.shape[1]))
     lse = torch.empty((heads, num_queries))
     status = engine.hkv_attend_ragged(
-        *(pool_handle(pool), heads, byref(rows)),
+        *(None if pool is None else pool.handle, heads, byref(rows)),
         *(queries.data_ptr(), DTYPES[queries.dtype], num_queries, scale, softcap or 0.0),
         *(out.data_ptr(), lse.data_ptr()),
     )
-    library.check(engine, status)
+    if status:
+        library.check(engine, status)
     return PartialAttention(out, lse)
 
 
@@ -352,7 +398,7 @@ def merge(
         ConfigError: another dtype.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(find_engine(engine))
+    engine = _declared(engine)
     structs, kept = (PartStruct * len(parts))(), []
     for struct, part in zip(structs, parts, strict=True):
         out, lse = part.out.contiguous(), part.lse.contiguous()
@@ -366,8 +412,16 @@ def merge(
         struct.dtype = DTYPES[out.dtype]
     out, lse = torch.empty_like(kept[0][0], dtype=dtype), torch.empty_like(kept[0][1])
     status = engine.hkv_merge(
-        *(pool_handle(pool), len(parts), structs, lse.numel(), out.shape[-1], DTYPES[dtype]),
+        *(
+            None if pool is None else pool.handle,
+            len(parts),
+            structs,
+            lse.numel(),
+            out.shape[-1],
+            DTYPES[dtype],
+        ),
         *(out.data_ptr(), lse.data_ptr()),
     )
-    library.check(engine, status)
+    if status:
+        library.check(engine, status)
     return PartialAttention(out, lse)

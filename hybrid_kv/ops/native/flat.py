@@ -119,22 +119,25 @@ class FlatScan:
             )
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+        if id_dtype not in _ID_TYPES:
+            raise ConfigError(f"id_dtype must be int32 or int64, got {id_dtype}")
         queries = queries.contiguous()
         size = (heads, queries.shape[1], top_k)
         ids, scores = torch.empty(size, dtype=id_dtype), torch.empty(size)
         scored = c_int64()
         status = self._engine.hkv_flat_search(
-            pool_handle(pool),
+            None if pool is None else pool.handle,
             heads,
             self._structs,
             queries.data_ptr(),
             queries.shape[1],
             top_k,
             rerank,
-            _id_type(id_dtype),
+            _ID_TYPES[id_dtype],
             *(ids.data_ptr(), scores.data_ptr(), byref(scored)),
         )
-        library.check(self._engine, status)
+        if status:
+            library.check(self._engine, status)
         return SearchResult(ids, scores, scored.value)
 
     def nearest(
@@ -182,12 +185,6 @@ def _pointer(quantised: QuantisedKeys | None, head: int) -> object:
         return None
     address = addressof(quantised.structs[head])
     return ctypes.cast(address, POINTER(QuantisedStruct))
-
-
-def _id_type(dtype: torch.dtype) -> int:
-    if dtype not in _ID_TYPES:
-        raise ConfigError(f"id_dtype must be int32 or int64, got {dtype}")
-    return _ID_TYPES[dtype]
 
 
 def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:

@@ -47,7 +47,13 @@ class Pool:
         self.handle = c_void_p()
 
 
-_thread = threading.local()
+class _Here(threading.local):
+    """What is known of the calling thread: whether it shares its work with others."""
+
+    is_alone = False
+
+
+here = _Here()
 
 
 @cache
@@ -71,7 +77,7 @@ def work_alone() -> None:
     A pool runs one loop at a time, so that a long loop of a thread in the background would hold up
     the searches of decoding.
     """
-    _thread.is_alone = True
+    here.is_alone = True
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # Threads that begin later get the number that was set last, by whichever thread.
@@ -82,4 +88,4 @@ def work_alone() -> None:
 
 def pool_here() -> Pool | None:
     """The threads that share the calling thread's work: the default pool, None for itself alone."""
-    return None if getattr(_thread, "is_alone", False) else default_pool()
+    return None if here.is_alone else default_pool()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
-from hybrid_kv.ops import Ops, reference
-from hybrid_kv.ops.native import attend as attend_module
+from hybrid_kv.ops import Ops, native, reference
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.attend import (
     RetrievedAttention,
@@ -375,7 +375,16 @@ def test_a_thread_that_works_alone_leaves_the_pool_to_decoding(
     if library.engine() is None:
         pytest.skip("no engine")
     pools: list[Pool | None] = []
-    monkeypatch.setattr(attend_module, "pool_handle", pools.append)
+
+    def watched(op: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            pools.append(options["pool"])
+            return op(*args, **options)
+
+        return call
+
+    for name in ("attend_rows", "attend_retrieved", "attend_ragged", "merge"):
+        monkeypatch.setattr(native, name, watched(getattr(native, name)))
     rows, ids = torch.randn(1, 2, 9, 8), torch.zeros(2, 9, 1, dtype=torch.int64)
 
     def work() -> None:
