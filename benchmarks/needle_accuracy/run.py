@@ -94,9 +94,13 @@ def methods(context_tokens: int) -> dict[str, hkv.HybridConfig]:
 
 
 def measure(
-    runtime: Any, context_tokens: int, records: int, questions: int, seed: int
+    runtime: Any, context_tokens: int, records: int, questions: int, seed: int, only: list[str]
 ) -> list[dict[str, Any]]:
-    """One row per method for one context length and number of records."""
+    """One row per method for one context length and number of records.
+
+    Args:
+        only: of these methods, against the first of which KL is measured; empty for all.
+    """
     half = questions // 2
     sample = make_sample(
         "key_value", context_tokens, num_records=records, num_questions=half, seed=seed
@@ -105,7 +109,7 @@ def measure(
         "multi_query", context_tokens, num_records=records, num_questions=half, seed=seed + 1
     )
     begin = perf_counter()
-    table = methods(context_tokens)
+    table = {n: one for n, one in methods(context_tokens).items() if not only or n in only}
     needs = reduce(or_, (config.build().needs for config in table.values()))
     prompts = [prefilled.prefill(runtime, s.context, needs) for s in (sample, other)]
     prefill_s = perf_counter() - begin
@@ -152,15 +156,18 @@ def main() -> None:
     parser.add_argument("--records", default="64,128")
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--methods", default="", help="full and some others; all if left out")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     rows: list[dict[str, Any]] = []
+    only = [name for name in options.methods.split(",") if name]
     with hkv.load(options.model, dtype=options.dtype) as llm:
         for text in options.contexts.split(","):
             for records in map(int, options.records.split(",")):
                 context = parse_count(text)
-                rows += measure(llm.runtime, context, records, options.questions, options.seed)
+                some = (records, options.questions, options.seed, only)
+                rows += measure(llm.runtime, context, *some)
     settings = {**vars(options), "budget_ratio": BUDGET, "torch": torch.__version__}
     print(json.dumps({"benchmark": "needle_accuracy", "settings": settings, "rows": rows}))
 

@@ -85,8 +85,8 @@ class GraphIndex(SavedIndex):
         candidates: config.Count = 512
         cap: int = Field(default=32, ge=2, le=255)
         alpha: float = Field(default=1.2, gt=0)
-        sampled_queries: config.Tokens = 4096
-        recent_queries: config.Tokens = 4096
+        sampled_queries: config.Tokens = 2048
+        recent_queries: config.Tokens = 2048
         horizon_tokens: config.Tokens = 4096
         min_keys: config.Count = 16384
         beam: config.Count | Literal["auto"] = "auto"

@@ -22,6 +22,8 @@ from hybrid_kv.types import ModelInfo
 _NAME = "hybrid_kv_probe"
 _AWAY = 37
 """Positions between the two tokens: fast channels turn often, slow ones enough to be seen."""
+_TOLD_CHARACTERS = 160
+"""Of an error's first line; every head's report has the reason."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest difference of two queries over their largest entry."""
@@ -32,7 +34,8 @@ def find_rotary(model: PreTrainedModel, info: ModelInfo) -> tuple[Rotary, ...]:
     try:
         asked = _ask(model)
     except Exception as error:  # whatever a model raises here, it can be served without an answer
-        reason = f"the model cannot be asked ({type(error).__name__})"
+        told = next(iter(str(error).splitlines()), "")[:_TOLD_CHARACTERS]
+        reason = f"the model cannot be asked ({type(error).__name__}{told and f': {told}'})"
         return tuple(Rotary(reason=reason) for _ in info.layers)
     known = list(_frequencies(model))
     return tuple(_explain(asked.get(shape.layer_idx), known) for shape in info.layers)

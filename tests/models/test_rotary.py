@@ -112,18 +112,26 @@ def test_asking_leaves_no_trace() -> None:
     assert torch.equal(model(tokens).logits, logits)
 
 
-def test_a_model_that_raises_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (RuntimeError("no such thing\nat all"), "(RuntimeError: no such thing)"),
+        (KeyError(), "(KeyError)"),
+        (ValueError("x" * 999), f"(ValueError: {'x' * 160})"),
+    ],
+)
+def test_a_model_that_raises_is_served_without_and_says_what_it_raised(
+    raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("qwen3")
 
     info = inspect_model(model)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no such thing")
+        raise raised
 
     monkeypatch.setattr(model, "forward", broken)
-    assert {r.reason for r in find_rotary(model, info)} == {
-        "the model cannot be asked (RuntimeError)"
-    }
+    assert {r.reason for r in find_rotary(model, info)} == {f"the model cannot be asked {told}"}
     assert model.config._attn_implementation != "hybrid_kv_probe"
 
 
