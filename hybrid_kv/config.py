@@ -55,6 +55,11 @@ class Params(BaseModel):
         return data
 
 
+def parse_list(value: object) -> object:
+    """'2, 13' -> ['2', ' 13']; anything else is returned as it came."""
+    return value.split(",") if isinstance(value, str) else value
+
+
 Tokens: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 """A number of tokens; '4k' is accepted."""
 
@@ -63,6 +68,11 @@ Count: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 
 BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
+
+LayerList: TypeAlias = Annotated[
+    tuple[Tokens, ...], BeforeValidator(parse_list), Field(min_length=1)
+]
+"""Numbers of layers; '2,13' is accepted."""
 
 
 def _takes_bool(annotation: Any) -> bool:

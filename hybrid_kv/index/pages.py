@@ -45,6 +45,8 @@ class PagesIndex(KeyIndex):
 
     _device = torch.device("cpu")
     """Where the digests lie."""
+    _rows = 2
+    """What a digest is as large as, in keys."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -55,7 +57,7 @@ class PagesIndex(KeyIndex):
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
         pages = with_room(-(-num_keys // params.page_size))
-        return int(-(-4 * 2 * head_dim * pages // max(1, num_keys)))  # of keys in 32 bit
+        return int(-(-4 * cls._rows * head_dim * pages // max(1, num_keys)))  # of keys in 32 bit
 
     @property
     def memory_bytes(self) -> int:
@@ -80,8 +82,12 @@ class PagesIndex(KeyIndex):
         whole = self._keys[:, first * size : full * size].unflatten(1, (full - first, size))
         self._write_whole(first, whole)
         if full < self._num_pages:
-            rest = self._keys[:, full * size :]
-            self._digests[:, full] = torch.cat([rest.amax(1), rest.amin(1)], -1)
+            rest = self._keys[:, None, full * size :]
+            self._digests[:, full : full + 1] = self._digest(full, rest)
+        self._describe()
+
+    def _describe(self) -> None:
+        """Tells the engine where the digests lie."""
         highs, lows = self._digests[:, : self._num_pages].chunk(2, -1)
         served = highs.device.type == "cpu" and highs.dtype in DTYPES and engine() is not None
         self._described = PageDigests(lows, highs) if served else None
@@ -93,11 +99,15 @@ class PagesIndex(KeyIndex):
             # Another device gets the keys: it reduces them faster than the host does.
             block = pages[:, start : start + step].to(self._device)
             places = slice(first + start, first + start + block.shape[1])
-            self._digests[:, places] = torch.cat([block.amax(2), block.amin(2)], -1)
+            self._digests[:, places] = self._digest(first + start, block)
+
+    def _digest(self, first: int, pages: Tensor) -> Tensor:
+        """[Hkv, P, ...] digests of pages [Hkv, P, S, D], the first of which has this number."""
+        return torch.cat([pages.amax(2), pages.amin(2)], -1)
 
     def _empty_digests(self, pages: int) -> Tensor:
         heads, _, dim = self._keys.shape
-        return self._keys.new_empty(heads, pages, 2 * dim, device=self._device)
+        return self._keys.new_empty(heads, pages, self._rows * dim, device=self._device)
 
     def upper_bounds(self, queries: Tensor) -> Tensor:
         """[Hkv, M, P] float32, no score of a page is higher, for queries [Hkv, M, D]."""

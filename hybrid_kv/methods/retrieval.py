@@ -99,6 +99,12 @@ class RetrievalAttention(Method):
         return self._read
 
     @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        given = {"top_k": "all", "max_tokens": None, "min_share": None}
+        known = {name: given[name] for name in given if name in type(params.cold).model_fields}
+        return params.model_copy(update={"cold": params.cold.model_copy(update=known)})
+
+    @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         sinks, window, top_k = split_budget(tokens, page_size)
         cold = params.cold.model_copy(update={"top_k": top_k, "max_tokens": None})

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
 from hybrid_kv.runtime.fetch import fetch
-from hybrid_kv.runtime.retrieve import Retrieved, entries_of, retrieve
+from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
-from hybrid_kv.store import ColdExtent, Row
+from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
 
@@ -149,21 +149,19 @@ def _attend_row(
     step.work.scored += found.scored
     left = _leave_hot(step, row, found, taken)
     if len(left) == 1:
-        return _attend_found(step, row, near_q, *left[0])
-    return merge_partials([_attend_found(step, row, near_q, *part) for part in left], ops=step.ops)
+        return _attend_found(step, row, near_q, left[0])
+    return merge_partials([_attend_found(step, row, near_q, part) for part in left], ops=step.ops)
 
 
-def _leave_hot(
-    step: Step, row: Row, found: Retrieved, taken: Tensor | None
-) -> list[tuple[ColdExtent, Tensor]]:
+def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> list[RetrievedPart]:
     """The parts of what was found, with -1 for what the device attends."""
     if row.hot.capacity:
         parts, spans, size = [], row.chain.spans, row.page_size
         first_pages = row.chain.first_pages(size)
-        for (extent, ids), span, first in zip(found.parts, spans, first_pages, strict=False):
-            covered = row.hot.book(ids, first, span.length // size, taken)
+        for part, span, first in zip(found.parts, spans, first_pages, strict=False):
+            covered = row.hot.book(part.ids, first, span.length // size, taken)
             step.work.hot += int(covered.sum())
-            parts.append((extent, ids.masked_fill(covered, -1)))
+            parts.append(part._replace(ids=part.ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
     _count(step.work, *found.counted())
     return found.parts
@@ -176,19 +174,21 @@ def _count(work: Work, entries: int, most: int) -> None:
     work.most_retrieved = max(work.most_retrieved, most)
 
 
-def _attend_found(
-    step: Step, row: Row, q: Tensor, extent: ColdExtent, ids: Tensor
-) -> PartialAttention:
+def _attend_found(step: Step, row: Row, q: Tensor, found: RetrievedPart) -> PartialAttention:
+    extent, ids, bias = found
     if 0 in ids.shape:
         return empty_partial(q)
     k, v = extent.k, extent.v
     if _fetches(row):
         begin = step.phases.now()
         k, v, ids, count = fetch(step.ops, step.executor, extent, ids, q.device)
+        bias = None if bias is None else step.executor.to_device(bias, q.device)
         step.work.fetched_bytes += count
         step.phases.book("transfer", begin)
     begin = step.phases.now()
-    part = step.ops.attend_retrieved(q, k, v, ids, scale=step.scale, softcap=step.softcap)
+    part = step.ops.attend_retrieved(
+        q, k, v, ids, scale=step.scale, softcap=step.softcap, bias=bias
+    )
     step.phases.book("cold_attention", begin)
     return part
 
@@ -225,6 +225,9 @@ def _hide_hot(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> list[Ten
         stored = row.chain.num_tokens
         _count(step.work, stored * q.shape[0] * q.shape[1], stored)
         return [None] * len(spans)
-    every = [(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1)) for span in spans]
+    every = [
+        RetrievedPart(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1))
+        for span in spans
+    ]
     left = _leave_hot(step, row, Retrieved(every), taken)
-    return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids in left]
+    return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids, _ in left]

@@ -14,28 +14,39 @@ from hybrid_kv.store import ColdChain, ColdExtent, Span
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
+class RetrievedPart(NamedTuple):
+    """What queries attend of one extent.
+
+    ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
+    """
+
+    extent: ColdExtent
+    ids: Tensor
+    bias: Tensor | None = None
+
+
 class Retrieved(NamedTuple):
     """What one row's queries attend.
 
-    parts: the row's extents with ids [Hkv, M, K] of their entries, -1 for none.
+    parts: by extent of the row.
     scored: dot products spent on finding them.
     ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
     """
 
-    parts: list[tuple[ColdExtent, Tensor]]
+    parts: list[RetrievedPart]
     scored: int = 0
     ranked: list[Tensor] | None = None
 
     def counted(self) -> tuple[int, int]:
         """Entries of all queries together, and of a single query at most."""
         total = places = most = 0
-        for _, ids in self.parts:
+        for _, ids, _ in self.parts:
             total += int(np.count_nonzero(ids.numpy() >= 0))
             places += ids.numel()
             most += ids.shape[-1]
         if total == places:  # nearly always as many as asked for
             return total, most
-        found = torch.cat([ids >= 0 for _, ids in self.parts], -1)
+        found = torch.cat([ids >= 0 for _, ids, _ in self.parts], -1)
         return total, int(found.sum(-1).max())
 
 
@@ -63,30 +74,31 @@ def retrieve(
     """
     spans, chosen = chain.spans, chosen or {}
     if len(chosen) == len(spans):
-        return Retrieved([(span.extent, chosen[n]) for n, span in enumerate(spans)])
+        return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored = budget.width, 0
     while True:
         found = chain.search(queries, width, budget.most, chosen)
         for _, result in found:
             scored += result.scored
         if not budget.weighs:
-            return Retrieved(_with_chosen(spans, [r.ids for _, r in found], chosen), scored)
+            parts = [RetrievedPart(extent, r.ids, r.bias) for extent, r in found]
+            return Retrieved(_with_chosen(spans, parts, chosen), scored)
         ranked = [result.ids for _, result in found]
         logits = [_logits(result, scale, softcap) for _, result in found]
         masks = cut(logits, budget, new=new, near=None if near is None else near())
         ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
         if width >= budget.most or not _wants_more(found, ids, budget):
-            parts = _with_chosen(spans, ids, chosen)
-            return Retrieved(parts, scored, None if chosen else ranked)
+            cuts = zip(found, ids, strict=True)
+            parts = [RetrievedPart(extent, kept, r.bias) for (extent, r), kept in cuts]
+            return Retrieved(_with_chosen(spans, parts, chosen), scored, None if chosen else ranked)
         width = min(4 * width, budget.most)
 
 
 def _logits(result: SearchResult, scale: float, softcap: float | None) -> Tensor:
     logits = result.scores * scale
-    if softcap is None:
-        return logits
-    # What was not found stays -inf, which tanh would raise to -softcap.
-    return (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)
+    if softcap is not None:  # what was not found stays -inf, which tanh would raise to -softcap
+        logits = (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)
+    return logits if result.bias is None else logits + result.bias
 
 
 def _wants_more(
@@ -102,11 +114,13 @@ def _wants_more(
 
 
 def _with_chosen(
-    spans: Sequence[Span], ids: list[Tensor], chosen: Mapping[int, Tensor]
-) -> list[tuple[ColdExtent, Tensor]]:
-    searched = iter(ids)
+    spans: Sequence[Span], parts: list[RetrievedPart], chosen: Mapping[int, Tensor]
+) -> list[RetrievedPart]:
+    if not chosen:
+        return parts
+    searched = iter(parts)
     return [
-        (span.extent, chosen[number] if number in chosen else next(searched))
+        RetrievedPart(span.extent, chosen[number]) if number in chosen else next(searched)
         for number, span in enumerate(spans)
     ]
 

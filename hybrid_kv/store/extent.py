@@ -117,5 +117,6 @@ class Span:
         hidden = result.ids >= self.length
         scores = result.scores.masked_fill(hidden, -torch.inf)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        ids = result.ids.masked_fill(hidden, -1).gather(-1, order)
-        return result._replace(ids=ids[..., :most], scores=scores[..., :most])
+        ids = result.ids.masked_fill(hidden, -1).gather(-1, order)[..., :most]
+        bias = None if result.bias is None else result.bias.gather(-1, order)[..., :most]
+        return result._replace(ids=ids, scores=scores[..., :most], bias=bias)

@@ -151,13 +151,22 @@ def _in_turn(layers: Sequence[LayerShape]) -> Iterator[Target]:
         yield from draw.sample(heads, len(heads))
 
 
+class WatchedPart(Protocol):
+    """What a search found in one extent: ids [Hkv, M, K], -1 for none."""
+
+    @property
+    def extent(self) -> ColdExtent: ...
+    @property
+    def ids(self) -> Tensor: ...
+
+
 class WatchedRetrieval(Protocol):
-    """What a search found for one row, as `Look` reads it: ids [Hkv, M, K] by extent, -1 for none;
-    `ranked` is None where the budget cut nothing.
+    """What a search found for one row, as `Look` reads it: by extent; `ranked` is None where the
+    budget cut nothing.
     """
 
     @property
-    def parts(self) -> Sequence[tuple[ColdExtent, Tensor]]: ...
+    def parts(self) -> Sequence[WatchedPart]: ...
     @property
     def ranked(self) -> Sequence[Tensor] | None: ...
 
@@ -211,11 +220,11 @@ class Look:
         self._budget, self._found, self._ranked = None, [], None
         if step.found is not None and row in step.found:
             self._budget, found = step.found[row]
-            self._found = [(extent, ids[head].clone()) for extent, ids in found.parts]
+            self._found = [(one.extent, one.ids[head].clone()) for one in found.parts]
             if found.ranked is not None:
                 self._ranked = [
-                    (extent, ids[head].clone())
-                    for (extent, _), ids in zip(found.parts, found.ranked, strict=True)
+                    (one.extent, ids[head].clone())
+                    for one, ids in zip(found.parts, found.ranked, strict=True)
                 ]
 
     _budget: TokenBudget | None

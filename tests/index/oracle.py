@@ -18,6 +18,8 @@ SCORE_TOLERANCE = 2e-4  # float32 sums of products of order 10
 # must reach the floor with its defaults.
 OPENED: dict[str, dict[str, Any]] = {
     "pages": {"page_size": 1},
+    "blocks": {"page_size": 1},
+    "lsh": {"num_bits": 1},
     "ivf": {"nprobe": 4096},
     "hnsw": {"ef_search": 600},
     "graph": {"min_keys": 1, "check_positions": 4},

@@ -36,7 +36,7 @@ def attended(found: Retrieved, lengths: list[int]) -> list[list[set[int]]]:
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     heads, queries, _ = found.parts[0][1].shape
     sets: list[list[set[int]]] = [[set() for _ in range(queries)] for _ in range(heads)]
-    for start, (_, ids) in zip(starts, found.parts, strict=True):
+    for start, (_, ids, _) in zip(starts, found.parts, strict=True):
         for head in range(heads):
             for query in range(queries):
                 mine = ids[head, query]
@@ -161,3 +161,20 @@ def test_a_fixed_budget_searches_once() -> None:
     assert fixed.counted() == (6 * 9, 9)
     assert whole.counted() == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
     assert whole.scored == fixed.scored
+
+
+def test_log_weights_of_what_was_found_count_in_its_shares() -> None:
+    """A sample that stands for many entries weighs as much as they do."""
+    index = {"kind": "lsh", "num_bits": 4, "num_tables": 9}
+    cold, keys = store([97], **index)
+    queries = torch.randn(2, 5, 12)
+    sampled = IndexConfig(**index).build()
+    sampled.build(keys, None)
+    result = sampled.search(queries, 60, 97)
+    shares = (SCALE * result.scores + result.bias).softmax(-1)
+    lighter = (SCALE * result.scores).softmax(-1)
+    assert not torch.equal(shares >= 0.05, lighter >= 0.05)
+    found = retrieve(cold.chains[0], queries, TokenBudget(60, 97, 0.05), scale=SCALE)
+    ids = found.parts[0].ids
+    assert torch.equal(ids, result.ids.masked_fill(shares < 0.05, -1))
+    assert found.parts[0].bias is not None

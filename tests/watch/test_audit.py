@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.retrieve import Retrieved
+from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor
@@ -66,7 +66,7 @@ def test_findings_are_those_of_brute_force(
     for span in layer.rows[0].chain.spans:
         here = kept[..., start : start + span.length]
         ids = torch.arange(span.length).expand(here.shape).masked_fill(~here, -1)
-        parts.append((span.extent, ids))
+        parts.append(RetrievedPart(span.extent, ids))
         start += span.length
     found = TokenBudget(7), Retrieved(parts)
     lane = LateLane() if late else None
@@ -101,7 +101,7 @@ def step_of(
 def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
     found = {}
     if budget is not None and ids is not None:
-        parts = [(layer.rows[0].chain.spans[0].extent, ids.expand(2, 3, -1))]
+        parts = [RetrievedPart(layer.rows[0].chain.spans[0].extent, ids.expand(2, 3, -1))]
         found[0] = budget, Retrieved(parts)
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     return Look(step_of(layer, q, found=found), 0, Target(3, 1), part)
@@ -119,7 +119,7 @@ def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
     q = k[:, :1].expand(2, 3, 72).clone()
     extent = layer.rows[0].chain.spans[0].extent
     exact = torch.einsum("hmd,hnd->hmn", q, extent.keys).topk(10).indices
-    ranked = Retrieved([(extent, exact[..., :3])], 0, [exact])
+    ranked = Retrieved([RetrievedPart(extent, exact[..., :3])], 0, [exact])
     found = {0: (TokenBudget(10, shared=True), ranked)}
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     finding = Look(step_of(layer, q, found=found), 0, Target(3, 1), part).finding()

@@ -1,0 +1,62 @@
+"""`blocks`: a few representative keys stand for a block; the best blocks are read whole."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hybrid_kv import config
+from hybrid_kv.index._scan import scan
+from hybrid_kv.index.pages import PagesIndex
+from hybrid_kv.plugins import INDEXES
+from hybrid_kv.types import Needs
+
+
+@INDEXES.register("blocks", paper="InfLLM (Xiao et al. 2024, section 3.2)")
+class BlocksIndex(PagesIndex):
+    """Reads the blocks whose representative keys score highest on average (InfLLM).
+
+    Those keys represent a block that the queries of the local_tokens behind it score highest on
+    average. Deviations: only sampled queries are asked, behind later blocks the last of them;
+    without any, all keys represent their block. Each query head chooses blocks by itself.
+    """
+
+    class Params(config.Params):
+        """page_size: tokens of a block; num_representatives: keys that stand for it; local_tokens:
+        so far behind it are the queries that choose them; sampled_queries: of the prompt, per head.
+        """
+
+        page_size: config.Count = 128
+        num_representatives: config.Count = 4
+        local_tokens: config.Count = 4096
+        sampled_queries: config.Tokens = 1024
+
+    _rows = 1
+
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        return Needs(params.sampled_queries)
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        asked = self._keys.new_zeros(1, 0, 1) if samples is None else samples.float().mean(1)
+        self._asked, self._built = pad(asked.cumsum(1), (0, 0, 1, 0)), max(1, len(self))
+        super()._rebuild(samples, nearest)
+
+    def _digest(self, first: int, pages: Tensor) -> Tensor:
+        known = self._asked.shape[1] - 1  # samples, evenly spread over the keys of the build
+        if not known:
+            return pages.mean(2)
+        ends = torch.arange(first + 1, first + pages.shape[1] + 1) * self.page_tokens
+        start = (ends * known // self._built).clamp_max(known - 1)
+        stop = ((ends + self.params.local_tokens) * known // self._built).clamp(max=known)
+        sums = self._asked[:, torch.maximum(stop, start + 1)] - self._asked[:, start]
+        scores = torch.matmul(pages.float(), sums[..., None])  # [Hkv, P, S, 1]
+        best = scores.topk(min(self.params.num_representatives, pages.shape[2]), 2).indices
+        return pages.gather(2, best.expand(*best.shape[:3], pages.shape[3])).mean(2)
+
+    def _describe(self) -> None:
+        """Nothing for the engine: digests score as keys do."""
+
+    def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
+        return scan(queries, self._digests[:, : self._num_pages], wanted)[1]
