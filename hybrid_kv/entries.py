@@ -65,6 +65,11 @@ class Ragged:
         theirs = {column.untyped_storage().data_ptr() for column in other.columns.values()}
         return not own.isdisjoint(theirs)
 
+    def same_rows(self, other: Ragged) -> bool:
+        """Whether both have the very same entries: their positions are the same memory."""
+        mine, theirs = self.columns.get("positions"), other.columns.get("positions")
+        return mine is theirs and (self.starts, self.lengths) == (other.starts, other.lengths)
+
     def split(self, column: str | Tensor) -> list[Tensor]:
         """By KV head its rows [N_h, ...] of a column, or of a tensor of the same rows; views."""
         rows = self.columns[column] if isinstance(column, str) else column
@@ -86,7 +91,7 @@ class Ragged:
                     f"column '{name}' must have {self._capacity} rows as the other columns, got "
                     f"shape {list(column.shape)}"
                 )
-        owned = {name: column.contiguous() for name, column in columns.items()}
+        owned = {name: _writable(column) for name, column in columns.items()}
         return replace(self, columns={**self.columns, **owned})
 
     def without_columns(self, *names: str) -> Self:
@@ -277,7 +282,7 @@ class Entries(Ragged):
                     f"{name} must be [{heads}, {count}, ...] as the keys, got {list(column.shape)}"
                 )
         starts = tuple(range(0, heads * count, count)) if count else (0,) * heads
-        flat = {name: column.flatten(0, 1).contiguous() for name, column in given.items()}
+        flat = {name: _writable(column.flatten(0, 1)) for name, column in given.items()}
         ends = [start + count for start in starts]
         room = _Room(ends, ends)
         lengths = (count,) * heads
@@ -357,6 +362,11 @@ class Entries(Ragged):
     def _tensors(self) -> list[Tensor]:
         shared = [tensor for table in self.tables.values() for tensor in table._tensors()]
         return [*super()._tensors(), *shared, *self.state.values()]
+
+
+def _writable(column: Tensor) -> Tensor:
+    """The same values in memory that may be extended, outside of inference mode as well."""
+    return column.clone() if column.is_inference() else column.contiguous()
 
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:

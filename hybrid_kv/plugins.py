@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -215,6 +215,16 @@ class Placement:
     def offloads(self) -> bool:
         """Whether what leaves goes to the cold tier."""
         return self.rest is Demotion.OFFLOAD or (self.rest is Demotion.ABSORB and self.offload)
+
+    @property
+    def drops(self) -> bool:
+        """Whether what leaves may be lost."""
+        return self.rest in (Demotion.DROP, Demotion.ABSORB) and not self.offloads
+
+    def shadowed(self) -> Placement:
+        """The same with what would be lost in the cold tier, for who looks at what is missed."""
+        rest = Demotion.OFFLOAD if self.rest is Demotion.DROP else self.rest
+        return replace(self, rest=rest, offload=True, index=None, hot_tokens=0)
 
 
 class Method(ABC):

@@ -226,4 +226,5 @@ class Turn:
 
 def _resident_bytes(layer: LayerKV) -> int:
     per_token = bytes_per_token(layer.shape, layer.cold.dtype)
-    return per_token * sum(row.table.num_tokens for row in layer.rows)
+    pages = per_token * sum(row.table.num_tokens for row in layer.rows)
+    return pages + sum(row.kept.nbytes for row in layer.rows if row.kept is not None)

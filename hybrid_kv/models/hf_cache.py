@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.errors import ConfigError, MethodError, UnsupportedModelError
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
@@ -184,6 +184,15 @@ class HybridLayer(CacheLayerMixin):
             self._tiered.crop(-tokens_to_remove)
             self._seen = max(0, self._seen + tokens_to_remove)
 
+    def mark(self) -> tuple[int, list[int]]:
+        """Tokens seen, and what the rows have stored of them."""
+        return self._seen, self._tiered.lengths
+
+    def take_back(self, seen: int, lengths: list[int]) -> None:
+        """Forgets what a forward that failed has stored since it was at this mark."""
+        self._seen, self._pending = seen, None
+        self._tiered.crop_to(lengths)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows; pages are copied on write only."""
         self._tiered.fork(beam_idx.tolist())
@@ -255,12 +264,20 @@ class TieredCache(Cache):
     def forward(self) -> Iterator[None]:
         """While the attached model runs with this cache, and our attention is on.
 
+        Where it fails, the tokens that some layers have stored by then are taken back.
+
         Raises:
             UnsupportedModelError: a layer stored keys and then attended without asking us.
         """
         self._state.in_forward = True
+        tiered = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+        before = [layer.mark() for layer in tiered]
         try:
             yield
+        except MethodError:
+            for own, mark in zip(tiered, before, strict=True):
+                own.take_back(*mark)
+            raise
         finally:
             self._state.in_forward = False
         for idx, layer in enumerate(self.layers):
@@ -323,13 +340,23 @@ class TieredCache(Cache):
         if self._shown is not None:
             self._shown = self._shown[rows.to(self._shown.device)]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens; transformers passes their negative number.
+
+        Raises:
+            MethodError: a method has lost what would be the window; no layer has forgotten any.
+        """
+        for layer in self.kv.layers.values():
+            layer.check_crop(max(0, -tokens_to_remove))
+        super().crop(tokens_to_remove)
+
     @property
     def can_crop(self) -> bool:
         """Whether every layer still has what came before its newest tokens.
 
         Windows have not, nor has a method that drops entries once it has dropped some.
         """
-        if any(row.dropped for store in self.kv.stores.values() for row in store.rows):
+        if any(row.lost_entries for store in self.kv.stores.values() for row in store.rows):
             return False
         return all(
             isinstance(layer, (HybridLayer, DynamicLayer)) and not layer.is_sliding

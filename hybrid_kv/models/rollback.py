@@ -34,8 +34,10 @@ class ReturnPoint:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
         self._states = _states(cache)
         places = [layer.placement for layer in cache.kv.stores.values()]
-        drops = any(place is not None and place.rest is Demotion.DROP for place in places)
-        self._saved = cache.kv.checkpoint() if drops else None
+        moves = (Demotion.DROP, Demotion.ABSORB)
+        drops = any(place is not None and place.rest in moves for place in places)
+        shadows = any(row.shadows for store in cache.kv.stores.values() for row in store.rows)
+        self._saved = cache.kv.checkpoint() if drops or shadows else None
 
     def go_back(self) -> bool:
         """Forgets what came since, of which layers may hold different numbers after a failure.

@@ -215,11 +215,3 @@ def finite_flag(new: Entries | None, old: Entries | None) -> Tensor | None:
 
 def _is_infinite(rows: Tensor) -> Tensor:
     return ~torch.isfinite(rows)
-
-
-def not_finite(method: Method, layer_idx: int, row: int) -> MethodError:
-    """What to raise where a flag of `finite_flag` was False."""
-    return MethodError(
-        f"{type(method).__name__}.absorb of layer {layer_idx}, row {row} must return finite "
-        "numbers, got NaN or infinity; look at divisions by sums that can be 0"
-    )

@@ -79,6 +79,7 @@ class KVCache:
             phases=self.phases,
             page_size=config.page_size,
             pinned=PinnedAhead(),
+            audits=config.audit_every > 0,
             **self._of_one_conversation(),
         )
         self.layers = self._new_layers()

@@ -142,6 +142,7 @@ def _attend_row(
         softcap=step.softcap,
         near=None if near is None else lambda: near.open()[row.number],
         chosen=chosen,
+        copied=() if row.copied is None else row.copied_by_span(),
     )
     step.phases.book("search", begin)
     if step.found is not None:
@@ -157,9 +158,10 @@ def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> 
     """The parts of what was found, with -1 for what the device attends."""
     if row.hot.capacity:
         parts, spans, size = [], row.chain.spans, row.page_size
-        first_pages = row.chain.first_pages(size)
-        for part, span, first in zip(found.parts, spans, first_pages, strict=False):
-            covered = row.hot.book(part.ids, first, span.length // size, taken)
+        first_pages, copied = row.chain.first_pages(size), row.copied_by_span()
+        for number, part in enumerate(found.parts):
+            first, pages = first_pages[number], spans[number].length // size
+            covered = row.hot.book(part.ids, first, pages, taken, copied[number])
             step.work.hot += int(covered.sum())
             parts.append(part._replace(ids=part.ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
@@ -195,7 +197,7 @@ def _attend_found(step: Step, row: Row, q: Tensor, found: RetrievedPart) -> Part
 
 def _attend_all(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> PartialAttention:
     spans, parts = row.chain.spans, []
-    for span, hidden in zip(spans, _hide_hot(step, row, q, taken), strict=True):
+    for span, hidden in zip(spans, _hide_attended(step, row, q, taken), strict=True):
         (k, v), bias = span.extent.first(span.length), hidden
         if _fetches(row):
             begin = step.phases.now()
@@ -216,18 +218,19 @@ def _attend_all(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> Partia
     return merge_partials(parts, ops=step.ops)
 
 
-def _hide_hot(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> list[Tensor | None]:
+def _hide_attended(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> list[Tensor | None]:
     """For each extent of a row a bias [1, Hkv, M, N] that hides what the device attends, if it does
     attend any; counts what is left.
     """
     spans = row.chain.spans
-    if not row.hot.capacity:
+    if not row.hot.capacity and row.copied is None:
         stored = row.chain.num_tokens
         _count(step.work, stored * q.shape[0] * q.shape[1], stored)
         return [None] * len(spans)
-    every = [
-        RetrievedPart(span.extent, torch.arange(span.length).expand(*q.shape[:2], -1))
-        for span in spans
-    ]
+    every = []
+    for span, hidden in zip(spans, row.copied_by_span(), strict=True):
+        ids = torch.arange(span.length).expand(*q.shape[:2], -1)
+        ids = ids if hidden is None else ids.masked_fill(hidden[:, None], -1)
+        every.append(RetrievedPart(span.extent, ids))
     left = _leave_hot(step, row, Retrieved(every), taken)
     return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids, _ in left]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
+from hybrid_kv.runtime.kept import attend_kept
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
-from hybrid_kv.types import Budget, PartialAttention, Read, TokenBudget
+from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
 
 
 def decode(step: Step, read: Read) -> PartialAttention:
@@ -25,10 +29,13 @@ def decode(step: Step, read: Read) -> PartialAttention:
     asked = None if cold is None else ask_cold(step, cold)
     chosen = None if read.pages == "all" else choose_resident(step, read.pages)
     parts = [attend_resident(step, chosen)]
+    place = step.layer.placement
+    if place is not None and place.rest is Demotion.ABSORB:
+        parts += attend_kept(step)
     if cold is not None and asked is not None:
         hot = None if chosen is None else send_hot(step, chosen)
         weighs = isinstance(cold, TokenBudget) and cold.weighs
-        beside = step.executor.send(parts[0].lse) if weighs else None
+        beside = step.executor.send(_joint_lse(parts)) if weighs else None
         parts.append(attend_cold(step, asked, cold, hot, beside))
     begin = step.phases.now()
     out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
@@ -39,6 +46,11 @@ def decode(step: Step, read: Read) -> PartialAttention:
         work.steps += heads * new
     shape = step.q.shape
     return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
+
+
+def _joint_lse(parts: Sequence[PartialAttention]) -> Tensor:
+    """[B, Hkv, M] of all that the device attends."""
+    return reduce(torch.logaddexp, (part.lse for part in parts))
 
 
 # Resident pages ---------------------------------------------------------------------------------

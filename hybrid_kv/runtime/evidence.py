@@ -25,7 +25,6 @@ class EvidenceCollector:
         self._sampled: list[Tensor] = []
         self._last: Tensor | None = None
         self._sums: Tensor | None = None
-        self._logits: tuple[float, float | None] = (1.0, None)
 
     @property
     def wants_sums(self) -> bool:
@@ -62,10 +61,6 @@ class EvidenceCollector:
             sums[:, : self._sums.shape[1]] += self._sums
         self._sums = sums
 
-    def logits_are(self, scale: float, softcap: float | None) -> None:
-        """Takes note of what turns scores into logits."""
-        self._logits = scale, softcap
-
     def branch(self) -> EvidenceCollector:
         """One that has seen the same, and goes on alone."""
         other = copy(self)
@@ -76,10 +71,10 @@ class EvidenceCollector:
                 setattr(other, name, value.clone())
         return other
 
-    def evidence(self) -> Evidence:
-        """What was seen so far."""
+    def evidence(self, scale: float = 1.0, softcap: float | None = None) -> Evidence:
+        """What was seen so far, of queries whose scores become logits in this way."""
         sampled = torch.cat(self._sampled, 1) if self._sampled else None
         count = 0 if sampled is None else sampled.shape[1]
         # After a halving the first sample is still position 0, and the stride the distance.
         positions = torch.arange(count) * self._stride
-        return Evidence(self._seen, sampled, self._last, positions, self._sums, *self._logits)
+        return Evidence(self._seen, sampled, self._last, positions, self._sums, scale, softcap)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
 from hybrid_kv.ops import Ops
+from hybrid_kv.runtime.kept import attend_entries
 from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention
@@ -31,7 +32,7 @@ def attend_exact(
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
     """
-    untouched = not any(row.chain.num_tokens for row in layer.rows)
+    untouched = not any(row.gone_tokens for row in layer.rows)
     if valid is None and untouched and layer.resident.in_order:
         view = layer.resident.view()
         return attend_causal(ops, q, view.k, view.v, scale=scale, softcap=softcap)
@@ -57,9 +58,15 @@ def _attend_row(
     k, v = row.owned_view()
     parts = [attend_causal(ops, q[None], k[None], v[None], scale=scale, softcap=softcap)]
     grouped = group_queries(q[None], k.shape[0])
-    for span in row.chain.spans:
+    for span in () if row.shadows else row.chain.spans:
         far = (executor.to_device(t[None], q.device) for t in span.extent.first(span.length))
         part = attend(ops, grouped, *far, scale=scale, softcap=softcap)
+        shape = parts[0].out.shape
+        parts.append(PartialAttention(part.out.reshape(shape), part.lse.reshape(shape[:-1])))
+    # What the method keeps of offloaded entries are copies: the originals are attended.
+    offloads = row.placement is not None and row.placement.offloads and not row.shadows
+    if row.kept is not None and not offloads:
+        part = attend_entries(ops, grouped[0], row.kept, scale, softcap)
         shape = parts[0].out.shape
         parts.append(PartialAttention(part.out.reshape(shape), part.lse.reshape(shape[:-1])))
     out, lse = merge_partials(parts)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from torch import Tensor
 
+from hybrid_kv.attended import Attended
+from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.spill import Departure, FindNearest
+from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import LayerKV
-from hybrid_kv.types import Evidence, LayerShape, Needs, PartialAttention
+from hybrid_kv.store import LayerKV, Row
+from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ class TieredLayer:
         self._collectors: list[EvidenceCollector] = []
         self._kept_evidence: tuple[Evidence, ...] | None = None
         self._leaving: Departure | None = None
+        self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
+        self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
 
     @property
     def is_open(self) -> bool:
@@ -97,7 +103,7 @@ class TieredLayer:
             pinned=means.pinned if k.device.type == "cuda" else None,
         )
         needs = means.method.needs | means.watched
-        if needs.sampled_queries or needs.last_queries:
+        if needs.sampled_queries or needs.last_queries or needs.column_sums:
             self._collectors = [EvidenceCollector(needs) for _ in range(rows)]
         return self.store
 
@@ -118,19 +124,50 @@ class TieredLayer:
                 begin = means.phases.now()
                 means.work.promoted_pages += row.promote()
                 means.phases.book("transfer", begin)
+        if self._keeper is not None and self._keeper.follows:
+            self._follow(self._keeper, step, part)
         return part
+
+    def _follow(self, keeper: Keeper, step: Step, part: PartialAttention) -> None:
+        """Tells the method what a step has attended; it may keep something else from now on."""
+        rows = step.layer.rows
+        attended = Attended(
+            *(step.q, part.lse, [row.kept for row in rows], [row.length for row in rows]),
+            *(step.scale, step.softcap),
+            lambda row: rows[row].resident_keys(),
+        )
+        answer = keeper.after(attended, [row.gone_tokens for row in rows])
+        if answer is None:
+            return
+        for row, new in zip(rows, answer, strict=True):
+            old, positions = row.kept, None
+            if new is old:
+                continue
+            if row.placement is not None and row.placement.offloads and new is not None:
+                if old is not None and new.same_rows(old):
+                    row.kept = new
+                    continue
+                positions = self.means.executor.send(new.positions).open()
+            row.keep(new, positions)
 
     def attend_exact(
         self, q: Tensor, valid: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
         """Everything stored, for many new tokens q [B, Hq, T, D]; watches those of a prompt."""
-        if self.is_open:
-            for row, collector in enumerate(self._collectors):
-                collector.observe(q[row] if valid is None else q[row][:, valid[row]])
-        means = self.means
-        return attend_exact(
-            means.ops, means.executor, self.held, q, valid, scale=scale, softcap=softcap
+        means, store = self.means, self.held
+        part = attend_exact(
+            means.ops, means.executor, store, q, valid, scale=scale, softcap=softcap
         )
+        if self.is_open:
+            self._logits = scale, softcap
+            for row, collector in zip(store.rows, self._collectors, strict=False):
+                new = slice(None) if valid is None else valid[row.number]
+                own = q[row.number][:, new]
+                collector.observe(own)
+                if collector.wants_sums:
+                    lse, (keys, _) = part.lse[row.number][:, new], row.owned_view()
+                    collector.add_masses(own, lse, keys, scale=scale, softcap=softcap)
+        return part
 
     # The prompt's end ---------------------------------------------------------------------------
 
@@ -141,7 +178,7 @@ class TieredLayer:
         """
         if self._kept_evidence is not None:
             return self._kept_evidence
-        return tuple(collector.evidence() for collector in self._collectors)
+        return tuple(collector.evidence(*self._logits) for collector in self._collectors)
 
     def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
         """Ends the prompt: entries begin to move to where the method wants them.
@@ -154,7 +191,12 @@ class TieredLayer:
             evidence = self.evidence()
             if means.watched != Needs():
                 self._kept_evidence = evidence
-        store.seal(means.method.seal(self.shape.layer_idx, evidence))
+        placement = means.method.seal(self.shape.layer_idx, evidence)
+        shadows = means.audits and placement.drops
+        store.seal(placement.shadowed() if shadows else placement, shadows=shadows)
+        if placement.rest is Demotion.ABSORB:
+            pool = store.resident.pool
+            self._keeper = Keeper(means.method, self.shape, pool.dtype, pool.device)
         store.stand_in = means.stand_ins.of(store)
         with self._sealing():
             self._depart(evidence, is_prompt=True)
@@ -189,14 +231,31 @@ class TieredLayer:
         means, horizon = self.means, self.means.method.needs.horizon_tokens
         asked = [self._samples(seen, horizon) for seen in evidence]
         nearest = self.finder()
+        absorb = None if self._keeper is None else self._absorbs(self._keeper, evidence, is_prompt)
         with means.phases.measure("transfer"):
             leaving = Departure(
-                means.executor, self.held, asked, nearest=nearest, is_prompt=is_prompt
+                *(means.executor, self.held, asked),
+                nearest=nearest,
+                absorb=absorb,
+                is_prompt=is_prompt,
             )
         if leaving:
             self._leaving = leaving
             if leaving.arrived:
                 self.settle()
+
+    def _absorbs(self, keeper: Keeper, evidence: Sequence[Evidence], is_prompt: bool) -> Absorb:
+        def absorb(row: Row, left: Entries) -> Entries | None:
+            seen = None
+            if is_prompt:
+                scale, softcap = self._logits
+                plain = Evidence(row.length, scale=scale, softcap=softcap)
+                known = evidence[row.number] if evidence else plain
+                seen = replace(known, keys=row.table.view()[0])
+            gone = row.gone_tokens + left.lengths[0]
+            return keeper.absorb(row.number, row.kept, left, seen, gone)
+
+        return absorb
 
     def _samples(self, seen: Evidence, horizon: int) -> Samples | None:
         """What an index may learn from, turned to where decoding will ask."""
@@ -220,6 +279,7 @@ class TieredLayer:
     def reset(self) -> None:
         """Forgets all entries."""
         self.store, self._collectors, self._kept_evidence, self._leaving = None, [], None, None
+        self._keeper = None
 
     def forget_leaving(self) -> None:
         """Gives up what is leaving: its entries are about to be forgotten as well."""
@@ -240,11 +300,38 @@ class TieredLayer:
     # Rows ---------------------------------------------------------------------------------------
 
     def crop(self, count: int) -> None:
-        """Forgets the newest `count` tokens of every row."""
-        self.settle()
+        """Forgets the newest `count` tokens of every row.
+
+        Raises:
+            MethodError: the method has lost what would be the window; nothing was forgotten.
+        """
+        self.check_crop(count)
         if self.store is not None:
             for row in self.store.rows:
                 row.crop(min(count, row.length))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens stored by row; empty before the first."""
+        return [] if self.store is None else [row.length for row in self.store.rows]
+
+    def crop_to(self, lengths: Sequence[int]) -> None:
+        """Forgets what was stored since the rows had these lengths; all of it where there was no
+        row.
+        """
+        self.settle()
+        if not lengths:
+            self.reset()
+        elif self.store is not None:
+            for row, length in zip(self.store.rows, lengths, strict=True):
+                row.crop(row.length - length)
+
+    def check_crop(self, count: int) -> None:
+        """Raises MethodError where `crop` would."""
+        self.settle()
+        if self.store is not None:
+            for row in self.store.rows:
+                row.check_crop(min(count, row.length))
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from row sources[r]; pages are copied on write only."""

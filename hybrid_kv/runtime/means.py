@@ -20,6 +20,7 @@ class Means:
 
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
+    audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
     """
 
     ops: Ops
@@ -33,3 +34,4 @@ class Means:
     work: Work
     watched: Needs = Needs()
     reserved_tokens: int = 0
+    audits: bool = False

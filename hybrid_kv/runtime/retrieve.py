@@ -60,6 +60,7 @@ def retrieve(
     softcap: float | None = None,
     near: Callable[[], Tensor] | None = None,
     chosen: Mapping[int, Tensor] | None = None,
+    copied: Sequence[Tensor | None] = (),
 ) -> Retrieved:
     """Searches a row's cold entries, again and wider where `budget.min_share` asks for more.
 
@@ -71,13 +72,18 @@ def retrieve(
             where weights count; None for nothing.
         chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
             already; the budget is that of the others.
+        copied: by span which of its entries [Hkv, n] bool are attended elsewhere; empty for none.
     """
     spans, chosen = chain.spans, chosen or {}
+    if copied:
+        chosen = {n: _without(ids, copied[n]) for n, ids in chosen.items()}
     if len(chosen) == len(spans):
         return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored = budget.width, 0
     while True:
         found = chain.search(queries, width, budget.most, chosen)
+        if copied:
+            found = _without_copies(found, [c for n, c in enumerate(copied) if n not in chosen])
         for _, result in found:
             scored += result.scored
         if not budget.weighs:
@@ -99,6 +105,25 @@ def _logits(result: SearchResult, scale: float, softcap: float | None) -> Tensor
     if softcap is not None:  # what was not found stays -inf, which tanh would raise to -softcap
         logits = (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)
     return logits if result.bias is None else logits + result.bias
+
+
+def _without(ids: Tensor, hidden: Tensor | None) -> Tensor:
+    """Ids [Hkv, M, K] of a span with -1 for its entries [Hkv, n] that are hidden."""
+    if hidden is None or not ids.numel():
+        return ids
+    there = hidden[:, None].expand(-1, ids.shape[1], -1).gather(-1, ids.clamp_min(0))
+    return ids.masked_fill(there, -1)
+
+
+def _without_copies(
+    found: list[tuple[ColdExtent, SearchResult]], copied: Sequence[Tensor | None]
+) -> list[tuple[ColdExtent, SearchResult]]:
+    left = []
+    for (extent, result), hidden in zip(found, copied, strict=True):
+        ids = _without(result.ids, hidden)
+        scores = result.scores.masked_fill(ids < 0, -torch.inf)
+        left.append((extent, result._replace(ids=ids, scores=scores)))
+    return left
 
 
 def _wants_more(

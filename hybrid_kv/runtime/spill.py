@@ -13,12 +13,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hybrid_kv.entries import Entries
+from hybrid_kv.errors import MethodError
 from hybrid_kv.rotary import Samples
+from hybrid_kv.runtime.absorb import finite_flag
 from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
 from hybrid_kv.store.live_index import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Absorb: TypeAlias = Callable[[Row, Entries], Entries | None]
+"""What the method keeps of a row when these entries have left its window."""
 
 _WHOLE_BYTES = 2**20
 """Up to here K or V is checked in one go, which takes a byte for each of its elements."""
@@ -34,6 +39,7 @@ class Departure:
             the prompt.
         nearest: finds the best keys of samples [Hkv, G, M, D] among keys [Hkv, N, D] where both
             lie; None to leave that to the index.
+        absorb: asks the method what it keeps, before anything moves; None where it keeps nothing.
         is_prompt: whether the layer has just been sealed; its memory is given back then.
     """
 
@@ -44,16 +50,24 @@ class Departure:
         samples: Sequence[Samples | None] = (),
         *,
         nearest: FindNearest | None = None,
+        absorb: Absorb | None = None,
         is_prompt: bool = False,
     ) -> None:
         self._layer, self.is_prompt = layer, is_prompt
         offloads = layer.placement is not None and layer.placement.offloads
-        self._rows: list[tuple[Row, _Spill | None]] = []
+        self._exactly = is_prompt and absorb is not None
+        leaving = []
         for row in layer.rows:
-            if (overflow := row.overflow()) is not None:
-                asked = samples[row.number] if samples else None
-                spill = (executor, layer, row, overflow, asked, nearest)
-                self._rows.append((row, _Spill.begin(*spill) if offloads else None))
+            overflow = row.prompt_overflow() if self._exactly else row.overflow()
+            if overflow is not None:
+                kept = None if absorb is None else _Kept.begin(executor, row, overflow, absorb)
+                leaving.append((row, overflow, kept))
+        self._rows: list[_Leaving] = []
+        for row, overflow, kept in leaving:
+            asked, spill = samples[row.number] if samples else None, None
+            if offloads and len(overflow.positions):
+                spill = _Spill.begin(executor, layer, row, overflow, asked, nearest)
+            self._rows.append(_Leaving(row, len(overflow.positions), spill, kept))
 
     def __bool__(self) -> bool:
         """Whether there is anything to end."""
@@ -70,25 +84,86 @@ class Departure:
             parcel.open()
 
     def _parcels(self) -> list[Parcel]:
-        spills = (spill for _, spill in self._rows if spill is not None)
-        return [parcel for spill in spills for parcel in spill.parcels]
+        parts = [part for row in self._rows for part in (row.spill, row.kept) if part is not None]
+        return [parcel for part in parts for parcel in part.parcels]
 
     def end(self, runner: BuildRunner) -> None:
         """Hands what has arrived over to the cold tier, whose indexes may be built now.
 
         Raises:
             NonFiniteError: a key or value is NaN or infinite; its row is as it was before.
+            MethodError: so is what the method keeps; all rows are as they were before.
         """
         layer = self._layer
-        for row, spill in self._rows:
-            if spill is not None:
-                spill.commit(row, runner)
-            row.forget_overflow()
+        for leaving in self._rows:
+            if leaving.kept is not None:
+                leaving.kept.check()
+        for leaving in self._rows:
+            row = leaving.row
+            if leaving.spill is not None:
+                leaving.spill.commit(row, runner)
+            if self._exactly:
+                row.forget(leaving.count)
+            else:
+                row.forget_overflow()
+            if leaving.kept is not None:
+                leaving.kept.commit(row)
         if self.is_prompt:
-            if self._rows:
-                layer.compact()
+            if any(leaving.count for leaving in self._rows):
+                layer.compact(exactly=self._exactly)
             if layer.placement is not None and layer.placement.digests:
                 layer.resident.pool.enable_digests()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """`count` tokens of a row, what becomes of them and what the method keeps."""
+
+    row: Row
+    count: int
+    spill: _Spill | None
+    kept: _Kept | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a method keeps of a row, which is checked when its flag has arrived.
+
+    finite: [] bool; None where there is nothing to look at. positions: [capacity], where the cold
+    tier has to know what it need not attend.
+    """
+
+    row: Row
+    entries: Entries | None
+    finite: Parcel | None
+    positions: Parcel | None
+
+    @classmethod
+    def begin(cls, executor: Executor, row: Row, overflow: Overflow, absorb: Absorb) -> _Kept:
+        count, device = len(overflow.positions), overflow.k.device
+        first = int(overflow.positions[0]) if count else 0
+        at = torch.arange(first, first + count, device=device)
+        left = Entries.borrowed(overflow.k, overflow.v, at)
+        entries = absorb(row, left)
+        flag = finite_flag(entries, row.kept)
+        positions = None
+        if entries is not None and row.placement is not None and row.placement.offloads:
+            positions = executor.send(entries.positions)
+        return cls(row, entries, None if flag is None else executor.send(flag), positions)
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        return [parcel for parcel in (self.finite, self.positions) if parcel is not None]
+
+    def check(self) -> None:
+        if self.finite is not None and not self.finite.open():
+            raise MethodError(
+                f"what the method keeps of row {self.row.number} must be finite, got NaN or "
+                "infinity; look in its absorb at divisions by sums that can be 0"
+            )
+
+    def commit(self, row: Row) -> None:
+        row.keep(self.entries, None if self.positions is None else self.positions.open())
 
 
 @dataclass(frozen=True, slots=True)

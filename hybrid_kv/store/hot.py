@@ -59,7 +59,12 @@ class HotPages:
         return len(self.pages)
 
     def book(
-        self, ids: Tensor, first_page: int, whole_pages: int, attended: Tensor | None
+        self,
+        ids: Tensor,
+        first_page: int,
+        whole_pages: int,
+        attended: Tensor | None,
+        copied: Tensor | None = None,
     ) -> Tensor:
         """Counts the entries that a search has found; says which of them the device attends.
 
@@ -69,6 +74,8 @@ class HotPages:
             whole_pages: filled pages of the extent; only these can be hot.
             attended: [Hkv, T, len(self)] bool, the hot pages that the device attends in this step;
                 None for all of them.
+            copied: [Hkv, n] bool, the extent's entries that the device attends as copies of their
+                own; their pages are not worth promoting, for they would be attended twice.
 
         Returns:
             [Hkv, M, K] bool.
@@ -84,6 +91,9 @@ class HotPages:
             head, query, _ = covered.nonzero()
             token = query % attended.shape[1]
             covered[covered] = attended.numpy()[head, token, places[covered]]
+        if copied is not None and whole_pages:
+            by_page = copied[:, : whole_pages * self.page_size].any(0).view(-1, self.page_size)
+            usable &= ~by_page.any(1).numpy()[np.where(usable, local, 0)]
         met = pages[usable]
         np.add.at(self._scores, met, self._weight)
         self._found.append(met)

@@ -73,23 +73,49 @@ class LayerKV:
             return start + torch.arange(count, device=device)
         return start + (valid.long().cumsum(1) - 1).clamp_min(0)
 
-    def seal(self, placement: Placement) -> None:
-        """Fixes where entries live from now on."""
+    def seal(self, placement: Placement, *, shadows: bool = False) -> None:
+        """Fixes where entries live from now on.
+
+        Args:
+            shadows: the cold tier holds what the method drops, for audits alone.
+        """
         self.placement = placement
         for row in self.rows:
             row.seal(placement)
+            row.shadows = shadows
 
     def unseal(self) -> None:
         """Takes `seal` back, as long as nothing has moved."""
         self.placement = None
         for row in self.rows:
-            row.placement = None
+            row.placement = row.kept = row.copied = None
+            row.shadows = False
 
-    def compact(self) -> None:
-        """Gives the memory of demoted pages back (once, after the prompt is sealed)."""
-        self.resident = self.resident.select(range(len(self.rows)), self._hot_tokens)
+    def compact(self, *, exactly: bool = False) -> None:
+        """Gives the memory of demoted pages back (once, after the prompt is sealed).
+
+        Args:
+            exactly: what left did so to the token, and is taken out now; see
+                `Row.outside_of_prompt`.
+        """
+        if exactly:
+            self.resident = self._without_absorbed()
+        else:
+            self.resident = self.resident.select(range(len(self.rows)), self._hot_tokens)
         for row, table in zip(self.rows, self.resident.tables, strict=True):
             row.table = table
+
+    def _without_absorbed(self) -> ResidentStore:
+        """The resident tier less what left it to the token; the window begins a page."""
+        outside = [row.outside_of_prompt() for row in self.rows]
+        rows = zip(self.rows, outside, strict=True)
+        most = max(row.table.num_tokens - (stop - start) for row, (start, stop) in rows)
+        new = self.resident.empty(len(self.rows), most + self._hot_tokens)
+        for row, table, (start, stop) in zip(self.rows, new.tables, outside, strict=True):
+            k, v = row.table.view()
+            table.append(k[:, :start], v[:, :start], 0)
+            table.append(k[:, stop:], v[:, stop:], stop)
+        return new
 
     @property
     def _hot_tokens(self) -> int:

@@ -71,22 +71,26 @@ class ResidentStore:
         Args:
             room_tokens: more that each row can take without growing.
         """
-        pool = self.pool
         most = max((self.tables[source].num_tokens for source in sources), default=0)
-        new = ResidentStore(
-            pool.shape,
-            pool.page_size,
-            len(sources),
-            pool.dtype,
-            pool.device,
-            capacity_tokens=most + room_tokens,
-            ops=pool.ops,
-        )
+        new = self.empty(len(sources), most + room_tokens)
         for table, source in zip(new.tables, sources, strict=True):
             table.take(self.tables[source])
-        if pool.key_min is not None:
+        if self.pool.key_min is not None:
             new.pool.enable_digests()
         return new
+
+    def empty(self, num_rows: int, capacity_tokens: int) -> ResidentStore:
+        """A store without tokens for entries like these."""
+        pool = self.pool
+        return ResidentStore(
+            pool.shape,
+            pool.page_size,
+            num_rows,
+            pool.dtype,
+            pool.device,
+            capacity_tokens=capacity_tokens,
+            ops=pool.ops,
+        )
 
     # Views --------------------------------------------------------------------------------------
 

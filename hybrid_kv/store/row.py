@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.entries import Entries
-from hybrid_kv.errors import IntegrityError
+from hybrid_kv.errors import IntegrityError, MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
 from hybrid_kv.store.hot import HotPages
@@ -38,9 +38,11 @@ class Row:
     """What one row holds.
 
     table: its resident pages. chain: its cold entries. hot: which cold pages have a copy among the
-    resident ones. length: tokens ever stored, less cropped ones. dropped: tokens that were lost.
-    kept: what the method keeps of those that left the window; it shares no memory that is written.
-    placement: where entries live from the prompt's end on; None before it.
+    resident ones. length: tokens ever stored, less cropped ones. dropped: tokens in neither tier,
+    lost but for what `kept` has of them. kept: what the method keeps of those that left the window.
+    copied: [Hkv, cold entries] bool on the host, the cold entries that `kept` has; None for none.
+    placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
+    has what the method drops, for audits, and nobody attends it.
     """
 
     number: int
@@ -50,7 +52,9 @@ class Row:
     length: int = 0
     dropped: int = 0
     kept: Entries | None = None
+    copied: Tensor | None = None
     placement: Placement | None = None
+    shadows: bool = False
 
     @classmethod
     def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:
@@ -84,6 +88,20 @@ class Row:
         kept = 1 + -(-max(0, inside) // size)
         return place.sink_tokens // size + len(self.hot.pages), len(table.pages) - kept
 
+    def outside_of_prompt(self) -> tuple[int, int]:
+        """Which tokens of a prompt a method absorbs: to the token, behind whole pages of sinks."""
+        place, stored, size = self.placement, self.table.num_tokens, self.page_size
+        if place is None:
+            return stored, stored
+        start = min(stored, place.sink_tokens // size * size)
+        return start, max(start, stored - place.window_tokens - place.spare_tokens)
+
+    def prompt_overflow(self) -> Overflow:
+        """Those tokens, of which there may be none; `LayerKV.compact` takes them out."""
+        start, stop = self.outside_of_prompt()
+        k, v = self.table.view()
+        return Overflow(k[:, start:stop], v[:, start:stop], torch.arange(start, stop))
+
     def overflow(self) -> Overflow | None:
         """The pages between sinks and window that the placement does not keep, or None.
 
@@ -102,8 +120,47 @@ class Row:
         """Takes those pages out of the resident tier; what was not offloaded is dropped."""
         start, stop = self.outside()
         self.table.remove(start, stop)
+        self.forget((stop - start) * self.page_size)
+
+    def forget(self, count: int) -> None:
+        """So many tokens have left the resident tier; what was not offloaded is dropped."""
         if self.placement is not None and not self.placement.offloads:
-            self.dropped += (stop - start) * self.page_size
+            self.dropped += count
+
+    # What the method keeps ----------------------------------------------------------------------
+
+    def keep(self, kept: Entries | None, positions: Tensor | None) -> None:
+        """From now on the method keeps these entries.
+
+        Args:
+            positions: [capacity] theirs, on the host; None where nothing is offloaded.
+        """
+        self.kept, self.copied = kept, None
+        spans = self.chain.spans
+        if kept is None or positions is None or not spans or not any(kept.lengths):
+            return
+        first = int(spans[0].extent.positions[0])  # the cold tier is one run of positions
+        copied = torch.zeros(kept.num_heads, self.chain.num_tokens, dtype=torch.bool)
+        for own, at in zip(copied, kept.split(positions), strict=True):
+            own[at - first] = True
+        self.copied = copied
+
+    def copied_by_span(self) -> list[Tensor | None]:
+        """By span which of its entries [Hkv, n] the method has; None for none."""
+        lengths = [span.length for span in self.chain.spans]
+        return [None] * len(lengths) if self.copied is None else list(self.copied.split(lengths, 1))
+
+    @property
+    def gone_tokens(self) -> int:
+        """Tokens that left the window: offloaded or dropped."""
+        return self.chain.num_tokens + self.dropped
+
+    @property
+    def lost_entries(self) -> int:
+        """Entries, counted by KV head, that nobody has any more."""
+        gone = self.gone_tokens if self.shadows else self.dropped
+        kept = 0 if self.kept is None else sum(self.kept.lengths)
+        return max(0, gone * self.table.pool.shape.num_kv_heads - kept)
 
     # Hot pages ----------------------------------------------------------------------------------
 
@@ -115,6 +172,11 @@ class Row:
     def owned_view(self) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, N, D] of the entries that the resident tier owns, oldest first."""
         return self.table.view(self.hot_range())
+
+    def resident_keys(self) -> tuple[Tensor, Tensor]:
+        """Keys [Hkv, W, D] of all resident slots; positions [W], HIDDEN where one is empty."""
+        slots, pool = self.table.slots(), self.table.pool
+        return pool.k[:, slots].flatten(1, 2), pool.positions[slots].flatten()
 
     def promote(self) -> int:
         """Ends a step: copies the cold pages to the device that have become worth it.
@@ -149,8 +211,37 @@ class Row:
 
     # Going back, and going on elsewhere ---------------------------------------------------------
 
+    def check_crop(self, count: int) -> None:
+        """Raises MethodError where the window of a row that is `count` tokens shorter is lost.
+
+        What the method has of it may lie among the entries that it keeps.
+        """
+        place, stop = self.placement, self.length - count
+        if place is None or place.rest is not Demotion.ABSORB or not self.lost_entries:
+            return
+        sinks = place.sink_tokens // self.page_size * self.page_size
+        start = max(sinks, stop - place.window_tokens)
+        resident = self.length - (self.table.num_tokens - len(self.hot) * self.page_size - sinks)
+        needed = min(stop, resident) - start
+        if count == 0 or needed <= 0 or stop >= resident:
+            return
+        heads = [] if self.kept is None else self.kept.split("positions")
+        for head, at in enumerate(heads or [torch.zeros(0)]):
+            there = int(((at >= start) & (at < stop)).sum())
+            if there < needed:
+                raise MethodError(
+                    f"row {self.number} must still have its {needed} tokens before position {stop} "
+                    f"to go back there, got {there} in KV head {head}, for the method has dropped "
+                    "the others; restore a checkpoint, or give a larger window_tokens"
+                )
+
     def crop(self, count: int) -> None:
-        """Forgets the newest `count` tokens, from whichever tier holds them."""
+        """Forgets the newest `count` tokens, from whichever tier holds them.
+
+        Raises:
+            MethodError: see `check_crop`; nothing was forgotten.
+        """
+        self.check_crop(count)
         self.length -= count
         far_tokens = self.chain.num_tokens
         moved = far_tokens + self.dropped > 0
@@ -167,6 +258,10 @@ class Row:
             self.hot.truncate(self.chain.first_pages(self.page_size)[-1])
         self.dropped -= lost
         self.table.truncate(resident - near - (count - near - far - lost))
+        if self.kept is not None:
+            with torch.inference_mode(False):  # it may be extended outside of it
+                self.kept = self.kept.before(self.length)
+            self.copied = None if self.copied is None else self.copied[:, : self.chain.num_tokens]
 
     def continued(self, number: int, table: PageTable, chain: ColdChain) -> Row:
         """A row that goes on from this one, with a table and a chain that hold the same."""
@@ -191,6 +286,27 @@ class Row:
             )
         if owned and max(owned) >= self.length:
             raise IntegrityError(f"row {row}: position {max(owned)} lies beyond its end")
+        if self.kept is not None:
+            self._check_kept(self.kept, set(range(self.length)) - set(near), far)
+
+    def _check_kept(self, kept: Entries, absent: set[int], far: Sequence[int]) -> None:
+        """What the method keeps is of tokens that left the window, each once in a head; the cold
+        tier knows which of its entries they are.
+        """
+        for head, at in enumerate(kept.split("positions")):
+            own = at.tolist()
+            left_out = [] if self.copied is None else self.copied[head].nonzero()[:, 0].tolist()
+            if len(set(own)) != len(own) or not set(own) <= absent:
+                wrong = sorted({p for p in own if own.count(p) > 1 or p not in absent})
+                raise IntegrityError(
+                    f"row {self.number}: KV head {head} keeps {wrong[:5]} twice, or beside the "
+                    "resident tier"
+                )
+            if far and not self.shadows and {far[n] for n in left_out} != set(own):
+                raise IntegrityError(
+                    f"row {self.number}: KV head {head} keeps other entries than the cold tier "
+                    "leaves out"
+                )
 
     def _check_hot(self, near: Sequence[int]) -> None:
         """Every hot page is a copy of the cold page that it says it is."""
