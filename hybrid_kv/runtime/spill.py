@@ -60,14 +60,14 @@ class Departure:
         for row in layer.rows:
             overflow = row.prompt_overflow() if self._exactly else row.overflow()
             if overflow is not None:
-                kept = None if absorb is None else _Kept.begin(executor, row, overflow, absorb)
+                kept = None if absorb is None else _Absorbed.begin(executor, row, overflow, absorb)
                 leaving.append((row, overflow, kept))
-        self._rows: list[_Leaving] = []
+        self._rows: list[_LeavingRow] = []
         for row, overflow, kept in leaving:
             asked, spill = samples[row.number] if samples else None, None
             if offloads and len(overflow.positions):
                 spill = _Spill.begin(executor, layer, row, overflow, asked, nearest)
-            self._rows.append(_Leaving(row, len(overflow.positions), spill, kept))
+            self._rows.append(_LeavingRow(row, len(overflow.positions), spill, kept))
 
     def __bool__(self) -> bool:
         """Whether there is anything to end."""
@@ -116,17 +116,17 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
+class _LeavingRow:
     """`count` tokens of a row, what becomes of them and what the method keeps."""
 
     row: Row
     count: int
     spill: _Spill | None
-    kept: _Kept | None
+    kept: _Absorbed | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Absorbed:
     """What a method keeps of a row, which is checked when its flag has arrived.
 
     finite: [] bool; None where there is nothing to look at. positions: [capacity], where the cold
@@ -139,7 +139,7 @@ class _Kept:
     positions: Parcel | None
 
     @classmethod
-    def begin(cls, executor: Executor, row: Row, overflow: Overflow, absorb: Absorb) -> _Kept:
+    def begin(cls, executor: Executor, row: Row, overflow: Overflow, absorb: Absorb) -> _Absorbed:
         count, device = len(overflow.positions), overflow.k.device
         first = int(overflow.positions[0]) if count else 0
         at = torch.arange(first, first + count, device=device)
