@@ -19,6 +19,7 @@ from hybrid_kv.index._trial import (
     choose,
     effective_dim,
     hold_out,
+    log_sums,
     num_like_later,
     run_trials,
 )
@@ -191,10 +192,7 @@ def _exact_answers(
     ids = _nearest(engine.nearest, flat, min(top_k, keys.shape[0]), known).long()
     scores = torch.einsum("qkd,qd->qk", keys[ids].float(), flat)
     scale = keys.shape[1] ** -0.5  # of nearly all models; the check compares shares
-    block = max(1, 2**25 // max(1, len(flat)))
-    total = torch.full((len(flat),), -torch.inf)
-    for part in keys.split(block):
-        total = torch.logaddexp(total, torch.logsumexp(flat @ part.float().T * scale, -1))
+    total = log_sums(flat, keys, scores, scale)
     shape = by_position.shape[:2]
     return HeldOut(
         by_position,

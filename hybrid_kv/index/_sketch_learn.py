@@ -18,7 +18,7 @@ from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index._sketch_plans import Layout
-from hybrid_kv.index._trial import HeldOut, Trial
+from hybrid_kv.index._trial import HeldOut, Trial, log_sums
 
 _MARGIN, _WIDER = 1.05, 1.25
 """Candidates of the first proof over those that the forecast asks for, and of the next ones."""
@@ -26,7 +26,6 @@ _PROOFS, _LAYOUTS = 3, 3
 """Numbers of candidates that are tried for a layout, and layouts."""
 _HELD_SHARE = 8
 _SCORES_AT_ONCE, _RUN = 2**23, 32
-_SAMPLE_KEYS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +127,9 @@ def held_out(keys: Tensor, check: Tensor, top_k: int) -> HeldOut:
         best, order = torch.cat([best, found], 1).topk(min(top_k, first + len(rows)))
         ids = torch.cat([ids, found_ids + first], 1).gather(1, order)
         first += len(rows)
-    total = _log_sums(flat, keys, best, scale)
+    total = log_sums(flat, keys, best, scale)
     ids, best, total = (part.unflatten(0, by_position.shape[:2]) for part in (ids, best, total))
     return HeldOut(by_position, ids, best, total, scale)
-
-
-def _log_sums(queries: Tensor, keys: Tensor, best: Tensor, scale: float) -> Tensor:
-    """[Q], log-sum-exp of the scaled scores of all keys.
-
-    Most of it are the best ones [Q, K]; a sample tells of the others.
-    """
-    step = max(1, len(keys) // _SAMPLE_KEYS)
-    scores = queries @ keys[::step].float().T
-    others = scores.masked_fill(scores >= best.amin(1, keepdim=True), -torch.inf)
-    rest = torch.logsumexp(others * scale, 1) + math.log(step)
-    return torch.logaddexp(torch.logsumexp(best * scale, 1), rest)
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

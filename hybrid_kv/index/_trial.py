@@ -7,6 +7,7 @@ softmax mass and work at several beams, and a head that does not pass is served 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,6 +19,7 @@ from torch import Tensor
 from hybrid_kv.index._saved import SavedReport
 from hybrid_kv.rotary import horizon_shares
 
+_SUMMED_KEYS = 8192
 _HELD_SHARE, _NEAR, _RUN = 8, 0.125, 3
 """Of the samples, at most this part is held out; those are asked that stand in this share of the
 horizon, which are one of so many."""
@@ -197,6 +199,20 @@ def run_trials(
         else:
             misses = middle
     return trials
+
+
+def log_sums(queries: Tensor, keys: Tensor, best: Tensor, scale: float) -> Tensor:
+    """[Q], log-sum-exp of the scaled scores of keys [N, D] with queries [Q, D].
+
+    Most of it are the best ones [Q, K]; a sample tells of the others.
+    """
+    step = max(1, len(keys) // _SUMMED_KEYS)
+    scores = queries @ keys[::step].float().T
+    # Scores of one pair differ in their last bits with the shape of the product.
+    least = best.amin(1, keepdim=True) - 1e-5 * best.abs().amax(1, keepdim=True)
+    others = scores.masked_fill(scores >= least, -torch.inf)
+    rest = torch.logsumexp(others * scale, 1) + math.log(step)
+    return torch.logaddexp(torch.logsumexp(best * scale, 1), rest)
 
 
 def effective_dim(keys: Tensor, metric: Tensor, most: int = 4096) -> float:

@@ -132,6 +132,15 @@ def test_recall_and_mass_are_those_of_a_direct_computation() -> None:
     assert trial.scanned == scored / len(keys)
 
 
+@pytest.mark.parametrize("num_keys", [1000, 20_011])
+def test_the_mass_of_the_top_is_over_all_keys(num_keys: int) -> None:
+    keys, samples = data(num_keys)
+    _, report = run(keys, samples, Goal(10, 2.0, 2.0, 1.0, 16, (100, 100)))
+    logits = hold_out(samples, 16)[1] @ keys.T / DIM**0.5
+    exact = (logits.topk(10).values.logsumexp(-1) - logits.logsumexp(-1)).exp().mean()
+    assert report.top_mass == pytest.approx(float(exact), rel=1e-4 if num_keys < 8192 else 0.1)
+
+
 def test_a_head_whose_keys_were_not_retrieved_is_served_flat() -> None:
     keys, samples = data()
     held = torch.isin(samples, hold_out(samples, 16)[1])
