@@ -30,6 +30,9 @@ _GRAPH_ROWS, _GRAPH_KEYS, _GRAPH_GROWTH = 9000, 2**17, 0.6
 """Rows that one joint search of a group reads at 128K keys, and how they grow (docs/lab.md)."""
 _LIST_SHARE = 0.5
 """Bytes of neighbour lists that a search reads, per byte of rows."""
+_SKETCH_BYTES, _SKETCH_DIM, _SKETCH_ROWS = 32, 128, 200
+"""Bytes of codes that a search by sketch reads of each key at so many channels, and keys that a
+query ranks exactly: those of most heads of a real model (docs/lab.md)."""
 _LONGEST = 2**24
 
 
@@ -342,17 +345,26 @@ class _Planner:
         index = getattr(getattr(self._config, "cold", None), "index", None)
         if index is None:
             return 0.0, 0.0
-        heads = [layer for layer in self._facts.layers for _ in range(layer.num_kv_heads)]
+        facts = self._facts
+        heads = [layer for layer in facts.layers for _ in range(layer.num_kv_heads)]
         in_8_bits = float(sum(cold * (layer.head_dim + 1) for layer in heads))
         rows = min(cold, _GRAPH_ROWS * (cold / _GRAPH_KEYS) ** _GRAPH_GROWTH) if cold else 0
         walked = float(sum(rows * (layer.head_dim + 1) * (1 + _LIST_SHARE) for layer in heads))
+        coded = float(sum(cold * layer.head_dim * _SKETCH_BYTES / _SKETCH_DIM for layer in heads))
+        ranked = sum(
+            min(cold, _SKETCH_ROWS * layer.group_size) * facts.kv_bytes(layer) / 2
+            for layer in facts.layers
+        )
         if index.kind == "flat":
             return 2.0 * in_8_bits, 0.0
-        if index.kind not in ("auto", "graph"):
+        scan, graph, sketch = (in_8_bits, 0.0), (0.0, walked), (coded, float(ranked))
+        able = {"graph": (scan, graph), "sketch": (scan, sketch), "auto": (scan, sketch, graph)}
+        if index.kind not in able:
             return None
         rates = self._machine.rates
-        graph_pays = walked / rates.gather < in_8_bits / rates.dram
-        return (0.0, walked) if graph_pays else (in_8_bits, 0.0)
+        return min(
+            able[index.kind], key=lambda read: _ms(read[0], rates.dram) + _ms(read[1], rates.gather)
+        )
 
     def _device_free(self) -> int:
         total = self._machine.device_bytes

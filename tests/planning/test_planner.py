@@ -144,6 +144,26 @@ def test_a_search_never_costs_more_than_the_scan() -> None:
     assert flat.ms["search"] == pytest.approx(2 * scan)
 
 
+def search_ms(kind: str, tokens: int, machine: Machine = DESKTOP) -> float:
+    cold = {"index": {"kind": kind}}
+    return option_of(tokens, "hybrid", machine, cold=cold, hot_tokens=0).ms["search"]
+
+
+def test_a_sketch_reads_codes_in_order_and_candidates_anywhere() -> None:
+    rates, cold = DESKTOP.rates, (128 << 10) - 640
+    coded, ranked = 32 * 8 * cold * 32, 32 * 8 * 200 * 4 * 256
+    seconds = coded / rates.dram + ranked / rates.gather
+    assert search_ms("sketch", 128 << 10) == pytest.approx(1e-6 * seconds)
+
+
+@pytest.mark.parametrize("gather", [0.5, 10, 100])
+@pytest.mark.parametrize("tokens", [4 << 10, 128 << 10, 1 << 20])
+def test_auto_is_the_best_of_sketch_graph_and_scan(tokens: int, gather: float) -> None:
+    machine = replace(DESKTOP, rates=replace(DESKTOP.rates, gather=gather))
+    kinds = [search_ms(kind, tokens, machine) for kind in ("sketch", "graph")]
+    assert search_ms("auto", tokens, machine) == min(kinds)
+
+
 def test_what_is_not_modelled_is_not_guessed() -> None:
     option = option_of(128 << 10, "hybrid", method="ivf")
     assert option.ms == {}
