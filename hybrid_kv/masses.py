@@ -25,12 +25,14 @@ def causal_masses(
     scale: float,
     softcap: float | None = None,
     lse: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """Summed softmax weights of the newest queries over all keys, each query up to its own.
+    """Summed softmax weights of some queries over all keys, each query up to its own.
 
     Args:
-        q: [Hq, M, D], the queries of the last M of N positions.
+        q: [Hq, M, D].
         k: [Hkv, N, D], oldest first, N >= M.
+        positions: [M] int64 of the queries; None where they are those of the last M positions.
         lse: [Hq, M] natural log, where it is known already; None to compute it.
 
     Returns:
@@ -40,6 +42,7 @@ def causal_masses(
     group = num_q_heads // num_kv_heads
     grouped = q.reshape(num_kv_heads, group, new, dim)
     key_idx = torch.arange(stored, device=q.device)
+    asked = key_idx[stored - new :] if positions is None else positions.to(q.device)
     masses = torch.zeros(num_kv_heads, group, stored, device=q.device)
     block = max(1, _BLOCK_BYTES // max(1, 4 * num_q_heads * stored))
     keys = k.float()
@@ -47,8 +50,7 @@ def causal_masses(
         stop = min(new, start + block)
         rows = grouped[:, :, start:stop].flatten(1, 2)
         logits = logits_of(rows, keys, scale=scale, softcap=softcap).unflatten(1, (group, -1))
-        query_idx = key_idx[stored - new + start : stored - new + stop]
-        logits.masked_fill_(key_idx > query_idx[:, None], -torch.inf)
+        logits.masked_fill_(key_idx > asked[start:stop, None], -torch.inf)
         if lse is None:
             weights = logits.softmax(-1)
         else:

@@ -185,6 +185,27 @@ class Evidence:
             self.last_queries[:, first:], self.keys, scale=self.scale, softcap=self.softcap
         )
 
+    def total_mass(self) -> Tensor:
+        """[Hq, N] float32: the softmax weights that every token got from all queries of the prompt.
+
+        `column_sums` where they were declared; else an estimate from the sampled queries, M of
+        which stand for N / M of the prompt's each. Only while `Method.absorb` runs.
+
+        Raises:
+            MethodError: there is nothing to sum or to estimate from.
+        """
+        if self.column_sums is not None:
+            return self.column_sums
+        q, positions, keys = self.sampled_queries, self.sampled_positions, self.keys
+        if q is None or positions is None or keys is None:
+            raise MethodError(
+                "total_mass needs column sums, or sampled queries with their positions and the "
+                "keys, got none; declare Needs(column_sums=True) or Needs(sampled_queries=...) and "
+                "ask inside absorb, at the prompt's end"
+            )
+        sums = causal_masses(q, keys, scale=self.scale, softcap=self.softcap, positions=positions)
+        return sums * (self.num_tokens / len(positions))
+
     @property
     def queries(self) -> Tensor | None:
         """All queries [Hq, M, D] that were kept, in the order of the prompt but for overlaps."""

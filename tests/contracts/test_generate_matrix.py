@@ -159,10 +159,25 @@ def variants(method: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def copies(method: str) -> dict[str, dict[str, Any]]:
+    """Ways of attending everything for a method that keeps entries of its own: all of them, or
+    copies of some while a cold tier has everything.
+    """
+    common = {"method": method, "page_size": PAGE, "window_tokens": 2 * PAGE}
+    common["prefill_chunk_tokens"] = 10
+    cold = {"demote": "offload", "cold.top_k": "all", "budget_tokens": 3 * PAGE}
+    return {"kept": {**common, "budget_tokens": "all"}, "copied": {**common, **cold}}
+
+
+EVICTING = [method for method in METHODS if "demote" in _parameters(METHODS[method].params)]
+KINDS = ["llama", "mistral", "gemma2", "gpt_oss"]  # plain, windows, a softcap, sinks of the model
+
+
 CELLS = [
-    pytest.param(method, settings, id=f"{method}-{variant}")
+    pytest.param(architecture, method, settings, id=f"{method}-{variant}-{architecture}")
     for method in METHODS
-    for variant, settings in variants(method).items()
+    for variant, settings in (copies if method in EVICTING else variants)(method).items()
+    for architecture in (KINDS if method in EVICTING else ARCHITECTURES)
 ]
 
 
@@ -180,9 +195,8 @@ def assert_equal(found: Output, expected: Output) -> None:
         )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("method", "settings"), CELLS)
+@pytest.mark.parametrize(("architecture", "method", "settings"), CELLS)
 def test_tokens_and_logits_equal_those_of_eager_attention(
     architecture: str, call: str, method: str, settings: dict[str, Any]
 ) -> None:
@@ -194,7 +208,11 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
     assert_equal(found, expected)
 
 
-ADAPTIVE = [method for method in METHODS if "cold.min_share" in _parameters(METHODS[method].params)]
+ADAPTIVE = [
+    method
+    for method in METHODS
+    if "cold.min_share" in _parameters(METHODS[method].params) and method not in EVICTING
+]
 HOT = {"hot_tokens": 3 * PAGE, "page_budget": "all"}
 ON_THE_DEVICE = {
     "hot": HOT,

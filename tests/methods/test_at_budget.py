@@ -36,6 +36,10 @@ def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> Hyb
     return HybridConfig(method=name, page_size=page_size, params=params)
 
 
+KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid"}
+"""Their budget is that of the prompt: a step attends all of the answer beside it."""
+
+
 @pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("tokens", [90, 181])
 @pytest.mark.parametrize("name", list(METHODS))
@@ -44,6 +48,8 @@ def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int)
     config = at_budget(name, tokens, page_size)
     if config.params == before.params:  # attends everything, exactly or in fewer bits
         tokens = CONTEXT + STEPS // 2
+    if name in KEEP_ANSWERS:
+        tokens += (STEPS - page_size) // 2
     assert attended(config) == pytest.approx(tokens, abs=page_size)
 
 
@@ -62,6 +68,14 @@ def test_other_parameters_stay_as_they_were_given() -> None:
     given = at_budget("hybrid", 100, 8, cold=cold)
     assert (given.cold.shared, given.cold.index.kind, given.cold.index.nprobe) == (True, "ivf", 5)
     assert given.cold.top_k == 100 - 8 - 24 - 4
+
+
+@pytest.mark.parametrize("name", ["ada_snapkv", "tova"])
+def test_a_budget_is_halved_between_what_is_kept_and_what_is_found(name: str) -> None:
+    given = at_budget(name, 181, 16, demote="offload", cold={"index": "flat"})
+    assert given.budget_tokens - given.window_tokens >= given.cold.top_k > 60
+    extra = (STEPS - 16) // 2 if name in KEEP_ANSWERS else 0
+    assert attended(given) == pytest.approx(181 + extra, abs=16)
 
 
 def test_a_method_that_knows_no_budget_is_refused() -> None:
