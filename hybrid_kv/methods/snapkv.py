@@ -13,8 +13,8 @@ from hybrid_kv.types import Evidence, Needs
 
 
 class SnapParams(EvictingParams):
-    """observed_tokens: queries at the prompt's end that score; pool_tokens, pooling: an entry scores
-    as the "max" or "mean" of so many neighbours, an odd number.
+    """observed_tokens: the prompt's last queries, which score; pool_tokens, pooling: each entry
+    counts as the "max" or "mean" of so many neighbours.
     """
 
     observed_tokens: Count = 32

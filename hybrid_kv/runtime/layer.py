@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hybrid_kv.attended import Attended
@@ -25,6 +26,9 @@ from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
 
 _log = logging.getLogger(__name__)
+
+_FOLLOWED_TOKENS = 128
+"""Of a long later turn a method is told of so many at a time."""
 
 
 class TieredLayer:
@@ -125,15 +129,28 @@ class TieredLayer:
                 means.work.promoted_pages += row.promote()
                 means.phases.book("transfer", begin)
         if self._keeper is not None and self._keeper.follows:
-            self._follow(self._keeper, step, part)
+            logits = step.scale, step.softcap
+            self._follow(self._keeper, step.q, part.lse, *logits)
         return part
 
-    def _follow(self, keeper: Keeper, step: Step, part: PartialAttention) -> None:
-        """Tells the method what a step has attended; it may keep something else from now on."""
-        rows = step.layer.rows
+    def _follow(
+        self,
+        keeper: Keeper,
+        q: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+        ago: int = 0,
+    ) -> None:
+        """Tells the method what was attended; it may keep something else from now on.
+
+        Args:
+            q: [B, Hq, T, D]. lse: [B, Hq, T]. ago: so many tokens have been stored after these.
+        """
+        rows = self.held.rows
         attended = Attended(
-            *(step.q, part.lse, [row.kept for row in rows], [row.length for row in rows]),
-            *(step.scale, step.softcap),
+            *(q, lse, [row.kept for row in rows], [row.length - ago for row in rows]),
+            *(scale, softcap),
             lambda row: rows[row].resident_keys(),
         )
         answer = keeper.after(attended, [row.gone_tokens for row in rows])
@@ -167,7 +184,29 @@ class TieredLayer:
                 if collector.wants_sums:
                     lse, (keys, _) = part.lse[row.number][:, new], row.owned_view()
                     collector.add_masses(own, lse, keys, scale=scale, softcap=softcap)
+        elif self._keeper is not None and self._keeper.follows:
+            self._follow_many(self._keeper, q, part.lse, valid, scale, softcap)
         return part
+
+    def _follow_many(
+        self,
+        keeper: Keeper,
+        q: Tensor,
+        lse: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Follows a long later turn, some tokens at a time: their weights take memory."""
+        if valid is not None:  # padding to the front, where it weighs nothing
+            order = valid.int().argsort(dim=1, stable=True)[:, None]
+            q, lse = q.take_along_dim(order[..., None], 2), lse.take_along_dim(order, 2)
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        count = q.shape[2]
+        for start in range(0, count, _FOLLOWED_TOKENS):
+            some = slice(start, min(count, start + _FOLLOWED_TOKENS))
+            part = q[:, :, some], lse[:, :, some]
+            self._follow(keeper, *part, scale, softcap, ago=count - some.stop)
 
     # The prompt's end ---------------------------------------------------------------------------
 
