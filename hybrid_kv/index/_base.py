@@ -77,16 +77,11 @@ class KeyIndex(Index):
         keys = self._keys if self._known is None else self._known
         most = top_k if most is None else most
         heads, _, dim = keys.shape
-        if (
-            queries.dim() != 3
-            or (queries.shape[0], queries.shape[2]) != (heads, dim)
-            or not 1 <= top_k <= most
-            or (
-                near is not None
-                and (near.shape[:2], near.dtype) != (queries.shape[:2], torch.int64)
-            )
-            or (near is not None and near.dim() != 3)
-        ):
+        fits = queries.dim() == 3 and (queries.shape[0], queries.shape[2]) == (heads, dim)
+        if fits and near is not None:
+            alike = near.shape[:2] == queries.shape[:2]
+            fits = near.dim() == 3 and alike and near.dtype is torch.int64
+        if not fits or not 1 <= top_k <= most:
             _checks.refuse_search(queries, keys, top_k, most, near)
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:

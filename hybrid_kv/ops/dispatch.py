@@ -318,13 +318,30 @@ class Ops:
 
             digests.append_token(pages, k[:, 0], v[:, 0], start, first_position)
             return
-        rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
-        if not isinstance(places, range) and count > 1 and (np.diff(places) != 1).any():
-            rows = self.uploads(places, pages.k.device)
-        positions = torch.arange(first_position, first_position + count, device=pages.k.device)
-        reference.append(pages, k, v, rows, positions)
+        if count == 1:  # nearly every step: as `reference.append`, in fewer words
+            shape = pages.k.shape
+            slot, offset = divmod(start, shape[2])
+            pages.k[:, slot, offset], pages.v[:, slot, offset] = k[:, 0], v[:, 0]
+            pages.positions[slot, offset] = first_position
+        else:
+            self._append_many(pages, k, v, places, first_position)
         if pages.key_min is not None:
             self.update_digests(pages, np.unique(np.asarray(places) // pages.k.shape[2]))
+
+    def _append_many(
+        self,
+        pages: PagedKV,
+        k: Tensor,
+        v: Tensor,
+        places: npt.NDArray[np.int64] | range,
+        first_position: int,
+    ) -> None:
+        start, count, device = int(places[0]), len(places), pages.k.device
+        rows: slice | Tensor = slice(start, start + count)  # a plain copy where places lie together
+        if not isinstance(places, range) and (np.diff(places) != 1).any():
+            rows = self.uploads(places, device)
+        positions = torch.arange(first_position, first_position + count, device=device)
+        reference.append(pages, k, v, rows, positions)
 
     def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
         if pages.key_min is None or len(slots) == 0:

@@ -20,7 +20,6 @@ from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.runtime.stand_in import StandIns
-from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
@@ -160,32 +159,32 @@ class KVCache:
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
         """
-        self.phases.layer_idx = layer_idx
-        with self.phases.measure(ATTENTION):
-            layer = self.layers[layer_idx]
-            few = q.shape[2] <= self._few_tokens and valid is None and not self.more_prompt
-            if few and layer.is_open:
-                self.seal(layer_idx)
+        phases, layer = self.phases, self.layers[layer_idx]
+        phases.layer_idx, begin = layer_idx, phases.now()
+        few = q.shape[2] <= self._few_tokens and valid is None and not self.more_prompt
+        if few and not layer.is_sealed:
+            self.seal_if_open(layer_idx)
+        if layer.leaving is not None:
             layer.settle()
-            if new is not None:
-                layer.append(*new, valid)
-            if few and layer.is_sealed:
-                part = self._decode(layer, q, scale, softcap)
-            else:
-                part = layer.attend_exact(q, valid, scale=scale, softcap=softcap)
-            layer.move_on()
-            return part
+        if new is not None:
+            layer.append(*new, valid)
+        if few and layer.is_sealed:
+            part = self._decode(layer, q, scale, softcap)
+        else:
+            part = layer.attend_exact(q, valid, scale=scale, softcap=softcap)
+        layer.move_on()
+        phases.book(ATTENTION, begin)
+        return part
 
     def _decode(
         self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
-        auditor, store = self.auditor, layer.held
+        auditor = self.auditor
         if auditor is None:
-            return layer.attend(Step(self.means, store, q, scale=scale, softcap=softcap))
+            return layer.attend(layer.step(q, scale, softcap))
         target = auditor.due(layer.shape.layer_idx) if q.shape[2] == 1 else None
-        found: Found | None = None if target is None else {}
-        step = Step(self.means, store, q, scale=scale, softcap=softcap, found=found)
+        step = layer.step(q, scale, softcap, None if target is None else {})
         part = layer.attend(step, auditor.factor(layer.shape.layer_idx))
         if target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))

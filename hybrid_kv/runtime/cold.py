@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,15 +41,23 @@ class Asked:
 
 def ask_cold(step: Step, budget: ColdBudget) -> Asked | None:
     """Sends the queries, and what they choose on their device; None where no row is cold."""
-    rows = step.layer.rows
-    if not any(row.chain.spans for row in rows):
+    rows, is_cold, choosing = step.layer.rows, False, False
+    for row in rows:
+        for span in row.chain.spans:
+            is_cold, index = True, span.extent.index
+            if index is not None:
+                if index.is_building:
+                    index.settle(span.extent.keys)
+                choosing |= index.on_device
+    if not is_cold:
         return None
     queries = None
     if not step.at_home:
         begin = step.phases.now()
         queries = step.executor.send(step.grouped)
         step.phases.book("transfer", begin)
-    return Asked(queries, [_choose_pages(step, row, budget) for row in rows])
+    pages = [_choose_pages(step, row, budget) for row in rows] if choosing else ()
+    return Asked(queries, pages)
 
 
 def _choose_pages(step: Step, row: Row, budget: ColdBudget) -> Mapping[int, Parcel]:
@@ -91,18 +100,20 @@ def attend_cold(
     q = step.grouped
     taken: list[Tensor | None] = [None] * len(q)
     pages = [_NONE] * len(q)
-    if hot is not None or asked.queries is not None or any(asked.pages):
+    if hot is not None or asked.queries is not None or asked.pages:
         begin = step.phases.now()
         q = q if asked.queries is None else asked.queries.open()
         if hot is not None:
             taken = [None if parcel is None else parcel.open() for parcel in hot]
-        pages = [{n: parcel.open() for n, parcel in row.items()} for row in asked.pages]
+        if asked.pages:
+            pages = [{n: parcel.open() for n, parcel in row.items()} for row in asked.pages]
         step.phases.book("wait", begin)
     parts = []
     for row in step.layer.rows:
         number = row.number
         parts.append(_attend_row(step, row, q[number], budget, pages[number], taken[number], near))
-    part = stacked(parts)
+    one = len(parts) == 1
+    part = PartialAttention(parts[0].out[None], parts[0].lse[None]) if one else stacked(parts)
     if step.at_home or _fetches(step.layer.rows[0]):
         return part
     begin = step.phases.now()
@@ -130,20 +141,23 @@ def _attend_row(
         return empty_partial(near_q)
     if budget == "all" or budget.top_k >= stored:
         return _attend_all(step, row, near_q, taken)
-    chosen = _NONE
-    if pages:
+    spans, begin = row.chain.spans, step.phases.now()
+    plain = not pages and not budget.weighs and row.copied is None
+    if plain and len(spans) == 1:  # nearly every step
+        result = spans[0].search(q, budget.width, budget.most)
+        only = RetrievedPart(spans[0].extent, result.ids, result.bias)
+        found = Retrieved([only], result.scored)
+    else:
         group = q.shape[1] // step.new
-        chosen = {n: entries_of(page, row.chain.spans[n], group) for n, page in pages.items()}
-    begin = step.phases.now()
-    found = retrieve(
-        *(row.chain, q, budget),
-        new=step.new,
-        scale=step.scale,
-        softcap=step.softcap,
-        near=None if near is None else lambda: near.open()[row.number],
-        chosen=chosen,
-        copied=() if row.copied is None else row.copied_by_span(),
-    )
+        found = retrieve(
+            *(row.chain, q, budget),
+            new=step.new,
+            scale=step.scale,
+            softcap=step.softcap,
+            near=None if near is None else lambda: near.open()[row.number],
+            chosen={n: entries_of(page, spans[n], group) for n, page in pages.items()},
+            copied=() if row.copied is None else row.copied_by_span(),
+        )
     step.phases.book("search", begin)
     if step.found is not None:
         step.found[row.number] = (budget, found)
@@ -165,8 +179,21 @@ def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> 
             step.work.hot += int(covered.sum())
             parts.append(part._replace(ids=part.ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
-    _count(step.work, *found.counted())
+    _count(step.work, *counted(found.parts))
     return found.parts
+
+
+def counted(parts: Sequence[RetrievedPart]) -> tuple[int, int]:
+    """Entries of all queries together, and of a single query at most."""
+    total = places = most = 0
+    for _, ids, _ in parts:
+        total += int(np.count_nonzero(ids.numpy() >= 0))
+        places += ids.numel()
+        most += ids.shape[-1]
+    if total == places:  # nearly always as many as asked for
+        return total, most
+    found = torch.cat([ids >= 0 for _, ids, _ in parts], -1)
+    return total, int(found.sum(-1).max())
 
 
 def _count(work: Work, entries: int, most: int) -> None:

@@ -130,7 +130,8 @@ def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention
 def _attend_all_resident(step: Step) -> PartialAttention:
     rows, new = step.layer.rows, step.new
     begin = step.phases.now()
-    view = step.layer.resident.view()
+    resident = step.layer.resident
+    view = resident.pool.view or resident.view()
     if view.positions is not None:
         part = step.ops.attend_visible(
             *(step.grouped, view.k, view.v, view.positions, [row.length - 1 for row in rows]),

@@ -21,7 +21,7 @@ from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
 
@@ -39,7 +39,7 @@ class TieredLayer:
     stays resident until its copy has arrived, and whoever reads or changes the layer settles it
     first.
 
-    store: the entries; None before the first token.
+    store: the entries; None before the first token. leaving: what is on its way out of the window.
     """
 
     def __init__(self, shape: LayerShape, rotary: Rotary, means: Means) -> None:
@@ -47,7 +47,7 @@ class TieredLayer:
         self.store: LayerKV | None = None
         self._collectors: list[EvidenceCollector] = []
         self._kept_evidence: tuple[Evidence, ...] | None = None
-        self._leaving: Departure | None = None
+        self.leaving: Departure | None = None
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
 
@@ -59,11 +59,6 @@ class TieredLayer:
     @property
     def is_sealed(self) -> bool:
         return self.store is not None and self.store.placement is not None
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether entries are on their way out of the window."""
-        return self._leaving is not None
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +92,12 @@ class TieredLayer:
         if type(method).write is not Method.write:
             positions = store.next_positions(k.shape[2], valid)
             k, v = method.write(self.shape.layer_idx, k, v, positions)
-        store.append(k, v, valid)
+        for number, row in enumerate(store.rows):
+            own_k, own_v = k[number], v[number]
+            if valid is not None:
+                own_k, own_v = own_k[:, valid[number]], own_v[:, valid[number]]
+            row.table.append(own_k, own_v, row.length)
+            row.length += own_k.shape[1]
 
     def _open(self, k: Tensor) -> LayerKV:
         means, rows = self.means, k.shape[0]
@@ -113,6 +113,32 @@ class TieredLayer:
 
     # Attention ----------------------------------------------------------------------------------
 
+    def step(
+        self, q: Tensor, scale: float, softcap: float | None, found: Found | None = None
+    ) -> Step:
+        """A step of q [B, Hq, T, D], whose tokens are stored.
+
+        Args:
+            found: see `Step`.
+        """
+        means, store = self.means, self.store or self.held
+        batch, heads, new, dim = q.shape
+        kv_heads = self.shape.num_kv_heads
+        return Step(
+            ops=means.ops,
+            executor=means.executor,
+            phases=means.phases,
+            work=means.work,
+            layer=store,
+            q=q,
+            grouped=q.reshape(batch, kv_heads, heads // kv_heads * new, dim),
+            new=new,
+            scale=scale,
+            softcap=softcap,
+            at_home=q.is_cpu and means.executor.at_once,
+            found=found,
+        )
+
     def attend(self, step: Step, widening: int = 1) -> PartialAttention:
         """What the method reads for a step, with `widening` times its cold entries.
 
@@ -120,7 +146,6 @@ class TieredLayer:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
         """
         means = self.means
-        step.layer.cold.settle()
         read = means.method.read(self.shape.layer_idx, step.q)
         part = decode(step, read if widening == 1 else read.widened(widening))
         for row in step.layer.rows:
@@ -257,9 +282,10 @@ class TieredLayer:
         if self.store is None or self.store.placement is None:
             return
         for row in self.store.rows:
-            start, stop = row.outside()
-            if start < stop:  # hardly ever
-                return self._depart()
+            if row.table.num_tokens >= row.full_tokens:  # hardly ever
+                start, stop = row.outside()
+                if start < stop:
+                    return self._depart()
 
     def _depart(self, evidence: Sequence[Evidence] = (), *, is_prompt: bool = False) -> None:
         """All that leaves the window leaves here: at the prompt's end, then page by page.
@@ -279,7 +305,7 @@ class TieredLayer:
                 is_prompt=is_prompt,
             )
         if leaving:
-            self._leaving = leaving
+            self.leaving = leaving
             if leaving.arrived:
                 self.settle()
 
@@ -303,7 +329,7 @@ class TieredLayer:
 
     def settle(self) -> None:
         """Ends what is leaving; whoever reads or changes the layer does this first."""
-        leaving, self._leaving = self._leaving, None
+        leaving, self.leaving = self.leaving, None
         if leaving is None:
             return
         phases = self.means.phases
@@ -317,12 +343,12 @@ class TieredLayer:
 
     def reset(self) -> None:
         """Forgets all entries."""
-        self.store, self._collectors, self._kept_evidence, self._leaving = None, [], None, None
+        self.store, self._collectors, self._kept_evidence, self.leaving = None, [], None, None
         self._keeper = None
 
     def forget_leaving(self) -> None:
         """Gives up what is leaving: its entries are about to be forgotten as well."""
-        self._leaving = None
+        self.leaving = None
 
     def finder(self) -> FindNearest | None:
         """What finds the best keys of a new index's samples; on the host the index is quicker."""

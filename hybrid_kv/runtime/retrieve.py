@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,18 +35,6 @@ class Retrieved(NamedTuple):
     parts: list[RetrievedPart]
     scored: int = 0
     ranked: list[Tensor] | None = None
-
-    def counted(self) -> tuple[int, int]:
-        """Entries of all queries together, and of a single query at most."""
-        total = places = most = 0
-        for _, ids, _ in self.parts:
-            total += int(np.count_nonzero(ids.numpy() >= 0))
-            places += ids.numel()
-            most += ids.shape[-1]
-        if total == places:  # nearly always as many as asked for
-            return total, most
-        found = torch.cat([ids >= 0 for _, ids, _ in self.parts], -1)
-        return total, int(found.sum(-1).max())
 
 
 def retrieve(

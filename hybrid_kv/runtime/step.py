@@ -3,54 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.runtime.means import Means
+from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.store import LayerKV
-from hybrid_kv.types import PartialAttention, TokenBudget
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import PartialAttention, TokenBudget, Work
+from hybrid_kv.watch.phases import Phases
 
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 """By row what a step has retrieved, and under which budget."""
 
 
+@dataclass(slots=True)
 class Step:
     """One step of one layer: its means, its queries, and where it counts what it did.
 
-    grouped: the queries [B, Hkv, M, D], M = G * T with row g * T + t. new: T. at_home: whether the
-        host searches where the queries lie, so that nothing travels.
-
-    Args:
-        q: [B, Hq, T, D].
-        found: takes what was retrieved, by row, where somebody looks at it.
+    q: [B, Hq, T, D]. grouped: the same as [B, Hkv, M, D], M = G * T with row g * T + t. new: T.
+    at_home: whether the host searches where the queries lie, so that nothing travels. found: takes
+    what was retrieved, where somebody looks at it.
     """
 
-    __slots__ = (
-        *("ops", "executor", "phases", "work", "layer", "q", "grouped", "new"),
-        *("scale", "softcap", "found", "at_home"),
-    )
-
-    def __init__(
-        self,
-        means: Means,
-        layer: LayerKV,
-        q: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        found: Found | None = None,
-    ) -> None:
-        self.ops, self.executor = means.ops, means.executor
-        self.phases, self.work = means.phases, means.work
-        self.layer, self.q, self.found = layer, q, found
-        self.scale, self.softcap = scale, softcap
-        batch, heads, self.new, dim = q.shape
-        kv_heads = layer.shape.num_kv_heads
-        self.grouped = q.reshape(batch, kv_heads, heads // kv_heads * self.new, dim)
-        self.at_home = q.is_cpu and means.executor.at_once
+    ops: Ops
+    executor: Executor
+    phases: Phases
+    work: Work
+    layer: LayerKV
+    q: Tensor
+    grouped: Tensor
+    new: int
+    scale: float
+    softcap: float | None
+    at_home: bool
+    found: Found | None = None
 
     def query_positions(self, row: int) -> Tensor:
         """[T]; every new token of a decode step is a real one."""

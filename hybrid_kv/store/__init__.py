@@ -3,7 +3,8 @@
 from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, check_finite
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.layer import LayerKV, StandInFor
-from hybrid_kv.store.resident import ResidentStore, ResidentView
+from hybrid_kv.store.pool import ResidentView
+from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row
 from hybrid_kv.store.table import PageTable
 

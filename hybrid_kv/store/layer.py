@@ -57,14 +57,6 @@ class LayerKV:
         """Tokens of the longest row."""
         return max(row.length for row in self.rows)
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
-        for row, own in enumerate(self.rows):
-            if valid is None:
-                own.append(k[row], v[row])
-            else:
-                own.append(k[row][:, valid[row]], v[row][:, valid[row]])
-
     def next_positions(self, count: int, valid: Tensor | None) -> Tensor:
         """Positions [B, T] that the next `count` tokens will get; padding repeats a neighbour's."""
         device = self.resident.pool.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,28 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.types import HIDDEN, LayerShape, PagedKV
 
-_ARENA = 32
-_LOCAL = 2**_ARENA - 1
+ARENA_BITS = 32
+PLACE = 2**ARENA_BITS - 1
+"""What a page id consists of."""
 
 
 def arena_of(page: int) -> int:
     """The arena in whose memory a page lies."""
-    return page >> _ARENA
+    return page >> ARENA_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentView:
+    """All resident entries of all rows.
+
+    k, v: [B, Hkv, N, D], views of the pool wherever every row's pages lie in its own arena.
+    positions: [B, N] int64, later than any query where a slot is empty; None when slot n of every
+        row holds position n, so that no mask is needed.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor | None
 
 
 class PagePool:
@@ -29,7 +45,8 @@ class PagePool:
     `head * num_pages + page` numbers pages per KV head for kernels that want that. A page id is
     `arena << 32 | place`, so it survives growth; `slots` turns ids into today's slots.
 
-    pages: the memory as it lies now; growing the pool replaces it.
+    pages: the memory as it lies now; growing the pool replaces it. view: all that is resident, as
+        the store has shown it last; None where that is no longer all.
     """
 
     def __init__(
@@ -58,17 +75,13 @@ class PagePool:
         self.free: list[list[int]] = [[] for _ in range(num_arenas)]
         self.has_shared = False  # some page was once shared, and may still be
         self.pages = self._pages()
+        self.view: ResidentView | None = None
 
     def slots(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Slot numbers in `k`, `v` and `positions` of page ids."""
         ids = np.asarray(pages, dtype=np.int64)
-        slots: npt.NDArray[np.int64] = (ids >> _ARENA) * self.capacity + (ids & _LOCAL)
+        slots: npt.NDArray[np.int64] = (ids >> ARENA_BITS) * self.capacity + (ids & PLACE)
         return slots
-
-    def slot(self, page: int) -> int:
-        """As `slots`, of one page."""
-        slot: int = (page >> _ARENA) * self.capacity + (page & _LOCAL)
-        return slot
 
     def allocate(self, arena: int, count: int) -> list[int]:
         """`count` page ids with one reference each; freed places first, so arenas stay compact."""
@@ -77,10 +90,12 @@ class PagePool:
         fresh = range(first, first + count - reused)
         if fresh.stop > self.capacity:  # before anything else, as memory may run out
             self._grow(max(fresh.stop, 2 * self.capacity))
-        self.high[arena] = fresh.stop
+        if fresh:
+            self.high[arena] = fresh.stop
+            self.view = None
         places = [*(free.pop() for _ in range(reused)), *fresh]
         self.refs[arena, places] = 1
-        return [arena << _ARENA | place for place in places]
+        return [arena << ARENA_BITS | place for place in places]
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reference to each page."""
@@ -97,10 +112,10 @@ class PagePool:
             return
         self.positions.index_fill_(0, self.upload(slots[gone]), HIDDEN)
         for page in sorted((p for p, free in zip(pages, gone, strict=True) if free), reverse=True):
-            self.free[page >> _ARENA].append(page & _LOCAL)
+            self.free[page >> ARENA_BITS].append(page & PLACE)
 
     def is_shared(self, page: int) -> bool:
-        return bool(self.refs[page >> _ARENA, page & _LOCAL] > 1)
+        return bool(self.refs[page >> ARENA_BITS, page & PLACE] > 1)
 
     def private_copy(self, page: int, arena: int) -> int:
         """A page of `arena` with the same content; the shared original loses a reference."""
@@ -163,7 +178,7 @@ class PagePool:
         if self.key_min is not None and self.key_max is not None:  # both of them, or none
             self.key_min, self.key_max = grown(self.key_min, 1), grown(self.key_max, 1)
         self.k, self.v, self.positions = k, v, positions
-        self.pages = self._pages()
+        self.pages, self.view = self._pages(), None
         refs = np.zeros((arenas, capacity), dtype=np.int64)
         refs[:, :old] = self.refs
         self.refs, self.capacity = refs, capacity

@@ -7,7 +7,6 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,23 +14,9 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops import Ops
-from hybrid_kv.store.pool import PagePool, arena_of
+from hybrid_kv.store.pool import PagePool, ResidentView, arena_of
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, LayerShape
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentView:
-    """All resident entries of all rows.
-
-    k, v: [B, Hkv, N, D], views of the pool wherever every row's pages lie in its own arena.
-    positions: [B, N] int64, later than any query where a slot is empty; None when slot n of every
-        row holds position n, so that no mask is needed.
-    """
-
-    k: Tensor
-    v: Tensor
-    positions: Tensor | None
 
 
 class ResidentStore:
@@ -51,7 +36,6 @@ class ResidentStore:
         self.pool = PagePool(shape, page_size, num_rows, dtype, device, pages, ops)
         self.tables = [PageTable(self.pool, row) for row in range(num_rows)]
         self._forked = False  # some row reads pages of another row's arena
-        self._last_view: tuple[Tensor, int, ResidentView] | None = None  # pool.k, slots per row
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from what row sources[r] holds; pages are shared, not copied."""
@@ -63,7 +47,7 @@ class ResidentStore:
             table.share(before[source])
         for table in before:
             self.pool.release(table.pages)
-        self._forked = True
+        self._forked, self.pool.view = True, None
 
     def select(self, sources: Sequence[int], room_tokens: int = 0) -> ResidentStore:
         """A new store whose row r is a copy of row sources[r]; any number of rows.
@@ -104,15 +88,14 @@ class ResidentStore:
         """Every resident entry; zero-copy unless rows share pages after a fork."""
         if self._forked:
             return self._gathered_view()
-        pool, last = self.pool, self._last_view
         if self.in_order:
             return ResidentView(*self._slots(self.tables[0].num_tokens), None)
-        count = max(pool.high) * pool.page_size
-        if last is None or last[0] is not pool.k or last[1] != count:  # the same for many steps
+        pool = self.pool
+        if pool.view is None:  # it stays the same for many steps
+            count = max(pool.high) * pool.page_size
             positions = pool.positions.view(len(self.tables), -1)[:, :count]
-            view = ResidentView(*self._slots(count), positions)
-            self._last_view = last = pool.k, count, view
-        return last[2]
+            pool.view = ResidentView(*self._slots(count), positions)
+        return pool.view
 
     def _slots(self, count: int) -> tuple[Tensor, Tensor]:
         """k, v [B, Hkv, count, D]: the first slots of every arena, views."""

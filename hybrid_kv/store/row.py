@@ -21,7 +21,7 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
 from hybrid_kv.store.hot import HotPages
 from hybrid_kv.store.table import PageTable
-from hybrid_kv.types import Demotion
+from hybrid_kv.types import HIDDEN, Demotion
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Row:
     lost but for what `kept` has of them. kept: what the method keeps of those that left the window.
     copied: [Hkv, cold entries] bool on the host, the cold entries that `kept` has; None for none.
     placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
-    has what the method drops, for audits, and nobody attends it.
+    has what the method drops, for audits, and nobody attends it. full_tokens: resident tokens from
+    which on some of them may be outside the window: below, nobody need look.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Row:
     copied: Tensor | None = None
     placement: Placement | None = None
     shadows: bool = False
+    full_tokens: int = HIDDEN
 
     @classmethod
     def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:
@@ -65,15 +67,19 @@ class Row:
     def page_size(self) -> int:
         return self.table.pool.page_size
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Stores new tokens k, v [Hkv, T, D]."""
-        self.table.append(k, v, self.length)
-        self.length += k.shape[1]
-
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `overflow` then says what has to move."""
         self.placement = placement
         self.hot = HotPages(self.page_size, placement.hot_tokens // self.page_size)
+        self._count_room()
+
+    def _count_room(self) -> None:
+        place, size = self.placement, self.page_size
+        if place is None or place.rest is Demotion.KEEP:
+            self.full_tokens = HIDDEN
+            return
+        sinks = place.sink_tokens // size + len(self.hot.pages) + 1
+        self.full_tokens = sinks * size + place.window_tokens + place.spare_tokens
 
     # What leaves the window ---------------------------------------------------------------------
 
@@ -201,6 +207,7 @@ class Row:
             place = self.hot_range().start + promotion.place
             self.table.put(place, page, instead=promotion.place < len(hot))
             hot.take(promotion)
+        self._count_room()
         return len(promotions)
 
     def cool(self) -> None:
@@ -208,6 +215,7 @@ class Row:
         hot = self.hot_range()
         self.table.remove(hot.start, hot.stop)
         self.hot.clear()
+        self._count_room()
 
     # Going back, and going on elsewhere ---------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.store.pool import PagePool
+from hybrid_kv.store.pool import ARENA_BITS, PLACE, PagePool
 from hybrid_kv.types import HIDDEN
 
 
@@ -60,7 +60,8 @@ class PageTable:
         if room and pool.has_shared:
             self._own_tail()
         if count <= room:  # nearly every decode step
-            first = pool.slot(pages[-1]) * size + self.tail_fill
+            slot = (pages[-1] >> ARENA_BITS) * pool.capacity + (pages[-1] & PLACE)
+            first = slot * size + self.tail_fill
             self.tail_fill += count
             self.num_tokens += count
             return range(first, first + count)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
+from hybrid_kv.runtime.cold import counted
 from hybrid_kv.runtime.retrieve import Retrieved, retrieve
 from hybrid_kv.store import ColdStore
 from hybrid_kv.types import LayerShape, TokenBudget
@@ -86,7 +87,7 @@ def test_shares_count_what_is_attended_beside(
     wanted = expected(queries, keys, budget, softcap, near)
     assert attended(found, lengths) == wanted
     counts = [len(ids) for of_head in wanted for ids in of_head]
-    assert found.counted() == (sum(counts), max(counts))
+    assert counted(found.parts) == (sum(counts), max(counts))
 
 
 @pytest.mark.parametrize("lengths", [[97], [40, 57]])
@@ -100,7 +101,7 @@ def test_heads_that_share_attend_the_best_of_all_of_them(
     budget = TokenBudget(12, most, min_share, shared=True)
     found = retrieve(cold.chains[0], queries, budget, scale=SCALE, near=lambda: near)
     assert attended(found, lengths) == expected(queries, keys, budget, near=near)
-    total, largest = found.counted()
+    total, largest = counted(found.parts)
     assert total <= 12 * 6
     assert largest <= budget.most
     if min_share is None:
@@ -147,9 +148,9 @@ def test_the_search_widens_until_the_bound_or_the_last_entry_that_weighs(
     found = retrieve(cold.chains[0], queries, all_of_them, scale=SCALE)
     assert attended(found, [397]) == expected(queries, keys, all_of_them)
     bounded = retrieve(cold.chains[0], queries, TokenBudget(2, 90, 0.0), scale=SCALE)
-    assert bounded.counted() == (6 * 90, 90)
+    assert counted(bounded.parts) == (6 * 90, 90)
     once = retrieve(cold.chains[0], queries, TokenBudget(2, 397, 0.9), scale=SCALE)
-    assert once.counted()[1] <= 1
+    assert counted(once.parts)[1] <= 1
     assert once.scored < bounded.scored < found.scored
 
 
@@ -158,8 +159,8 @@ def test_a_fixed_budget_searches_once() -> None:
     queries = torch.randn(2, 3, 12)
     fixed = retrieve(cold.chains[0], queries, TokenBudget(9), scale=SCALE)
     whole = retrieve(cold.chains[0], queries, TokenBudget(9, 397), scale=SCALE)
-    assert fixed.counted() == (6 * 9, 9)
-    assert whole.counted() == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
+    assert counted(fixed.parts) == (6 * 9, 9)
+    assert counted(whole.parts) == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
     assert whole.scored == fixed.scored
 
 

@@ -20,6 +20,7 @@ from hybrid_kv.store import ColdChain, LayerKV
 from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
+from tests.store.scene import append
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -79,7 +80,7 @@ def test_no_method_depends_on_when_copies_arrive(
 
 
 def leaving(kv: KVCache) -> set[int]:
-    return {idx for idx, layer in kv.layers.items() if layer.is_leaving}
+    return {idx for idx, layer in kv.layers.items() if layer.leaving is not None}
 
 
 def test_a_page_has_one_owner_while_it_leaves() -> None:
@@ -198,7 +199,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
     lane, runner = LateLane(), InlineRunner()
     layer = LayerKV(SHAPE, 4, 2, torch.float32, torch.device("cpu"))
     q, (k, v) = tokens(37, rows=2)
-    layer.append(k, v, torch.ones(2, 37, dtype=torch.bool).index_fill_(1, torch.arange(3), False))
+    append(layer, k, v, torch.ones(2, 37, dtype=torch.bool).index_fill_(1, torch.arange(3), False))
     index = IndexConfig(kind="flat").params
     layer.seal(Placement(4, 8, rest=Demotion.OFFLOAD, index=lambda: Learner(index)))
     kv = KVCache(

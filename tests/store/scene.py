@@ -33,6 +33,14 @@ def keys_of(tags: Tensor) -> Tensor:
     return torch.stack(heads, -3)
 
 
+def append(store: LayerKV, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+    """Stores k, v [B, Hkv, T, D], as the layer does; valid [B, T] is False for padding."""
+    for number, row in enumerate(store.rows):
+        own = slice(None) if valid is None else valid[number]
+        row.table.append(k[number][:, own], v[number][:, own], row.length)
+        row.length += k[number][:, own].shape[1]
+
+
 def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}
@@ -74,7 +82,7 @@ class Feed:
         tags = self._next + torch.arange(mask.numel()).view(mask.shape)
         self._next += mask.numel()
         k = keys_of(tags)
-        self.store.append(k, -k, None if bool(mask.all()) else mask)
+        append(self.store, k, -k, mask)
         for row in range(rows):
             self.history[row] += tags[row][mask[row]].tolist()
 

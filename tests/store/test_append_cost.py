@@ -10,7 +10,7 @@ import torch
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import ColdStore, LayerKV, ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
-from tests.store.scene import flat_index
+from tests.store.scene import append, flat_index
 
 TOKENS = 10_000
 SHAPE = LayerShape(0, 2, 1, 4)
@@ -28,7 +28,7 @@ def test_resident_pages_move_a_logarithmic_number_of_times() -> None:
     store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
     addresses, copied = [], 0
     for _ in range(TOKENS):
-        store.append(one_token(), one_token(), None)
+        append(store, one_token(), one_token())
         addresses.append(store.resident.pool.k.data_ptr())
         if len(addresses) > 1 and addresses[-1] != addresses[-2]:
             copied += store.rows[0].table.num_tokens - 1
@@ -40,7 +40,7 @@ def test_reserved_resident_pages_never_move() -> None:
     store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"), capacity_tokens=500)
     address = store.resident.pool.k.data_ptr()
     for _ in range(500):
-        store.append(one_token(), one_token(), None)
+        append(store, one_token(), one_token())
     assert store.resident.pool.k.data_ptr() == address
 
 
@@ -57,7 +57,7 @@ def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
     store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
     store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, index=flat_index()))
     for _ in range(2000):
-        store.append(one_token(), one_token(), None)
+        append(store, one_token(), one_token())
         if (overflow := store.rows[0].overflow()) is not None:
             store.rows[0].chain.append(overflow.k, overflow.v, overflow.positions, None)
             store.rows[0].forget_overflow()

@@ -11,7 +11,7 @@ from hybrid_kv.errors import IntegrityError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Demotion
-from tests.store.scene import PAGE, Feed, flat_index, layer
+from tests.store.scene import PAGE, Feed, append, flat_index, layer
 
 SIZES = (PAGE, 2 * PAGE, PAGE)
 
@@ -196,7 +196,7 @@ def test_order_is_a_claim_about_slots_too() -> None:
 def test_a_full_page_keeps_its_digest_when_others_change() -> None:
     store = tiered()
     low, high = (bound[:, 0].clone() for bound in store.rows[0].table.bounds())
-    store.append(torch.randn(2, 2, 9, 3), torch.randn(2, 2, 9, 3), None)
+    append(store, torch.randn(2, 2, 9, 3), torch.randn(2, 2, 9, 3))
     after = store.rows[0].table.bounds()
     assert torch.equal(after[0][:, 0], low)
     assert torch.equal(after[1][:, 0], high)

@@ -48,7 +48,7 @@ class LayerLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.store.placement is None)
     @rule(
-        rest=st.sampled_from(Demotion),
+        rest=st.sampled_from([Demotion.KEEP, Demotion.OFFLOAD, Demotion.DROP]),
         sinks=pages,
         window=pages,
         spare=pages,
@@ -177,6 +177,12 @@ class LayerLife(RuleBasedStateMachine):
             assert torch.equal(view.k[row][:, filled], keys_of(tags))
             assert torch.equal(view.v[row][:, filled], -keys_of(tags))
             assert view.k[row].isfinite().all(), "hidden slots are finite"
+
+    @invariant()
+    def whoever_looks_for_room_only_when_it_may_be_full_misses_nothing(self) -> None:
+        for row in self.store.rows:
+            start, stop = row.outside()
+            assert start >= stop or row.table.num_tokens >= row.full_tokens
 
     @invariant()
     def cold_searches_find_the_best(self) -> None:

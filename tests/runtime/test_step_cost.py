@@ -1,0 +1,36 @@
+"""What a decode step costs in Python, as a count: times depend on who else is at work."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.common.step_cost import StepCost, counted, step_cost
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.ops.native import engine_state
+
+MOST = {"hybrid": (90, 15), "full": (60, 12)}
+"""By method: Python calls of one step of one layer, and files of the package that they are in."""
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_a_step_of_a_layer_is_short(method: str) -> None:
+    if engine_state().isa is None:
+        pytest.skip("no engine: torch computes, in more words")
+    cost, (calls, files) = step_cost(HybridConfig(method=method)), MOST[method]
+    assert cost.calls <= calls, "\n".join(sorted(cost.functions.elements()))
+    assert len(cost.files) <= files, sorted(cost.files)
+
+
+def test_a_step_of_hybrid_searches_an_index_and_attends_what_it_found() -> None:
+    """Or the count would be of something else."""
+    functions = step_cost(HybridConfig()).functions
+    assert functions["store/live_index.py:LiveIndex.search"] == 1
+    assert functions["runtime/cold.py:_attend_found"] == 1
+    assert functions["runtime/cold.py:_attend_all"] == 0
+
+
+def test_what_is_counted_is_what_is_entered() -> None:
+    def inner() -> int:
+        return sum(value for value in (1, 2))  # resumed twice, and once more to end
+
+    assert counted(lambda: (inner(), inner())) == StepCost(8, frozenset(), {})  # type: ignore[arg-type]
