@@ -182,10 +182,10 @@ class Own(Engine):
             if hasattr(part, "learn_head"):
                 part.learn_head = partial(self._learned_once, part.learn_head)
 
-    def _learned_once(self, learn: Any, *arguments: Any) -> Any:
+    def _learned_once(self, learn: Any, *arguments: Any, **options: Any) -> Any:
         kind = learn.__qualname__
         if kind not in self._learned:
-            self._learned[kind] = learn(*arguments)
+            self._learned[kind] = learn(*arguments, **options)
         found, report = self._learned[kind]
         return None if found is None else moved(found), report
 

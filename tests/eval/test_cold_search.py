@@ -404,9 +404,9 @@ def test_copies_of_ours_are_heads_of_one_index_with_the_graph_learned_once(
 ) -> None:
     learn, learned = GraphIndex.learn_head, []
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         learned.append(arguments)
-        return learn(*arguments)
+        return learn(*arguments, **options)
 
     monkeypatch.setattr(GraphIndex, "learn_head", counted)
     head = tiny_head()
