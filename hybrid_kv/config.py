@@ -255,6 +255,11 @@ class HybridConfig(PluginConfig):
             data = {k: v for k, v in data.items() if k in type(self).model_fields}
         return self.from_settings(changes, data)
 
+    def opened(self) -> HybridConfig:
+        """The same with the method's budgets opened so far that nothing is lost."""
+        params = METHODS[self.method].factory.full_budget(self.params)
+        return self.model_copy(update={"params": params})
+
     @classmethod
     def from_settings(
         cls, settings: Mapping[str, object], base: Mapping[str, object] | None = None

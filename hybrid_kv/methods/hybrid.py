@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from pydantic import Field
 
@@ -31,6 +32,10 @@ class Hybrid(RetrievalAttention):
         spare_tokens: Tokens = 0
         hot_tokens: Tokens = 0
         page_budget: BudgetField = 32
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        return super().full_budget(params).model_copy(update={"page_budget": "all"})
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         placement = super().seal(layer_idx, evidence)

@@ -33,6 +33,10 @@ class Quest(Method):
         sink_tokens: Tokens = 0
         window_tokens: Tokens = 0
 
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        return params.model_copy(update={"page_budget": "all"})
+
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(
             sink_tokens=self.params.sink_tokens,

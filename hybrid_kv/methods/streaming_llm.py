@@ -13,6 +13,9 @@ from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Read
 
+_NO_END = 2**40
+"""Tokens of a window that nothing leaves."""
+
 
 @METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453")
 class StreamingLLM(Method):
@@ -27,6 +30,10 @@ class StreamingLLM(Method):
 
         sink_tokens: Tokens = 16
         window_tokens: Tokens = 1024
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        return params.model_copy(update={"window_tokens": _NO_END})
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

@@ -2,7 +2,8 @@
 
 The reference is the same call with eager attention and transformers' own DynamicCache: the tokens
 must be identical and the logits behind them equal up to rounding. A method enters by being
-registered; `full_budget` and `variants` read from its parameters how to open it.
+registered, and says by `Method.full_budget` how it is opened. Samples of kinds that are not among
+them, or not in this form, are those of tests/runtime/keeping.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from transformers import (
 )
 
 import hybrid_kv as hkv
-from hybrid_kv.plugins import METHODS
+from hybrid_kv.plugins import METHODS, Plugin
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build, strict_torch
+from tests.runtime.keeping import KeepsHalves, KeepsHeaviest
 
 PROMPT = 37
 NEW = 9
@@ -126,35 +128,23 @@ def _parameters(params: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _parameters(info.annotation, f"{prefix}{name}.")
 
 
-def _open(method: str, **sizes: int) -> dict[str, Any]:
-    """Settings with every budget at "all" and those of `sizes` that the method has."""
-    settings: dict[str, Any] = {"method": method, "page_size": PAGE}
-    for path in _parameters(METHODS[method].params):
-        name = path.split(".")[-1]
-        if name in ("top_k", "page_budget"):
-            settings[path] = "all"
-        elif name in sizes:
-            settings[path] = sizes[name]
-    return settings
-
-
-def full_budget(method: str, tokens: int) -> dict[str, Any]:
-    """Settings under which `method` attends all of `tokens` and keeps them resident."""
-    return _open(method, sink_tokens=0, window_tokens=-(-tokens // PAGE) * PAGE, dense_layers=0)
+def _with(method: str, **sizes: object) -> dict[str, Any]:
+    """Settings of a method: those of `sizes` that it has."""
+    names = {path.split(".")[-1]: path for path in _parameters(METHODS[method].params)}
+    own = {names[name]: size for name, size in sizes.items() if name in names}
+    return {"method": method, "page_size": PAGE, **own}
 
 
 def variants(method: str) -> dict[str, dict[str, Any]]:
-    """Ways of attending everything: all of it resident, or most of it in pages and cold entries,
-    some of which have copies on the device or are fetched to it.
+    """Ways of attending everything: all of it resident, or most of it wherever else the method has
+    it, some of which has copies on the device or is fetched to it.
     """
-    found = {"resident": full_budget(method, LONGEST)}
-    sizes = {"sink_tokens": PAGE, "window_tokens": 2 * PAGE, "spare_tokens": 2 * PAGE}
-    names = {path.split(".")[-1] for path in _parameters(METHODS[method].params)}
-    if names & {"top_k", "page_budget"}:
-        found["tiered"] = {**_open(method, **sizes, dense_layers=0), "prefill_chunk_tokens": 10}
-    if "hot_tokens" in names:
-        sizes |= {"spare_tokens": 0, "hot_tokens": 3 * PAGE}
-        found["hot"] = {**_open(method, **sizes), "prefill_chunk_tokens": 10}
+    sizes: dict[str, object] = {"sink_tokens": PAGE, "window_tokens": 2 * PAGE, "dense_layers": 0}
+    tiered = {**_with(method, **sizes, spare_tokens=2 * PAGE), "prefill_chunk_tokens": 10}
+    whole = -(-LONGEST // PAGE) * PAGE
+    found = {"tiered": tiered, "resident": _with(method, sink_tokens=0, window_tokens=whole)}
+    if "hot_tokens" in {path.split(".")[-1] for path in _parameters(METHODS[method].params)}:
+        found["hot"] = {**tiered, **_with(method, spare_tokens=0, hot_tokens=3 * PAGE)}
         found["fetched"] = {**found["hot"], "cold.attend": "fetch"}
     return found
 
@@ -179,6 +169,34 @@ CELLS = [
     for variant, settings in (copies if method in EVICTING else variants)(method).items()
     for architecture in (KINDS if method in EVICTING else ARCHITECTURES)
 ]
+SMALL = {"page_size": PAGE, "sink_tokens": PAGE, "window_tokens": 2 * PAGE}
+SAMPLES = {
+    "evicts": (KeepsHeaviest, {}),
+    "evicts_to_the_host": (KeepsHeaviest, {"offload": True, "budget": 3}),
+    "evicts_and_finds": (KeepsHeaviest, {"offload": True, "budget": 3, "top_k": 1000}),
+    "encodes": (KeepsHalves, {}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_methods_that_keep_entries_equal_eager_attention(
+    architecture: str, call: str, sample: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, further = SAMPLES[sample]
+    plugin = Plugin("sample", kind, kind.Params, "", "")
+    monkeypatch.setitem(METHODS._plugins, "sample", plugin)
+    expected = reference(architecture, call)
+    model = build(architecture)
+    config = hkv.HybridConfig(method="sample", **SMALL, **further)
+    if not further:
+        config = config.opened()
+    with hkv.attach(model, config) as runtime:
+        cache = runtime.cache()
+        found = generate(model, call, cache, check=cache.check_integrity)
+        assert any(row.gone_tokens for store in cache.kv.stores.values() for row in store.rows)
+    assert_equal(found, expected)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +220,7 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
 ) -> None:
     expected = reference(architecture, call)
     model = build(architecture)
-    with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
+    with hkv.attach(model, hkv.HybridConfig.from_settings(settings).opened()) as runtime:
         cache = runtime.cache()
         found = generate(model, call, cache, check=cache.check_integrity)
     assert_equal(found, expected)

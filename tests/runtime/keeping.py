@@ -12,8 +12,14 @@ from torch import Tensor
 from hybrid_kv.attended import Attended
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
-from hybrid_kv.plugins import Method, Placement
+from hybrid_kv.plugins import INDEXES, Index, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Needs, Read, TokenBudget
+
+
+def flat_index() -> Index:
+    """An exact search over cold keys."""
+    kind = INDEXES["flat"]
+    return kind.factory(kind.params())
 
 
 class KeepsHeaviest(Method):
@@ -32,7 +38,6 @@ class KeepsHeaviest(Method):
         offload: bool = False
         top_k: int | None = None
         min_share: float | None = None
-        index: Any = None
         fetch: bool = False
 
     @classmethod
@@ -51,7 +56,7 @@ class KeepsHeaviest(Method):
             hot_tokens=own.hot_tokens,
             rest=Demotion.ABSORB,
             offload=own.offload,
-            index=own.index,
+            index=flat_index if own.top_k is not None else None,
             fetch=own.fetch,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
-from hybrid_kv.plugins import INDEXES, Method
+from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive, heads
@@ -39,11 +39,6 @@ def cache(kind: type[Method], *, audit_every: int = 0, **params: Any) -> KVCache
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HybridConfig, "build", lambda _: kind(kind.Params(**params)))
         return KVCache(INFO, config)
-
-
-def flat_index() -> Any:
-    kind = INDEXES["flat"]
-    return lambda: kind.factory(kind.params())
 
 
 class Stream:
@@ -93,23 +88,23 @@ OPEN = {
     "offload_and_fetch": (KeepsHeaviest, {"offload": True, "fetch": True}),
     "offload_and_find_all": (
         KeepsHeaviest,
-        {"offload": True, "top_k": 10**6, "index": flat_index()},
+        {"offload": True, "top_k": 10**6},
     ),
     "offload_and_share": (
         KeepsHeaviest,
-        {"offload": True, "top_k": 1, "min_share": 0.0, "index": flat_index()},
+        {"offload": True, "top_k": 1, "min_share": 0.0},
     ),
     "offload_hot": (
         KeepsHeaviest,
         {
-            **{"offload": True, "top_k": 1, "min_share": 0.0, "index": flat_index()},
+            **{"offload": True, "top_k": 1, "min_share": 0.0},
             **{"hot_tokens": 48, "budget": 1},
         },
     ),
     "offload_found_and_fetched": (
         KeepsHeaviest,
         {
-            **{"offload": True, "top_k": 1, "min_share": 0.0, "index": flat_index()},
+            **{"offload": True, "top_k": 1, "min_share": 0.0},
             **{"fetch": True},
         },
     ),

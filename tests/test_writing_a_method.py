@@ -1,0 +1,65 @@
+"""The template of docs/writing-a-method.md is a method that works, of at most 40 lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybrid_kv as hkv
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.registry import load_plugin
+from tests.contracts.architectures import build
+from tests.contracts.edges.calls import expected, greedy, prompt
+from tests.drive_method import drive
+
+TEXT = (Path(__file__).parents[1] / "docs/writing-a-method.md").read_text()
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    found = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None
+    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
+    path = tmp_path / "my_method.py"
+    path.write_text(found[1])
+    load_plugin(str(path))
+    return found[1]
+
+
+def test_the_template_has_at_most_40_lines(code: str) -> None:
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+
+
+def test_the_template_equals_full_attention_at_a_full_budget(code: str) -> None:
+    model = build("llama")
+    config = hkv.HybridConfig(
+        method="heaviest", page_size=4, sink_tokens=4, window_tokens=8, budget=3
+    )
+    with hkv.attach(model, config.opened()) as runtime:
+        cache = runtime.cache()
+        assert torch.equal(greedy(model, prompt(), cache), expected(model, prompt()))
+        assert not any(row.lost_entries for row in cache.kv.stores[0].rows)
+    with hkv.attach(model, config) as runtime:
+        cache = runtime.cache()
+        greedy(model, prompt(), cache)
+        cache.check_integrity()
+        assert all(row.lost_entries > 0 for row in cache.kv.stores[0].rows)
+
+
+def test_the_template_keeps_what_the_last_queries_look_at(code: str) -> None:
+    kind = METHODS["heaviest"].factory
+    given = {"budget": 7, "sink_tokens": 16, "window_tokens": 16}
+    driven = drive(kind(kind.Params(**given)), prompt=173, new=40)
+    assert driven.kept is not None
+    own = driven.kept.head(0)[2]
+    assert len(own) == 7 + 32
+    q, k = driven.q[:3, 141:173], driven.k[0, :173]
+    logits = q @ k.T * 72**-0.5
+    hidden = torch.arange(173) > torch.arange(141, 173)[:, None]
+    mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
+    best = 16 + mass[16 : 173 - 16].topk(7).indices
+    assert set(own[:7].tolist()) == set(best.tolist())
