@@ -23,7 +23,7 @@ class LshIndex(KeyIndex):
     """
 
     class Params(config.Params):
-        """num_bits: projections of a table, K; num_tables: L; seed: of the projections."""
+        """num_bits: projections of a table, K; num_tables: tables, L; seed: of the projections."""
 
         num_bits: int = Field(default=10, ge=1, le=14)
         num_tables: int = Field(default=150, ge=2, le=1000)

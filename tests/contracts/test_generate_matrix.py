@@ -155,8 +155,11 @@ def copies(method: str) -> dict[str, dict[str, Any]]:
     """
     common = {"method": method, "page_size": PAGE, "window_tokens": 2 * PAGE}
     common["prefill_chunk_tokens"] = 10
-    cold = {"demote": "offload", "cold.top_k": "all", "budget_tokens": 3 * PAGE}
-    return {"kept": {**common, "budget_tokens": "all"}, "copied": {**common, **cold}}
+    has_budget = "budget_tokens" in METHODS[method].params.model_fields
+    whole = {"budget_tokens": "all"} if has_budget else {"retrieval_ratio": 1.0}
+    few = {"budget_tokens": 3 * PAGE} if has_budget else {}
+    cold = {"demote": "offload", "cold.top_k": "all", **few}
+    return {"kept": {**common, **whole}, "copied": {**common, **cold}}
 
 
 EVICTING = [method for method in METHODS if "demote" in _parameters(METHODS[method].params)]

@@ -50,7 +50,8 @@ def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int)
         tokens = CONTEXT + STEPS // 2
     if name in KEEP_ANSWERS:
         tokens += (STEPS - page_size) // 2
-    assert attended(config) == pytest.approx(tokens, abs=page_size)
+    by_heads = name == "duo_attention"  # keeps whole heads: half a head of eight is as near
+    assert attended(config) == pytest.approx(tokens, abs=CONTEXT / 16 if by_heads else page_size)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])

@@ -1,0 +1,61 @@
+"""DuoAttention: retrieval heads keep everything, streaming heads only sinks and window."""
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from hybrid_kv.config import Count, Tokens
+from hybrid_kv.entries import Entries
+from hybrid_kv.methods.demoting import Demoting, DemotingParams
+from hybrid_kv.methods.head_scores import HeadChoice
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.types import Evidence, ModelInfo, Needs
+
+
+class DuoParams(DemotingParams):
+    """heads: scores or masks by layer and KV head, a JSON file of them, or "prompt";
+    observed_tokens: its last queries, which score then; retrieval_ratio: heads that keep everything
+    (null: those that masks say, half by scores).
+    """
+
+    sink_tokens: Tokens = 64
+    window_tokens: Tokens = 256
+    heads: str | tuple[tuple[float, ...], ...] = "prompt"
+    observed_tokens: Count = 64
+    retrieval_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+@METHODS.register("duo_attention", paper="Xiao et al. 2024, arXiv:2410.10819")
+class DuoAttention(Demoting):
+    """Keeps everything of retrieval heads, of all others sinks and window; DROPS their rest.
+
+    Deviations: the paper trains a gate for each head; here a score is the share of its attention
+    that a head gives to what lies between sinks and window, at the end of a calibration text
+    (hybrid-kv heads) or of the prompt, then by layer (all heads are kept if it fits the window).
+    """
+
+    Params = DuoParams
+    whole = ("retrieval_ratio", 1.0)
+
+    @property
+    def needs(self) -> Needs:
+        asked = self.params.observed_tokens if self.params.heads == "prompt" else 0
+        return super().needs | Needs(last_queries=asked)
+
+    def open(self, info: ModelInfo) -> None:
+        self._heads = HeadChoice(self.params.heads, self.params.retrieval_ratio, info)
+
+    def absorb(
+        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
+    ) -> Entries:
+        first, count = self.params.sink_tokens, left.lengths[0]
+        state = kept.state if kept else self._heads.judge(layer_idx, left, seen, first)
+        new = left.select([torch.full((count,), keeps) for keeps in state["retrieves"].tolist()])
+        return kept.extended(new) if kept else new.with_state(**state)
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        params, kept = cls.split(params, tokens, page_size)
+        stored = context_tokens - params.sink_tokens - params.window_tokens
+        return params.model_copy(update={"retrieval_ratio": min(1.0, kept / max(1, stored))})
