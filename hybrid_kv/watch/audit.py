@@ -217,6 +217,8 @@ class Look:
             (span.extent, span.length, span.extent.rewritten)
             for span in layer.rows[row].chain.spans
         ]
+        copied = step.layer.rows[row].copied
+        self._copied = None if copied is None else copied[head].clone()
         self._budget, self._found, self._ranked = None, [], None
         if step.found is not None and row in step.found:
             self._budget, found = step.found[row]
@@ -228,6 +230,7 @@ class Look:
                 ]
 
     _budget: TokenBudget | None
+    _copied: Tensor | None
     _found: list[tuple[ColdExtent, Tensor]]
     _ranked: list[tuple[ColdExtent, Tensor]] | None
 
@@ -264,17 +267,20 @@ class Look:
         if self._budget is None:
             return None, 0.0
         every = torch.cat(logits, 1)
+        if self._copied is not None:  # attended on the device, which no search has to find
+            every = every.masked_fill(self._copied, -torch.inf)
         attended = self._mask(logits, self._found)
         ranked = attended if self._ranked is None else self._mask(logits, self._ranked)
         ids = every.topk(min(self._budget.top_k, every.shape[1]), -1).indices
-        recall = ranked.gather(1, ids).float().mean()
+        hits = ranked.gather(1, ids)[every.gather(1, ids) > -torch.inf]
+        recall = float(hits.float().mean()) if hits.numel() else None
         # What as many of the exact best would hold, query by query.
         weights = (every - total[:, None]).exp()
         best = weights.sort(-1, descending=True).values.cumsum(-1)
         counts = attended.sum(1)
         ideal = best.gather(1, (counts - 1).clamp_min(0)[:, None])[:, 0] * (counts > 0)
         lost = ideal - (weights * attended).sum(1)
-        return float(recall), float(lost.clamp_min(0).mean())
+        return recall, float(lost.clamp_min(0).mean())
 
     def _mask(self, logits: list[Tensor], found: list[tuple[ColdExtent, Tensor]]) -> Tensor:
         """[M, N] bool: the entries of all extents that are among those found."""

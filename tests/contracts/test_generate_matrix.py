@@ -223,7 +223,9 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
 ) -> None:
     expected = reference(architecture, call)
     model = build(architecture)
-    with hkv.attach(model, hkv.HybridConfig.from_settings(settings).opened()) as runtime:
+    config = hkv.HybridConfig.from_settings(settings)
+    config = config if settings.get("demote") == "offload" else config.opened()
+    with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         found = generate(model, call, cache, check=cache.check_integrity)
     assert_equal(found, expected)

@@ -144,6 +144,19 @@ def test_hot_pages_serve_beside_copies() -> None:
     assert kv.work.hot > 0
 
 
+def test_a_page_with_a_copy_in_it_is_never_hot() -> None:
+    """All pages have room on the device, where they would be attended whole."""
+    kind, params = OPEN["offload_hot"]
+    kv = cache(kind, **params)
+    stream = Stream(kv)
+    stream.assert_exact(16 + 24 + 3 * PAGE)
+    for _ in range(12):
+        stream.assert_exact(1)
+        row = kv.stores[0].rows[0]
+        assert row.copied is not None
+        assert not any(row.copied[:, page * PAGE :][:, :PAGE].any() for page in row.hot.pages)
+
+
 def test_forks_go_their_own_ways(opened: KVCache) -> None:
     stream = Stream(opened, rows=2)
     stream.feed(60, 1, 1)
