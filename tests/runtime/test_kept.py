@@ -419,7 +419,7 @@ def test_an_audit_counts_what_was_dropped_and_changes_nothing() -> None:
         assert row.lost_entries > 0
         if audit_every:
             assert kv.auditor is not None
-            kv.auditor.close()
+            kv.auditor.settle()
             missed = kv.auditor.audit.missed_mass(0)
             assert missed is not None
             assert missed.mean > 0.3
@@ -432,7 +432,7 @@ def test_an_audit_finds_nothing_missing_at_a_full_budget() -> None:
     kv = cache(KeepsHeaviest, audit_every=1, **FULL)
     Stream(kv).feed(173, *[1] * 40)
     assert kv.auditor is not None
-    kv.auditor.close()
+    kv.auditor.settle()
     missed = kv.auditor.audit.missed_mass(0)
     assert missed is not None
     assert missed.mean < 1e-5
