@@ -28,6 +28,8 @@ from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token
 from hybrid_kv.watch.auditor import Auditor
 
+_BEFORE = 4
+"""Questions that are asked before the eviction: each takes a cache, and indexes, of its own."""
 _LOOKS = 6
 """Steps of one token that are looked at."""
 _TIMED = 8
@@ -76,7 +78,7 @@ def answers(
     place: Place, config: HybridConfig, shared: SharedPrompt, prompt: Prompt, asking: Asking
 ) -> dict[str, Any]:
     """The fields of a `Cell` that a method's answers give."""
-    tally, found = Tally(), []
+    tally, found, questions = Tally(), list[list[int]](), prompt.asked
     if asking == "after":
         context = shared.context()
         with _opened(place, config, context) as cache:
@@ -87,7 +89,8 @@ def answers(
                     _count_held(cache, tally)
             _end(place, cache, tally)
     else:
-        for number, asked in enumerate(prompt.asked):
+        questions = questions[:_BEFORE]
+        for number, asked in enumerate(questions):
             whole, first = shared.with_question(asked.ids)
             with _opened(place, config, whole) as cache:
                 if not number:
@@ -95,7 +98,7 @@ def answers(
                 found.append(_answer(place, cache, [first], asked.judge, [first], tally))
                 _count_held(cache, tally)
                 _end(place, cache, tally)
-    return {**_judged(place, prompt.asked, found), "counters": tally.counters()}
+    return {**_judged(place, questions, found), "counters": tally.counters()}
 
 
 def reading(
@@ -218,14 +221,14 @@ def _feed(place: Place, cache: TieredCache, ids: Sequence[int]) -> Tensor:
 
 def _count_held(cache: TieredCache, tally: Tally) -> None:
     """Bytes that the cache holds."""
-    stores = cache.kv.stores.values()
-    device = sum(
-        bytes_per_token(store.shape, store.cold.dtype) * store.rows[0].table.num_tokens
-        for store in stores
-    )
-    cold = (store.cold for store in stores)
+    device = host = 0
+    for store in cache.kv.stores.values():
+        row = store.rows[0]
+        device += bytes_per_token(store.shape, store.cold.dtype) * row.table.num_tokens
+        device += 0 if row.kept is None else row.kept.nbytes
+        host += store.cold.kv_bytes + store.cold.overhead_bytes + store.cold.index_bytes
     tally.device_bytes.append(device)
-    tally.host_bytes.append(sum(c.kv_bytes + c.overhead_bytes + c.index_bytes for c in cold))
+    tally.host_bytes.append(host)
 
 
 def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
@@ -239,8 +242,19 @@ def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
         on_device=place.runtime.device.type != "cpu",
     )
     if read:
-        tally.read_bytes.append(sum(read.values()) - read["weights"])
+        tally.read_bytes.append(sum(read.values()) - read["weights"] - _coded(cache))
     tally.work.add(kv.work)
+
+
+def _coded(cache: TieredCache) -> int:
+    """Bytes by which codes are smaller than the keys and values that they stand for."""
+    saved = 0
+    for store in cache.kv.stores.values():
+        kept, shape = store.rows[0].kept, store.shape
+        if kept is not None and not {"k", "v"} <= kept.columns.keys():
+            plain = bytes_per_token(shape, store.cold.dtype) // shape.num_kv_heads
+            saved += sum(kept.lengths) * plain - kept.nbytes
+    return saved
 
 
 def _judged(
