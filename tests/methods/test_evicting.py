@@ -318,6 +318,8 @@ def test_evicted_entries_go_where_demote_says(name: str) -> None:
     assert (place.rest, place.offload) == (Demotion.ABSORB, True)
     assert place.index is not None
     assert offloading.read(0, torch.zeros(1)).cold == hybrid_kv.types.TokenBudget(9)
+    opened = type(offloading).full_budget(offloading.params)
+    assert (opened.cold.top_k, opened.budget_tokens) == ("all", 1024)
 
 
 def test_evidence_is_asked_for_what_scores_and_for_the_index_that_finds_the_rest() -> None:
