@@ -28,9 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hybrid_kv.config import HybridConfig, parse_count  # noqa: E402
+from hybrid_kv.methods.codec import Codec  # noqa: E402
+from hybrid_kv.methods.duo_attention import DuoAttention  # noqa: E402
 from hybrid_kv.methods.evicting import Evicting  # noqa: E402
 from hybrid_kv.methods.following import Following  # noqa: E402
+from hybrid_kv.methods.kivi import Kivi  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
+from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402
@@ -39,7 +43,7 @@ from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo  # noqa: E
 GROUP = 2
 PAGE = 16
 WARM_TOKENS = 2048
-POSITION_BYTES, SCORE_BYTES = 8, 4
+POSITION_BYTES, SCORE_BYTES, GROUP_BYTES = 8, 4, 4
 OFFLOAD: dict[str, Any] = {"demote": "offload", "cold": {"index": "flat"}}
 
 
@@ -50,7 +54,9 @@ def configured(name: str, tokens: int, budget: int, **settings: Any) -> HybridCo
     return HybridConfig(method=name, page_size=PAGE, index_build="wait", params=params)
 
 
-def arithmetic(config: HybridConfig, shape: LayerShape, tokens: int, itemsize: int) -> int | None:
+def arithmetic(
+    config: HybridConfig, shape: LayerShape, layers: int, tokens: int, itemsize: int
+) -> int | None:
     """Bytes of one layer by what the method says of itself; None for one that is not known here."""
     method: Method = config.build()
     method.open(ModelInfo((shape,)))
@@ -65,6 +71,15 @@ def arithmetic(config: HybridConfig, shape: LayerShape, tokens: int, itemsize: i
         kept = around * token + (params.budget_tokens - around) * (token + own)
         cold = cold_bytes(shape, tokens - around, itemsize)
         return kept + (index + cold if params.demote == "offload" else 0)
+    if isinstance(method, DuoAttention):
+        around = method.params.sink_tokens + method.params.window_tokens
+        far = (tokens - around) * (token + shape.num_kv_heads * POSITION_BYTES)
+        heads = layers * shape.num_kv_heads  # of which whole ones are kept
+        return around * token + round(method.params.retrieval_ratio * heads) * far // heads
+    if isinstance(method, Codec):
+        around = method.params.sink_tokens + method.params.window_tokens
+        coded = coded_bytes(method, shape.head_dim, itemsize) + POSITION_BYTES
+        return around * token + round((tokens - around) * shape.num_kv_heads * coded)
     if isinstance(method, RetrievalAttention):
         around = method.params.sink_tokens + method.params.window_tokens
         resident = 2 * on_huge_pages(around * token // 2)
@@ -82,6 +97,17 @@ def on_huge_pages(num_bytes: int) -> int:
     """What an array of K or V takes on a host: large ones lie on huge pages, all of the last."""
     large = num_bytes >= HUGE_PAGE_BYTES
     return -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if large else num_bytes
+
+
+def coded_bytes(method: Codec, dim: int, itemsize: int) -> float:
+    """K and V of an entry of one head."""
+    params = method.params
+    if isinstance(method, ThinK):
+        return itemsize * (max(1, int(params.channel_ratio * dim)) + dim)
+    assert isinstance(method, Kivi)
+    codes = 2 * dim * params.bits / 8
+    scales = 2 * itemsize * (-(-dim // params.group_size) + dim / params.group_size)
+    return codes + scales + GROUP_BYTES  # values' in the entry, keys' shared by group_size entries
 
 
 def cold_bytes(shape: LayerShape, tokens: int, itemsize: int) -> int:
@@ -143,7 +169,7 @@ def measure(name: str, options: argparse.Namespace, settings: dict[str, Any]) ->
     stores = cache.stores
     grown = resident_bytes() - before
     kept = [row.kept for store in stores.values() for row in store.rows if row.kept is not None]
-    expected = arithmetic(config, shape, tokens, dtype.itemsize)
+    expected = arithmetic(config, shape, options.layers, tokens, dtype.itemsize)
     return {
         "method": name,
         "settings": settings,
