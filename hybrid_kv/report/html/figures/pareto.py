@@ -12,6 +12,8 @@ from hybrid_kv.report.html.figures.scales import Scale, fitted
 from hybrid_kv.report.html.palette import SeriesLook
 from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
 
+_MIB = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ParetoMark:
@@ -36,16 +38,16 @@ def pareto_figure(
     height = 380.0
     scene = Scene(name, title, _describe(axis, marks), width, height)
     left, right, top, bottom = 46.0, width - 12.0, 28.0, height - 42.0
-    x_scale = fitted([mark.bytes for mark in marks], left + 6, right - 6, log=True)
+    x_scale = fitted([mark.bytes / _MIB for mark in marks], left + 6, right - 6, log=True)
     y_scale = Scale(0.0, 1.03, bottom, top)
     horizontal_grid(scene, y_scale, left, right, numbers.tick)
-    vertical_grid(scene, x_scale, top, bottom, numbers.size, most=6)
+    vertical_grid(scene, x_scale, top, bottom, numbers.tick, most=6)
     scene.add(
         Text(0, 14, "score", "soft", SMALL),
-        Text(right, bottom + 36, f"{axis}, log scale", "soft", SMALL, "end"),
+        Text(right, bottom + 36, f"{axis}, MiB, log scale", "soft", SMALL, "end"),
         Line(((left, bottom), (right, bottom)), "rule"),
     )
-    at = {mark: (x_scale(mark.bytes), y_scale(mark.score)) for mark in marks}
+    at = {mark: (x_scale(mark.bytes / _MIB), y_scale(mark.score)) for mark in marks}
     front = tuple(at[mark] for mark in frontier(marks))
     if len(front) > 1:
         scene.add(Line(front, "soft", 1.0, (2, 3)))
