@@ -19,6 +19,7 @@ from hybrid_kv.cli.ending import ENDED, INTERRUPTED
 from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
+from hybrid_kv.cli.heads import heads
 from hybrid_kv.cli.logs import logged
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
@@ -101,6 +102,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     "--budget 2%,10% -o results",
     report: "hybrid-kv report before.json after.json --html report.html",
     methods: "hybrid-kv methods hybrid",
+    heads: "hybrid-kv heads smollm2 --text book.txt -o heads.json",
     doctor: "hybrid-kv doctor --model random:llama-3-8b --context 128k",
 }
 
