@@ -107,7 +107,7 @@ def _print_parameters(out: Console, parameters: list[Parameter]) -> None:
         return
     table = facts_table("", "green")
     for parameter in parameters:
-        table.add_row(f"  {parameter.name}", str(parameter.default), parameter.meaning)
+        table.add_row(f"  {parameter.name}", parameter.shown, parameter.meaning)
     out.print(table)
 
 

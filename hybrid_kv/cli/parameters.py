@@ -20,6 +20,12 @@ class Parameter:
     default: Any
     meaning: str
 
+    @property
+    def shown(self) -> str:
+        """The default as a user would write it."""
+        listed = isinstance(self.default, tuple)
+        return ",".join(map(str, self.default)) if listed else str(self.default)
+
 
 def parameters_of(params: type[BaseModel]) -> list[Parameter]:
     """The settings of a plug-in's parameter group; those of groups inside it by dotted name."""

@@ -26,7 +26,8 @@ class H2O(Following):
 
     class Params(EvictingParams):
         """window_tokens: the paper's recent half; prompt_scores: by all queries of the prompt
-        ("exact", which costs its scores once more), or estimated from sampled_queries of them.
+        ("exact", which costs its scores once more), or estimated ("sampled"); sampled_queries: from
+        so many of them.
         """
 
         window_tokens: Tokens = 512

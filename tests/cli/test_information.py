@@ -11,6 +11,7 @@ import pytest
 
 import hybrid_kv
 from hybrid_kv.cli import examination, measurements
+from hybrid_kv.cli.main import app
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS
@@ -23,8 +24,9 @@ VERBS = ("generate", "chat", "demo", "profile", "plan", "report", "methods", "do
 
 def test_help_lists_the_verbs_and_only_those() -> None:
     text = call("--help").output
-    assert all(f"│ {verb} " in text for verb in VERBS)
-    assert "│ eval " not in text
+    listed = [*VERBS, "eval", "heads"]
+    assert all(f"│ {verb} " in text for verb in listed)
+    assert len(app.registered_commands) == len(listed)
 
 
 @pytest.mark.parametrize("verb", VERBS)
