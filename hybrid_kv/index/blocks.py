@@ -17,9 +17,8 @@ from hybrid_kv.types import Needs
 class BlocksIndex(PagesIndex):
     """Reads the blocks whose representative keys score highest on average (InfLLM).
 
-    Those keys represent a block that the queries of the local_tokens behind it score highest on
-    average. Deviations: only sampled queries are asked, behind later blocks the last of them;
-    without any, all keys represent their block. Each query head chooses blocks by itself.
+    Those keys represent a block that the sampled queries of the local_tokens behind it score best
+    (the last ones where it came later; without any, all keys do). Each query head chooses alone.
     """
 
     class Params(config.Params):
@@ -44,8 +43,7 @@ class BlocksIndex(PagesIndex):
         super()._rebuild(samples, nearest)
 
     def _digest(self, first: int, pages: Tensor) -> Tensor:
-        known = self._asked.shape[1] - 1  # samples, evenly spread over the keys of the build
-        if not known:
+        if not (known := self._asked.shape[1] - 1):  # samples, evenly spread over the keys
             return pages.mean(2)
         ends = torch.arange(first + 1, first + pages.shape[1] + 1) * self.page_tokens
         start = (ends * known // self._built).clamp_max(known - 1)

@@ -17,9 +17,8 @@ from hybrid_kv.types import SearchResult
 class LshIndex(KeyIndex):
     """Samples the keys that share a bucket with the query in two of L hash tables (MagicPIG).
 
-    A table hashes the signs of K random projections of q and of k - mean(k). With p = 1 - angle/pi
-    a key is found with probability u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1), and weighs 1 / u:
-    sums over all keys are estimated without bias, but for what top_k cuts off. Drawn once by seed.
+    K signs of random projections of q and k - mean(k) are a bucket. A key at an angle (1 - p) pi is
+    found with probability u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1), and weighs 1 / u: no bias.
     """
 
     class Params(config.Params):
@@ -38,8 +37,7 @@ class LshIndex(KeyIndex):
         return self._tables.memory_bytes
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        p = self.params
-        self._tables = HashTables(self._keys, p.num_bits, p.num_tables, p.seed)
+        self._tables = HashTables(self._keys, **self.params.model_dump())
 
     def _append(self, known: int) -> None:
         self._tables.append(self._keys)

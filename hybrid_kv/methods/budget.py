@@ -1,13 +1,21 @@
-"""A budget of tokens, split into what every step reads and what it chooses."""
+"""What every step reads, and how a budget of tokens is split into that and what is chosen."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from hybrid_kv.config import Params, Tokens
 from hybrid_kv.errors import ConfigError
 
 _WINDOW_SHARE = 4
 """Of a budget a fourth is the recent window."""
+
+
+class ResidentParams(Params):
+    """sink_tokens, window_tokens: on the device, at start and end (multiples of page_size)."""
+
+    sink_tokens: Tokens = 128
+    window_tokens: Tokens = 512
 
 
 class Split(NamedTuple):

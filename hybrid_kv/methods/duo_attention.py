@@ -15,8 +15,7 @@ from hybrid_kv.types import Evidence, ModelInfo, Needs
 
 class DuoParams(DemotingParams):
     """heads: scores or masks by layer and KV head, a JSON file of them, or "prompt";
-    observed_tokens: its last queries, which score then; retrieval_ratio: heads that keep everything
-    (null: those that masks say, half by scores).
+    observed_tokens: its queries that score then; retrieval_ratio: heads kept whole (null: half).
     """
 
     sink_tokens: Tokens = 64
@@ -57,5 +56,5 @@ class DuoAttention(Demoting):
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         params, kept = cls.split(params, tokens, page_size)
-        stored = context_tokens - params.sink_tokens - params.window_tokens
-        return params.model_copy(update={"retrieval_ratio": min(1.0, kept / max(1, stored))})
+        stored = max(1, context_tokens - params.sink_tokens - params.window_tokens)
+        return params.model_copy(update={"retrieval_ratio": min(1.0, kept / stored)})

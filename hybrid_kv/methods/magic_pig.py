@@ -4,36 +4,33 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hybrid_kv.config import BudgetField, Count, IndexConfig, Tokens
-from hybrid_kv.config import Params as BaseParams
+from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.index.hash_tables import tables_that_find
-from hybrid_kv.methods.budget import split_budget
+from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.methods.retrieval import RetrievalAttention
 from hybrid_kv.plugins import METHODS, StandIn
 from hybrid_kv.types import TokenBudget
 
 
-class SamplingIndex(IndexConfig):
-    """The kind of index that samples."""
-
+class _SamplingIndex(IndexConfig):
     kind: Literal["lsh"] = "lsh"
 
 
-class SampledColdParams(BaseParams):
+class SampledColdParams(Params):
     """max_tokens: of a head's samples only so many, the best by score; top_k: so few cold entries
     are attended whole ("all": any number); index: how they are sampled.
     """
 
     top_k: BudgetField = 100
     max_tokens: Count = 4096
-    index: SamplingIndex = Field(default="lsh", validate_default=True)
+    index: _SamplingIndex = Field(default="lsh", validate_default=True)
     attend: ClassVar[str] = "cpu"
     stand_in: ClassVar[StandIn] = "scan"
 
     @property
     def budget(self) -> TokenBudget | Literal["all"]:
-        top_k, most = self.top_k, self.max_tokens
-        return "all" if top_k == "all" else TokenBudget(top_k, max(top_k, most))
+        top_k = self.top_k
+        return "all" if top_k == "all" else TokenBudget(top_k, max(top_k, self.max_tokens))
 
 
 @METHODS.register("magic_pig", paper="Chen et al. 2024, arXiv:2410.16179")
@@ -45,20 +42,16 @@ class MagicPig(RetrievalAttention):
     and num_tables say how many are sampled. Deviation: no layer is exempt (in the paper two are).
     """
 
-    class Params(BaseParams):
-        """sink_tokens, window_tokens: stay on the device (multiples of page_size)."""
+    class Params(ResidentParams):
+        """cold: everything but sinks and window."""
 
-        sink_tokens: Tokens = 128
-        window_tokens: Tokens = 512
         cold: SampledColdParams = SampledColdParams()
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
-        """So many tables, and at most so many bits, as if directions were random."""
         sinks, window, rest = split_budget(tokens, page_size)
         share, own = rest / max(1, context_tokens - sinks - window), params.cold.index.params
         bits, tables = tables_that_find(share, own.num_bits, own.num_tables)
-        own = own.model_copy(update={"num_bits": bits, "num_tables": tables})
-        index = params.cold.index.model_copy(update={"params": own})
+        index = {"kind": "lsh", "num_bits": bits, "num_tables": tables, "seed": own.seed}
         cold = SampledColdParams(index=index, top_k=1, max_tokens=4 * rest)
         return cls.Params(sink_tokens=sinks, window_tokens=window, cold=cold)

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
-from hybrid_kv.methods.budget import split_budget
+from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
+from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, Read, TokenBudget
 
@@ -53,11 +53,9 @@ class ColdParams(Params):
         return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared)
 
 
-class RetrievalParams(Params):
-    """sink_tokens and window_tokens stay on the device (multiples of page_size); cold: the rest."""
+class RetrievalParams(ResidentParams):
+    """cold: everything but sinks and window."""
 
-    sink_tokens: Tokens = 128
-    window_tokens: Tokens = 512
     cold: ColdParams = ColdParams()
 
 
