@@ -4,7 +4,8 @@ SmolLM2-135M-Instruct (extra smollm2), stretched by YaRN, reads a text with full
 index is made when the first part has been read and is then asked with the queries of the rest, one
 token after the other, while keys leave the window and join it: what the runtime does
 (`store.live_index`), but for the attention. A line per kind: recall@100 of every 1,024 tokens, mean
-over heads, and of the worst head. The last line on stdout is one JSON document.
+over heads, and of the worst head. The last line on stdout is one JSON document, which `--out` also
+writes to a file after every head.
 
     .venv/bin/python benchmarks/real_model/ageing.py --tokens 8192 --then 8192 --heads 10
 """
@@ -160,16 +161,21 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=10)
     parser.add_argument("--step", type=int, default=4, help="every so many tokens are asked")
     parser.add_argument("--kinds", default="graph,sketch")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, as far as it has come")
     options = parser.parse_args()
     torch.manual_seed(0)
     some = list(heads(options.tokens, options.then, options.heads))
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"heads": len(some), **vars(options)}
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    results: dict[str, Any] = {**settings, "heads": len(some)}
     for kind in options.kinds.split(","):
         for again in (True, False):
             name = f"{kind}, {'learned again' if again else 'as it was learned'}"
-            rows = [measure(head, KINDS[kind], again=again, step=options.step) for head in some]
-            results[name] = rows
+            rows: list[dict[str, Any]] = results.setdefault(name, [])
+            for head in some:
+                rows.append(measure(head, KINDS[kind], again=again, step=options.step))
+                if options.out is not None:
+                    options.out.write_text(json.dumps(results) + "\n")
             blocks = torch.tensor([row["recall"] for row in rows])
             for what, values in (("mean", blocks.mean(0)), ("worst", blocks.amin(0))):
                 told = " | ".join(f"{value:.3f}" for value in values.tolist())

@@ -1,4 +1,4 @@
-"""The sketch of one KV head: tiers of codes, and where later keys go."""
+"""The sketch of one KV head: tiers of codes, and which keys go where."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch import Tensor
 from hybrid_kv.index._sketch_engine import encode, new_tier, restored_tier
 from hybrid_kv.index._sketch_potential import Potential
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
-
-TAIL_KEYS = 64
-"""The newest keys are scored exactly until there are so many to encode together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,7 +343,7 @@ class _HeadEngine:
 
     Args:
         check_cancelled: called between pieces of the work.
-        sketch: of the same keys; it makes the lists of sampled queries.
+        sketch: of these keys or the first of them; it makes the lists of sampled queries.
     """
 
     def __init__(
@@ -351,6 +351,7 @@ class _HeadEngine:
     ) -> None:
         self._check_cancelled = check_cancelled
         self._sketch = None if sketch is None else TierSearcher([keys], [sketch.tiers])
+        self._num_later = 0 if sketch is None else len(keys) - sketch.count
         self._quantised = _quantise(keys[None], with_blocks=True)
         self._scan = native_flat.FlatScan(keys[None], self._quantised)
 
@@ -361,8 +362,10 @@ class _HeadEngine:
         found = []
         for some in queries.split(_SKETCHED_AT_ONCE):
             self._check_cancelled()
-            ids = self._sketch.search(some[None].float(), count, num_rerank=[ranked]).ids[0]
-            found.append(ids.to(torch.int32))
+            best = self._sketch.search(
+                some[None].float(), count, num_rerank=[ranked], num_exact=self._num_later
+            )
+            found.append(best.ids[0].to(torch.int32))
         return torch.cat(found)
 
     def nearest(self, queries: Tensor, count: int) -> Tensor:

@@ -28,7 +28,8 @@ from hybrid_kv.index._parts import joined
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_engine import TierSearcher, why_unread
 from hybrid_kv.index._sketch_forecast import SketchGoal
-from hybrid_kv.index._sketch_head import TAIL_KEYS, HeadSketch
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_later import SCANNED_KEYS, LaterKeys, num_kept
 from hybrid_kv.index._sketch_learn import SketchReport, learn
 from hybrid_kv.index._sketch_plans import layouts
 from hybrid_kv.index._stand_in import StandIn
@@ -48,7 +49,10 @@ class SketchIndex(SavedIndex):
     that took no part in its making (`reports`): where it misses the goal, or where scanning 8-bit
     copies is less work, that is done.
 
-    Later keys are encoded as the others are.
+    Later keys are scored one and all, until the index is learned again: codes that were made for
+    other keys do not serve them. Where `2 * horizon_tokens` have come and nothing was learned (it
+    takes long, or failed), the older ones are encoded after all, and `horizon_tokens` stay as they
+    are. An index with `horizon_tokens` 0 is never learned again, and keeps the newest 4,096.
     """
 
     file_kind = "sketch"
@@ -84,7 +88,8 @@ class SketchIndex(SavedIndex):
         self._sketches: dict[int, HeadSketch] = {}  # by KV head
         self._searcher: TierSearcher | None = None
         self._scans: list[tuple[slice, KeyScan]] = []  # of consecutive heads without a sketch
-        self._encoded = 0  # rows; later ones are scored exactly
+        self._encoded = 0  # rows; later ones are scored one and all
+        self._later: LaterKeys | None = None  # where they are many
 
     @classmethod
     def needs(cls, params: Any) -> Needs:
@@ -103,7 +108,8 @@ class SketchIndex(SavedIndex):
     @property
     def memory_bytes(self) -> int:
         scans = sum(scan.memory_bytes for _, scan in self._scans)
-        return scans + sum(one.memory_bytes for one in self._sketches.values())
+        later = 0 if self._later is None else self._later.memory_bytes
+        return scans + later + sum(one.memory_bytes for one in self._sketches.values())
 
     def describe(self) -> list[dict[str, Any]]:
         return [report.to_dict() for report in self.reports]
@@ -158,7 +164,7 @@ class SketchIndex(SavedIndex):
 
     def _serve(self, sketches: dict[int, HeadSketch]) -> None:
         """Searches run on these sketches from now on; heads without one are scanned."""
-        self._sketches = sketches
+        self._sketches, self._later = dict(sorted(sketches.items())), None
         self._encoded = min((sketch.count for sketch in sketches.values()), default=0)
         self._scans = []
         for is_sketched, run in groupby(range(len(self._keys)), sketches.__contains__):
@@ -173,14 +179,19 @@ class SketchIndex(SavedIndex):
     def _append(self, known: int) -> None:
         for heads, scan in self._scans:
             scan.append(self._keys[heads])
-        if len(self) - self._encoded >= TAIL_KEYS:
+        kept = num_kept(self.params.horizon_tokens)
+        if self._sketches and len(self) - self._encoded > 2 * kept:
+            self._encoded, self._later = len(self) - kept, None
             for head, sketch in self._sketches.items():
-                sketch.append(self._keys[head])
-            self._encoded = len(self)
+                sketch.append(self._keys[head, : self._encoded])
         self._describe()
 
     def _describe(self) -> None:
         """Tells the engine where everything lies, after keys have moved or codes have grown."""
+        if self._later is not None:
+            self._later.append(self._keys)
+        elif self._sketches and len(self) - self._encoded >= SCANNED_KEYS:
+            self._later = LaterKeys(self._keys, self._sketches, self._encoded, _RERANK)
         keys = [self._keys[head] for head in self._sketches]
         tiers = [sketch.tiers for sketch in self._sketches.values()]
         self._searcher = TierSearcher(keys, tiers) if keys else None
@@ -197,8 +208,10 @@ class SketchIndex(SavedIndex):
             count,
             most=most,
             num_rerank=[self._num_rerank(sketch, count) for sketch in self._sketches.values()],
-            num_exact=len(self) - self._encoded,
+            num_exact=len(self) - self._encoded if self._later is None else 0,
         )
+        if self._later is not None:
+            found = self._later.merged(queries, found, len(self), count, most)
         if not parts:
             return found
         assert found.rows_read is not None

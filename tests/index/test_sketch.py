@@ -15,7 +15,7 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.eval.synthetic import PAPER, SyntheticHead
 from hybrid_kv.index import _sketch_engine
 from hybrid_kv.index._file import read_arrays, write_arrays
-from hybrid_kv.index._sketch_head import TAIL_KEYS
+from hybrid_kv.index._sketch_later import SCANNED_KEYS
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.types import SearchResult
@@ -117,7 +117,7 @@ def test_heads_with_and_without_a_sketch_are_searched_together() -> None:
 
 def test_tiers_hold_every_key_once_and_later_ones_by_their_potential() -> None:
     keys, samples, later = tiered()
-    index = sketch(keys[:, :19_000], samples, target_mass=0.95)
+    index = sketch(keys[:, :19_000], samples, target_mass=0.95, horizon_tokens=100)
     (report,) = index.describe()
     assert len(report["tiers"]) == 3, report
     before = flat(later)
@@ -126,7 +126,7 @@ def test_tiers_hold_every_key_once_and_later_ones_by_their_potential() -> None:
         index.add(keys[:, :stop])
     tiers = index._sketches[0].tiers
     ids = torch.cat([tier.ids for tier in tiers if tier.ids is not None])
-    assert torch.equal(ids.sort().values, torch.arange(20_000, dtype=torch.int32))
+    assert torch.equal(ids.sort().values, torch.arange(19_900, dtype=torch.int32)), "100 wait"
     placing = index._sketches[0].placing
     assert placing is not None
     tier_of = placing.of(keys[0])
@@ -137,11 +137,13 @@ def test_tiers_hold_every_key_once_and_later_ones_by_their_potential() -> None:
 
 
 def test_each_later_key_is_found_from_the_moment_it_is_there() -> None:
-    keys, samples, later = seen_heads(2, 1000)
-    index = sketch(keys[:, :700], samples)
+    keys, samples, later = seen_heads(2, 1500)
+    index = sketch(keys[:, :700], samples, horizon_tokens=300)
     query = flat(later)[:, :1]
     keys[:, 700:] += 3 * query  # better than anything before
-    for stop in [*range(701, 701 + 2 * TAIL_KEYS + 3), 1000]:
+    scanned, encoded = 700 + SCANNED_KEYS, 700 + 2 * 300
+    stops = [701, 702, 737, scanned - 1, scanned, scanned + 1, encoded - 1, encoded, encoded + 1]
+    for stop in [*stops, 1500]:
         index.add(keys[:, :stop])
         found = index.search(query, 16)
         check_result(found, query, keys[:, :stop], 16)
@@ -149,8 +151,34 @@ def test_each_later_key_is_found_from_the_moment_it_is_there() -> None:
         newest = query @ keys[:, stop - 1 : stop].transpose(1, 2)
         if bool((newest > found.scores[..., -1:]).all()):
             assert bool((found.ids == stop - 1).any(-1).all())
-        assert stop - index._encoded < TAIL_KEYS
+        assert index._encoded == (700 if stop <= encoded else encoded + 1 - 300)
     assert recall(index.search(query, 16), query, keys, 16) > 0.9
+
+
+@pytest.mark.parametrize("horizon", [4096, 0])
+@pytest.mark.parametrize("odd", [False, True])
+def test_later_keys_that_lie_elsewhere_are_found_like_the_first(horizon: int, odd: bool) -> None:
+    keys, samples, later = seen_heads(3, 3000)
+    elsewhere = torch.stack([2 * seen_head(2037, seed=7 + head)[0] for head in range(3)])
+    if odd:
+        samples[1] = torch.nan  # scanned, between two that have a sketch
+    keys = torch.cat([keys, elsewhere], 1)
+    index = sketch(keys[:, :3000], samples, horizon_tokens=horizon)
+    asked = flat(later)[:, :40]
+    for stop in (3016, 3400, 5037):
+        index.add(keys[:, :stop])
+        found = index.search(asked, 100)
+        check_result(found, asked, keys[:, :stop], 100)
+        best = (asked @ keys[:, :stop].mT).topk(100)
+        is_found = found.scores >= best.values[..., -1:] - 1e-3
+        num_later = (best.indices >= 3000).sum((1, 2))
+        num_found = (is_found & (found.ids >= 3000)).sum((1, 2))
+        sketched = [head for head, report in enumerate(index.reports) if report.serves == "sketch"]
+        assert len(sketched) == 3 - odd
+        assert (num_found >= 0.99 * num_later)[sketched].all()
+        own = SearchResult(found.ids[sketched], found.scores[sketched], 0)
+        assert recall(own, asked[sketched], keys[sketched, :stop], 100) > 0.95
+    assert (num_later > 20 * 40).all(), "later keys are wanted"
 
 
 def test_budgets_beyond_what_was_ranked_are_kept() -> None:
