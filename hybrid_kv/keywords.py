@@ -48,7 +48,7 @@ def refuse_unknown(
             message says how that is written.
     """
     for name in given.keys() - known - set(more):
-        near = nearest_name(name, {*known, *more, *_settings()})
+        near = nearest_name(name, {*known, *more, *_settings_like(name)})
         fault = f"{call} has no keyword '{name}'"
         if near is None or near in known or near in more:
             hint = f"did you mean '{near}'? " if near else ""
@@ -61,6 +61,10 @@ def refuse_unknown(
         raise ConfigError(f"{fault}; did you mean '{near}', a setting of the cache? {write}")
 
 
-def _settings() -> set[str]:
-    """Dotted names of the settings of all methods."""
-    return {name for method in METHODS for name in HybridConfig.settings_of(method)}
+def _settings_like(name: str) -> set[str]:
+    """Dotted names of the settings of all methods; where the default method has one of this name,
+    that is meant.
+    """
+    usual = HybridConfig.settings_of(HybridConfig().method)
+    same = {setting for setting in usual if setting.split(".")[-1] == name}
+    return same or {known for method in METHODS for known in HybridConfig.settings_of(method)}
