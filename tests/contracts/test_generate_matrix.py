@@ -198,7 +198,8 @@ def test_methods_that_keep_entries_equal_eager_attention(
     with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         found = generate(model, call, cache, check=cache.check_integrity)
-        assert any(row.gone_tokens for store in cache.kv.stores.values() for row in store.rows)
+        stores = cache.kv.stores.values()  # none where every layer slides
+        assert not stores or any(row.gone_tokens for store in stores for row in store.rows)
     assert_equal(found, expected)
 
 
