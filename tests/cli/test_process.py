@@ -100,6 +100,7 @@ def test_ctrl_c_ends_a_profile_with_what_was_measured(tmp_path: Path) -> None:
         "from hybrid_kv.cli.main import app\n"
         "from hybrid_kv.eval.profiling.steps import StepWatch\n"
         "put, seen = StepWatch.put, []\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background
         "def counting(self, value):\n"
         "    put(self, value)\n"
         "    seen.append(value)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class _Document(NamedTuple):
     answer: str
 
 
-class _Questions(Task):
+class _Questions(Task, ABC):
     """Documents that fill the context; some of them are asked about."""
 
     class Params(BaseParams):
@@ -68,8 +69,9 @@ class _Questions(Task):
             ),
         )
 
+    @abstractmethod
     def _facts(self, rng: np.random.Generator) -> list[_Document]:
-        raise NotImplementedError
+        """Documents to fill a context with, each with its question."""
 
     def _ordered(
         self, taken: Sequence[_Document], rng: np.random.Generator
