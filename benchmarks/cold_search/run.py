@@ -54,8 +54,8 @@ LARGEST_DIM = 128
 
 def run_head(
     head: Head, rows: Sequence[Row], plan: Plan, gbps: float, with_auto: bool
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What kind of head it is, and all results."""
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """What kind of head it is, and its results so far: after every row, and at the end."""
     about = describe(head, gbps)
     where = {name: about[name] for name in ("data", "n", "seed", "head_dim", "group")}
     say(f"\n{table.describe(about)}\n{table.HEADER}")
@@ -68,17 +68,19 @@ def run_head(
             state = "absent" if isinstance(error, AbsentError) else "failed"
             results.append({**where, "row": row.name, state: str(error)})
             say(f"{row.name:<60} {state}: {error}")
+            yield about, results
             continue
         results += found
         add_ratios(results, about["stream_us"])
         for result in found:
             say(table.line(result))
+        yield about, results
         gc.collect()
     add_ratios(results, about["stream_us"])  # a baseline may come after what is compared with it
     if with_auto:
         about["auto"] = compare_auto(head, plan, "f16")
         say(table.auto_lines(about["auto"]))
-    return about, results
+    yield about, results
 
 
 def describe(head: Head, gbps: float) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def parse() -> argparse.Namespace:
         "--memory", type=parse_count, default="5g", help="limit for copies of a head"
     )
     parser.add_argument("--figures", type=Path, help="a folder; needs matplotlib")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, as far as it has come")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of the process")
     parser.add_argument("--list-rows", action="store_true")
     options = parser.parse_args()
@@ -141,8 +144,8 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measure_all(options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
-    """The document."""
+def measure_all(options: argparse.Namespace, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The document as far as it has come: after every row, and at the end."""
     use_threads(options.threads[0])
     memory = Memory()
     stream = [memory.stream_gbps()]
@@ -155,6 +158,14 @@ def measure_all(options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, A
     )
     heads: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
+    document = {
+        "benchmark": "cold_search",
+        "schema": SCHEMA,
+        "settings": settings_of(options),
+        "environment": {**environment(options.threads), "stream_gbps": stream},
+        "heads": heads,
+        "rows": results,
+    }
     sizes = [int(parse_count(size)) for size in options.n.split(",")]
     refuse_what_does_not_fit(max(sizes), LARGEST_DIM)
     for name, size, seed in wanted_heads(options.data, sizes, options.seeds):
@@ -164,18 +175,13 @@ def measure_all(options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, A
             heads.append({"data": name, "n": size, "seed": seed, "absent": str(error)})
             say(f"{name}, N {size}, seed {seed}: absent: {error}")
             continue
-        about, found = run_head(head, rows, plan, stream[0], options.auto)
+        about, found = {}, []
+        for about, found in run_head(head, rows, plan, stream[0], options.auto):
+            yield {**document, "heads": [*heads, about], "rows": [*results, *found]}
         heads.append(about)
         results += found
     stream.append(memory.stream_gbps())
-    return {
-        "benchmark": "cold_search",
-        "schema": SCHEMA,
-        "settings": settings_of(options),
-        "environment": {**environment(options.threads), "stream_gbps": stream},
-        "heads": heads,
-        "rows": results,
-    }
+    yield document
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -183,6 +189,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     named = {
         name: value.name if isinstance(value, Path) else value
         for name, value in vars(options).items()
+        if name != "out"
     }
     return {**named, "targets": [asdict(target) for target in options.targets]}
 
@@ -194,7 +201,9 @@ def main() -> None:
         if options.list_rows:
             print("\n".join(row.name for row in default_rows()))
             return
-        document = measure_all(options, rows)
+        for document in measure_all(options, rows):
+            if options.out:
+                options.out.write_text(json.dumps(document) + "\n")
     except (LookupError, MemoryError) as error:
         raise SystemExit(f"error: {error}") from None
     if options.figures and any("recall" in row for row in document["rows"]):

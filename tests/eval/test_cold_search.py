@@ -623,3 +623,25 @@ def test_the_last_line_on_stdout_is_the_document(
     assert first["recall"] > 0.97
     assert first["hot_over_faiss_flat"] > 0  # though faiss-flat came later
     assert len(document["environment"]["stream_gbps"]) == 2
+
+
+def test_a_run_that_is_ended_leaves_the_rows_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Interrupted(Engine):
+        def build(self, keys: torch.Tensor, prompt: heads.Prompt) -> None:
+            raise KeyboardInterrupt
+
+        find = work = held_bytes = row_bytes = copies = None  # type: ignore[assignment]
+
+    rows = [*chosen_rows(["faiss-flat"]), Row("interrupted", Interrupted)]
+    monkeypatch.setattr(run, "chosen_rows", lambda wanted: rows)
+    place = tmp_path / "rows.json"
+    asked = ["--n", "700", "--queries", "5", "--repeats", "1", "--data", "paper", "--no-cold"]
+    monkeypatch.setattr("sys.argv", ["run.py", *asked, "--out", str(place)])
+    with pytest.raises(KeyboardInterrupt):
+        run.main()
+    document = json.loads(place.read_text())
+    assert [row["row"] for row in document["rows"]] == ["faiss-flat", "faiss-flat"]
+    assert [about["n"] for about in document["heads"]] == [700]
+    assert str(tmp_path) not in place.read_text()
