@@ -2,8 +2,8 @@
 
 Graph and sketch learn from M spread positions and the last M, turned to where decoding will ask,
 and are asked for later queries. A line each: recall@100 and softmax mass, what the self-check
-promised, keys read by a group, seconds of one thread to build. The last line on stdout is one JSON
-document.
+promised, keys read by a group, seconds of one thread to build. `uniform` and `tiers` are sketches
+whose codes are given, 32 bytes a key or tiers. The last line on stdout is one JSON document.
 
     HYBRID_KV_THREADS=1 .venv/bin/python benchmarks/index_build/samples.py --keys 128k
 """
@@ -26,7 +26,9 @@ from hybrid_kv.plugins import Index
 TOP_K, ASKED, HORIZON = 100, 512, 4096
 KINDS: dict[str, dict[str, Any]] = {
     "graph": {"kind": "graph", "min_keys": 1, "max_scanned": 1},
-    "sketch": {"kind": "sketch", "min_keys": 1, "gain": 0},
+    "sketch": (sketch := {"kind": "sketch", "min_keys": 1, "gain": 0}),
+    "uniform": {**sketch, "codes": "32"},
+    "tiers": {**sketch, "codes": "tiers"},
 }
 
 
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--data", default="paper,stress")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--samples", default="1024,2048,4096")
-    parser.add_argument("--kinds", default="graph,sketch")
+    parser.add_argument("--kinds", default="graph,sketch", help="of " + ", ".join(KINDS))
     parser.add_argument("--positions", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -112,7 +112,19 @@ class SketchIndex(SavedIndex):
         return scans + later + sum(one.memory_bytes for one in self._sketches.values())
 
     def describe(self) -> list[dict[str, Any]]:
-        return [report.to_dict() for report in self.reports]
+        """What serves each head (`SketchReport`); of a sketch also how many keys have codes by now,
+        `coded_keys`, and how many later ones a search scores in 8 bits and exactly.
+        """
+        told = [report.to_dict() for report in self.reports]
+        later = len(self) - self._encoded
+        in_8_bits = 0 if self._later is None else later
+        for head in self._sketches:
+            told[head] |= {
+                "coded_keys": self._encoded,
+                "later_in_8_bits": in_8_bits,
+                "later_exact": later - in_8_bits,
+            }
+        return told
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
         return None if self.why_flat(keys, samples) else StandIn()
@@ -233,7 +245,7 @@ class SketchIndex(SavedIndex):
         }
         meta = {
             "params": self.params.model_dump(mode="json"),
-            "reports": self.describe(),
+            "reports": [report.to_dict() for report in self.reports],
             "codes": _sketch_file.CODES,
             "keys": fingerprint(self._keys, self._saved),
             "sketches": {

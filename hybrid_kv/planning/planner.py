@@ -350,7 +350,15 @@ class _Planner:
         in_8_bits = float(sum(cold * (layer.head_dim + 1) for layer in heads))
         rows = min(cold, _GRAPH_ROWS * (cold / _GRAPH_KEYS) ** _GRAPH_GROWTH) if cold else 0
         walked = float(sum(rows * (layer.head_dim + 1) * (1 + _LIST_SHARE) for layer in heads))
-        coded = float(sum(cold * layer.head_dim * _SKETCH_BYTES / _SKETCH_DIM for layer in heads))
+        # Of the keys that come before codes are made again, half on average; they are scanned.
+        later = min(cold, getattr(index, "horizon_tokens", 0) // 2)
+        coded = float(
+            sum(
+                (cold - later) * layer.head_dim * _SKETCH_BYTES / _SKETCH_DIM
+                + later * (layer.head_dim + 1)
+                for layer in heads
+            )
+        )
         ranked = sum(
             min(cold, _SKETCH_ROWS * layer.group_size) * facts.kv_bytes(layer) / 2
             for layer in facts.layers

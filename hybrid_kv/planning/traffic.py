@@ -80,13 +80,15 @@ def index_of(config: HybridConfig) -> IndexConfig | None:
 
 
 def _serving_kind(cache: KVCache) -> str | None:
-    """The kind of the index, or "scan" where a kind that learns a graph has chosen to scan."""
+    """The kind of the index; of kinds that choose by head "graph", "sketch" or "scan", the first of
+    these that serves one.
+    """
     index = index_of(cache.config)
     if index is None or index.kind not in ("graph", "auto"):
         return None if index is None else index.kind
     heads = (head for layer in cache.stores.values() for head in layer.cold.describe_indexes())
     serving = {head.get("serves") for head in heads}
-    return "graph" if "graph" in serving else "scan"
+    return next((kind for kind in ("graph", "sketch") if kind in serving), "scan")
 
 
 def _bytes_per_score(cache: KVCache, group: float, key_bytes: float, itemsize: int) -> float:
@@ -97,7 +99,7 @@ def _bytes_per_score(cache: KVCache, group: float, key_bytes: float, itemsize: i
     if kind == "graph":
         return _LISTS * (width + 1) / group
     if kind == "sketch":
-        return _code_bytes(cache, width) / group
+        return _sketch_bytes(cache, key_bytes, width) / group
     if kind == "pages":
         return 2 * key_bytes / group
     index = index_of(cache.config)
@@ -105,12 +107,22 @@ def _bytes_per_score(cache: KVCache, group: float, key_bytes: float, itemsize: i
     return (key_bytes if stored else width + 1) / group
 
 
-def _code_bytes(cache: KVCache, width: float) -> float:
-    """Bytes of a key that searches of sketches scan, on average over keys and heads."""
+def _sketch_bytes(cache: KVCache, key_bytes: float, width: float) -> float:
+    """Bytes of a key that searches of sketches scan, on average over keys and heads.
+
+    Codes, or where a key came after they were made its 8-bit copy, or itself where such are few.
+    """
     heads = [head for layer in cache.stores.values() for head in layer.cold.describe_indexes()]
     sizes = []
-    for tiers in (head.get("tiers") for head in heads):
-        count = sum(tier["num_keys"] for tier in tiers or ())
-        coded = sum(tier["num_keys"] * tier["code_bytes"] for tier in tiers or ())
-        sizes.append(coded / count if count else width + 1)
+    for head in heads:
+        tiers = head.get("tiers") or ()
+        count = sum(tier["num_keys"] for tier in tiers)
+        if not count:
+            sizes.append(width + 1)
+            continue
+        code = sum(tier["num_keys"] * tier["code_bytes"] for tier in tiers) / count
+        coded, copied = head["coded_keys"], head["later_in_8_bits"]
+        whole = head["later_exact"]
+        read = coded * code + copied * (width + 1) + whole * key_bytes
+        sizes.append(read / (coded + copied + whole))
     return sum(sizes) / len(sizes) if sizes else width + 1

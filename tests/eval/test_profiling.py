@@ -23,8 +23,10 @@ from hybrid_kv.eval.profiling import steps as steps_module
 from hybrid_kv.eval.profiling.room import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
+from hybrid_kv.index import auto as auto_module
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
+from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.planning.facts import model_facts
 from hybrid_kv.planning.forecast import BuildForecast
 from hybrid_kv.planning.rates import Rates
@@ -454,6 +456,42 @@ def test_traffic_is_counted_work_times_the_size_of_what_is_read() -> None:
         "transfer": 0,
     }
     assert bytes_per_step(facts, cache.kv, Work(), selects=False, on_device=False) == {}
+
+
+@pytest.mark.parametrize("kind", ["sketch", "auto"])
+@pytest.mark.parametrize(("later", "in_8_bits"), [(0, False), (37, False), (300, True)])
+def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
+    kind: str, later: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "auto":  # whatever this machine would choose
+        monkeypatch.setattr(auto_module, "cheapest", lambda costs, pace: (costs[0].kind, "wanted"))
+        if engine_state().isa is None:
+            pytest.skip("without an engine nothing is timed")
+    always = {"min_keys": 1, "gain": 0, "target_recall": 1e-6, "target_mass": 1e-6}
+    always |= {"remember": False, "graph_tokens": 0} if kind == "auto" else {}
+    facts = model_facts("random:tiny", dtype="float32")
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    config = hkv.HybridConfig(
+        method="hybrid",
+        cold={"index": {"kind": kind, "codes": "64", **always}},
+        **{"window_tokens": 32, "sink_tokens": 16, "spare_tokens": 0, "index_build": "wait"},
+    )
+    with hkv.attach(model, config) as runtime, torch.inference_mode():
+        cache = runtime.cache()
+        model(torch.randint(0, 500, (1, 700)), past_key_values=cache)
+        if later:
+            model(torch.randint(0, 500, (1, later)), past_key_values=cache)
+        stores = cache.kv.stores.values()
+        serving = [head["serves"] for store in stores for head in store.cold.describe_indexes()]
+        (stored,) = {store.rows[0].chain.num_tokens for store in stores}
+        work = Work(scored=12 * 600, steps=12)
+        read = bytes_per_step(facts, cache.kv, work, selects=False, on_device=False)
+    assert serving == ["sketch"] * 4
+    coded = 640  # of 700 tokens, on whole pages before the window
+    assert (stored > coded) == bool(later)
+    one = 16 + 1 if in_8_bits else 16 * 4
+    of_all = coded * 8 + (stored - coded) * one  # 64 B at 128 channels, of 16
+    assert read["search"] == round(4 * 600 * of_all / stored)
 
 
 def test_a_trace_nests_step_layer_and_phase() -> None:
