@@ -20,6 +20,7 @@ from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
     Demotion,
     Evidence,
+    Foresight,
     LayerShape,
     ModelInfo,
     Needs,
@@ -253,6 +254,11 @@ class Method(ABC):
     def needs(self) -> Needs:
         """Evidence to collect during prefill; paid for only when asked for."""
         return Needs()
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """How layers are searched before their queries are known; None where they are not."""
+        return None
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         """The most that the indexes of a layer take for each of `num_tokens`, beside K and V."""

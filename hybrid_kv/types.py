@@ -7,6 +7,7 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
@@ -43,10 +44,13 @@ class ModelInfo:
     """What a method may know about the model when it is opened: one shape per tiered layer.
 
     rotary: how each tiered layer turns queries by position, in the same order; empty if not known.
+    unforeseen: by tiered layer why its query cannot be predicted in the layer before, empty where
+        it can; None where nobody predicts any.
     """
 
     layers: tuple[LayerShape, ...]
     rotary: tuple[Rotary, ...] = ()
+    unforeseen: Mapping[int, str] | None = None
 
     def rotary_of(self, layer_idx: int) -> Rotary:
         """How a tiered layer turns queries by their positions."""
@@ -281,6 +285,19 @@ class TokenBudget:
             ("weighs", self.shared or self.min_share is not None),
         ):
             object.__setattr__(self, name, value)  # once: every step asks
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """How a layer is searched before its queries are known, by a prediction of them.
+
+    mode: "always"; or "auto": where a search then runs beside the model, and a trial has shown for
+        the layer that little is lost.
+    factor: times the entries of a budget, so many are found at most; the true query ranks them.
+    """
+
+    mode: Literal["auto", "always"]
+    factor: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,10 @@ class Generation:
     the cold tier held then. backends: what computed each op of the cache at last. index: what
     served each layer and KV head at the end, and why; with `build` ("done", "in progress",
     "failed: ..."), the `searches` of the cache so far and those before the index was built. audit:
-    what was found to be missing during this call, None without `audit_every`. chat_template: the
-    first digits of the SHA-256 of the template that rendered the prompt, "none" for raw text.
+    what was found to be missing during this call, None without `audit_every`. look_ahead: by layer
+    whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
+    what of a search's softmax mass its trial lost; empty for methods that never do. chat_template:
+    the first digits of the SHA-256 of the template that rendered the prompt, "none" for raw text.
     """
 
     text: str
@@ -52,6 +54,7 @@ class Generation:
     backends: dict[str, str] = field(default_factory=dict, repr=False)
     index: list[dict[str, Any]] = field(default_factory=list, repr=False)
     audit: Audit | None = field(default=None, repr=False)
+    look_ahead: list[dict[str, Any]] = field(default_factory=list, repr=False)
     chat_template: str = NO_TEMPLATE
 
 

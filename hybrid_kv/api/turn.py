@@ -210,6 +210,7 @@ class Turn:
                 for head in layer.cold.describe_indexes()
             ],
             audit=None if auditor is None else auditor.audit.since(self._looks_before),
+            look_ahead=self.cache.kv.describe_look_ahead(),
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
         )
 

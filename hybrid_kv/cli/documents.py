@@ -81,6 +81,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         backends=got.backends,
         index=tuple(got.index),
         audit=None if got.audit is None else AuditReport.of(got.audit),
+        look_ahead=tuple(got.look_ahead),
         chat_template=got.chat_template,
         interrupted=outcome.interrupted,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import Placement
-from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, Read
+from hybrid_kv.types import Demotion, Evidence, Foresight, LayerShape, Needs, Read
 
 
 class DemotingParams(RetrievalParams):
@@ -49,6 +49,10 @@ class Demoting(RetrievalAttention):
     @property
     def needs(self) -> Needs:
         return super().needs if self._offloads else Needs()
+
+    @property
+    def foresight(self) -> Foresight | None:
+        return super().foresight if self._offloads else None
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         return super().index_bytes_per_token(shape, num_tokens) if self._offloads else 0

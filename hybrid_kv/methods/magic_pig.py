@@ -26,6 +26,7 @@ class SampledColdParams(Params):
     index: _SamplingIndex = Field(default="lsh", validate_default=True)
     attend: ClassVar[str] = "cpu"
     stand_in: ClassVar[StandIn] = "scan"
+    foresight: ClassVar[None] = None  # a sample is one of the query that drew it
 
     @property
     def budget(self) -> TokenBudget | Literal["all"]:

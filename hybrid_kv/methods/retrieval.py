@@ -12,7 +12,15 @@ from torch import Tensor
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
-from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, Read, TokenBudget
+from hybrid_kv.types import (
+    Demotion,
+    Evidence,
+    Foresight,
+    LayerShape,
+    Needs,
+    Read,
+    TokenBudget,
+)
 
 
 class ColdParams(Params):
@@ -23,7 +31,10 @@ class ColdParams(Params):
     (null: no limit); index: how they are found; attend: what was found is attended in place by the
     "cpu", or by the device after a "fetch"; stand_in: what serves while a graph is built, a "scan"
     on the host or "pages" that digests on the device choose ("auto": pages on a GPU where all
-    digests fit).
+    digests fit); look_ahead: a layer's search begins while the layer before it computes, by a
+    predicted query, "always", "never", or where a search then has time of its own (a model on a
+    GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to so many times the
+    entries, which the true query ranks.
     """
 
     top_k: BudgetField = 100
@@ -33,6 +44,8 @@ class ColdParams(Params):
     index: IndexConfig = Field(default="graph", validate_default=True)
     attend: Literal["cpu", "fetch"] = "cpu"
     stand_in: StandIn = "auto"
+    look_ahead: Literal["auto", "always", "never"] = "auto"
+    look_ahead_factor: Count = 4
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
@@ -51,6 +64,13 @@ class ColdParams(Params):
         if self.top_k == "all":
             return "all"
         return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared)
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """How layers are searched ahead; None for never."""
+        if self.look_ahead == "never":
+            return None
+        return Foresight(self.look_ahead, self.look_ahead_factor)
 
 
 class RetrievalParams(ResidentParams):
@@ -73,6 +93,10 @@ class RetrievalAttention(Method):
     def needs(self) -> Needs:
         index = self.params.cold.index
         return index.plugin().factory.needs(index.params)  # type: ignore[no-any-return]
+
+    @property
+    def foresight(self) -> Foresight | None:
+        return self.params.cold.foresight  # type: ignore[no-any-return]
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         index = self.params.cold.index

@@ -58,12 +58,12 @@ class Attachment:
         check_backend(config.backend, self._devices)
         self.model, self.config = model, config
         self.info = inspect_model(model)
-        self._find_rotary(config)
         self._open = True
         self._turn = threading.RLock()  # held by the thread that generates
         self._executor: Executor | None = None  # of all caches that build in the background
         self._caches: weakref.WeakSet[HybridCache] = weakref.WeakSet()
         self._serving = Serving(model, self.info, config)
+        self._learn_of_model(config)
         self._end = weakref.finalize(self, self._serving.close)
         self._end.atexit = False
         _attached[model] = weakref.ref(self)
@@ -97,17 +97,28 @@ class Attachment:
                 )
         if own.backend != self.config.backend:
             check_backend(own.backend, self._devices)
-        self._find_rotary(own)
+        self._learn_of_model(own)
         return own
 
-    def _find_rotary(self, config: HybridConfig) -> None:
-        """Asks the model how it turns queries, once, where something is learned from them."""
-        if config.build().needs.horizon_tokens and not self.info.rotary:
+    def _learn_of_model(self, config: HybridConfig) -> None:
+        """Asks the model, once, how it turns queries and how they can be computed early, where
+        something is learned from queries or searches run ahead.
+        """
+        method = config.build()
+        foresight = method.foresight
+        early = foresight is not None and (foresight.mode == "always" or self._on_gpu)
+        if (method.needs.horizon_tokens or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
+        if early and self.info.unforeseen is None:
+            unforeseen = self._serving.compute_early_queries(self.info)
+            self.info = replace(self.info, unforeseen=unforeseen)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(device.type == "cuda" for device in self._devices)
 
     def _executor_for(self, config: HybridConfig) -> Executor:
-        on_gpu = any(device.type == "cuda" for device in self._devices)
-        device_type = "cuda" if on_gpu else "cpu"
+        device_type = "cuda" if self._on_gpu else "cpu"
         if config.index_build == "wait":
             return make_executor(config, device_type)
         self._executor = self._executor or make_executor(config, device_type)

@@ -280,6 +280,8 @@ class TieredCache(Cache):
             raise
         finally:
             self._state.in_forward = False
+            if (ahead := self.kv.means.look_ahead) is not None:
+                ahead.forget()
         for idx, layer in enumerate(self.layers):
             if getattr(layer, "is_pending", False):
                 raise UnsupportedModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
@@ -17,6 +17,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.compiled import CompiledSteps
+from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts
@@ -41,8 +42,20 @@ class Serving:
         hf_attention.register()
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
+        self._early: EarlyQueries | None = None
         for part in text_parts(model, self._text_config):
             self._wrap(part)
+
+    def compute_early_queries(self, info: ModelInfo) -> Mapping[int, str]:
+        """From now on caches that search ahead are told the queries of the next layer.
+
+        Returns:
+            By tiered layer why it is not; empty where it is.
+        """
+        if self._early is None:
+            compiled = self._steps is not None
+            self._early = EarlyQueries(self._model, info, compiled=compiled)
+        return self._early.unforeseen
 
     def _wrap(self, module: nn.Module) -> None:
         # Not by hooks: an interrupt would skip the one that ends a forward.
@@ -80,7 +93,7 @@ class Serving:
         self._check(cache, inputs)
         text, prefill = self._text_config, self._prefill
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
-        self._cache = prefill.cache = cache
+        self._set_cache(cache)
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
         prefill.in_place = inputs.get("inputs_embeds") is None and not self._records_hidden(inputs)
         try:
@@ -88,7 +101,12 @@ class Serving:
                 yield
         finally:
             text._attn_implementation = previous
-            self._cache = prefill.cache = None
+            self._set_cache(None)
+
+    def _set_cache(self, cache: TieredCache | None) -> None:
+        self._cache = self._prefill.cache = cache
+        if self._early is not None:
+            self._early.cache = cache
 
     def _check(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
         if cache.kv.info.layers is not self.info.layers:
@@ -133,6 +151,8 @@ class Serving:
                     module.forward = previous
             self._wrapped.clear()
             self._prefill.close()
+            if self._early is not None:
+                self._early.close()
             if self._steps is not None:
                 self._steps.close()
 

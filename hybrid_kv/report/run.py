@@ -199,6 +199,7 @@ class Run(Group):
     token after the first. interrupted: the user ended it early. backends: what computed each op of
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
+    look_ahead: whether each layer is searched ahead, and why not; empty for methods that never do.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text.
     """
@@ -222,6 +223,7 @@ class Run(Group):
     backends: dict[str, str] = {}
     index: tuple[dict[str, Any], ...] = ()
     audit: AuditReport | None = None
+    look_ahead: tuple[dict[str, Any], ...] = ()
     chat_template: str = "none"
     interrupted: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.finite import FiniteGuard, may_hide
 from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.runtime.stand_in import StandIns
@@ -30,6 +31,7 @@ from hybrid_kv.types import (
     ModelInfo,
     Needs,
     PartialAttention,
+    TokenBudget,
     Work,
     bytes_per_token,
 )
@@ -96,7 +98,10 @@ class KVCache:
 
         builds = IndexBuilds(self.executor, self.phases, spare_bytes)
         stand_ins = StandIns(len(self.info.layers))
-        return {"method": method, "builds": builds, "stand_ins": stand_ins, "work": Work()}
+        wanted, known = method.foresight, self.info.unforeseen
+        ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
+        shared = {"builds": builds, "stand_ins": stand_ins, "look_ahead": ahead}
+        return {"method": method, "work": Work(), **shared}
 
     def _new_layers(self) -> dict[int, TieredLayer]:
         return {shape.layer_idx: self._new_layer(shape) for shape in self.info.layers}
@@ -180,15 +185,38 @@ class KVCache:
         self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
     ) -> PartialAttention:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
-        auditor = self.auditor
+        auditor, ahead = self.auditor, self.means.look_ahead
+        foreseen = ahead.take(layer.shape.layer_idx) if ahead and ahead.under_way else None
         if auditor is None:
-            return layer.attend(layer.step(q, scale, softcap))
+            return layer.attend(layer.step(q, scale, softcap, ahead=foreseen))
         target = auditor.due(layer.shape.layer_idx) if q.shape[2] == 1 else None
-        step = layer.step(q, scale, softcap, None if target is None else {})
+        step = layer.step(q, scale, softcap, None if target is None else {}, foreseen)
         part = layer.attend(step, auditor.factor(layer.shape.layer_idx))
         if target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
         return part
+
+    def search_ahead(self, layer_idx: int, predict: Callable[[], Tensor]) -> None:
+        """Begins to search a layer that comes later in this forward of one token, if that helps.
+
+        Until the layer attends, or `LookAhead.forget`, nothing else may change the cache.
+
+        Args:
+            predict: gives the layer's queries [B, Hq, 1, D], not turned by position yet.
+        """
+        ahead, layer = self.means.look_ahead, self.layers[layer_idx]
+        if ahead is None or not ahead.wants(layer):
+            return
+        queries, auditor = predict(), self.auditor
+        read = self.method.read(layer_idx, queries)
+        read = read if auditor is None else read.widened(auditor.factor(layer_idx))
+        if isinstance(read.cold, TokenBudget):
+            ahead.begin(layer, queries, read.cold)
+
+    def describe_look_ahead(self) -> list[dict[str, Any]]:
+        """By layer what came of it; see `LookAhead.describe`."""
+        ahead = self.means.look_ahead
+        return [] if ahead is None else [ahead.describe(layer_idx) for layer_idx in self.layers]
 
     def watch_finite(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Looks whether new k, v [B, Hkv, T, D] are finite; `valid` [B, T] is False for padding.

@@ -98,6 +98,10 @@ def attend_cold(
         out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
     """
     q = step.grouped
+    if step.ahead is not None:
+        begin = step.phases.now()
+        step.ahead.wait()
+        step.phases.book("wait", begin)
     taken: list[Tensor | None] = [None] * len(q)
     pages = [_NONE] * len(q)
     if hot is not None or asked.queries is not None or asked.pages:
@@ -142,7 +146,9 @@ def _attend_row(
     if budget == "all" or budget.top_k >= stored:
         return _attend_all(step, row, near_q, taken)
     spans, begin = row.chain.spans, step.phases.now()
-    plain = not pages and not budget.weighs and row.copied is None
+    ahead = None if pages else step.ahead
+    first = None if ahead is None else ahead.ranked(row, q, budget)
+    plain = not pages and not budget.weighs and row.copied is None and first is None
     if plain and len(spans) == 1:  # nearly every step
         result = spans[0].search(q, budget.width, budget.most)
         only = RetrievedPart(spans[0].extent, result.ids, result.bias)
@@ -157,7 +163,10 @@ def _attend_row(
             near=None if near is None else lambda: near.open()[row.number],
             chosen={n: entries_of(page, spans[n], group) for n, page in pages.items()},
             copied=() if row.copied is None else row.copied_by_span(),
+            first=first,
         )
+    if ahead is not None:
+        ahead.compare(row, q, found, step.scale, step.softcap)
     step.phases.book("search", begin)
     if step.found is not None:
         step.found[row.number] = (budget, found)

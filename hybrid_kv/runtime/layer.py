@@ -19,6 +19,7 @@ from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
+from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
@@ -43,7 +44,7 @@ class TieredLayer:
     """
 
     def __init__(self, shape: LayerShape, rotary: Rotary, means: Means) -> None:
-        self.shape, self._rotary, self.means = shape, rotary, means
+        self.shape, self.rotary, self.means = shape, rotary, means
         self.store: LayerKV | None = None
         self._collectors: list[EvidenceCollector] = []
         self._kept_evidence: tuple[Evidence, ...] | None = None
@@ -114,12 +115,17 @@ class TieredLayer:
     # Attention ----------------------------------------------------------------------------------
 
     def step(
-        self, q: Tensor, scale: float, softcap: float | None, found: Found | None = None
+        self,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        found: Found | None = None,
+        ahead: Foreseen | None = None,
     ) -> Step:
         """A step of q [B, Hq, T, D], whose tokens are stored.
 
         Args:
-            found: see `Step`.
+            found, ahead: see `Step`.
         """
         means, store = self.means, self.store or self.held
         batch, heads, new, dim = q.shape
@@ -137,6 +143,7 @@ class TieredLayer:
             softcap=softcap,
             at_home=q.is_cpu and means.executor.at_once,
             found=found,
+            ahead=ahead,
         )
 
     def attend(self, step: Step, widening: int = 1) -> PartialAttention:
@@ -324,7 +331,7 @@ class TieredLayer:
 
     def _samples(self, seen: Evidence, horizon: int) -> Samples | None:
         """What an index may learn from, turned to where decoding will ask."""
-        asked = seen.samples(self.shape.num_kv_heads, self._rotary)
+        asked = seen.samples(self.shape.num_kv_heads, self.rotary)
         return None if asked is None else asked.ahead(seen.num_tokens, horizon)
 
     def settle(self) -> None:

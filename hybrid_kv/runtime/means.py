@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import Executor
@@ -21,6 +22,7 @@ class Means:
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
+    look_ahead: searches layers before their queries are known; None where the method wants none.
     """
 
     ops: Ops
@@ -35,3 +37,4 @@ class Means:
     watched: Needs = Needs()
     reserved_tokens: int = 0
     audits: bool = False
+    look_ahead: LookAhead | None = None

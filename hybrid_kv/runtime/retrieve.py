@@ -48,6 +48,7 @@ def retrieve(
     near: Callable[[], Tensor] | None = None,
     chosen: Mapping[int, Tensor] | None = None,
     copied: Sequence[Tensor | None] = (),
+    first: list[tuple[ColdExtent, SearchResult]] | None = None,
 ) -> Retrieved:
     """Searches a row's cold entries, again and wider where `budget.min_share` asks for more.
 
@@ -60,6 +61,7 @@ def retrieve(
         chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
             already; the budget is that of the others.
         copied: by span which of its entries [Hkv, n] bool are attended elsewhere; empty for none.
+        first: what the first search would give, where that is known already.
     """
     spans, chosen = chain.spans, chosen or {}
     if copied:
@@ -68,7 +70,7 @@ def retrieve(
         return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored = budget.width, 0
     while True:
-        found = chain.search(queries, width, budget.most, chosen)
+        found, first = first or chain.search(queries, width, budget.most, chosen), None
         if copied:
             found = _without_copies(found, [c for n, c in enumerate(copied) if n not in chosen])
         for _, result in found:
@@ -77,7 +79,7 @@ def retrieve(
             parts = [RetrievedPart(extent, r.ids, r.bias) for extent, r in found]
             return Retrieved(_with_chosen(spans, parts, chosen), scored)
         ranked = [result.ids for _, result in found]
-        logits = [_logits(result, scale, softcap) for _, result in found]
+        logits = [logits_of_found(result, scale, softcap) for _, result in found]
         masks = cut(logits, budget, new=new, near=None if near is None else near())
         ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
         if width >= budget.most or not _wants_more(found, ids, budget):
@@ -87,7 +89,8 @@ def retrieve(
         width = min(4 * width, budget.most)
 
 
-def _logits(result: SearchResult, scale: float, softcap: float | None) -> Tensor:
+def logits_of_found(result: SearchResult, scale: float, softcap: float | None) -> Tensor:
+    """[Hkv, M, K] float32, -inf for none."""
     logits = result.scores * scale
     if softcap is not None:  # what was not found stays -inf, which tanh would raise to -softcap
         logits = (softcap * torch.tanh(logits / softcap)).masked_fill(result.ids < 0, -torch.inf)

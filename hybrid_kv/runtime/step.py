@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
+from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
@@ -26,7 +27,7 @@ class Step:
 
     q: [B, Hq, T, D]. grouped: the same as [B, Hkv, M, D], M = G * T with row g * T + t. new: T.
     at_home: whether the host searches where the queries lie, so that nothing travels. found: takes
-    what was retrieved, where somebody looks at it.
+    what was retrieved, where somebody looks at it. ahead: what was searched before q was known.
     """
 
     ops: Ops
@@ -41,6 +42,7 @@ class Step:
     softcap: float | None
     at_home: bool
     found: Found | None = None
+    ahead: Foreseen | None = None
 
     def query_positions(self, row: int) -> Tensor:
         """[T]; every new token of a decode step is a real one."""

@@ -1,6 +1,6 @@
 """Where entries live: resident pages, cold extents, and the rows of a layer that own both."""
 
-from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, check_finite
+from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, best_of, check_finite
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.layer import LayerKV, StandInFor
 from hybrid_kv.store.pool import ResidentView
@@ -21,5 +21,6 @@ __all__ = [
     "Row",
     "Span",
     "StandInFor",
+    "best_of",
     "check_finite",
 ]

@@ -162,16 +162,7 @@ class ColdChain:
             for number, span in enumerate(self.spans)
             if number not in without
         ]
-        if len(found) < 2:
-            return found
-        scores = torch.cat([result.scores for _, result in found], -1)
-        best = scores.topk(min(most, scores.shape[-1]), -1).indices
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True)
-        parts = kept.split([result.ids.shape[-1] for _, result in found], -1)
-        return [
-            (extent, _keep_only(result, keep))
-            for (extent, result), keep in zip(found, parts, strict=True)
-        ]
+        return best_of(found, most)
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets the newest entries until `num_tokens` are left."""
@@ -312,6 +303,22 @@ class ColdStore:
     def index_bytes(self) -> int:
         """Bytes held by indexes beside the keys."""
         return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
+
+
+def best_of(
+    found: list[tuple[ColdExtent, SearchResult]], most: int
+) -> list[tuple[ColdExtent, SearchResult]]:
+    """The best `most` entries per query of all extents together; id -1, score -inf for others."""
+    if len(found) < 2:
+        return found
+    scores = torch.cat([result.scores for _, result in found], -1)
+    best = scores.topk(min(most, scores.shape[-1]), -1).indices
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True)
+    parts = kept.split([result.ids.shape[-1] for _, result in found], -1)
+    return [
+        (extent, _keep_only(result, keep))
+        for (extent, result), keep in zip(found, parts, strict=True)
+    ]
 
 
 def _keep_only(result: SearchResult, keep: Tensor) -> SearchResult:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
+from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Executor, Parcel
 from hybrid_kv.transfer.staging import StagingArea
 from hybrid_kv.transfer.sync import SyncExecutor
@@ -138,6 +140,7 @@ class CudaExecutor(SyncExecutor):
         self._lanes: dict[torch.device, Lane | None] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._area = StagingArea()
+        self._thread: ThreadPoolExecutor | None = None  # of the searches that run ahead
 
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         """See `Executor.send`.
@@ -189,9 +192,19 @@ class CudaExecutor(SyncExecutor):
     def background(self, work: Callable[[], None]) -> Future[None]:
         return self._builds.background(work)
 
+    def ahead(self, work: Callable[[], None]) -> Future[None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "hybrid-kv-ahead", work_beside)
+        future: Future[None] = Future()
+        self._thread.submit(run_into, future, work, BaseException)
+        return future
+
     def close(self) -> None:
         """See `Executor.close`; also waits for what is under way."""
         self._builds.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         while self._under_way:
             self._under_way.popleft().open()
 

@@ -78,6 +78,14 @@ class Executor(Protocol):
         """
         ...
 
+    def ahead(self, work: Callable[[], None]) -> Future[None]:
+        """Begins work on the host that a later layer of the same step waits for.
+
+        Works one after another, in their order, and beside the caller unless nothing is ever under
+        way. An error of the work is the future's.
+        """
+        ...
+
     def close(self) -> None:
         """Forgets work in the background that has not begun, and waits for the one that has."""
         ...

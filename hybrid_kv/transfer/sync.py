@@ -35,5 +35,10 @@ class SyncExecutor:
         run_into(done, work)
         return done
 
+    def ahead(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        run_into(done, work)
+        return done
+
     def close(self) -> None:
         """Nothing is ever left to do."""

@@ -51,6 +51,7 @@ class _Here(threading.local):
     """What is known of the calling thread: whether it shares its work with others."""
 
     is_alone = False
+    pool: Pool | None = None  # of its own
 
 
 here = _Here()
@@ -86,6 +87,18 @@ def work_alone() -> None:
     restoring.join()
 
 
+def work_beside() -> None:
+    """From now on this thread shares its work with threads of its own, where there is an engine.
+
+    A pool runs one loop at a time: what is found for one layer would else hold up the attention of
+    the layer before it, which is short, so that it gets a quarter of the cores.
+    """
+    if engine() is not None:
+        here.pool = Pool(max(1, default_pool().threads * 3 // 4))
+
+
 def pool_here() -> Pool | None:
-    """The threads that share the calling thread's work: the default pool, None for itself alone."""
-    return None if here.is_alone else default_pool()
+    """The threads that share the calling thread's work: the default pool unless it has its own,
+    None for itself alone.
+    """
+    return None if here.is_alone else here.pool or default_pool()

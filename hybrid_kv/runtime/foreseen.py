@@ -1,0 +1,164 @@
+"""What the search of a layer finds before its queries are known, and their ranking of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops.ranking import rank_named
+from hybrid_kv.rotary import Rotary
+from hybrid_kv.runtime.retrieve import Retrieved, logits_of_found
+from hybrid_kv.store import ColdExtent, LayerKV, Row, best_of
+from hybrid_kv.transfer import Parcel
+from hybrid_kv.types import SearchResult, TokenBudget
+
+TRIAL_LOOKS = 8
+"""Rows of steps that a trial looks at."""
+MOST_LOST = 0.01
+"""Of the softmax mass that a layer's own search finds, on average over looks and query heads: a
+layer that loses more in its trial is not searched ahead."""
+
+ByExtent: TypeAlias = list[tuple[ColdExtent, SearchResult]]
+
+
+@dataclass(slots=True)
+class Standing:
+    """What is known of one layer.
+
+    factor: times its budget, so many entries are searched for; the widest until a trial has ended.
+    on_trial: whether the layer's own search is made as well and serves; meanwhile the narrowest
+    factor that loses little is looked for. reason: why it is not searched ahead; empty while it is.
+    lost: mean loss in the trial at `factor`. searches: that were begun ahead.
+    """
+
+    factor: int
+    on_trial: bool
+    reason: str = ""
+    lost: float | None = None
+    searches: int = 0
+    _looks: list[list[float]] = field(default_factory=list)
+
+    @property
+    def factors(self) -> list[int]:
+        """Those that a trial compares."""
+        return [*(2**n for n in range(self.factor.bit_length()) if 2**n < self.factor), self.factor]
+
+    def note(self, losses: list[float]) -> None:
+        """One more look of the trial, by factor; it ends when it has seen enough."""
+        self._looks.append(losses)
+        means = [fmean(of_factor) for of_factor in zip(*self._looks, strict=True)]
+        self.lost = means[-1]
+        if len(self._looks) < TRIAL_LOOKS:
+            return
+        self.on_trial, kept = False, [lost <= MOST_LOST for lost in means]
+        if any(kept):
+            self.lost, self.factor = means[kept.index(True)], self.factors[kept.index(True)]
+        else:
+            self.reason = f"{self.lost:.1%} of what its search finds is lost, over {MOST_LOST:.1%}"
+        self._looks.clear()
+
+
+class Foreseen:
+    """What is found ahead for the rows of one layer in one step.
+
+    future: of `search`, once it was begun.
+
+    Args:
+        parcel: predicted queries [B, Hkv, G, D], not turned by position yet.
+    """
+
+    def __init__(
+        self,
+        layer: LayerKV,
+        parcel: Parcel,
+        rotary: Rotary,
+        budget: TokenBudget,
+        standing: Standing,
+    ) -> None:
+        self.future: Future[None] | None = None
+        self._standing, self._budget = standing, budget
+        self._parcel, self._rotary = parcel, rotary
+        self._width, self._most = standing.factor * budget.width, standing.factor * budget.most
+        self._rows = [row for row in layer.rows if row.chain.num_tokens > budget.top_k]
+        # The new token is not stored yet: its position is the number of those that are.
+        self._positions = [row.length for row in self._rows]
+        self._found: dict[int, ByExtent] = {}
+
+    def search(self) -> None:
+        """Runs beside the model; the cold tier must not change before `wait` has returned."""
+        with torch.no_grad():
+            queries = self._parcel.open()
+            for row, position in zip(self._rows, self._positions, strict=True):
+                own = queries[row.number]
+                turned = self._rotary.turn(own, torch.full((own.shape[1],), position))
+                self._found[row.number] = row.chain.search(turned, self._width, self._most)
+
+    def wait(self) -> None:
+        """Until the search has ended.
+
+        Raises:
+            Exception: what it raised.
+        """
+        future, self.future = self.future, None
+        if future is None:
+            return
+        try:
+            future.result()
+        finally:
+            del future  # this frame hangs on an error, and the error on the future
+        if any(result.bias is not None for one in self._found.values() for _, result in one):
+            self._standing.reason = "its index weighs what it finds by the query that asked"
+            self._found = {}
+
+    def ranked(self, row: Row, queries: Tensor, budget: TokenBudget) -> ByExtent | None:
+        """What a search for the true queries [Hkv, G, D] of a row shall have found: the best of
+        what was found ahead. None where the row has to be searched.
+        """
+        if self._standing.on_trial or budget != self._budget:
+            return None
+        found = self._found.get(row.number)
+        return None if found is None else _best(found, queries, budget.most)
+
+    def compare(
+        self, row: Row, queries: Tensor, found: Retrieved, scale: float, softcap: float | None
+    ) -> None:
+        """Notes, in a trial, how much of what the true queries found would have been lost."""
+        ahead = self._found.get(row.number)
+        parts = found.ranked or [part.ids for part in found.parts]
+        most = max(ids.shape[-1] for ids in parts)
+        if not self._standing.on_trial or ahead is None or not most:
+            return
+
+        def mass(results: list[SearchResult]) -> Tensor:
+            logits = [logits_of_found(result, scale, softcap) for result in results]
+            return torch.cat(logits, -1).logsumexp(-1)
+
+        true = mass(
+            [
+                _ranked(part.extent, queries, ids, most)
+                for part, ids in zip(found.parts, parts, strict=True)
+            ]
+        )
+        losses = []
+        for factor in self._standing.factors:
+            best = mass([result for _, result in _best(ahead, queries, most, factor * most)])
+            losses.append(float(1 - (best - true).exp().clamp_max(1.0).mean()))
+        self._standing.note(losses)
+
+
+def _best(found: ByExtent, queries: Tensor, most: int, among: int | None = None) -> ByExtent:
+    """The best by the true queries, of all that was found or of the first so many."""
+    ranked = []
+    for extent, result in found:
+        best = _ranked(extent, queries, result.ids[..., :among], most)
+        ranked.append((extent, best._replace(scored=best.scored + result.scored)))
+    return best_of(ranked, most)
+
+
+def _ranked(extent: ColdExtent, queries: Tensor, ids: Tensor, most: int) -> SearchResult:
+    return SearchResult(*rank_named(queries, extent.keys, ids, most), scored=ids.numel())

@@ -1,0 +1,141 @@
+"""Searching a layer while the layer before it computes, by a prediction of its query.
+
+The residual stream changes little from one layer to the next, so that the projections of a layer,
+applied to what enters the layer before, give nearly its query. The host searches with that, wider
+than the budget; the true query, when it is there, ranks what was found exactly and attends the
+best. InfiniGen (Lee et al. 2024, arXiv:2406.19707, section 4.2) prefetches by the same observation.
+
+How much is lost differs by layer: the first ones change the stream too much. So in mode "auto" each
+layer is on trial in its first steps, in which it is searched twice (docs/lab.md has figures).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import wait
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybrid_kv.rotary import Rotary
+from hybrid_kv.runtime.foreseen import Foreseen, Standing
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import Executor
+from hybrid_kv.types import Foresight, LayerShape, TokenBudget
+
+_log = logging.getLogger(__name__)
+
+
+class _Leaving(Protocol):
+    @property
+    def arrived(self) -> bool: ...
+
+
+class SearchedLayer(Protocol):
+    """A layer of a cache, as it is searched ahead; see `TieredLayer`."""
+
+    shape: LayerShape
+    rotary: Rotary
+
+    @property
+    def is_sealed(self) -> bool: ...
+    @property
+    def held(self) -> LayerKV: ...
+    @property
+    def leaving(self) -> _Leaving | None: ...
+    def settle(self) -> None: ...
+
+
+class LookAhead:
+    """The searches of a cache that run ahead.
+
+    under_way: by layer; taken one by one as the layers attend.
+
+    Args:
+        foresight: as the method wants it.
+        unforeseen: see `ModelInfo`.
+    """
+
+    def __init__(
+        self, executor: Executor, foresight: Foresight, unforeseen: Mapping[int, str] | None
+    ) -> None:
+        self._executor, self._foresight = executor, foresight
+        self._unforeseen = unforeseen or {}
+        self._standings: dict[int, Standing] = {}
+        self.under_way: dict[int, Foreseen] = {}
+
+    def standing(self, layer_idx: int) -> Standing:
+        """What is known of a layer."""
+        if layer_idx not in self._standings:
+            want = self._foresight
+            known = Standing(want.factor, want.mode == "auto", self._why_not(layer_idx))
+            self._standings[layer_idx] = known
+        return self._standings[layer_idx]
+
+    def _why_not(self, layer_idx: int) -> str:
+        if self._foresight.mode == "auto" and self._executor.at_once:
+            return (
+                "the model computes where the search runs: set look_ahead 'always' to do it still"
+            )
+        return self._unforeseen.get(layer_idx, "nothing predicts its query")
+
+    def wants(self, layer: SearchedLayer) -> bool:
+        """Whether a prediction of a layer's query is of use in this step."""
+        if not layer.is_sealed:
+            return False
+        standing = self.standing(layer.shape.layer_idx)
+        if standing.reason:
+            return False
+        if layer.leaving is not None:
+            if not layer.leaving.arrived:
+                return False
+            layer.settle()  # now: keys must not come while the search runs
+        cold = False
+        for row in layer.held.rows:
+            for span in row.chain.spans:
+                cold, index = True, span.extent.index
+                if index is not None and index.is_building:
+                    index.settle(span.extent.keys)
+                if index is None or index.on_device:  # the latter until its graph is there
+                    return False
+                if index.page_tokens > 1:
+                    standing.reason = "its index finds whole pages, which no query ranks by key"
+                    return False
+        return cold
+
+    def begin(self, layer: SearchedLayer, queries: Tensor, budget: TokenBudget) -> None:
+        """Begins to search a layer that `wants` it.
+
+        Args:
+            queries: [B, Hq, 1, D] as predicted, not turned by position yet.
+        """
+        layer_idx, held = layer.shape.layer_idx, layer.held
+        standing = self.standing(layer_idx)
+        grouped = queries.reshape(len(queries), held.shape.num_kv_heads, -1, queries.shape[-1])
+        parcel = self._executor.send(grouped)
+        standing.searches += 1
+        ahead = Foreseen(held, parcel, layer.rotary, budget, standing)
+        self.under_way[layer_idx] = ahead
+        ahead.future = self._executor.ahead(ahead.search)
+
+    def take(self, layer_idx: int) -> Foreseen | None:
+        """What was begun for a layer in this step, once; None for nothing."""
+        return self.under_way.pop(layer_idx, None)
+
+    def forget(self) -> None:
+        """Ends what was begun and nobody took; only then may the cache change otherwise."""
+        if self.under_way:
+            left = [one.future for one in self.under_way.values() if one.future is not None]
+            self.under_way.clear()
+            wait(left)
+
+    def describe(self, layer_idx: int) -> dict[str, Any]:
+        """JSON-ready: a layer's state ("on", "trial", "off"), the reason where it is off, times
+        its budget how many entries are searched for (factor), lost_mass of its trial so far, and
+        how many searches were begun ahead.
+        """
+        one = self.standing(layer_idx)
+        state = "off" if one.reason else "trial" if one.on_trial else "on"
+        told = {"layer": layer_idx, "state": state, "reason": one.reason}
+        return {**told, "factor": one.factor, "lost_mass": one.lost, "searches": one.searches}
