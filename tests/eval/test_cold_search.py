@@ -645,3 +645,22 @@ def test_a_run_that_is_ended_leaves_the_rows_that_it_had(
     assert [row["row"] for row in document["rows"]] == ["faiss-flat", "faiss-flat"]
     assert [about["n"] for about in document["heads"]] == [700]
     assert str(tmp_path) not in place.read_text()
+
+
+def test_copies_are_timed_by_other_queries_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[torch.Tensor] = []
+    wanted = own("graph", keys="f16", min_keys=1, sampled_queries=40, recent_queries=9)
+    engine = wanted.make()
+    assert isinstance(engine, Own)
+    head = tiny_head()
+    engine.build(head.keys, head.prompt)
+    monkeypatch.setattr(
+        GraphIndex, "build", lambda index, keys, samples=None, nearest=None: built.append(samples)
+    )
+    engine.repeated(3)
+    (samples,) = built
+    assert samples.shape[:2] == (3, GROUP)
+    first, second, third = samples[:, :, -9:]
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert torch.equal(samples.sort(2).values, samples[:1].sort(2).values.expand_as(samples))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import auto
+from hybrid_kv.index import _choice, auto
 from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._parts import runs
@@ -361,3 +363,12 @@ def test_real_clocks_decide_for_the_cheapest_kind() -> None:
         _, costs, told_pace, _ = told["reason"].split("; ")
         assert told_pace == pace
         assert told["serves"] == costs.split()[0]
+
+
+def test_waiting_for_a_core_is_no_lack_of_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = (
+        count()
+    )  # of a thread that works for half a second from one look at its clock to another
+    monkeypatch.setattr(_choice, "default_pool", lambda: SimpleNamespace(threads=1))
+    monkeypatch.setattr(_choice, "thread_time", lambda: next(ticks) / 2)
+    assert decoding_pace.__wrapped__() == Pace(1, _choice._STREAMED_BYTES / 0.5)
