@@ -16,6 +16,7 @@ from benchmarks.cold_search.heads import Prompt
 from benchmarks.cold_search.quality import K
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.index._choice import decoding_pace
 from hybrid_kv.index._sketch_engine import restored_tier
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.ops.native.memory import host_array
@@ -262,4 +263,5 @@ def use_threads(threads: int) -> None:
     """Indexes that are built from now on, and torch, use so many threads."""
     os.environ["HYBRID_KV_THREADS"] = str(threads)
     default_pool.cache_clear()
+    decoding_pace.cache_clear()
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What serves while a graph is being built."""
+"""What serves while a graph or a sketch is being built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hybrid_kv.index.flat import FlatIndex
 
 
 class StandIn(FlatIndex):
-    """Scans all keys in 8 bits, as heads without a graph are served, and says why it does."""
+    """Scans all keys in 8 bits, as heads without either are served, and says why."""
 
     def __init__(self) -> None:
         super().__init__(FlatIndex.Params(precision="int8"))
 
     def describe(self) -> list[dict[str, Any]]:
         return [
-            HeadReport("flat", "scanned as long as there is no graph").to_dict() for _ in self._keys
+            HeadReport("flat", "scanned while the index is built").to_dict() for _ in self._keys
         ]

@@ -171,7 +171,7 @@ class AutoIndex(SavedIndex):
             served[head] = next(cost for cost in able if cost.kind == kind)
             told[head] = replace(told[head], serves=kind, reason=f"{told[head].reason}; {why}")
             if kind == "flat":
-                told[head] = replace(told[head], tiers=(), num_rerank=0)
+                told[head] = replace(told[head], tiers=(), num_rerank=0, recall=0.0, mass=0.0)
                 del sketches[head]
         wanted = {}
         for head in range(len(told)):

@@ -60,5 +60,5 @@ class DevicePages(PagesIndex):
         return super()._best_pages(queries.to(self._device), wanted).cpu()
 
     def describe(self) -> list[dict[str, Any]]:
-        reason = "pages are chosen by their digests as long as there is no graph"
+        reason = "pages are chosen by their digests while the index is built"
         return [HeadReport("pages", reason).to_dict() for _ in self._keys]

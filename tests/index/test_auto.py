@@ -125,6 +125,7 @@ def test_a_scan_serves_where_it_is_faster_and_the_sketch_is_let_go(times: Times)
     assert serves(index) == ["flat"] * HEADS
     assert "flat 100 us (work), sketch 200 us" in index.describe()[2]["reason"]
     assert [told["tiers"] for told in index.describe()] == [()] * HEADS
+    assert [told["recall"] for told in index.describe()] == [0] * HEADS, "no promise of its own"
     assert index.memory_bytes > 1.5 * sketched
     check_search(index)
 
