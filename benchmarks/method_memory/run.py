@@ -35,6 +35,7 @@ from hybrid_kv.methods.following import Following  # noqa: E402
 from hybrid_kv.methods.kivi import Kivi  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
 from hybrid_kv.methods.think import ThinK  # noqa: E402
+from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402
@@ -42,7 +43,6 @@ from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo  # noqa: E
 
 GROUP = 2
 PAGE = 16
-WARM_TOKENS = 2048
 POSITION_BYTES, SCORE_BYTES, GROUP_BYTES = 8, 4, 4
 OFFLOAD: dict[str, Any] = {"demote": "offload", "cold": {"index": "flat"}}
 
@@ -80,7 +80,7 @@ def arithmetic(
         around = method.params.sink_tokens + method.params.window_tokens
         coded = coded_bytes(method, shape.head_dim, itemsize) + POSITION_BYTES
         return around * token + round((tokens - around) * shape.num_kv_heads * coded)
-    if isinstance(method, RetrievalAttention):
+    if isinstance(method, RetrievalAttention | TidalDecode):
         around = method.params.sink_tokens + method.params.window_tokens
         resident = 2 * on_huge_pages(around * token // 2)
         return resident + cold_bytes(shape, tokens - around, itemsize) + index
@@ -122,10 +122,13 @@ def cold_bytes(shape: LayerShape, tokens: int, itemsize: int) -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process, once what it has let go is handed back."""
+    """Of this process, once what it has let go is handed back; without pages of files, which is
+    code that is first run while the method is measured.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
+    held = psutil.Process().memory_info()
+    return int(held.rss - held.shared)
 
 
 def fill(config: HybridConfig, info: ModelInfo, k: Tensor, v: Tensor) -> KVCache:
@@ -161,9 +164,8 @@ def measure(name: str, options: argparse.Namespace, settings: dict[str, Any]) ->
     config = configured(name, tokens, round(options.share * tokens), **settings)
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype)
-    warm = configured(name, WARM_TOKENS, round(options.share * WARM_TOKENS), **settings)
-    short = (x[:, :, :WARM_TOKENS].clone() for x in (k, v))
-    fill(warm, ModelInfo(shapes[:1]), *short).stores  # noqa: B018 (ends what is leaving)
+    # As much once before, for libraries keep what they need for work of this size.
+    fill(config, ModelInfo(shapes[:1]), k, v).stores  # noqa: B018 (ends what is leaving)
     before = resident_bytes()
     cache = fill(config, ModelInfo(shapes), k, v)
     stores = cache.stores

@@ -41,6 +41,8 @@ class BlocksIndex(PagesIndex):
         asked = self._keys.new_zeros(1, 0, 1) if samples is None else samples.float().mean(1)
         self._asked, self._built = pad(asked.cumsum(1), (0, 0, 1, 0)), max(1, len(self))
         super()._rebuild(samples, nearest)
+        if asked.shape[1]:  # a block that comes later is judged by the last one alone
+            self._asked = pad(asked[:, -1:], (0, 0, 1, 0))
 
     def _digest(self, first: int, pages: Tensor) -> Tensor:
         if not (known := self._asked.shape[1] - 1):  # samples, evenly spread over the keys

@@ -107,7 +107,8 @@ class HashTables:
         self.mean = keys.mean(1, keepdim=True, dtype=torch.float32).nan_to_num()  # [Hkv, 1, D]
         self._tabulated = keys.shape[1]
         codes = self._hash(keys, self.mean)
-        self._tables = [(*tabulate(head, 2**self._bits), head[:0]) for head in codes]
+        tail = np.empty((0, self._num_tables), np.int16)  # no view of the codes: it would hold them
+        self._tables = [(*tabulate(head, 2**self._bits), tail) for head in codes]
 
     def append(self, keys: Tensor) -> None:
         """Keys [Hkv, N, D], of which the last are new."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy as np
+
 from hybrid_kv import config
 from hybrid_kv.index._faiss import FaissIndex, import_faiss
 from hybrid_kv.plugins import INDEXES
@@ -46,14 +48,18 @@ class IvfIndex(FaissIndex):
         index.cp.min_points_per_centroid = 1  # one cell over a few rows is meant
         index.train(rows)
         index.clustering_index = None
-        self._add_rows(index, rows)
+        self._add_rows(index, rows, reserve=True)
         return index
 
-    def _add_rows(self, index: Any, rows: Any) -> None:
+    def _add_rows(self, index: Any, rows: Any, *, reserve: bool = False) -> None:
         faiss = import_faiss()
         cells = faiss.IndexFlatL2(index.d)  # `index.add` would choose cells by inner product
         cells.add(index.quantizer.reconstruct_n(0, index.nlist))
         _, nearest = cells.search(rows, 1)
+        if reserve:  # lists that grow row by row hold a third more than their rows
+            for cell, count in enumerate(np.bincount(nearest[:, 0], minlength=index.nlist)):
+                index.invlists.resize(cell, int(count))
+                index.invlists.resize(cell, 0)
         index.add_core(len(rows), faiss.swig_ptr(rows), None, faiss.swig_ptr(nearest))
 
     def _nlist(self, rows: int) -> int:

@@ -30,7 +30,8 @@ class LshIndex(KeyIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return int(4 * params.num_tables * (2 + 2**params.num_bits // max(1, num_keys)))
+        places = num_keys + 2**params.num_bits + 1
+        return int(-(-4 * params.num_tables * places // max(1, num_keys)))
 
     @property
     def memory_bytes(self) -> int:

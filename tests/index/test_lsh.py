@@ -136,3 +136,15 @@ def test_a_share_is_turned_into_tables_that_find_it(share: float) -> None:
     cosines = torch.randn(4000) / 96**0.5
     found = probability(1 - cosines.acos() / torch.pi, bits, tables).mean()
     assert float(found) == pytest.approx(share, rel=0.15)
+
+
+@pytest.mark.parametrize("rows", [37, 601])
+def test_tables_hold_what_is_counted_and_no_more(rows: int) -> None:
+    """A view of the codes held two further bytes a key and table, which nobody counted."""
+    keys, _ = clustered(rows)
+    index = built(keys, num_bits=3, num_tables=5)
+    assert all(tail.base is None for *_, tail in index._tables._tables)
+    held = index.memory_bytes
+    assert held == 2 * 5 * 4 * (rows + 2**3 + 1)
+    promised = LshIndex.bytes_per_key(index.params, rows, 72) * 2 * rows
+    assert held <= promised < held + 2 * rows
