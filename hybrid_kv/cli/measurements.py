@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hybrid_kv.cli.display import human_bytes, human_seconds
+from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.models.widening import MIN_TOKENS, trial
 from hybrid_kv.planning.facts import model_facts
@@ -48,6 +49,7 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
         f"query head ({human_bytes(found)} at most) takes {_time(found, rates.gather)} a token",
     )
     yield from _widening()
+    yield from _few_tokens(facts)
     if rates.h2d is not None and rates.d2h is not None:
         yield _line(
             "bus to the GPU",
@@ -81,6 +83,21 @@ def _widening() -> Iterator[Check]:
             f"{found.own_gflops:.0f} GFLOP/s on the CPU, {found.widened_gflops:.0f} where weights "
             f"are widened to float32 first: prompts of {MIN_TOKENS} tokens and more "
             f"{'are computed so, layer by layer' if found.pays else 'use them as they are'}",
+        )
+
+
+def _few_tokens(facts: ModelFacts) -> Iterator[Check]:
+    outputs, inputs = facts.intermediate_size, facts.hidden_size
+    for dtype in (torch.bfloat16, torch.float16):
+        found = try_products(dtype, outputs, inputs)
+        if found is None:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        yield _line(
+            f"{name} steps",
+            f"for one token on the CPU torch reads weights of {outputs} x {inputs} at "
+            f"{found.torch_gbps:.1f} GB/s, the engine at {found.engine_gbps:.1f}: decode steps "
+            f"multiply in {'the engine' if found.pays else 'torch'}",
         )
 
 

@@ -18,6 +18,7 @@ from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.early_queries import EarlyQueries
+from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts
@@ -43,6 +44,7 @@ class Serving:
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
         self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
         self._early: EarlyQueries | None = None
+        self._few = FewTokens(model)
         for part in text_parts(model, self._text_config):
             self._wrap(part)
 
@@ -76,7 +78,8 @@ class Serving:
                     if self._steps is not None and self._steps.serves(module, inputs):
                         output = self._steps.forward(cache, inputs)
                     else:
-                        output = inner(*args, **kwargs)
+                        with self._few.served(_num_tokens(inputs)):
+                            output = inner(*args, **kwargs)
                     _watch_logits(cache, output)
                     return output
 
@@ -117,8 +120,7 @@ class Serving:
             raise ConfigError(
                 "output_attentions must be off: a tiered KV cache computes no attention weights"
             )
-        source: Tensor | None = inputs.get("input_ids")
-        source = inputs.get("inputs_embeds") if source is None else source
+        source = _source(inputs)
         if source is None:
             return
         rows, new = source.shape[:2]
@@ -155,6 +157,18 @@ class Serving:
                 self._early.close()
             if self._steps is not None:
                 self._steps.close()
+
+
+def _source(inputs: dict[str, Any]) -> Tensor | None:
+    """The new tokens [B, T], or their embeddings [B, T, hidden]."""
+    ids: Tensor | None = inputs.get("input_ids")
+    return inputs.get("inputs_embeds") if ids is None else ids
+
+
+def _num_tokens(inputs: dict[str, Any]) -> int:
+    """New tokens over all rows; 0 where they are not known."""
+    source = _source(inputs)
+    return 0 if source is None else source.shape[0] * source.shape[1]
 
 
 def _watch_logits(cache: TieredCache, output: Any) -> None:

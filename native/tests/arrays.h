@@ -101,6 +101,14 @@ class Rows {
   }
   float at(int64_t row, int32_t d) const { return values_[static_cast<size_t>(row * dim_ + d)]; }
 
+  /// Of a half; subnormals are 0.
+  static float float_of(uint32_t half) {
+    const int exponent = static_cast<int>(half >> 10 & 31u);
+    if (exponent == 0) return 0.0f;
+    const float magnitude = std::ldexp(static_cast<float>(1024u + (half & 1023u)), exponent - 25);
+    return (half & 0x8000u) != 0 ? -magnitude : magnitude;
+  }
+
  private:
   /// Towards zero; subnormals become 0.
   static uint32_t half_of(float value) {
@@ -109,12 +117,6 @@ class Rows {
     const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
     if (magnitude < 0x38800000u) return sign;
     return sign | ((magnitude - 0x38000000u) >> 13);
-  }
-  static float float_of(uint32_t half) {
-    const int exponent = static_cast<int>(half >> 10 & 31u);
-    if (exponent == 0) return 0.0f;
-    const float magnitude = std::ldexp(static_cast<float>(1024u + (half & 1023u)), exponent - 25);
-    return (half & 0x8000u) != 0 ? -magnitude : magnitude;
   }
 
   std::vector<float> values_;  // as they are read back

@@ -1,0 +1,170 @@
+"""Decode steps on the CPU: linear layers whose 16-bit weights the engine reads faster than torch.
+
+The product of a matrix and a few tokens waits for memory, and how near to memory's speed torch
+comes depends on the CPU, the shape, the dtype and the number of tokens. So each of these is tried
+once per process, on the model's own weights, in a few milliseconds, and the faster one serves from
+then on. The weights are never touched: while a step passes, a linear layer's `forward` is ours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybrid_kv.ops.native.library import engine_state
+from hybrid_kv.ops.native.linear import MAX_TOKENS, linear, multiplies
+from hybrid_kv.ops.native.workers import pool_here
+
+_LEAST_GAIN = 1.05
+_ROUNDS = 6
+_PIECE_BYTES = 2**23
+"""Of weights for one timed product: a millisecond or less."""
+_LEAST_BYTES = 2**18
+"""Smaller matrices are left alone: their products wait for calls and not for memory."""
+
+
+class Products(NamedTuple):
+    """Products that are equally fast, of which one trial tells.
+
+    shape: [outputs, inputs] of the weights.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTrial:
+    """What reads weights how fast, in GB/s: torch's linear layer, and the engine's."""
+
+    torch_gbps: float
+    engine_gbps: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether the engine is faster by more than a repetition would differ."""
+        return self.engine_gbps > _LEAST_GAIN * self.torch_gbps
+
+
+_trials: dict[Products, ProductTrial] = {}
+
+
+def trial(products: Products, weights: Iterable[Tensor]) -> ProductTrial:
+    """The trial of some products, measured once per process, in some 5 ms.
+
+    Args:
+        weights: matrices of this shape, which are read.
+    """
+    found = _trials.get(products)
+    if found is None:
+        found = _trials[products] = measure(weights, products.tokens, perf_counter)
+    return found
+
+
+def try_products(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> ProductTrial | None:
+    """The trial for one token and a matrix of some shape, of which it makes up some rows.
+
+    None where there is no engine.
+    """
+    if engine_state().isa is None:
+        return None
+    rows = _PIECE_BYTES // (num_inputs * dtype.itemsize) * (2 * _ROUNDS - 1)
+    weight = torch.ones(max(1, min(num_outputs, rows)), num_inputs, dtype=dtype)
+    return trial(Products(dtype, torch.Size((num_outputs, num_inputs)), 1), [weight])
+
+
+def measure(weights: Iterable[Tensor], tokens: int, clock: Callable[[], float]) -> ProductTrial:
+    """Times both on pieces of `weights` in turn, so that each finds its weights in memory."""
+    pieces = list(islice(_pieces(weights), 2 * _ROUNDS - 1))
+    if len(pieces) % 2 == 0:  # of an odd number each way meets each piece
+        pieces.pop()
+    x = pieces[0].new_ones(tokens, pieces[0].shape[1])
+    pool = pool_here()
+    ways: list[Callable[[Tensor], Tensor]] = [
+        lambda weight: functional.linear(x, weight),
+        lambda weight: linear(x, weight, pool=pool),
+    ]
+    for way in ways:  # sets things up
+        way(pieces[-1])
+    rates: list[list[float]] = [[], []]
+    for turn in range(2 * _ROUNDS):
+        piece = pieces[turn % len(pieces)]
+        begin = clock()
+        ways[turn % 2](piece)
+        rates[turn % 2].append(piece.nbytes / max(clock() - begin, 1e-9) / 1e9)
+    return ProductTrial(median(rates[0]), median(rates[1]))
+
+
+def _pieces(weights: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Rows of matrices, so many at a time as a trial reads in a millisecond."""
+    for weight in weights:
+        yield from weight.detach().split(max(1, _PIECE_BYTES // (weight[0].nbytes or 1)))
+
+
+class FewTokens:
+    """The linear layers of a model, and the block in which the engine may multiply for them.
+
+    Only plain 16-bit matrices in host memory that nobody else works on take part: quantised and
+    adapted layers are classes of their own, accelerate sets a hook, others a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        able = engine_state().isa is not None
+        modules = [m for m in model.modules() if _is_plain(m)] if able else []
+        self._forwards = [(module, partial(self._forward, module)) for module in modules]
+        self._alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
+        for module in modules:
+            self._alike[module.weight.shape].append(module)
+
+    @contextmanager
+    def served(self, num_tokens: int) -> Iterator[None]:
+        """A block in which a forward of so many tokens, over all rows, takes what is fastest."""
+        may = 0 < num_tokens <= MAX_TOKENS and not torch.is_grad_enabled()
+        may = may and not torch.is_autocast_enabled("cpu")
+        chosen = [(m, f) for m, f in self._forwards if "forward" not in m.__dict__] if may else []
+        try:
+            for module, forward in chosen:
+                module.__dict__["forward"] = forward  # of this instance alone
+            yield
+        finally:
+            for module, _ in chosen:
+                module.__dict__.pop("forward", None)
+
+    def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
+        weight, bias = module.weight, module.bias
+        if not multiplies(x, weight, bias):
+            return functional.linear(x, weight, bias)
+        tokens = x.numel() // x.shape[-1]
+        found = _trials.get(Products(weight.dtype, weight.shape, tokens))
+        if found is None:
+            found = self._try(weight, tokens)
+        if not found.pays:
+            return functional.linear(x, weight, bias)
+        return linear(x, weight, bias, pool=pool_here())
+
+    def _try(self, weight: Tensor, tokens: int) -> ProductTrial:
+        alike = (module.weight for module in self._alike[weight.shape])
+        weights = [w for w in alike if multiplies(w[:tokens], w, None)]
+        return trial(Products(weight.dtype, weight.shape, tokens), weights)
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype in (torch.bfloat16, torch.float16)
+        and module.weight.nbytes >= _LEAST_BYTES
+        and not hasattr(module, "_hf_hook")
+    )
