@@ -93,6 +93,10 @@ class IndexBuildWarning(RuntimeWarning):
     """An index could not be built; everything works, more slowly."""
 
 
+class DeviceSelectWarning(RuntimeWarning):
+    """A device cannot select what is attended as it was meant to; everything works, more slowly."""
+
+
 class PluginWarning(RuntimeWarning):
     """A package offers a method or index that cannot be used; everything else works."""
 

@@ -6,7 +6,7 @@ A plug-in receives values, never the object that owns them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -18,6 +18,7 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
+    Candidates,
     Demotion,
     Evidence,
     Foresight,
@@ -29,6 +30,7 @@ from hybrid_kv.types import (
 )
 
 StandIn: TypeAlias = Literal["auto", "scan", "pages"]
+Select: TypeAlias = Literal["auto", "host", "device"]
 
 __all__ = [
     "INDEXES",
@@ -41,6 +43,7 @@ __all__ = [
     "Placement",
     "Plugin",
     "Registry",
+    "Select",
     "StandIn",
 ]
 
@@ -61,12 +64,14 @@ class Index(ABC):
     page_tokens: keys are chosen by aligned runs of so many, which then travel together.
     on_device: pages are chosen where the queries are, by `choose_pages`, and attended whole; no
         search is made.
+    selects: keys are found and ranked where the queries are, by `candidates`, and attended there.
     """
 
     Params: ClassVar[type[BaseModel]]
     exact: bool = False
     page_tokens: int = 1
     on_device: bool = False
+    selects: bool = False
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -161,6 +166,28 @@ class Index(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
 
+    def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
+        """What the `top_k` best keys of each query are among; only where `selects` is true.
+
+        Nothing is asked of the device: no thread waits, and no shape hangs on what is found. What
+        was told to the device can be recorded and played for other queries, and for another length
+        after `see`, as long as `see` returns the same and the keys stay where they are.
+
+        Args:
+            queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.
+            keys: [Hkv, >= N, D] on the host, the known keys and the room behind them.
+            new: T.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
+
+    def see(self, length: int) -> Hashable:
+        """Tells the device that searches see the first so many keys; only where `selects` is true.
+
+        Returns:
+            What recorded searches hang on: where the index lies.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
+
     @property
     def innermost(self) -> Index:
         """What answers searches: this index, or the one part that it hands all of them on to.
@@ -193,6 +220,9 @@ class Placement:
     fetch: found entries are copied to the device and attended there, not on the host.
     stand_in: what serves while an index is built: a "scan" on the host, or page digests on the
         device ("pages"); "auto" takes these on a GPU, where they fit.
+    select: who finds offloaded keys: the "host" by `index`, or the "device" by a sketch in its own
+        memory that learns as `index` would, of kind sketch or auto; "auto" takes the device where
+        it is a GPU and the codes of all layers fit.
     rest: what becomes of all other entries, now and whenever the window moves on.
     offload: with Demotion.ABSORB: what leaves also goes to the cold tier, as under OFFLOAD, so that
         nothing is lost. What the method keeps are then copies, and a step that attends them leaves
@@ -211,6 +241,7 @@ class Placement:
     hot_tokens: int = 0
     fetch: bool = False
     stand_in: StandIn = "auto"
+    select: Select = "host"
 
     @property
     def offloads(self) -> bool:
@@ -225,7 +256,7 @@ class Placement:
     def shadowed(self) -> Placement:
         """The same with what would be lost in the cold tier, for who looks at what is missed."""
         rest = Demotion.OFFLOAD if self.rest is Demotion.DROP else self.rest
-        return replace(self, rest=rest, offload=True, index=None, hot_tokens=0)
+        return replace(self, rest=rest, offload=True, index=None, hot_tokens=0, select="host")
 
 
 class Method(ABC):

@@ -103,6 +103,17 @@ class SearchResult(NamedTuple):
     bias: Tensor | None = None
 
 
+class Candidates(NamedTuple):
+    """What a search found for one extent.
+
+    ids: [Hkv, T, C] int32 rows of the keys in no order, for all query heads of the group, -1 for
+    none. scores: [Hkv, M, C] float32 exact dot products, -inf for none; M = G * T.
+    """
+
+    ids: Tensor
+    scores: Tensor
+
+
 class Demotion(Enum):
     """What becomes of the entries that a method does not keep resident."""
 

@@ -41,20 +41,23 @@ class QuerySpace:
 
     @classmethod
     def learn(cls, keys: Tensor, queries: Tensor) -> Self:
-        """From keys [N, D], N at least 1, and queries [Q, D], all finite."""
+        """From keys [N, D], N at least 1, and queries [Q, D], all finite, on any device; the space
+        lies on the host.
+        """
         sample = keys[:: max(1, len(keys) // _SAMPLE_KEYS)].double()
         mean = sample.mean(0)
         sample = sample - mean
         queries = queries.double()
-        moment = queries.T @ queries / len(queries)
+        moment = (queries.T @ queries / len(queries)).cpu()
+        covariance = (sample.T @ sample / len(sample)).cpu()
         ridge = _RIDGE * moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
         values, vectors = torch.linalg.eigh(moment)
         roots = (values.clamp_min(0) + ridge).sqrt()
         root = vectors * roots @ vectors.T
         inverse = vectors / roots @ vectors.T
-        spread, turn = torch.linalg.eigh(root @ (sample.T @ sample / len(sample)) @ root)
+        spread, turn = torch.linalg.eigh(root @ covariance @ root)
         turn, spread = turn.flip(1), spread.flip(0).clamp_min(0).sqrt()
-        return cls(mean, turn.T @ root, turn.T @ inverse, spread)
+        return cls(mean.cpu(), turn.T @ root, turn.T @ inverse, spread)
 
     @property
     def effective_dim(self) -> float:
@@ -68,9 +71,9 @@ class QuerySpace:
         return not float(self.spread[0]) > 1e-6 * float((self.of_keys @ self.mean).norm())
 
     def keys(self, keys: Tensor, dims: int) -> Iterator[Tensor]:
-        """The first dims of y for keys [N, D], in blocks [n, dims] float32."""
-        turn = self.of_keys[:dims].float()
-        offset = (self.of_keys[:dims] @ self.mean).float()
+        """The first dims of y for keys [N, D], in blocks [n, dims] float32, where the keys lie."""
+        turn = self.of_keys[:dims].float().to(keys.device)
+        offset = (self.of_keys[:dims] @ self.mean).float().to(keys.device)
         for block in keys.split(_BLOCK_KEYS):
             yield torch.addmm(-offset, block.float(), turn.T)
 
@@ -80,10 +83,10 @@ class QuerySpace:
 
     def largest(self, keys: Tensor, dims: int) -> Tensor:
         """[dims] float64, the largest distance of keys [N, D] from 0 along y."""
-        found = torch.zeros(dims)
+        found = torch.zeros(dims, device=keys.device)
         for block in self.keys(keys, dims):
             torch.maximum(found, block.abs().amax(0), out=found)
-        return found.double()
+        return found.double().cpu()
 
 
 def sketch_map(space: QuerySpace, plan: SketchPlan, largest: Tensor) -> SketchMap:

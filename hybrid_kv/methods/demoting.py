@@ -30,6 +30,11 @@ class DemotingParams(RetrievalParams):
                 "cold must be left out with demote 'drop', which keeps no cold tier, got settings "
                 "for it; choose demote 'offload'"
             )
+        if self.cold.select == "device":
+            raise ValueError(
+                "cold.select 'device' serves methods whose cold tier nobody has copies of, got one "
+                "that keeps entries of its choice; leave it out"
+            )
         return self
 
 
@@ -60,7 +65,7 @@ class Demoting(RetrievalAttention):
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         if self._offloads:
             place = super().seal(layer_idx, evidence)
-            return replace(place, rest=Demotion.ABSORB, offload=True)
+            return replace(place, rest=Demotion.ABSORB, offload=True, select="host")
         sizes = self.params.sink_tokens, self.params.window_tokens
         return Placement(*sizes, rest=Demotion.ABSORB)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybrid_kv.config import BudgetField, IndexConfig, Tokens
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
@@ -33,6 +33,15 @@ class Hybrid(RetrievalAttention):
         hot_tokens: Tokens = 0
         page_budget: BudgetField = 32
 
+        @model_validator(mode="after")
+        def _hot_pages_are_found_by_the_host(self) -> Self:
+            if self.cold.select == "device" and self.hot_tokens:
+                raise ValueError(
+                    "hot_tokens are pages that searches of the host find, got "
+                    f"{self.hot_tokens} beside cold.select 'device'; give spare_tokens instead"
+                )
+            return self
+
     @classmethod
     def full_budget(cls, params: Any) -> Any:
         return super().full_budget(params).model_copy(update={"page_budget": "all"})
@@ -40,7 +49,9 @@ class Hybrid(RetrievalAttention):
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         placement = super().seal(layer_idx, evidence)
         spare, hot = self.params.spare_tokens, self.params.hot_tokens
-        return replace(placement, spare_tokens=spare, hot_tokens=hot, digests=spare + hot > 0)
+        select = "host" if hot else placement.select
+        tokens = {"spare_tokens": spare, "hot_tokens": hot}
+        return replace(placement, **tokens, digests=spare + hot > 0, select=select)
 
     @cached_property
     def _read(self) -> Read:

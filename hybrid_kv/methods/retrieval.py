@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.methods.budget import ResidentParams, split_budget
-from hybrid_kv.plugins import METHODS, Method, Placement, StandIn
+from hybrid_kv.plugins import METHODS, Method, Placement, Select, StandIn
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -34,7 +34,9 @@ class ColdParams(Params):
     digests fit); look_ahead: a layer's search begins while the layer before it computes, by a
     predicted query, "always", "never", or where a search then has time of its own (a model on a
     GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to so many times the
-    entries, which the true query ranks.
+    entries, which the true query ranks; select: cold entries are found by the "host", or by the
+    "device", which holds codes of all cold keys and attends what it finds ("auto": the device on a
+    GPU where they fit, with an index of kind sketch or auto).
     """
 
     top_k: BudgetField = 100
@@ -46,6 +48,27 @@ class ColdParams(Params):
     stand_in: StandIn = "auto"
     look_ahead: Literal["auto", "always", "never"] = "auto"
     look_ahead_factor: Count = 4
+    select: Select = "auto"
+
+    @model_validator(mode="after")
+    def _device_can_select(self) -> Self:
+        if self.select == "device" and (reason := self.why_host) is not None:
+            raise ValueError(f"select 'device' {reason}; or leave select out")
+        return self
+
+    @property
+    def why_host(self) -> str | None:
+        """Why the device cannot find cold entries with these settings; None if it can."""
+        if self.index.kind not in ("sketch", "auto"):
+            return (
+                f"takes an index of kind sketch or auto, got {self.index.kind}; choose one of these"
+            )
+        if self.budget != "all" and (self.budget.weighs or self.budget.most > self.budget.top_k):
+            return (
+                "attends top_k entries of each query head, got max_tokens, min_share or shared, "
+                "which the host decides; leave these out"
+            )
+        return None
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
@@ -111,6 +134,7 @@ class RetrievalAttention(Method):
             index=self.params.cold.index.build,
             fetch=self.params.cold.attend == "fetch",
             stand_in=self.params.cold.stand_in,
+            select="host" if self.params.cold.why_host else self.params.cold.select,
         )
 
     @cached_property

@@ -29,6 +29,9 @@ _CANDIDATES = {
     "update_digests": ("triton",),
     "copy_pages": ("triton",),
     "nearest_keys": ("triton",),
+    "encode_sketch": ("triton",),
+    "find_by_sketch": ("triton",),
+    "attend_candidates": ("triton",),
 }
 OPS = tuple(_CANDIDATES)
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
+from hybrid_kv.ops import flashinfer, native, reference, sketch_select, torch_cpu, torch_cuda
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
 from hybrid_kv.ops.native import workers
 from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.ops.upload import Uploads
-from hybrid_kv.types import PagedKV, PartialAttention
+from hybrid_kv.types import Candidates, PagedKV, PartialAttention
 
 _FEW_TOKENS = 64
 """New tokens up to which each may read the pages for itself: twice what a step has by default."""
@@ -358,14 +359,76 @@ class Ops:
         self, source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
     ) -> None:
         """See `reference.copy_pages`; a kernel reads the host only where its memory is pinned."""
-        reachable = source.k.device == target.k.device or source.k.is_pinned()
-        if reachable and self._chosen_triton("copy_pages", target.k):
+        if _reaches(target.k, source.k) and self._chosen_triton("copy_pages", target.k):
             from hybrid_kv.ops.triton import pages
 
             pages.copy_pages(source, target, source_slots, target_slots)
         else:
             self.served["copy_pages"] = "reference"
             reference.copy_pages(source, target, source_slots, target_slots)
+
+    # Selection by sketch ------------------------------------------------------------------------
+
+    def encode_sketch(self, to: DeviceCodes, keys: Tensor, first: int) -> None:
+        """See `sketch_select.encode`."""
+        if self._chosen_triton("encode_sketch", keys):
+            from hybrid_kv.ops.triton import sketch_encode
+
+            sketch_encode.encode(to, keys, first)
+        else:
+            sketch_select.encode(to, keys, first)
+
+    def find_by_sketch(
+        self,
+        by: DeviceCodes,
+        q: Tensor,
+        k: Tensor,
+        *,
+        new: int,
+        width: int,
+        times: float = 1.0,
+    ) -> Candidates:
+        """See `sketch_select.find`; kernels read keys on the host where they are page-locked."""
+        if _reaches(q, k) and self._chosen_triton("find_by_sketch", q):
+            from hybrid_kv.ops.triton import sketch_find
+
+            return sketch_find.find(by, q, k, new=new, width=width, times=times)
+        self.served["find_by_sketch"] = "reference"
+        return sketch_select.find(by, q, k, new=new, width=width, times=times)
+
+    def score_candidates(self, q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        """See `sketch_select.exact_scores`."""
+        if _reaches(q, k) and self._chosen_triton("find_by_sketch", q):
+            from hybrid_kv.ops.triton import sketch_find
+
+            return sketch_find.exact_scores(q, k, ids)
+        self.served["find_by_sketch"] = "reference"
+        return sketch_select.exact_scores(q, k, ids)
+
+    def attend_candidates(
+        self,
+        found: Candidates,
+        v: Tensor,
+        limit: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """See `sketch_select.attend`."""
+        if _reaches(found.scores, v) and self._chosen_triton("attend_candidates", found.scores):
+            from hybrid_kv.ops.triton import sketch_attend
+
+            return sketch_attend.attend(found, v, limit, scale=scale, softcap=softcap)
+        self.served["attend_candidates"] = "reference"
+        return sketch_select.attend(found, v, limit, scale=scale, softcap=softcap)
+
+    def best_limit(self, scores: Tensor, top_k: int) -> Tensor:
+        """See `sketch_select.best_limit`."""
+        if self._choose("attend_candidates", scores, here=self._here(scores)) == "triton":
+            from hybrid_kv.ops.triton import sketch_find
+
+            return sketch_find.best_limit(scores, top_k)
+        return sketch_select.best_limit(scores, top_k)
 
     # Building an index --------------------------------------------------------------------------
 
@@ -406,6 +469,11 @@ class Ops:
         )
         self.served[op] = name
         return name
+
+
+def _reaches(near: Tensor, far: Tensor) -> bool:
+    """Whether kernels on the device of one tensor read the other where it lies."""
+    return near.device == far.device or far.is_pinned()
 
 
 _chosen = cache(choose_backend)  # each step asks a few times in the same words

@@ -19,6 +19,7 @@ from hybrid_kv.runtime.finite import FiniteGuard, may_hide
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.store import LayerKV
@@ -101,6 +102,7 @@ class KVCache:
         wanted, known = method.foresight, self.info.unforeseen
         ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
         shared = {"builds": builds, "stand_ins": stand_ins, "look_ahead": ahead}
+        shared["selectors"] = Selectors(len(self.info.layers))
         return {"method": method, "work": Work(), **shared}
 
     def _new_layers(self) -> dict[int, TieredLayer]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
 from hybrid_kv.runtime.kept import attend_kept
+from hybrid_kv.runtime.select import attend_selected
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
@@ -26,13 +27,16 @@ def decode(step: Step, read: Read) -> PartialAttention:
     # The queries leave first: they travel while the device is told to select and attend, and the
     # host searches while the device does.
     cold = read.cold
-    asked = None if cold is None else ask_cold(step, cold)
+    by_device = all(row.later_index is not None for row in step.layer.rows)
+    asked = None if cold is None or by_device else ask_cold(step, cold)
     chosen = None if read.pages == "all" else choose_resident(step, read.pages)
     parts = [attend_resident(step, chosen)]
     place = step.layer.placement
     if place is not None and place.rest is Demotion.ABSORB:
         parts += attend_kept(step)
-    if cold is not None and asked is not None:
+    if cold is not None and by_device:
+        parts.append(attend_selected(step, cold))
+    elif cold is not None and asked is not None:
         hot = None if chosen is None else send_hot(step, chosen)
         weighs = isinstance(cold, TokenBudget) and cold.weighs
         beside = step.executor.send(_joint_lse(parts)) if weighs else None

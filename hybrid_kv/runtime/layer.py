@@ -269,6 +269,7 @@ class TieredLayer:
             pool = store.resident.pool
             self._keeper = Keeper(means.method, self.shape, pool.dtype, pool.device)
         store.stand_in = means.stand_ins.of(store)
+        store.select = means.selectors.of(store)
         with self._sealing():
             self._depart(evidence, is_prompt=True)
         _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, store.longest)

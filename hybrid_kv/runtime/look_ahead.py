@@ -99,6 +99,9 @@ class LookAhead:
                     index.settle(span.extent.keys)
                 if index is None or index.on_device:  # the latter until its graph is there
                     return False
+                if index.selects:
+                    standing.reason = "its device finds entries by itself"
+                    return False
                 if index.page_tokens > 1:
                     standing.reason = "its index finds whole pages, which no query ranks by key"
                     return False

@@ -8,6 +8,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.look_ahead import LookAhead
+from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import Executor
@@ -33,6 +34,7 @@ class Means:
     method: Method
     builds: IndexBuilds
     stand_ins: StandIns
+    selectors: Selectors
     work: Work
     watched: Needs = Needs()
     reserved_tokens: int = 0

@@ -173,7 +173,8 @@ class _Spill:
     finite: [] bool, whether all of them are numbers; found out where they lay.
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
         arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
-    stand_in: makes what serves until a new index is built.
+    stand_in: makes what serves until a new index is built. select: makes the indexes of this row
+        where its device finds entries by itself; then nothing that they learned from has to travel.
     """
 
     reserved: Reservation
@@ -184,6 +185,7 @@ class _Spill:
     asked: Parcel | None = None
     nearest: Parcel | None = None
     stand_in: MakeIndex | None = None
+    select: tuple[MakeIndex, MakeIndex] | None = None
 
     @classmethod
     def begin(
@@ -196,14 +198,16 @@ class _Spill:
         find_nearest: FindNearest | None,
     ) -> _Spill:
         # First what looks at the entries where they lie: then they leave beside what comes next.
-        is_prompt = samples is not None
-        stand_in = layer.stand_in(overflow.k) if layer.stand_in and is_prompt else None
-        reserved = row.chain.reserve(overflow.positions)
+        reserved, select, stand_in = row.chain.reserve(overflow.positions), None, None
+        if samples is not None and layer.select is not None:
+            select = layer.select(overflow.k, samples.queries, reserved.k)
+        if samples is not None and select is None and layer.stand_in is not None:
+            stand_in = layer.stand_in(overflow.k)
         k = executor.send(overflow.k, reserved.k)
         v = executor.send(overflow.v, reserved.v)
         finite = executor.send(all_finite(overflow.k, overflow.v))
-        if samples is None:
-            return cls(reserved, k, v, finite)
+        if samples is None or select is not None:
+            return cls(reserved, k, v, finite, select=select)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
@@ -226,6 +230,10 @@ class _Spill:
         if not self.finite.open():
             check_finite(new.k, new.v, new.positions)
         make_index = row.placement.index if row.placement is not None else None
+        if self.select is not None:
+            make_index, row.later_index = self.select
+        elif row.later_index is not None:
+            make_index = row.later_index
         samples, nearest = self.samples, None if self.nearest is None else self.nearest.open()
         if samples is not None and self.asked is not None:
             samples = replace(samples, queries=self.asked.open())

@@ -39,7 +39,7 @@ class StandIns:
                 return None
             if pool.device not in self._fits:
                 needed = self._num_layers * (digest_bytes(layer) + resident_bytes(layer))
-                self._fits[pool.device] = needed <= _free_bytes(pool.device)
+                self._fits[pool.device] = needed <= free_bytes(pool.device)
             if not self._fits[pool.device]:
                 return None
         return partial(_pages_of, layer)
@@ -74,6 +74,6 @@ def resident_bytes(layer: LayerKV) -> int:
     return pages * (size + 1) * bytes_per_token(layer.shape, layer.resident.pool.dtype)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory of a CUDA device that no process has taken; torch's own reserves are not counted."""
     return int(torch.cuda.mem_get_info(device)[0])

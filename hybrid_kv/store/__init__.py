@@ -2,7 +2,7 @@
 
 from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, best_of, check_finite
 from hybrid_kv.store.extent import ColdExtent, Span
-from hybrid_kv.store.layer import LayerKV, StandInFor
+from hybrid_kv.store.layer import LayerKV, SelectFor, StandInFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row
@@ -19,6 +19,7 @@ __all__ = [
     "ResidentStore",
     "ResidentView",
     "Row",
+    "SelectFor",
     "Span",
     "StandInFor",
     "best_of",

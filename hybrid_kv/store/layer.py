@@ -21,6 +21,11 @@ from hybrid_kv.types import LayerShape
 StandInFor: TypeAlias = Callable[[Tensor], MakeIndex]
 """Makes what serves keys [Hkv, N, D] that are about to leave their device, from a look at them."""
 
+SelectFor: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[MakeIndex, MakeIndex] | None]
+"""Makes what finds keys [Hkv, N, D] on their device, and those that follow, from a look at them, at
+samples [Hkv, G, M, D] and at where they go on the host; None where the host finds them after all.
+"""
+
 
 class LayerKV:
     """The entries of one layer, for all batch rows.
@@ -51,6 +56,7 @@ class LayerKV:
         self.rows = [Row.empty(number, *own) for number, own in enumerate(tiers)]
         self.placement: Placement | None = None
         self.stand_in: StandInFor | None = None
+        self.select: SelectFor | None = None
 
     @property
     def longest(self) -> int:

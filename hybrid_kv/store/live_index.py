@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.outcome import run_into
-from hybrid_kv.types import SearchResult
+from hybrid_kv.types import Candidates, SearchResult
 
 MakeIndex = Callable[[], Index]
 BuildWork = Callable[[], None]
@@ -103,7 +103,7 @@ class LiveIndex:
     another is built beside the one that serves, from a part of the prompt's samples and from the
     latest queries, as if they were asked where decoding is now.
 
-    on_device, page_tokens: those of the index that serves now, see `Index`.
+    on_device, selects, page_tokens: those of the index that serves now, see `Index`.
 
     Args:
         make: a new index.
@@ -175,11 +175,21 @@ class LiveIndex:
         # A search in another thread sees either of the two, and both are whole.
         self._serving, self._answers = index, index.innermost
         self.on_device, self.page_tokens = index.on_device, index.page_tokens
+        self.selects = index.selects
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """See `Index.choose_pages`."""
         self.searches += 1
         return self._serving.choose_pages(queries, new)
+
+    def see(self, length: int) -> Hashable:
+        """See `Index.see`; comes before every search that a device makes."""
+        self.searches += 1
+        return self._serving.see(length)
+
+    def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
+        """See `Index.candidates`."""
+        return self._serving.candidates(queries, keys, new, top_k)
 
     def search(
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None

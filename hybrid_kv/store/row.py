@@ -20,6 +20,7 @@ from hybrid_kv.errors import IntegrityError, MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
 from hybrid_kv.store.hot import HotPages
+from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
 
@@ -43,7 +44,8 @@ class Row:
     copied: [Hkv, cold entries] bool on the host, the cold entries that `kept` has; None for none.
     placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
     has what the method drops, for audits, and nobody attends it. full_tokens: resident tokens from
-    which on some of them may be outside the window: below, nobody need look.
+    which on some of them may be outside the window: below, nobody need look. later_index: makes the
+    index of a further extent where the row's device finds cold entries by itself; else None.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Row:
     placement: Placement | None = None
     shadows: bool = False
     full_tokens: int = HIDDEN
+    later_index: MakeIndex | None = None
 
     @classmethod
     def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:

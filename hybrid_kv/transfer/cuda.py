@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Executor, Parcel
+from hybrid_kv.transfer.recorded import CudaRecorder, Recordings, Work, WorkRecorder
 from hybrid_kv.transfer.staging import StagingArea
 from hybrid_kv.transfer.sync import SyncExecutor
 from hybrid_kv.types import PartialAttention
@@ -129,14 +130,19 @@ class CudaExecutor(SyncExecutor):
     Args:
         builds: runs index builds.
         lane: makes the lane of a device when the first of its tensors travels; None for the host.
+        recorder: makes what records the work of a device; None where nothing is recorded.
     """
 
     at_once = False
 
     def __init__(
-        self, builds: Executor, lane: Callable[[torch.device], Lane | None] = CudaLane.of
+        self,
+        builds: Executor,
+        lane: Callable[[torch.device], Lane | None] = CudaLane.of,
+        recorder: Callable[[torch.device], WorkRecorder | None] = CudaRecorder.of,
     ) -> None:
-        self._builds, self._make_lane = builds, lane
+        self._builds, self._make_lane, self._make_recorder = builds, lane, recorder
+        self._recordings: dict[torch.device, Recordings] = {}
         self._lanes: dict[torch.device, Lane | None] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._area = StagingArea()
@@ -188,6 +194,14 @@ class CudaExecutor(SyncExecutor):
         for target, source in _blocks(there, tensor):
             lane.back(target, source)
         return there
+
+    def repeat(
+        self, owner: object, signature: Hashable, work: Work, given: Tensor
+    ) -> PartialAttention:
+        device = given.device
+        if device not in self._recordings:
+            self._recordings[device] = Recordings(self._make_recorder(device))
+        return self._recordings[device].run(owner, signature, work, given)
 
     def background(self, work: Callable[[], None]) -> Future[None]:
         return self._builds.background(work)

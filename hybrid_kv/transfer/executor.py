@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_kv.transfer.recorded import Work
 from hybrid_kv.types import PartialAttention
 
 
@@ -69,6 +70,18 @@ class Executor(Protocol):
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor in host memory, for what `device` computes from now on."""
+        ...
+
+    def repeat(
+        self, owner: object, signature: Hashable, work: Work, given: Tensor
+    ) -> PartialAttention:
+        """`work(given)`, or what a recording of it computes, which does the same.
+
+        Args:
+            owner: whose work it is; with it the recording goes.
+            signature: changes with whatever a recording would hold fixed: all but the values of
+                `given` and of tensors that stay in place.
+        """
         ...
 
     def background(self, work: Callable[[], None]) -> Future[None]:

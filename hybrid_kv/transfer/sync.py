@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Arrived, Parcel
+from hybrid_kv.transfer.recorded import Work
 from hybrid_kv.types import PartialAttention
 
 
@@ -29,6 +30,11 @@ class SyncExecutor:
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
+
+    def repeat(
+        self, owner: object, signature: Hashable, work: Work, given: Tensor
+    ) -> PartialAttention:
+        return work(given)
 
     def background(self, work: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()

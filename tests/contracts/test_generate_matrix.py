@@ -146,6 +146,7 @@ def variants(method: str) -> dict[str, dict[str, Any]]:
     if "hot_tokens" in {path.split(".")[-1] for path in _parameters(METHODS[method].params)}:
         found["hot"] = {**tiered, **_with(method, spare_tokens=0, hot_tokens=3 * PAGE)}
         found["fetched"] = {**found["hot"], "cold.attend": "fetch"}
+        found["selected"] = {**tiered, "cold.select": "device"}
     return found
 
 

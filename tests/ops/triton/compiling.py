@@ -24,6 +24,7 @@ _NAMES = {
     torch.bfloat16: "bf16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.uint8: "u8",
 }
 _OPTIONS = ("num_warps", "num_stages")
 

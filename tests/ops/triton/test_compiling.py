@@ -13,7 +13,20 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/check --t
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
-from hybrid_kv.ops.triton import digests, merge, nearest, paged, pages, ragged, scores
+from hybrid_kv.index._sketch_plans import plan_of
+from hybrid_kv.ops.sketch_select import DeviceCodes
+from hybrid_kv.ops.triton import (
+    digests,
+    merge,
+    nearest,
+    paged,
+    pages,
+    ragged,
+    scores,
+    sketch_attend,
+    sketch_encode,
+    sketch_find,
+)
 from hybrid_kv.types import PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
 from tests.ops.triton.compiling import launches_of
@@ -21,7 +34,7 @@ from tests.ops.triton.compiling import launches_of
 SHARED_BYTES = 101_376
 """What one block may use on sm_89, which has less than sm_90."""
 
-MULTIPLIES = {"_attend_kernel", "_maxima_kernel"}
+MULTIPLIES = {"_attend_kernel", "_maxima_kernel", "_rank_kernel", "_recent_kernel"}
 CASES = {
     "llama": (Shape(heads=8, slots=300, dim=128, group=4), torch.bfloat16),
     "wide": (Shape(heads=4, slots=300, dim=256, group=2), torch.float16),
@@ -76,8 +89,30 @@ def search(shape: Shape, dtype: torch.dtype) -> None:
     nearest.nearest_keys(queries(shape, dtype), keys, 32)
 
 
+def selection(shape: Shape, dtype: torch.dtype) -> None:
+    """Of 128K keys in codes of 32 bytes, which have dims of all widths."""
+    plan = plan_of(32, shape.dim)
+    assert plan is not None
+    heads, dims, keys = shape.heads, plan.num_dims, torch.zeros(shape.heads, 64, shape.dim)
+    codes = DeviceCodes(
+        plan,
+        torch.zeros(heads, 2**17, plan.code_bytes, dtype=torch.uint8),
+        torch.zeros(heads, 4096, shape.dim, dtype=dtype),
+        *(torch.zeros(heads, dims, shape.dim), torch.zeros(heads, dims)),
+        *(torch.zeros(heads, dims, shape.dim), torch.zeros(heads, shape.dim)),
+        *(torch.zeros(heads, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)),
+        torch.zeros(heads, dtype=torch.int64),
+    )
+    keys, q = keys.to(dtype), queries(shape, dtype)
+    sketch_encode.encode(codes, keys, 0)
+    found = sketch_find.find(codes, q, keys, new=shape.new, width=1024)
+    limit = sketch_find.best_limit(found.scores, 100)
+    for softcap in (None, 30.0):
+        sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap)
+
+
 @pytest.mark.parametrize(
-    "call", [attention, ragged_attention, digest, score, merging, copying, search]
+    "call", [attention, ragged_attention, digest, score, merging, copying, search, selection]
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -91,5 +126,7 @@ def test_kernels_compile_and_fit_into_shared_memory(
         for capability in (89, 90):
             compiled = launch.compile(capability)
             assert compiled.metadata.shared <= SHARED_BYTES, (launch.name, capability)
-            multiplies = launch.name in MULTIPLIES and dtype != torch.float32
+            whole = launch.name == "_scan_kernel"  # codes are whole numbers in 16 bits for any keys
+            multiplies = whole or (launch.name in MULTIPLIES and dtype != torch.float32)
+            multiplies &= call is not selection or launch.name != "_attend_kernel"
             assert ("mma" in compiled.asm["ptx"]) == multiplies, (launch.name, capability)

@@ -1,0 +1,204 @@
+"""A sketch that is searched where the queries are: a step of decoding then has no host in it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._device_learn import Learned, SelectGoal, learn
+from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.ops import Ops
+from hybrid_kv.ops.sketch_select import DeviceCodes
+from hybrid_kv.plugins import Index
+from hybrid_kv.types import Candidates, SearchResult
+
+LATER_KEYS = 4096
+"""The newest keys that came after the prompt stay on the device as they are; older ones get codes.
+Codes that were learned from other keys lose a fifth of what is wanted of these (docs/lab.md)."""
+_LEAST_ROOM, _ROOM_SHARE = 256, 16
+_BLOCK_KEYS = 2**14
+
+
+def with_room(num_keys: int) -> int:
+    """Codes that are allocated for so many keys, so that those which follow move nothing."""
+    return num_keys + max(_LEAST_ROOM, num_keys // _ROOM_SHARE)
+
+
+def device_bytes(num_keys: int, num_heads: int, head_dim: int, itemsize: int, code: int) -> int:
+    """What a layer's codes of `code` bytes a key, its later keys and its maps take of a device."""
+    maps = 4 * head_dim * (2 * head_dim + 2)
+    later = LATER_KEYS * head_dim * itemsize
+    return num_heads * (with_room(num_keys) * code + later + maps)
+
+
+class DeviceSketch(Index):
+    """Codes of a layer's keys on the device of the queries; the keys stay in host memory.
+
+    A search reads the codes there and ranks what they put first by the stored keys, which kernels
+    read over the bus. Keys that come later are searched as they are, `LATER_KEYS` of them.
+
+    selects: always; see `Index.selects`.
+
+    Args:
+        ops: what searches.
+        learned: how keys become codes.
+        codes: [Hkv, N, B] of the keys that it will be built over; None to make them then.
+        dtype: of the keys.
+    """
+
+    selects = True
+
+    def __init__(
+        self, ops: Ops, learned: Learned, dtype: torch.dtype, codes: Tensor | None = None
+    ) -> None:
+        super().__init__(SketchIndex.Params())
+        self._ops, self.learned, self._given = ops, learned, codes
+        capacity = with_room(0 if codes is None else codes.shape[1])
+        self._codes = learned.codes_for(capacity, LATER_KEYS, dtype)
+        self._keys: Tensor | None = None
+        self._state = 0, 0  # as on the device: keys that are searched, keys that have a code
+
+    @property
+    def _device(self) -> torch.device:
+        return self.learned.key_map.device
+
+    def __len__(self) -> int:
+        return 0 if self._keys is None else self._keys.shape[1]
+
+    @property
+    def codes(self) -> DeviceCodes:
+        """What a search reads on the device; another one after it has outgrown its room."""
+        return self._codes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory: none where the codes lie on a GPU."""
+        return self._codes.nbytes if self._device.type == "cpu" else 0
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
+        """See `Index.build`: codes that were given are those of these keys."""
+        count = keys.shape[1]
+        given, self._given = self._given, None
+        self._keys = keys
+        if given is not None and given.shape[1] == count:
+            self._codes.codes[:, :count] = given
+            self._set_state(count, count)
+            return
+        self._set_state(0, 0)
+        if count > LATER_KEYS:
+            self._encode(0, count - LATER_KEYS)
+        self._take_later(max(0, count - LATER_KEYS))
+
+    @torch.no_grad()
+    def add(self, keys: Tensor) -> None:
+        """See `Index.add`."""
+        known, self._keys = len(self), keys
+        coded = self._state[1]
+        if keys.shape[1] - coded > LATER_KEYS:  # seldom: half of the later ones at once
+            stop = max(coded, keys.shape[1] - LATER_KEYS // 2)
+            self._encode(coded, min(stop, keys.shape[1]))
+        self._take_later(known)
+
+    def _take_later(self, first: int) -> None:
+        """Brings the keys from `first` on that have no code to the device."""
+        keys, coded = self._known, self._state[1]
+        first, room = max(first, coded), LATER_KEYS
+        while first < keys.shape[1]:
+            place = first % room
+            stop = min(keys.shape[1], first + room - place)
+            self._copy(keys[:, first:stop], self._codes.recent[:, place : place + stop - first])
+            first = stop
+        self._set_state(keys.shape[1], coded)
+
+    def _encode(self, first: int, stop: int) -> None:
+        """Makes codes of the keys first..stop, which were read back from the host."""
+        keys = self._known
+        if stop > self._codes.codes.shape[1]:
+            codes = self._codes.codes
+            grown = codes.new_zeros(codes.shape[0], with_room(stop), codes.shape[2])
+            grown[:, :first] = codes[:, :first]
+            self._codes = replace(self._codes, codes=grown)
+        for begin in range(first, stop, _BLOCK_KEYS):
+            some = keys[:, begin : min(stop, begin + _BLOCK_KEYS)]
+            there = torch.empty(some.shape, dtype=some.dtype, device=self._device)
+            self._copy(some, there)
+            self._ops.encode_sketch(self._codes, there, begin)
+        self._set_state(self._state[0], stop)
+
+    def _copy(self, rows: Tensor, there: Tensor) -> None:
+        for target, source in zip(there, rows, strict=True):  # a head's rows lie together
+            target.copy_(source, non_blocking=True)
+
+    def _set_state(self, count: int, coded: int) -> None:
+        """Tells the device, which is not waited for."""
+        for place, (old, new) in enumerate(zip(self._state, (count, coded), strict=True)):
+            if old != new:
+                self._codes.state[place].fill_(new)
+        self._state = count, coded
+
+    @property
+    def _known(self) -> Tensor:
+        assert self._keys is not None
+        return self._keys
+
+    def see(self, length: int) -> Hashable:
+        """See `Index.see`."""
+        self._set_state(length, self._state[1])
+        return self._codes.codes.data_ptr()
+
+    def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
+        """See `Index.candidates`."""
+        times, width = self.learned.times(top_k), self.learned.width(top_k)
+        return self._ops.find_by_sketch(
+            self._codes, queries, keys, new=new, width=width, times=times
+        )
+
+    def search(
+        self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
+    ) -> SearchResult:
+        """See `Index.search`: for queries on the host, that of the device, which is waited for."""
+        top_k, heads = min(top_k, len(self)), len(queries)
+        there = queries.to(self._device)
+        self.see(len(self))
+        found = self.candidates(there, self._known, queries.shape[1], max(1, top_k))
+        best = found.scores.topk(min(top_k, found.scores.shape[-1]), -1)
+        ids = found.ids.gather(-1, best.indices).long().cpu()
+        return SearchResult(ids, best.values.cpu(), heads * queries.shape[1] * len(self))
+
+    def describe(self) -> list[dict[str, Any]]:
+        lost = self._codes.lost.tolist()
+        size = self.learned.plan.code_bytes
+        return [
+            {
+                **{"serves": "device sketch", "reason": f"codes of {size} B a key fit"},
+                **{"num_rerank": one.num_rerank, "recall": one.recall, "mass": one.mass},
+                "lost_candidates": count,
+            }
+            for one, count in zip(self.learned.promises, lost, strict=True)
+        ]
+
+
+def sketch_of(
+    ops: Ops, keys: Tensor, samples: Tensor, code_bytes: int, goals: Any
+) -> tuple[partial[DeviceSketch], partial[DeviceSketch]] | None:
+    """Makes the indexes of an extent of keys [Hkv, N, D] that are still on their device, and of
+    those that follow it; None where there is nothing to learn from.
+
+    Args:
+        samples: [Hkv, G, M, D].
+        code_bytes: of a key at 128 channels.
+        goals: the parameters of a sketch, or of what contains one.
+    """
+    goal = SelectGoal(goals.check_top_k, goals.target_recall, goals.target_mass)
+    found = learn(keys, samples.to(keys.device), code_bytes, goal)
+    if found is None:
+        return None
+    learned, codes = found
+    later = partial(DeviceSketch, ops, learned, keys.dtype)
+    return partial(later, codes), later

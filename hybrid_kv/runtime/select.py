@@ -1,0 +1,220 @@
+"""Selection on the device: which layers have it, and what a step attends by it.
+
+Such a layer's part of a step has no host in it: the codes are scanned where the queries are, and
+kernels read the few keys and values that count from page-locked host memory. No thread waits, and
+what is found decides no shape and no branch, so that the work can be recorded once for many steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.attention import empty_partial, merge_partials
+from hybrid_kv.errors import DeviceSelectWarning
+from hybrid_kv.index.device_sketch import device_bytes, sketch_of
+from hybrid_kv.plugins import Placement
+from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
+from hybrid_kv.runtime.stand_in import free_bytes, resident_bytes
+from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.store import LayerKV, Row, SelectFor, Span
+from hybrid_kv.store.live_index import LiveIndex, MakeIndex
+from hybrid_kv.types import Candidates, PartialAttention, TokenBudget
+
+_log = logging.getLogger(__name__)
+
+CODE_BYTES = (64, 48, 32, 24, 16)
+"""Of a key at 128 channels, the best first: the fewer, the more keys are read over the bus."""
+_AIR_BYTES = 2**30
+"""Of a device, for learning codes and for nobody."""
+_ALL_AT_ONCE = 4096
+
+
+class Selectors:
+    """Chooses for the layers of one prompt, all alike: the first one that is sealed decides.
+
+    Args:
+        num_layers: tiered layers of the model: codes are as large as fit for all of them beside all
+            that stays resident.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._sizes: dict[torch.device, int | None] = {}
+        self._has_warned = False
+
+    def of(self, layer: LayerKV) -> SelectFor | None:
+        """Makes the indexes of a layer that selects on its device; None where the host does."""
+        place, device = layer.placement, layer.resident.pool.device
+        if place is None or place.index is None or place.select == "host":
+            return None
+        by_itself = place.select == "auto"
+        if by_itself and device.type != "cuda":
+            return None
+        if device not in self._sizes:
+            self._sizes[device] = self._fitting(layer)
+            _log.info("selection on %s: codes of %s B a key", device, self._sizes[device])
+        size = self._sizes[device]
+        if size is None:
+            if by_itself:
+                return None
+            size = CODE_BYTES[-1]
+        return partial(self._learned, layer, place, size)
+
+    def _fitting(self, layer: LayerKV) -> int | None:
+        """The largest codes that fit for all layers; None where the smallest do not."""
+        device = layer.resident.pool.device
+        if device.type != "cuda":
+            return CODE_BYTES[0]
+        free = free_bytes(device) - _AIR_BYTES
+        for size in CODE_BYTES:
+            if self._num_layers * (code_bytes(layer, size) + resident_bytes(layer)) <= free:
+                return size
+        return None
+
+    def _learned(
+        self,
+        layer: LayerKV,
+        place: Placement,
+        size: int,
+        keys: Tensor,
+        samples: Tensor,
+        far: Tensor,
+    ) -> tuple[MakeIndex, MakeIndex] | None:
+        """See `SelectFor`; one warning where the device has no memory for it."""
+        assert place.index is not None
+        goals = place.index().params
+        if place.select == "auto" and (keys.shape[1] < goals.min_keys or not far.is_pinned()):
+            return None
+        if not bool(torch.isfinite(keys).all() & torch.isfinite(samples).all()):
+            return None  # whoever stores them refuses them
+        try:
+            return sketch_of(layer.resident.pool.ops, keys, samples, size, goals)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                what = " ".join(str(error).split())[:200]
+                warn(
+                    f"layer {layer.shape.layer_idx} cannot select on {keys.device}, whose memory "
+                    f"ran out while codes of {keys.shape[1]} keys were made ({what}); the host "
+                    "searches for this layer, more slowly; shorten the prompt, keep fewer tokens "
+                    "resident or set cold.select='host'",
+                    DeviceSelectWarning,
+                    stacklevel=2,
+                )
+            return None
+
+
+def code_bytes(layer: LayerKV, size: int) -> int:
+    """What all rows of a layer take of the device with codes of `size` bytes at 128 channels."""
+    shape, item = layer.shape, layer.resident.pool.dtype.itemsize
+    code = -(-size * shape.head_dim // 128)
+    lengths = [row.length for row in layer.rows]
+    return sum(device_bytes(n, shape.num_kv_heads, shape.head_dim, item, code) for n in lengths)
+
+
+def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:
+    """Cold entries that the device finds and attends; [B, Hkv, M, D] and [B, Hkv, M]."""
+    begin = step.phases.now()
+    parts = [_attend_row(step, row, budget) for row in step.layer.rows]
+    step.phases.book("select", begin)
+    return stacked(parts)
+
+
+def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAttention:
+    q, stored = step.grouped[row.number], row.chain.num_tokens
+    if stored == 0:
+        return empty_partial(q)
+    heads, rows, _ = q.shape
+    if not isinstance(budget, TokenBudget) or budget.top_k >= stored:
+        _count(step, heads * rows, stored)
+        return _attend_all(step, row, q)
+    step.work.scored += heads * rows * stored
+    _count(step, heads * rows, budget.top_k)
+    first, places, in_reach = _index_of(row.chain.spans[0]), [], step.new == 1
+    for span in row.chain.spans:
+        k, v = span.extent.k, span.extent.v
+        seen = _index_of(span).see(span.length)
+        places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
+        in_reach &= q.device == v.device or v.is_pinned()  # else rows are copied, which waits
+    signature = tuple(places), tuple(q.shape), budget.top_k, step.scale, step.softcap
+    if step.found is not None:  # somebody looks at this step, and waits for it
+        part, retrieved = _search(step, row, q, budget.top_k)
+        step.found[row.number] = budget, retrieved()
+        return part
+    if not in_reach:
+        return _search(step, row, q, budget.top_k)[0]
+    work = lambda given: _search(step, row, given, budget.top_k)[0]  # noqa: E731
+    return step.executor.repeat(first, signature, work, q)
+
+
+def _index_of(span: Span) -> LiveIndex:
+    assert span.extent.index is not None
+    return span.extent.index
+
+
+def _search(
+    step: Step, row: Row, q: Tensor, top_k: int
+) -> tuple[PartialAttention, Callable[[], Retrieved]]:
+    """The best of all extents together, attended where they lie; and what they are, if asked."""
+    spans = row.chain.spans
+    found = [_index_of(s).candidates(q, s.extent.k, step.new, top_k) for s in spans]
+    scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
+    limit = step.ops.best_limit(scores, top_k)
+    parts = [
+        step.ops.attend_candidates(
+            *(one, span.extent.v, limit), scale=step.scale, softcap=step.softcap
+        )
+        for one, span in zip(found, spans, strict=True)
+    ]
+    part = merge_partials(parts, ops=step.ops)
+    return part, partial(_retrieved, step, row, found, limit, top_k)
+
+
+def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
+    """Every entry is a candidate, some thousands at a time."""
+    parts = []
+    for span in row.chain.spans:
+        for first in range(0, span.length, _ALL_AT_ONCE):
+            stop = min(span.length, first + _ALL_AT_ONCE)
+            ids = torch.arange(first, stop, dtype=torch.int32, device=q.device)
+            ids = ids.expand(len(q), step.new, -1).contiguous()
+            scores = step.ops.score_candidates(q, span.extent.k, ids)
+            limit = scores.new_full(scores.shape[:2], -torch.inf)
+            part = step.ops.attend_candidates(
+                *(Candidates(ids, scores), span.extent.v, limit),
+                scale=step.scale,
+                softcap=step.softcap,
+            )
+            parts.append(part)
+    return merge_partials(parts, ops=step.ops)
+
+
+def _retrieved(
+    step: Step, row: Row, found: list[Candidates], limit: Tensor, top_k: int
+) -> Retrieved:
+    """What a step attended, on the host."""
+    parts = []
+    for one, span in zip(found, row.chain.spans, strict=True):
+        scores = one.scores.masked_fill(one.scores < limit[..., None], -torch.inf)
+        best = scores.topk(min(top_k, scores.shape[-1]), -1)
+        group = scores.shape[1] // step.new
+        ids = one.ids[:, None].expand(-1, group, -1, -1).flatten(1, 2).gather(-1, best.indices)
+        ids = ids.masked_fill(best.values == -torch.inf, -1).long()
+        parts.append(RetrievedPart(span.extent, step.executor.send(ids).open()))
+    return Retrieved(parts)
+
+
+def _count(step: Step, queries: int, most: int) -> None:
+    """Books entries that all queries of a row attend, and one of them; which, only the device
+    knows.
+    """
+    work = step.work
+    work.attended += queries * most
+    work.retrieved += queries * most
+    work.most_retrieved = max(work.most_retrieved, most)

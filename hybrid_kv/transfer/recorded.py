@@ -1,0 +1,124 @@
+"""Work of a device that is recorded once and then played: one launch in place of many.
+
+What is recorded may neither wait for the device nor hang on what it finds; all that changes from
+call to call is read from the tensors that are handed over, which are copied to where the recording
+reads them, and from others that stay in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import DeviceSelectWarning
+from hybrid_kv.types import PartialAttention
+
+Work: TypeAlias = Callable[[Tensor], PartialAttention]
+
+
+class Recording(NamedTuple):
+    """play: computes `part` anew from what `given` holds."""
+
+    play: Callable[[], None]
+    given: Tensor
+    part: PartialAttention
+
+
+class WorkRecorder(Protocol):
+    """Makes recordings of what one device is told."""
+
+    def record(self, work: Work, given: Tensor) -> Recording:
+        """Raises RuntimeError where the work cannot be recorded."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share the memory of what lies between; they are played one after another.
+
+    So each one's result is read before the next is played.
+    """
+
+    @classmethod
+    def of(cls, device: torch.device) -> CudaRecorder | None:
+        """The recorder of a CUDA device; None for the host."""
+        return cls(device) if device.type == "cuda" else None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work, given: Tensor) -> Recording:
+        """See `WorkRecorder.record`."""
+        graph, own = torch.cuda.CUDAGraph(), given.clone()
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                # Other threads build indexes meanwhile: what they tell the device is their own.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    part = work(own)
+                finally:
+                    graph.capture_end()
+            current.wait_stream(self._stream)
+        return Recording(graph.replay, own, part)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What an owner has been told last: its signature, and the recording of it."""
+
+    signature: Hashable
+    recording: Recording | None = None
+
+
+class Recordings:
+    """The recordings of one device; an owner's is made when it is told the same a second time.
+
+    Args:
+        recorder: makes them; None where nothing is recorded.
+    """
+
+    def __init__(self, recorder: WorkRecorder | None) -> None:
+        self._recorder = recorder
+        self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
+
+    def run(
+        self, owner: object, signature: Hashable, work: Work, given: Tensor
+    ) -> PartialAttention:
+        """See `Executor.repeat`.
+
+        Warns:
+            DeviceSelectWarning: recording failed; from now on all is told anew each time.
+        """
+        if self._recorder is None:
+            return work(given)
+        known = self._known.get(owner)
+        if known is None or known.signature != signature:
+            self._known[owner] = _Known(signature)  # the first time kernels are compiled
+            return work(given)
+        if known.recording is None:
+            try:
+                known.recording = self._recorder.record(work, given)
+            except RuntimeError as error:
+                self._recorder = None
+                self._known.clear()
+                reason = str(error).strip().split("\n")[0]
+                warn(
+                    f"the work of a step cannot be recorded as a CUDA graph ({reason}); it is "
+                    "launched kernel by kernel instead, more slowly",
+                    DeviceSelectWarning,
+                    stacklevel=2,
+                )
+                return work(given)
+        recording = known.recording
+        recording.given.copy_(given)
+        recording.play()
+        return recording.part

@@ -1,0 +1,162 @@
+"""Selection by sketch: kernels against the definition, interpreted or on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.index._device_learn import SelectGoal, learn
+from hybrid_kv.ops import sketch_select
+from hybrid_kv.ops.dispatch import Ops
+from hybrid_kv.ops.sketch_select import DeviceCodes, QueryCodes
+from hybrid_kv.types import Candidates
+from tests.index.sketch_heads import seen_heads
+from tests.tolerances import TOLERANCES, Tolerance
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+HEADS, GROUP, DIM, KEYS, LATER = 2, 3, 72, 637, 90
+FLOAT32 = TOLERANCES[torch.float32]
+
+
+def scene(
+    device: str, dtype: torch.dtype, size: int, *, new: int = 1, wanted: int = 30
+) -> tuple[DeviceCodes, Tensor, Tensor]:
+    """Codes of 637 keys with 90 later ones in a ring of 64, 26 of which have codes as well;
+    all keys; queries [Hkv, M, D].
+    """
+    keys, samples, later = seen_heads(HEADS, KEYS + LATER, dim=DIM, group=GROUP, positions=64)
+    found = learn(keys[:, :KEYS], samples, size, SelectGoal(20, 0.9, 0.9))
+    assert found is not None
+    coded, room = KEYS + 26, 64
+    codes = found[0].codes_for(coded + 39, room, dtype)
+    keys = keys.to(dtype)
+    sketch_select.encode(codes, keys[:, :coded], 0)
+    at = torch.arange(coded, KEYS + LATER)
+    codes.recent[:, at % room] = keys[:, coded:]
+    codes.state.copy_(torch.tensor([KEYS + LATER, coded]))
+    codes.wanted.fill_(wanted)
+    there = {
+        name: getattr(codes, name).to(device)
+        for name in DeviceCodes.__dataclass_fields__
+        if name != "plan"
+    }
+    q = later[:, :, :new].flatten(1, 2).to(dtype)
+    return replace(codes, **there), keys.to(device), q.to(device)
+
+
+def lists(ids: Tensor) -> list[list[int]]:
+    return [sorted(row[row >= 0].tolist()) for row in ids.flatten(0, 1)]
+
+
+@pytest.mark.parametrize("size", [16, 24, 32, 48, 64])
+def test_codes_of_keys_are_those_of_the_definition(
+    ops: Ops, device: str, size: int, dtype: torch.dtype
+) -> None:
+    codes, keys, _ = scene(device, dtype, size)
+    defined = codes.codes.clone()
+    codes.codes.zero_()
+    ops.encode_sketch(codes, keys[:, 37 : KEYS + 26], 37)
+    assert ops.served == {"encode_sketch": "triton"}
+    assert not codes.codes[:, :37].any()
+    mine, expected = (
+        sketch_select.unpacked(rows[:, 37 : KEYS + 26], codes.plan).int()
+        for rows in (codes.codes, defined)
+    )
+    # Sums of another order may round a value that lies between two codes to the other one.
+    assert int((mine - expected).abs().max()) <= 1
+    assert float((mine != expected).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("size", [32, 48])
+def test_what_lies_above_the_limit_is_found(
+    ops: Ops, device: str, size: int, new: int, dtype: torch.dtype
+) -> None:
+    from hybrid_kv.ops.triton import sketch_find
+
+    codes, keys, q = scene(device, dtype, size, new=new)
+    found = ops.find_by_sketch(codes, q, keys, new=new, width=512)
+    assert ops.served == {"find_by_sketch": "triton"}
+    own, scales = sketch_find.quantise(codes, q)
+    queries = QueryCodes(own.float(), *(part.contiguous() for part in scales.unbind(-1)))
+    defined = sketch_select.quantise(codes, q)
+    assert int((queries.codes - defined.codes).abs().max()) <= 1
+    torch.testing.assert_close(queries.shift, defined.shift, **FLOAT32)
+    limit = sketch_select.threshold(codes, queries, 512, 1.0)
+    expected = sketch_select.candidates(codes, q, queries, limit, new=new, width=512)
+    assert lists(found.ids) == lists(expected)
+    counts = [len(row) for row in lists(found.ids)]
+    assert min(counts) > 20
+    assert max(counts) < 500
+    exact = sketch_select.exact_scores(q, keys, found.ids)
+    torch.testing.assert_close(found.scores, exact, **FLOAT32)
+    assert not codes.lost.any()
+
+
+def test_a_row_that_sees_less_finds_nothing_beyond(ops: Ops, device: str) -> None:
+    codes, keys, q = scene(device, torch.float32, 32)
+    codes.state[0].fill_(400)
+    found = ops.find_by_sketch(codes, q, keys, new=1, width=512)
+    assert 10 < int(found.ids.max()) < 400
+    codes.state[0].fill_(0)
+    assert int(ops.find_by_sketch(codes, q, keys, new=1, width=512).ids.max()) == -1
+
+
+def test_keys_that_all_have_room_are_all_ranked(ops: Ops, device: str) -> None:
+    codes, keys, q = scene(device, torch.float32, 32)
+    found = ops.find_by_sketch(codes, q, keys, new=1, width=1024)
+    assert lists(found.ids) == [list(range(KEYS + LATER))] * HEADS
+
+
+def test_what_has_no_room_is_counted(ops: Ops, device: str) -> None:
+    codes, keys, q = scene(device, torch.float32, 32)
+    whole = ops.find_by_sketch(codes, q, keys, new=1, width=512)
+    counts = [len(row) for row in lists(whole.ids)]
+    for times in (1, 2):
+        found = ops.find_by_sketch(codes, q, keys, new=1, width=32)
+        assert codes.lost.tolist() == [times * (count - 32) for count in counts]
+    assert [len(row) for row in lists(found.ids)] == [32, 32]
+
+
+@pytest.mark.parametrize("top_k", [1, 20, 100, 2000])
+def test_the_limit_is_the_score_of_the_last_that_is_attended(
+    ops: Ops, device: str, top_k: int
+) -> None:
+    scores = torch.randn(2, 6, 300)
+    scores[:, 1:3, 17:] = -torch.inf
+    scores[0, 0] = 0.25
+    expected = sketch_select.best_limit(scores, top_k)
+    assert torch.equal(ops.best_limit(scores.to(device), top_k).cpu(), expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("new", [1, 2])
+def test_the_best_are_attended_as_defined(
+    ops: Ops,
+    device: str,
+    new: int,
+    dtype: torch.dtype,
+    tolerance: Tolerance,
+    softcap: float | None,
+) -> None:
+    codes, keys, q = scene(device, dtype, 32, new=new)
+    found = ops.find_by_sketch(codes, q, keys, new=new, width=300)
+    v = torch.randn(HEADS, keys.shape[1], 40).to(dtype).to(device)
+    limit = ops.best_limit(found.scores, 20)
+    part = ops.attend_candidates(found, v, limit, scale=0.1, softcap=softcap)
+    assert set(ops.served.values()) == {"triton"}
+    exact = sketch_select.attend(found, v, limit, scale=0.1, softcap=softcap)
+    torch.testing.assert_close(part.out, exact.out, **tolerance)
+    torch.testing.assert_close(part.lse, exact.lse, **FLOAT32)
+
+
+def test_an_empty_list_is_attended_as_nothing(ops: Ops, device: str) -> None:
+    ids = torch.full((2, 1, 40), -1, dtype=torch.int32, device=device)
+    scores = torch.full((2, 3, 40), -torch.inf, device=device)
+    v = torch.randn(2, 9, DIM, device=device)
+    part = ops.attend_candidates(Candidates(ids, scores), v, scores[..., 0], scale=1.0)
+    assert not part.out.any()
+    assert (part.lse == -torch.inf).all()
