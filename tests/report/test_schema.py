@@ -37,6 +37,7 @@ RUN_KEYS = [
     "backends",
     "index",
     "audit",
+    "look_ahead",
     "chat_template",
     "interrupted",
 ]
