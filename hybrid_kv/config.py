@@ -66,6 +66,9 @@ Tokens: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 Count: TypeAlias = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 """A number that must be at least one; '4k' is accepted."""
 
+Ratio: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+"""A share of something, of which some must be left."""
+
 BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
 

@@ -25,6 +25,7 @@ from hybrid_kv.types import (
     LayerShape,
     ModelInfo,
     Needs,
+    PartialAttention,
     Read,
     SearchResult,
 )
@@ -153,6 +154,34 @@ class Index(ABC):
             near: [Hkv, M, W] int64, keys that were found for like queries, such as the step
                 before's, -1 for none. Where a search may begin; most kinds have no use for it.
         """
+
+    def estimate(
+        self,
+        queries: Tensor,
+        found: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """What attention over the keys that were not found probably gives, from summaries of them.
+
+        Asked for behind a search, where a budget says so (`TokenBudget.estimate`); merged with what
+        was found by log-sum-exp, as any part is.
+
+        Args:
+            queries: [Hkv, M, D], any float dtype.
+            found: [Hkv, M, K] int64 keys that are attended themselves, -1 for none.
+            values: [Hkv, n, D] of the first n keys, n <= len(self): those that the asking row sees.
+            scale, softcap: what turns a score into a logit.
+
+        Returns:
+            out [Hkv, M, D] and lse [Hkv, M], both float32; lse -inf where nothing is left.
+        """
+        raise ConfigError(
+            f"a budget with estimate needs an index that estimates, got {type(self).__name__}; "
+            "leave estimate out, or choose clusters or query_channels"
+        )
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """The pages of `page_tokens` keys that T new tokens attend; only where `on_device` is true.

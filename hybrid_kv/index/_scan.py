@@ -51,6 +51,19 @@ def _scores(queries: Tensor, rows: Tensor) -> Tensor:
     return scores
 
 
+def true_scores(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """[Hkv, M, K] float32 dot products of queries [Hkv, M, D] with the keys [Hkv, N, D] of these
+    ids [Hkv, M, K]; -inf where an id is -1.
+    """
+    heads = torch.arange(len(ids))[:, None, None]
+    step = max(1, SCRATCH_BYTES // (4 * len(ids) * max(1, ids.shape[-1]) * keys.shape[-1]))
+    parts = [
+        torch.matmul(keys[heads, some.clamp_min(0)].float(), q[..., None])[..., 0]
+        for q, some in zip(queries.split(step, 1), ids.split(step, 1), strict=True)
+    ]
+    return torch.cat(parts, 1).masked_fill(ids < 0, -torch.inf)
+
+
 def rank(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best entries, best first; of equal scores the lower id comes first.
 

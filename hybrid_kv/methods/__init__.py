@@ -2,17 +2,25 @@
 
 from hybrid_kv.methods.ada_pyramid import AdaPyramid
 from hybrid_kv.methods.ada_snapkv import AdaSnapKV
+from hybrid_kv.methods.ctkvr import CTkvr
+from hybrid_kv.methods.double_sparsity import DoubleSparsity
 from hybrid_kv.methods.duo_attention import DuoAttention
 from hybrid_kv.methods.full import Full
 from hybrid_kv.methods.h2o import H2O
 from hybrid_kv.methods.hybrid import Hybrid
+from hybrid_kv.methods.infinigen_proxy import InfiniGenProxy
 from hybrid_kv.methods.infllm import InfLLM
 from hybrid_kv.methods.kivi import Kivi
+from hybrid_kv.methods.loki import Loki
 from hybrid_kv.methods.magic_pig import MagicPig
+from hybrid_kv.methods.pqcache import PQCache
 from hybrid_kv.methods.pyramidkv import PyramidKV
 from hybrid_kv.methods.quest import Quest
+from hybrid_kv.methods.rekv import ReKV
 from hybrid_kv.methods.retrieval import Flat, Hnsw, Ivf, RetrievalAttention
+from hybrid_kv.methods.retroinfer import RetroInfer
 from hybrid_kv.methods.snapkv import SnapKV
+from hybrid_kv.methods.sparq import SparQ
 from hybrid_kv.methods.streaming_llm import StreamingLLM
 from hybrid_kv.methods.think import ThinK
 from hybrid_kv.methods.tidal_decode import TidalDecode
@@ -23,19 +31,27 @@ __all__ = [
     "TOVA",
     "AdaPyramid",
     "AdaSnapKV",
+    "CTkvr",
+    "DoubleSparsity",
     "DuoAttention",
     "Flat",
     "Full",
     "Hnsw",
     "Hybrid",
     "InfLLM",
+    "InfiniGenProxy",
     "Ivf",
     "Kivi",
+    "Loki",
     "MagicPig",
+    "PQCache",
     "PyramidKV",
     "Quest",
+    "ReKV",
     "RetrievalAttention",
+    "RetroInfer",
     "SnapKV",
+    "SparQ",
     "StreamingLLM",
     "ThinK",
     "TidalDecode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -94,6 +95,17 @@ class ColdParams(Params):
         if self.look_ahead == "never":
             return None
         return Foresight(self.look_ahead, self.look_ahead_factor)
+
+
+class EstimatedColdParams(ColdParams):
+    """estimate: what was not found is attended as the index estimates it."""
+
+    estimate: bool = True
+
+    @property
+    def budget(self) -> TokenBudget | Literal["all"]:
+        found = super().budget
+        return found if found == "all" else replace(found, estimate=self.estimate)
 
 
 class RetrievalParams(ResidentParams):

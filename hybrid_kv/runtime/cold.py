@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
+from hybrid_kv.errors import MethodError
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
@@ -172,9 +173,35 @@ def _attend_row(
         step.found[row.number] = (budget, found)
     step.work.scored += found.scored
     left = _leave_hot(step, row, found, taken)
-    if len(left) == 1:
-        return _attend_found(step, row, near_q, left[0])
-    return merge_partials([_attend_found(step, row, near_q, part) for part in left], ops=step.ops)
+    parts = [_attend_found(step, row, near_q, part) for part in left]
+    if budget.estimate:
+        parts += _estimates(step, row, q, found.parts)
+    return parts[0] if len(parts) == 1 else merge_partials(parts, ops=step.ops)
+
+
+def _estimates(
+    step: Step, row: Row, q: Tensor, found: Sequence[RetrievedPart]
+) -> list[PartialAttention]:
+    """By extent what its index estimates of the entries that were not found, where the queries are.
+
+    Raises:
+        MethodError: the device attends some of them, which would count twice.
+    """
+    if row.hot.capacity or row.copied is not None:
+        raise MethodError(
+            "a budget with estimate must go with a placement without hot_tokens and copies, got "
+            f"{row.hot.capacity} hot pages in row {row.number}: what the device attends would be "
+            "estimated as well; leave estimate out"
+        )
+    begin, device, parts = step.phases.now(), step.q.device, []
+    for span, (_, ids, _) in zip(row.chain.spans, found, strict=True):
+        out, lse = span.estimate(q, ids, scale=step.scale, softcap=step.softcap)
+        part = PartialAttention(out.to(q.dtype), lse)
+        if _fetches(row):
+            part = step.executor.deliver(part, device)
+        parts.append(part)
+    step.phases.book("search", begin)
+    return parts
 
 
 def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> list[RetrievedPart]:

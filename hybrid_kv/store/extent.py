@@ -11,7 +11,7 @@ from hybrid_kv.errors import IntegrityError
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
-from hybrid_kv.types import LayerShape, PagedKV, SearchResult
+from hybrid_kv.types import LayerShape, PagedKV, PartialAttention, SearchResult
 
 
 def pinned_room(count: int) -> int:
@@ -120,3 +120,13 @@ class Span:
         ids = result.ids.masked_fill(hidden, -1).gather(-1, order)[..., :most]
         bias = None if result.bias is None else result.bias.gather(-1, order)[..., :most]
         return result._replace(ids=ids, scores=scores[..., :most], bias=bias)
+
+    def estimate(
+        self, queries: Tensor, found: Tensor, *, scale: float, softcap: float | None
+    ) -> PartialAttention:
+        """Attention over those of these entries that were not found; see `Index.estimate`."""
+        extent = self.extent
+        if extent.index is None:
+            raise IntegrityError("an estimate was asked of a placement that named no index")
+        values = extent.v[:, : self.length]
+        return extent.index.estimate(queries, found, values, scale=scale, softcap=softcap)

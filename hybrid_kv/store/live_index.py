@@ -19,7 +19,7 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.outcome import run_into
-from hybrid_kv.types import Candidates, SearchResult
+from hybrid_kv.types import Candidates, PartialAttention, SearchResult
 
 MakeIndex = Callable[[], Index]
 BuildWork = Callable[[], None]
@@ -200,6 +200,18 @@ class LiveIndex:
         if aging is not None and queries.shape[1] == aging.group:
             aging.asked.append((queries.clone(), self._num_keys))
         return self._answers.search(queries, top_k, most, near)
+
+    def estimate(
+        self,
+        queries: Tensor,
+        found: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """See `Index.estimate`."""
+        return self._answers.estimate(queries, found, values, scale=scale, softcap=softcap)
 
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""

@@ -1,0 +1,62 @@
+"""k-means over many small sets of points at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+_BLOCK_BYTES = 64 * 2**20
+
+
+def kmeans(
+    points: Tensor, num_centroids: int, iterations: int, *, spherical: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm, from points that are evenly spread over the set; no random numbers.
+
+    Args:
+        points: [B, N, D] float32, N >= 1; num_centroids: at most N are made.
+        spherical: points have length 1, and so have centroids: the largest cosine is nearest.
+
+    Returns:
+        centroids [B, C, D] and the nearest one [B, N] int64 of every point. A centroid that lost
+        its points stays where it was.
+    """
+    sets, count, _ = points.shape
+    first = torch.linspace(0, count - 1, min(num_centroids, count)).round().long()
+    centroids = points[:, first].clone()
+    nearest = nearest_of(points, centroids)
+    for _ in range(iterations):
+        sizes = torch.zeros(sets, centroids.shape[1]).scatter_add_(
+            1, nearest, torch.ones(nearest.shape)
+        )
+        means = means_of(points, nearest, sizes)
+        means = normalize(means, dim=-1) if spherical else means
+        centroids = torch.where(sizes[..., None] > 0, means, centroids)
+        moved = nearest_of(points, centroids)
+        if torch.equal(moved, nearest):
+            break
+        nearest = moved
+    return centroids, nearest
+
+
+def means_of(rows: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
+    """[B, C, D] float32 means of rows [B, N, D] by group [B, N], which have sizes [B, C]."""
+    sums = torch.zeros(*sizes.shape, rows.shape[-1])
+    for into, some, of in zip(sums, rows, groups, strict=True):
+        into.index_add_(0, of, some.float())
+    return sums / sizes.clamp_min(1)[..., None]
+
+
+def nearest_of(points: Tensor, centroids: Tensor) -> Tensor:
+    """[B, N] int64: which of centroids [B, C, D] is nearest to each of points [B, N, D]."""
+    sets, count, _ = points.shape
+    half = centroids.square().sum(-1)[:, None] / 2
+    block = max(1, _BLOCK_BYTES // (4 * sets * centroids.shape[1]))
+    parts = [
+        (torch.matmul(points[:, at : at + block].float(), centroids.transpose(1, 2)) - half).argmax(
+            -1
+        )
+        for at in range(0, count, block)
+    ]
+    return torch.cat(parts, 1)

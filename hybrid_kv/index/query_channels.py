@@ -1,0 +1,88 @@
+"""`query_channels`: scores by the largest components of the query (SparQ)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv import config
+from hybrid_kv.index._scan import SCRATCH_BYTES, scan, true_scores
+from hybrid_kv.index._short import ShortIndex, ShortParams
+from hybrid_kv.masses import logits_of
+from hybrid_kv.plugins import INDEXES
+from hybrid_kv.types import PartialAttention
+
+
+@INDEXES.register("query_channels", paper="SparQ (Ribar et al. 2023, arXiv:2312.04985, section 3)")
+class QueryChannelsIndex(ShortIndex):
+    """Ranks keys by the num_channels largest components of the query alone (SparQ).
+
+    An estimated logit is scale q[i] . k[i] / tau, i those components, tau^2 = |q[i]|_1 / |q|_1.
+    What was not found is estimated as the mean value, with its share of the estimated softmax.
+    Keys are held once, by token, so that all of their channels pass through memory.
+    """
+
+    class Params(ShortParams):
+        """num_channels: components of each query that score."""
+
+        num_channels: config.Count = 32
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        self._summed, self._sums = 0, torch.zeros(len(self._keys), 1, self._keys.shape[-1])
+
+    def _append(self, known: int) -> None:
+        """Keys are read where they lie."""
+
+    def _largest(self, queries: Tensor) -> Tensor:
+        """Queries [Hkv, M, D] / tau, 0 in all but their largest components."""
+        sizes = queries.abs()
+        count = min(int(self.params.num_channels), queries.shape[-1])
+        channels = sizes.topk(count).indices
+        kept = torch.zeros_like(queries).scatter_(-1, channels, queries.gather(-1, channels))
+        share = kept.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp_min(1e-20)
+        return kept / share.clamp_min(1e-20).sqrt()
+
+    def _candidates(self, queries: Tensor, wanted: int) -> Tensor:
+        return scan(self._largest(queries), self._keys, wanted)[1]
+
+    def estimate(
+        self,
+        queries: Tensor,
+        found: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """The mean value, with the weight that leaves what was found its estimated share alpha.
+
+        lse = lse(found) + log((1 - alpha) / alpha), merged: alpha found + (1 - alpha) mean.
+        """
+        queries, keys = queries.float(), self._keys[:, : values.shape[1]]
+        step = max(1, SCRATCH_BYTES // (4 * len(keys) * keys.shape[1]))
+        lse = [
+            self._lse_left(q, keys, ids, scale, softcap)
+            for q, ids in zip(queries.split(step, 1), found.split(step, 1), strict=True)
+        ]
+        mean = self._mean(values)
+        return PartialAttention(mean.expand(-1, queries.shape[1], -1), torch.cat(lse, 1))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """[Hkv, 1, D] of values [Hkv, n, D], each of which is added up once."""
+        count = values.shape[1]
+        if count < self._summed:  # a row that was cropped
+            return values.mean(1, keepdim=True, dtype=torch.float32)
+        self._sums += values[:, self._summed :].sum(1, keepdim=True, dtype=torch.float32)
+        self._summed = count
+        return self._sums / count
+
+    def _lse_left(self, q: Tensor, keys: Tensor, ids: Tensor, scale: float, cap: Any) -> Tensor:
+        guessed = logits_of(self._largest(q), keys, scale=scale, softcap=cap)  # [Hkv, M, n]
+        there = torch.zeros(guessed.shape, dtype=torch.int32)
+        there.scatter_add_(-1, ids.clamp_min(0), (ids >= 0).int())
+        inside = guessed.masked_fill(there == 0, -torch.inf).logsumexp(-1)
+        left = guessed.masked_fill(there > 0, -torch.inf).logsumexp(-1)
+        exact = scale * true_scores(q, keys, ids)
+        exact = exact if cap is None else cap * torch.tanh(exact / cap)
+        exact = exact.masked_fill(ids < 0, -torch.inf).logsumexp(-1)
+        return torch.where(inside > -torch.inf, exact + left - inside, left)
