@@ -8,9 +8,9 @@ from torch.nn.functional import normalize, pad
 
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._kmeans import kmeans, means_of
 from hybrid_kv.index._scan import SCRATCH_BYTES, rank, true_scores
 from hybrid_kv.masses import logits_of
+from hybrid_kv.ops.kmeans import kmeans, means_of
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import PartialAttention, SearchResult
 

@@ -61,3 +61,17 @@ class Codec(Method):
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         return params
+
+
+class LearnedCodec(Codec):
+    """A codec that learns from the first entries that leave the window; before, it keeps none."""
+
+    def absorb(self, layer_idx: int, row: int, kept: Kept, left: Entries, seen: Seen) -> Entries:
+        if not left.lengths[0]:
+            return kept or Entries.empty(left)
+        old = kept if kept and kept.lengths[0] else None
+        return self.absorb_some(layer_idx, old, left, seen)
+
+    def absorb_some(self, layer_idx: int, kept: Kept, left: Entries, seen: Seen) -> Entries:
+        """As `absorb`, where something leaves; `kept` is None before."""
+        return super().absorb(layer_idx, 0, kept, left, seen)

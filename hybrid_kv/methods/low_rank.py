@@ -1,0 +1,101 @@
+"""What methods share that keep a token's keys and values by a few coefficients."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import Ratio
+from hybrid_kv.entries import Entries
+from hybrid_kv.methods.codec import CodecParams, Kept, Seen
+from hybrid_kv.methods.turned import TurnedCodec, TurnedEntries
+
+_ROWS = 2
+"""Times as many tokens as directions, or fewer directions say nothing of later tokens."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LowRankEntries(TurnedEntries):
+    """k, v: [capacity, R / Hkv], each head holding a part of its token's R coefficients. State:
+    `k_basis`, `v_basis` [R, Hkv * D], `k_mean`, `v_mean` [Hkv * D], float32.
+    """
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        k, v = self._expanded("k"), self._expanded("v")
+        return k, v.to(self.v.dtype)
+
+    def _expanded(self, name: str) -> Tensor:
+        coefficients = torch.cat(self.split(name), -1).float()  # all heads hold the same tokens
+        rows = coefficients @ self.state[f"{name}_basis"] + self.state[f"{name}_mean"]
+        by_head = rows.unflatten(-1, (self.num_heads, -1)).movedim(1, 0)
+        whole = rows.new_zeros(len(self.positions), by_head.shape[-1])
+        for into, head in zip(self.split(whole), by_head, strict=True):
+            into.copy_(head)
+        return whole
+
+
+class LowRankParams(CodecParams):
+    """rank_ratio: coefficients of a token, as a share of its channels in all heads."""
+
+    rank_ratio: Ratio = 0.5
+
+
+class LowRank(TurnedCodec):
+    """Keeps coefficients along directions that are learned when the prompt is complete.
+
+    Where fewer than twice as many tokens as directions leave the window then, all directions stay.
+    """
+
+    lossless = ("rank_ratio", 1.0)
+
+    def ranks(self, channels: int) -> tuple[int, int]:
+        """Directions of keys and values of all heads together."""
+        rank = round(self.params.rank_ratio * channels)
+        return rank, rank
+
+    @abstractmethod
+    def basis(self, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Orthonormal directions [R, Hkv * D] and their origin [Hkv * D], of rows [Hkv, n, D]."""
+
+    def code(self, k: Tensor, v: Tensor, at: Tensor, kept: Kept, seen: Seen) -> Entries:
+        heads, count, dim = k.shape
+        if kept is None:
+            state: dict[str, Any] = {}
+            for name, rows, wanted in zip("kv", (k, v), self.ranks(heads * dim), strict=True):
+                rank = heads * max(1, math.ceil(wanted / heads))
+                if rank >= heads * dim or count < _ROWS * rank:
+                    directions = torch.eye(heads * dim, device=k.device)
+                    mean = directions.new_zeros(heads * dim)
+                else:
+                    directions, mean = self.basis(rows.float(), rank)
+                state |= {f"{name}_basis": directions, f"{name}_mean": mean}
+        else:
+            state = dict(kept.state)
+        parts = []
+        for name, rows in (("k", k), ("v", v)):
+            flat = rows.float().transpose(0, 1).flatten(1) - state[f"{name}_mean"]
+            coefficients = (flat @ state[f"{name}_basis"].T).to(v.dtype)
+            parts.append(coefficients.unflatten(-1, (heads, -1)).transpose(0, 1))
+        return LowRankEntries.of(parts[0], parts[1], at, state=state)
+
+
+def joint_directions(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The right singular vectors of all heads' rows behind each other, largest values first."""
+    flat = rows.transpose(0, 1).flatten(1)
+    vectors: Tensor = torch.linalg.eigh(flat.T @ flat).eigenvectors
+    return vectors[:, -rank:].flip(-1).T.contiguous(), flat.new_zeros(flat.shape[1])
+
+
+def principal_directions(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The principal components of single heads that have the largest variances of all heads'."""
+    mean = rows.mean(1)
+    shifted = rows - mean[:, None]
+    variances, vectors = torch.linalg.eigh(shifted.transpose(1, 2) @ shifted)
+    best = variances.flatten().topk(rank).indices.sort().values
+    whole = torch.block_diag(*(head.T for head in vectors))  # [Hkv * D, Hkv * D], by component
+    return whole[best], mean.flatten()

@@ -1,0 +1,75 @@
+"""Codes of 4 bits in two planes: all entries have the upper one, some the lower one too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.ops.low_bits import pack, unpack
+
+_BITS, _MOST = 2, 15
+_MIDDLE = 1.5
+"""What a lower plane that is not there counts as: the mean of 0, 1, 2 and 3."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlaneEntries(Entries):
+    """k, v: upper planes. k_scale, v_scale: [2], scale and zero of a row; fine: row of table
+    "fine", the lower planes, or -1. State: `sizes` [Hkv, 2, D], by which channels were divided;
+    `like` [0], whose dtype the numbers have.
+    """
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        parts = [self._decoded(n, name) for n, name in enumerate("kv")]
+        return parts[0], parts[1]
+
+    def _decoded(self, number: int, name: str) -> Tensor:
+        sizes, fine = self.state["sizes"][:, number], self.columns["fine"]
+        dim, lower = sizes.shape[-1], self.tables["fine"].columns[name]
+        codes = 4 * unpack(self.columns[name], _BITS, dim).float()
+        if len(lower):
+            low = unpack(lower[fine.clamp_min(0)], _BITS, dim).float()
+            codes += torch.where(fine[:, None] < 0, _MIDDLE, low)
+        else:
+            codes += _MIDDLE
+        scale, zero = self.columns[f"{name}_scale"].float().split(1, -1)
+        rows = codes * scale + zero
+        for head, by in zip(self.split(rows), sizes, strict=True):
+            head.mul_(by)
+        whole: Tensor = rows.to(self.state["like"].dtype)
+        return whole
+
+    @classmethod
+    def coded(
+        cls, k: Tensor, v: Tensor, at: Tensor, sizes: Tensor, fine: Tensor, kept: Entries | None
+    ) -> Self:
+        """Codes of k, v [Hkv, n, D] at [n], which have a lower plane where `fine` [Hkv, n]."""
+        columns: dict[str, Tensor] = {}
+        upper, lower = [], {}
+        for number, (name, rows) in enumerate((("k", k), ("v", v))):
+            even = rows.float() / sizes[:, None, number]
+            zero = even.amin(-1, keepdim=True).to(v.dtype)
+            step = ((even.amax(-1, keepdim=True) - zero.float()) / _MOST).to(v.dtype)
+            codes = ((even - zero.float()) / step.float().clamp_min(1e-20)).round().clamp(0, _MOST)
+            codes = codes.to(torch.uint8)
+            upper.append(pack(codes // 4, _BITS))
+            lower[name] = pack(codes % 4, _BITS)[fine]
+            columns[f"{name}_scale"] = torch.cat([step, zero], -1)
+        table = Ragged(columns=lower, starts=(0,), lengths=(len(lower["k"]),))
+        first = kept.tables["fine"].lengths[0] if kept else 0
+        table = kept.tables["fine"].extended(table) if kept else table.copied()
+        number_of = (fine.flatten().cumsum(0) - 1 + first).view(fine.shape)
+        columns["fine"] = torch.where(fine, number_of, -1).int()
+        state = {"sizes": sizes, "like": v.new_zeros(0)}
+        new = cls.of(upper[0], upper[1], at, state=state, **columns)
+        return replace(new, tables={"fine": table})
+
+
+def channel_sizes(k: Tensor, v: Tensor) -> Tensor:
+    """[Hkv, 2, D] float32: the square root of every channel's largest size; 1 where it is 0."""
+    largest = torch.stack([k, v], 1).float().abs().amax(2)
+    return torch.where(largest > 0, largest.sqrt(), 1.0)

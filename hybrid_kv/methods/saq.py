@@ -1,0 +1,61 @@
+"""Staircase adaptive quantisation: the older, the fewer bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor
+
+from hybrid_kv.config import Tokens, parse_count
+from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.methods.codec import CodecParams, Kept, LearnedCodec, Seen
+from hybrid_kv.methods.planes import PlaneEntries, channel_sizes
+from hybrid_kv.plugins import METHODS
+
+
+@METHODS.register("saq", paper="The Nature of Mathematical Modeling, section on SAQ")
+class SAQ(LearnedCodec):
+    """Keeps the window whole, so many tokens before it in 4 bits, all older ones in 2; ROUNDS.
+
+    Each step down the stairs loses bits: when a token has become older than fine_tokens, the lower
+    half of its 4 bits is freed. Numbers are rounded by token, with channels evened out as in
+    zipcache. Deviations: the paper says neither lengths nor how numbers are rounded.
+    """
+
+    class Params(CodecParams):
+        """bits: of a number of the oldest tokens, or "all" to round nothing; fine_tokens: before
+        the window, in 4 bits.
+        """
+
+        bits: Annotated[Literal[2, "all"], BeforeValidator(parse_count)] = 2
+        fine_tokens: Tokens = 1024
+
+    lossless = ("bits", "all")
+
+    def absorb_some(self, layer_idx: int, kept: Kept, left: Entries, seen: Seen) -> Entries:
+        new = super().absorb_some(layer_idx, kept, left, seen)
+        return new if self.params.bits == "all" else self._stepped_down(new)
+
+    def code(self, k: Tensor, v: Tensor, at: Tensor, kept: Kept, seen: Seen) -> Entries:
+        if self.params.bits == "all":
+            return Entries.of(k, v, at)
+        fine = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+        sizes = kept.state["sizes"] if kept else channel_sizes(k, v)
+        return PlaneEntries.coded(k, v, at, sizes, fine, kept)
+
+    def _stepped_down(self, kept: Entries) -> Entries:
+        """Without the lower planes of what has become too old."""
+        fine = kept.columns["fine"]
+        first = max(0, kept.lengths[0] - self.params.fine_tokens)
+        young = torch.zeros_like(fine, dtype=torch.bool)
+        for head in kept.split(young):
+            head[first:] = True
+        young &= fine >= 0
+        rows = fine[young].long()
+        lower = {name: rows_of[rows] for name, rows_of in kept.tables["fine"].columns.items()}
+        table = Ragged(columns=lower, starts=(0,), lengths=(len(rows),)).copied()
+        numbers = (young.cumsum(0) - 1).int().masked_fill(~young, -1)
+        return replace(kept.with_columns(fine=numbers), tables={"fine": table})
