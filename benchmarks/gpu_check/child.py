@@ -29,6 +29,7 @@ KINDS = {
     "page_gather": "page_gather",
     "decode_attention": "decode_attention",
     "selection": "selection",
+    "device_select": "device_select",
     "nearest_keys": "nearest",
     "prefill_attention": "prefill_attention",
     "decoder_layer": "decoder_layer",

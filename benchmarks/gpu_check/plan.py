@@ -43,6 +43,7 @@ _MICRO: tuple[tuple[str, str, dict[str, Any], float], ...] = (
     ("page gather", "page_gather", {}, 60),
     ("decode attention", "decode_attention", {"by": ["sdpa", "triton", "reference"]}, 60),
     ("selection", "selection", {}, 40),
+    ("device select", "device_select", {}, 90),
     ("prefill attention", "prefill_attention", {}, 60),
     ("nearest keys", "nearest_keys", {}, 40),
     ("decoder layer", "decoder_layer", {}, 40),

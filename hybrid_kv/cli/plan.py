@@ -179,6 +179,7 @@ def _report(made: Plan, config: dict[str, Any], measured: dict[str, float]) -> P
                 measured_tpot_ms=measured.get(option.mode),
                 settings=dict(option.settings),
                 max_context_tokens=option.max_context_tokens,
+                select=option.select,
             )
             for option in made.options
         ),
@@ -220,6 +221,8 @@ def _print(made: Plan, measured: dict[str, float]) -> None:
     if chosen is not None and chosen.settings:
         given = " ".join(f"--set {name}={value}" for name, value in chosen.settings.items())
         out.print(f"with {given}")
+    if chosen is not None and chosen.select:
+        out.print(f"{chosen.select} (computed; nothing of it was measured on a GPU)")
 
 
 def _verdict(option: Option) -> Text:

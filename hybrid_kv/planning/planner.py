@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.index.pages import with_room
+from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.store.extent import pinned_room
@@ -93,6 +94,7 @@ class Option:
     device_bytes, host_bytes: by purpose, at the moment when most is needed.
     ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
     settings: what to hand to HybridConfig beside the given configuration.
+    select: who finds cold entries, and why; "" where nobody does.
     """
 
     mode: Mode
@@ -102,6 +104,7 @@ class Option:
     why: str
     ms: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, int | str] = field(default_factory=dict)
+    select: str = ""
     max_context_tokens: int = 0
 
     @property
@@ -247,21 +250,49 @@ class _Planner:
         prefill += 2 * tokens * facts.largest_layer_bytes
         resident = pinned * per_token + facts.window_bytes
         taken = facts.weight_bytes + resident + prefill
-        digests = self._stand_in_bytes(tokens - pinned, self._device_free() - taken)
-        spare, hot, settings = self._extra_tokens(tokens - pinned, taken + digests)
+        rest = tokens - pinned
+        select, digests = self._select(rest, taken), 0
+        by_device = select is not None and select.code_bytes is not None
+        if not by_device:
+            digests = self._stand_in_bytes(rest, self._device_free() - taken)
+        spare, hot, settings = self._extra_tokens(rest, taken + digests, fill=not by_device)
         extra = (spare + hot) * per_token
         resident += extra + extra // self._config.page_size
         cold = tokens - pinned - spare
-        index = sum(
-            cold * self._method.index_bytes_per_token(layer, cold) for layer in facts.layers
+        index = (
+            0
+            if by_device
+            else sum(
+                cold * self._method.index_bytes_per_token(layer, cold) for layer in facts.layers
+            )
         )
         device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
         if digests:
             device["digests"] = digests
+        ms = self._hybrid_ms(cold, pinned, spare + hot)
+        if select is not None and select.code_bytes is not None:
+            learning = Learning()  # the host builds nothing
+            device["codes"], settings["cold.select"] = select.num_bytes, "device"
+            ms = self._selected_ms(ms, select.code_bytes, cold)
         host = {"kv": cold * per_token, "index": index}
         host |= self._host_extras(cold, learning, sum(host.values()))
-        ms = self._hybrid_ms(cold, pinned, spare + hot)
-        return self._place("hybrid", device, host, ms, settings)
+        option = self._place("hybrid", device, host, ms, settings)
+        return option if select is None else replace(option, select=select.why)
+
+    def _select(self, cold: int, taken: int) -> DeviceSelect | None:
+        """Who finds cold entries, where there is a device beside the host."""
+        if self._machine.device_bytes is None or cold <= 0:
+            return None
+        facts, free = self._facts, self._device_free() - taken
+        return plan_select(facts.layers, self._config, cold, facts.dtype_bytes, free)
+
+    def _selected_ms(self, ms: Mapping[str, float], size: int, cold: int) -> dict[str, float]:
+        """What a token takes where the device selects, given what it does with a host."""
+        facts, top_k = self._facts, self._config.cold.top_k
+        if not ms or top_k == "all":
+            return dict(ms)
+        shapes, rates = facts.layers, self._machine.rates
+        return {**ms, **select_ms(shapes, size, cold, top_k, facts.dtype_bytes, rates)}
 
     def _learning(self, tokens: int) -> Learning:
         """Of the widest layer; no device finds nearest keys where the model runs on the CPU."""
@@ -296,16 +327,19 @@ class _Planner:
         needed = pages * self._facts.kv_bytes_per_token
         return needed if 0 < needed <= free or cold.stand_in == "pages" else 0
 
-    def _extra_tokens(self, rest: int, taken: int) -> tuple[int, int, dict[str, int | str]]:
+    def _extra_tokens(
+        self, rest: int, taken: int, *, fill: bool
+    ) -> tuple[int, int, dict[str, int | str]]:
         """Spare and hot tokens that the device holds beside `taken` bytes, and what sets them.
 
         Memory that is free becomes hot pages where the method has them: they are those that are
-        found most, spare ones those that left the window last.
+        found most, spare ones those that left the window last. Not without `fill`.
         """
         config, page = self._config, self._config.page_size
         names = [name for name in ("spare_tokens", "hot_tokens") if hasattr(config, name)]
         wanted = {name: min(getattr(config, name), rest) for name in names}
-        if names and not any(wanted.values()) and self._machine.device_bytes is not None:
+        fill &= self._machine.device_bytes is not None
+        if names and not any(wanted.values()) and fill:
             free = self._device_free() - taken
             pages = max(0, free) // (self._facts.kv_bytes_per_token * (page + 1))
             found = min(pages * page, rest // page * page)

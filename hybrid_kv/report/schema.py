@@ -133,7 +133,8 @@ class DoctorReport(_Envelope):
 class PlannedOption(Group):
     """One way of running a context: bytes by purpose, predicted milliseconds by tier.
 
-    measured_tpot_ms: of a profile that was set beside the plan.
+    measured_tpot_ms: of a profile that was set beside the plan. select: who finds cold entries, the
+    host or the device, and why.
     """
 
     mode: Literal["dense", "dense_8bit", "hybrid"]
@@ -146,6 +147,7 @@ class PlannedOption(Group):
     measured_tpot_ms: float | None = None
     settings: dict[str, int | str]
     max_context_tokens: int
+    select: str = ""
 
 
 class PlanReport(_Envelope):

@@ -37,8 +37,13 @@ def test_128k_on_a_24_gb_card_is_hybrid() -> None:
 
 def test_people_see_bytes_times_and_the_advice() -> None:
     output = call(*PLAN, "--context", "128k").output
-    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB index", "cold_attention", "hot_tokens="):
+    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB codes", "cold_attention"):
         assert part in output
+    assert "cold.select=device" in output
+    assert "the device selects: codes of 64 B a key fit (computed" in output
+    by_host = call(*PLAN, "--context", "128k", "--set", "cold.select=host").output
+    for part in ("GiB index", "hot_tokens=", "the host searches, as cold.select says"):
+        assert part in by_host
     assert "hybrid: cold keys and values in host memory" in output
 
 
@@ -47,10 +52,11 @@ def test_four_bit_weights_make_96k_fit_densely() -> None:
 
 
 def test_settings_of_the_method_count() -> None:
-    wide = planned(*PLAN, "--context", "128k", "--set", "window_tokens=16k").options[2]
+    by_host = (*PLAN, "--context", "128k", "--set", "cold.select=host")
+    wide = planned(*by_host, "--set", "window_tokens=16k").options[2]
     slim = planned(*PLAN, "--context", "128k", "--method", "retrieval_attention").options[2]
     assert slim.settings == {}
-    assert wide.settings["hot_tokens"] < planned(*PLAN).options[2].settings["hot_tokens"]
+    assert wide.settings["hot_tokens"] < planned(*by_host).options[2].settings["hot_tokens"]
 
 
 def test_this_machine_is_planned_for_by_default() -> None:

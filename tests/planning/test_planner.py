@@ -26,6 +26,7 @@ HOST = Rates(device=60, dram=60, gather=30)
 CARD = CARDS["rtx-4090"]
 DESKTOP = Machine("rtx-4090", CARD.memory_bytes, 64 * GIB, rates_of_card(CARD, HOST))
 CONTEXT = 600 * 2**20
+HOST_FINDS = {"select": "host"}
 
 
 def option_of(tokens: int, mode: str, machine: Machine = DESKTOP, **config: object) -> Option:
@@ -66,7 +67,7 @@ def test_every_token_is_in_one_tier() -> None:
 
 
 def test_free_device_memory_becomes_hot_pages_with_digests() -> None:
-    option = option_of(128 << 10, "hybrid")
+    option = option_of(128 << 10, "hybrid", cold=HOST_FINDS)
     hot, token = option.settings["hot_tokens"], LLAMA_8B.kv_bytes_per_token
     assert isinstance(hot, int)
     assert hot > 4_000
@@ -89,13 +90,14 @@ def test_a_plan_for_a_24_gb_card_leaves_a_gib_of_air() -> None:
 
 def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
     tokens = 128 << 10
-    option, scanned = (option_of(tokens, "hybrid", method=m) for m in ("hybrid", "flat"))
+    option = option_of(tokens, "hybrid", cold=HOST_FINDS)
+    scanned = option_of(tokens, "hybrid", method="flat")
     learning = learning_bytes(LLAMA_8B.layers[0], HybridConfig().build().needs, tokens, 2)
     more = option.device_bytes["prefill"] - scanned.device_bytes["prefill"]
     assert learning.collecting <= more <= learning.collecting + learning.sealing
     assert option.host_bytes["builds"] == 32 * learning.kept
     tight = replace(DESKTOP, host_bytes=int(25.8 * GIB))
-    fewer = option_of(tokens, "hybrid", tight)
+    fewer = option_of(tokens, "hybrid", tight, cold=HOST_FINDS)
     assert fewer.fits, "layers wait for the indexes of those before them"
     assert sum(fewer.host_bytes.values()) == tight.host_bytes
     assert option.host_bytes["staging"] == learning.kept
@@ -105,22 +107,23 @@ def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
 
 def test_digests_that_serve_until_the_graph_is_ready_are_counted_where_they_fit() -> None:
     tokens = 128 << 10
-    option = option_of(tokens, "hybrid")
+    option = option_of(tokens, "hybrid", cold=HOST_FINDS)
     digests = option.device_bytes["digests"]
     pages = (tokens - 640) // 16
     assert digests == (pages + pages // 16) * LLAMA_8B.kv_bytes_per_token, "and those to come"
-    scanned = option_of(tokens, "hybrid", cold={"stand_in": "scan"})
+    scanned = option_of(tokens, "hybrid", cold={"stand_in": "scan", **HOST_FINDS})
     assert "digests" not in scanned.device_bytes
     gained = scanned.settings["hot_tokens"] - option.settings["hot_tokens"]
     assert gained == pytest.approx(digests / LLAMA_8B.kv_bytes_per_token * 16 / 17, abs=16)
     small = replace(DESKTOP, device_bytes=20 * GIB)
-    assert "digests" not in option_of(tokens, "hybrid", small).device_bytes
-    assert "digests" in option_of(tokens, "hybrid", small, cold={"stand_in": "pages"}).device_bytes
+    assert "digests" not in option_of(tokens, "hybrid", small, cold=HOST_FINDS).device_bytes
+    pages_serve = option_of(tokens, "hybrid", small, cold={"stand_in": "pages", **HOST_FINDS})
+    assert "digests" in pages_serve.device_bytes
     assert "digests" not in option_of(tokens, "hybrid", method="flat").device_bytes
 
 
 def test_spare_and_hot_tokens_that_were_asked_for_are_kept() -> None:
-    option = option_of(128 << 10, "hybrid", spare_tokens=1024)
+    option = option_of(128 << 10, "hybrid", spare_tokens=1024, cold=HOST_FINDS)
     assert option.settings == {}
     assert option.host_bytes["kv"] == ((128 << 10) - 1024 - 640) * LLAMA_8B.kv_bytes_per_token
     hot = option_of(128 << 10, "hybrid", hot_tokens=1024)
@@ -145,7 +148,7 @@ def test_a_search_never_costs_more_than_the_scan() -> None:
 
 
 def search_ms(kind: str, tokens: int, machine: Machine = DESKTOP) -> float:
-    cold = {"index": {"kind": kind}}
+    cold = {"index": {"kind": kind}, **HOST_FINDS}
     return option_of(tokens, "hybrid", machine, cold=cold, hot_tokens=0).ms["search"]
 
 
@@ -192,3 +195,60 @@ def test_windows_of_other_layers_count() -> None:
     plain = make_plan(LLAMA_8B, DESKTOP, 8192, HybridConfig()).options[0]
     wider = make_plan(windows, DESKTOP, 8192, HybridConfig()).options[0]
     assert wider.device_bytes["kv"] - plain.device_bytes["kv"] == GIB
+
+
+def test_codes_that_fit_on_the_device_are_counted_and_the_host_builds_nothing() -> None:
+    tokens, heads = 128 << 10, 32 * 8
+    option = option_of(tokens, "hybrid")
+    cold = tokens - 640
+    maps, later = 4 * 128 * (2 * 128 + 2), 4096 * 128 * 2
+    assert option.device_bytes["codes"] == heads * ((cold + cold // 16) * 64 + later + maps)
+    assert option.select == "the device selects: codes of 64 B a key fit"
+    assert option.settings == {"cold.select": "device"}
+    HybridConfig.from_settings(option.settings)
+    assert option.host_bytes.keys() == {"kv", "index", "room"}
+    assert option.host_bytes["index"] == 0
+    rates = DESKTOP.rates
+    assert rates.h2d is not None
+    coded, ranked = heads * cold * 64 * 9 / 8, heads * 130 * 2 * 256
+    expected = 1e-6 * (coded / rates.device + ranked / rates.h2d)
+    assert option.ms["search"] == pytest.approx(expected)
+    assert option.ms["transfer"] == 0
+
+
+@pytest.mark.parametrize("size", [48, 32, 24, 16])
+def test_codes_are_as_large_as_fit(size: int) -> None:
+    tokens = 128 << 10
+    whole = option_of(tokens, "hybrid").device_bytes
+    less = 32 * 8 * (tokens - 640) * 17 // 16 * (64 - size)
+    machine = replace(DESKTOP, device_bytes=sum(whole.values()) - less + CONTEXT + GIB)
+    option = option_of(tokens, "hybrid", machine)
+    assert f"codes of {size} B" in option.select
+    assert option.fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"cold": {"select": "host"}}, "as cold.select says"),
+        ({"cold": {"index": "graph"}}, "kind sketch or auto, got graph"),
+        ({"cold": {"min_share": 0.01}}, "min_share"),
+        ({"hot_tokens": 1024}, "has to know what is found"),
+    ],
+)
+def test_the_plan_says_why_the_host_searches(settings: dict[str, object], why: str) -> None:
+    option = option_of(128 << 10, "hybrid", **settings)
+    assert option.select.startswith("the host searches")
+    assert why in option.select
+    assert "codes" not in option.device_bytes
+
+
+def test_a_device_without_room_for_codes_leaves_the_search_to_the_host() -> None:
+    option = option_of(128 << 10, "hybrid", replace(DESKTOP, device_bytes=20 * GIB))
+    assert "codes of 16 B a key take" in option.select
+    assert option.select.endswith("GiB, 0.8 are free")
+
+
+def test_without_a_device_nobody_asks() -> None:
+    here = Machine("cpu", None, 64 * GIB, HOST)
+    assert option_of(128 << 10, "hybrid", here).select == ""

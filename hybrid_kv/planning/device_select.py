@@ -1,0 +1,92 @@
+"""Whether a device holds codes of all cold keys, how large they are, and what a step then reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.index.device_sketch import device_bytes
+from hybrid_kv.planning.rates import Rates
+from hybrid_kv.runtime.select import CODE_BYTES
+from hybrid_kv.types import LayerShape
+
+_RANKED = MappingProxyType({16: 1024, 24: 1024, 32: 404, 48: 205, 64: 130})
+"""Keys that a query ranks exactly for its best 100, by bytes of a code: made-up heads of a paper's
+kind, recall .95; 1,024 is the most that there is room for (docs/lab.md)."""
+_SHARED = 0.5
+"""Rows that are read over the bus, per row that a query head wants: a group shares (assumed)."""
+_SAMPLED = 1 / 8
+"""Codes that are read a second time, for the limit."""
+_DIM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSelect:
+    """code_bytes: of a key at 128 channels, None where the host searches. num_bytes: that codes,
+    later keys and maps take of the device. why: one clause.
+    """
+
+    code_bytes: int | None
+    num_bytes: int
+    why: str
+
+
+def plan_select(
+    layers: Sequence[LayerShape], config: HybridConfig, cold: int, itemsize: int, free: int
+) -> DeviceSelect | None:
+    """By the rule of `cold.select`, for `cold` tokens and `free` bytes of a device.
+
+    None for a method that finds nothing in a cold tier.
+    """
+    settings = getattr(config, "cold", None)
+    select = getattr(settings, "select", None)
+    if settings is None or select is None:
+        return None
+    if select == "host":
+        return DeviceSelect(None, 0, "the host searches, as cold.select says")
+    if settings.why_host is not None:
+        return DeviceSelect(None, 0, f"the host searches: the device {settings.why_host}")
+    if getattr(config, "demote", None) is not None or getattr(config, "hot_tokens", None):
+        return DeviceSelect(None, 0, "the host searches: it has to know what is found")
+    if cold < settings.index.params.min_keys and select == "auto":
+        return DeviceSelect(None, 0, f"the host searches: {max(0, cold):,} cold keys are few")
+    needed = {size: codes_bytes(layers, size, cold, itemsize) for size in CODE_BYTES}
+    for size, count in needed.items():
+        if count <= free:
+            return DeviceSelect(size, count, f"the device selects: codes of {size} B a key fit")
+    least, count = min(needed.items())
+    lacking = f"{count / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} are free"
+    if select == "device":
+        return DeviceSelect(least, count, f"the device selects, as cold.select says: {lacking}")
+    return DeviceSelect(None, 0, f"the host searches: codes of {least} B a key take {lacking}")
+
+
+def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: int) -> int:
+    """What codes of `size` bytes at 128 channels and what goes with them take in all layers."""
+    return sum(
+        device_bytes(
+            cold, one.num_kv_heads, one.head_dim, itemsize, -(-size * one.head_dim // _DIM)
+        )
+        for one in layers
+    )
+
+
+def select_ms(
+    layers: Sequence[LayerShape], size: int, cold: int, top_k: int, itemsize: int, rates: Rates
+) -> Mapping[str, float]:
+    """Milliseconds of a token at the least: codes from the device's memory, rows over the bus."""
+    bus = rates.h2d or rates.dram
+    coded = ranked = attended = 0.0
+    for one in layers:
+        row = one.num_kv_heads * one.head_dim * itemsize
+        coded += cold * one.num_kv_heads * (-(-size * one.head_dim // _DIM)) * (1 + _SAMPLED)
+        wanted = _RANKED[size] * max(1.0, top_k / 100)
+        ranked += row * min(cold, wanted * one.group_size * _SHARED)
+        attended += row * min(cold, top_k * max(1.0, one.group_size * _SHARED))
+    return {
+        "search": (coded / rates.device + ranked / bus) / 1e6,
+        "cold_attention": attended / bus / 1e6,
+        "transfer": 0.0,
+    }
