@@ -110,6 +110,14 @@ class Index(ABC):
                 device has found them; None where the index finds what it needs itself.
         """
 
+    def plan(self, top_k: int, most: int) -> Sequence[Any] | None:
+        """The search for so many results as values of `hybrid_kv.ops.native.step.EngineSearch`, for
+        the engine to make within a step that is one call; valid until keys are added.
+
+        None where only `search` can make it. What is found, and in which order, must be the same.
+        """
+        return None
+
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
         """An empty index, quickly built over the same keys, that can serve until this one is built.
 

@@ -37,7 +37,10 @@ from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from hybrid_kv.watch.phases import ATTENTION, PHASES
 
 INFO = ModelInfo(tuple(LayerShape(idx, 32, 8, 128) for idx in range(2)))
-ENGINE_CALLS = ("hkv_flat_search", "hkv_graph_search", "hkv_attend", "hkv_attend_rows", "hkv_merge")
+ENGINE_CALLS = (
+    *("hkv_flat_search", "hkv_graph_search", "hkv_sketch_search"),
+    *("hkv_attend", "hkv_attend_rows", "hkv_merge", "hkv_page_scores", "hkv_attend_step"),
+)
 
 
 class Arithmetic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index import _checks
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.types import SearchResult
 
@@ -91,6 +93,11 @@ class KeyIndex(Index):
             return self._find(queries, size[2], most)
         return self._find_near(queries, size[2], most, near)
 
+    def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:
+        """See `Index.plan`."""
+        count = len(self)
+        return self._plan(min(top_k, count), min(most, count)) if count else None
+
     def cancel(self) -> None:
         """See `Index.cancel`; a kind whose `_rebuild` takes long looks with `_check_cancelled`."""
         self._is_cancelled = True
@@ -119,3 +126,7 @@ class KeyIndex(Index):
     def _find_near(self, queries: Tensor, count: int, most: int, near: Tensor) -> SearchResult:
         """As `_find`, for a kind whose searches may begin at keys [Hkv, M, W]."""
         return self._find(queries, count, most)
+
+    def _plan(self, count: int, most: int) -> Sequence[EngineSearch] | None:
+        """What the engine makes of `_find` by itself; None where it cannot."""
+        return None

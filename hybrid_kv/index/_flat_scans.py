@@ -12,6 +12,7 @@ from hybrid_kv.index._scan import rank
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import default_pool, here, pool_here
 from hybrid_kv.types import SearchResult
 
@@ -28,6 +29,7 @@ class KeyScan(Protocol):
     def rebuild(self, keys: Tensor) -> None: ...
     def append(self, keys: Tensor) -> None: ...
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult: ...
+    def plan(self, count: int, most: int) -> EngineSearch | None: ...
 
 
 def make_scan(precision: str, rerank: float) -> KeyScan | None:
@@ -40,6 +42,12 @@ def make_scan(precision: str, rerank: float) -> KeyScan | None:
 def int8_scan(rerank: float) -> KeyScan:
     """Reads keys at 8 bits and ranks the best by the stored ones."""
     return _PortableInt8Scan(rerank) if engine() is None else _Int8Scan(rerank)
+
+
+def planned(scan: KeyScan | None, count: int, most: int) -> list[EngineSearch] | None:
+    """The search of a scan as a part of a step that is one call; None where there is none."""
+    plan = None if scan is None else scan.plan(count, most)
+    return None if plan is None else [plan]
 
 
 def num_candidates(rerank: float, count: int, rows: int) -> int:
@@ -63,6 +71,9 @@ class _StoredScan:
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         return self._scan.search(queries, most, pool=pool_here())
+
+    def plan(self, count: int, most: int) -> EngineSearch | None:
+        return self._scan.plan(most)
 
 
 class _Int8Scan:
@@ -89,6 +100,10 @@ class _Int8Scan:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
         pool = None if here.is_alone else default_pool()
         return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool)
+
+    def plan(self, count: int, most: int) -> EngineSearch | None:
+        ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
+        return self._scan.plan(min(most, ranked), rerank=ranked)
 
     @property
     def memory_bytes(self) -> int:
@@ -125,6 +140,9 @@ class _PortableInt8Scan:
         found_scores = (found @ queries[..., None]).squeeze(-1)
         scores, ids = rank(found_scores, ids, min(most, candidates))
         return SearchResult(ids, scores, heads * num_queries * (rows + candidates))
+
+    def plan(self, count: int, most: int) -> EngineSearch | None:
+        return None
 
     @property
     def memory_bytes(self) -> int:

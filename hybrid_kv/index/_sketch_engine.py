@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.ops.native.rows import DTYPES, is_readable
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
 from hybrid_kv.types import SearchResult
@@ -55,6 +56,13 @@ class TierSearcher:
         """As `SketchSearcher.search`, on the threads of whoever calls."""
         found: SearchResult = self._searcher.search(queries, top_k, **how, **_pool())
         return found
+
+    def plan(self, top_k: int, **how: Any) -> EngineSearch | None:
+        """The same search as a part of a step that is one call; None where there is no engine."""
+        if engine() is None:
+            return None
+        planned: EngineSearch = self._searcher.plan(top_k, **how)
+        return planned
 
 
 def _module() -> Any:

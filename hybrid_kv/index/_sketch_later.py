@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._parts import runs
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.types import SearchResult
 
 SCANNED_KEYS = 256
@@ -71,6 +72,16 @@ class LaterKeys:
         scored = coded.scored + sum(part.scored for part in parts)
         rows_read = coded.rows_read + len(ids) * later
         return SearchResult(ids[..., :most], scores[..., :most], scored, rows_read)
+
+    def plan(self, num_keys: int, count: int, most: int) -> list[EngineSearch | None]:
+        """The scans as parts of a step that is one call."""
+        later = num_keys - self.first
+        parts = []
+        for own, scan in self._scans:
+            part = scan.plan(min(count, later), min(most, later))
+            heads = range(own.start, own.stop, own.step)
+            parts.append(None if part is None else part.of(heads, self.first))
+        return parts
 
     @property
     def memory_bytes(self) -> int:

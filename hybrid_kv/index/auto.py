@@ -33,6 +33,7 @@ from hybrid_kv.index.graph import GraphIndex, rows_of, walks_of_each
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -321,6 +322,16 @@ class AutoIndex(SavedIndex):
 
     def _find_near(self, queries: Tensor, count: int, most: int, near: Tensor) -> SearchResult:
         return self._search(queries, count, most, near)
+
+    def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
+        searches: list[EngineSearch] = []
+        for part in self._parts:
+            planned = part.index.plan(count, most)
+            if planned is None:
+                return None
+            heads = range(len(self._keys))[part.heads]
+            searches += (search.of(heads) for search in planned)
+        return searches
 
     def _search(self, queries: Tensor, count: int, most: int, near: Tensor | None) -> SearchResult:
         if len(self._parts) == 1:

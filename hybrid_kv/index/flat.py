@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._flat_scans import KeyScan, make_scan
+from hybrid_kv.index._flat_scans import KeyScan, make_scan, planned
 from hybrid_kv.index._scan import rank, scan
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
 
@@ -57,6 +58,9 @@ class FlatIndex(KeyIndex):
         scores, ids = rank(*scan(queries, self._keys, most), most)  # all keys are ranked
         heads, num_queries, _ = queries.shape
         return SearchResult(ids, scores, heads * num_queries * len(self))
+
+    def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
+        return planned(self._scan, count, most)
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:

@@ -22,7 +22,7 @@ from hybrid_kv.index._file import (
     fingerprint,
     refusing_what_is_damaged,
 )
-from hybrid_kv.index._flat_scans import KeyScan, int8_scan, num_candidates
+from hybrid_kv.index._flat_scans import KeyScan, int8_scan, num_candidates, planned
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
 from hybrid_kv.index._saved import SavedIndex
@@ -37,6 +37,7 @@ from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.graph_build import project
 from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import default_pool, pool_here
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -271,14 +272,7 @@ class GraphIndex(SavedIndex):
         if self._scan is not None:
             return self._scan.find(queries, count, most)
         assert self._searcher is not None
-        checked = self.params.check_top_k
-        fixed = self.params.beam
-        beams = self._beams if fixed == "auto" else [fixed] * len(self._graphs)
-        if count > checked:  # the check was for so many keys; to find more, more are expanded
-            beams = [-(-beam * count // checked) for beam in beams]
-        ranked = num_candidates(self._rerank, count, len(self))
-        if most > count:
-            ranked = max(ranked, min(most, max(beams)))
+        beams, ranked = self._effort(count, most)
         found = self._searcher.search(
             queries,
             min(most, ranked),
@@ -293,6 +287,27 @@ class GraphIndex(SavedIndex):
             newest = (part.unflatten(1, per_position)[:, :, -1] for part in (queries, found.ids))
             self._growth.recent.record(*newest)
         return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
+
+    def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
+        if self._growth is not None:  # it learns from what searches find
+            return None
+        if self._searcher is None:
+            return planned(self._scan, count, most)
+        beams, ranked = self._effort(count, most)
+        width = min(most, ranked)
+        return [self._searcher.plan(width, beam=beams, walks=self._walks, pool_size=ranked)]
+
+    def _effort(self, count: int, most: int) -> tuple[list[int], int]:
+        """Of a search for so many keys: the beam of each head, and how many are ranked exactly."""
+        checked = self.params.check_top_k
+        fixed = self.params.beam
+        beams = self._beams if fixed == "auto" else [fixed] * len(self._graphs)
+        if count > checked:  # the check was for so many keys; to find more, more are expanded
+            beams = [-(-beam * count // checked) for beam in beams]
+        ranked = num_candidates(self._rerank, count, len(self))
+        if most > count:
+            ranked = max(ranked, min(most, max(beams)))
+        return beams, ranked
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: graphs and reports."""

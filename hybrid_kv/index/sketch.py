@@ -33,6 +33,7 @@ from hybrid_kv.index._sketch_later import SCANNED_KEYS, LaterKeys, num_kept
 from hybrid_kv.index._sketch_learn import SketchReport, learn
 from hybrid_kv.index._sketch_plans import layouts
 from hybrid_kv.index._stand_in import StandIn
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import pack_tiers
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -216,11 +217,7 @@ class SketchIndex(SavedIndex):
         if self._searcher is None:
             return joined(queries, parts, rows)
         found = self._searcher.search(
-            queries[list(self._sketches)] if parts else queries,
-            count,
-            most=most,
-            num_rerank=[self._num_rerank(sketch, count) for sketch in self._sketches.values()],
-            num_exact=len(self) - self._encoded if self._later is None else 0,
+            queries[list(self._sketches)] if parts else queries, count, **self._effort(count, most)
         )
         if self._later is not None:
             found = self._later.merged(queries, found, len(self), count, most)
@@ -228,6 +225,27 @@ class SketchIndex(SavedIndex):
             return found
         assert found.rows_read is not None
         return joined(queries, [(list(self._sketches), found), *parts], rows + found.rows_read)
+
+    def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
+        parts: list[EngineSearch | None] = []
+        for heads, scan in self._scans:
+            part = scan.plan(count, most)
+            parts.append(None if part is None else part.of(range(heads.start, heads.stop)))
+        if self._searcher is not None:
+            coded = self._searcher.plan(count, **self._effort(count, most))
+            parts.append(None if coded is None else coded.of(list(self._sketches)))
+        if self._later is not None:  # behind the codes, whose key is first among equals
+            parts += self._later.plan(len(self), count, most)
+        known = [part for part in parts if part is not None]
+        return known if len(known) == len(parts) else None
+
+    def _effort(self, count: int, most: int) -> dict[str, Any]:
+        """How thoroughly the codes are searched for so many keys."""
+        return {
+            "most": most,
+            "num_rerank": [self._num_rerank(sketch, count) for sketch in self._sketches.values()],
+            "num_exact": len(self) - self._encoded if self._later is None else 0,
+        }
 
     def _num_rerank(self, sketch: HeadSketch, count: int) -> int:
         """The check was for so many results; to find more, more are ranked."""

@@ -32,6 +32,8 @@ _CANDIDATES = {
     "encode_sketch": ("triton",),
     "find_by_sketch": ("triton",),
     "attend_candidates": ("triton",),
+    "plan_step": ("native",),
+    "page_writer": ("native",),
 }
 OPS = tuple(_CANDIDATES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,9 @@ from hybrid_kv.ops import flashinfer, native, reference, sketch_select, torch_cp
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
 from hybrid_kv.ops.native import workers
+from hybrid_kv.ops.native.append import PageWriter
+from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.ops.upload import Uploads
@@ -252,6 +256,20 @@ class Ops:
             return merge.merge(parts, dtype)
         return reference.merge(parts, dtype)
 
+    def plan_step(
+        self, q: Tensor, resident: ResidentPages, cold: ColdEntries | None
+    ) -> LayerPlan | None:
+        """A whole decode step of a layer as one call; None where the other ops make it.
+
+        Args:
+            q: [Hkv, M, D] of one token.
+        """
+        kept = [(resident.k, resident.v)] + ([] if cold is None else [(cold.k, cold.v)])
+        here = self._engine_alone() if all(native.serves(*kv) for kv in kept) else ()
+        if self._choose("plan_step", q, here=here, few=q.dtype in DTYPES) != "native":
+            return None
+        return LayerPlan(q.shape[1], resident, cold)
+
     # Pages --------------------------------------------------------------------------------------
 
     def page_scores(self, q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
@@ -297,6 +315,13 @@ class Ops:
             count=count,
             page_scores=self.page_scores,
         )
+
+    def page_writer(self, pages: PagedKV) -> PageWriter | None:
+        """What stores new tokens one by one where the engine does; None where `append` does."""
+        here = self._engine_alone() if native.serves(pages.k, pages.v) else ()
+        if self._choose("page_writer", pages.k, here=here) != "native":
+            return None
+        return PageWriter(pages)
 
     def append(
         self,
@@ -440,6 +465,13 @@ class Ops:
         return reference.nearest_keys(queries, keys, count)
 
     # The choice ---------------------------------------------------------------------------------
+
+    def _engine_alone(self) -> frozenset[str]:
+        """What may do the work of several ops at once: the engine, unless a device's back end was
+        asked for by name, or `HYBRID_KV_ONE_CALL=0` wants each op by itself.
+        """
+        apart = self.backend in DEVICE_BACKENDS or os.environ.get("HYBRID_KV_ONE_CALL") == "0"
+        return frozenset() if apart else _NATIVE
 
     def _here(self, tensor: Tensor) -> frozenset[str]:
         return backends_on(tensor.device.type, self.backend)

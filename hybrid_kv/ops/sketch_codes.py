@@ -385,6 +385,22 @@ def check_search(
         raise ConfigError(
             f"queries must be float32 on the host, got {queries.dtype} on {queries.device}"
         )
+    return search_sizes(
+        keys, sketched, top_k=top_k, most=most, num_rerank=num_rerank, num_exact=num_exact
+    )
+
+
+def search_sizes(
+    keys: Sequence[Tensor],
+    sketched: Sequence[int],
+    *,
+    top_k: int,
+    most: int | None,
+    num_rerank: Sequence[int],
+    num_exact: int,
+) -> SearchSizes:
+    """What `check_search` says of the arguments beside the queries."""
+    heads = len(keys)
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
     if most is not None and most < top_k:

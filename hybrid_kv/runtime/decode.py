@@ -76,7 +76,7 @@ def choose_resident(step: Step, page_budget: Budget) -> list[Tensor] | None:
 def _choose_pages(step: Step, row: Row, page_budget: int) -> Tensor:
     """Table indices [Hkv, T, C]: pinned pages and the best others by upper bound (Quest)."""
     q = step.grouped[row.number]
-    head, tail = _pinned_pages(step, row)
+    head, tail = pinned_pages(row, step.new)
     key_min, key_max = row.table.bounds()
     heads, num_pages, _ = key_min.shape
     step.work.scored += heads * q.shape[1] * num_pages
@@ -86,20 +86,20 @@ def _choose_pages(step: Step, row: Row, page_budget: int) -> Tensor:
     )
 
 
-def _pinned_pages(step: Step, row: Row) -> tuple[int, int]:
-    """How many pages at the table's start (sinks) and end (window) are read by every step."""
+def pinned_pages(row: Row, new: int) -> tuple[int, int]:
+    """How many pages at the table's start (sinks) and end (window) a step of `new` tokens reads."""
     place, pages, size = row.placement, len(row.table.pages), row.page_size
     sinks = place.sink_tokens // size if place is not None else 0
     window = place.window_tokens if place is not None else 0
     # The window of the first new token, and the later ones: all see themselves and each other.
-    recent = max(1, window) + step.new - 1
+    recent = max(1, window) + new - 1
     tail = 1 + -(-max(0, recent - row.table.tail_fill) // size)
     return min(sinks, pages), min(tail, pages)
 
 
 def _free_pages(step: Step, row: Row) -> int:
     """Resident pages of a row that a step reads only when they are chosen."""
-    return max(0, len(row.table.pages) - sum(_pinned_pages(step, row)))
+    return max(0, len(row.table.pages) - sum(pinned_pages(row, step.new)))
 
 
 def send_hot(step: Step, chosen: list[Tensor]) -> list[Parcel | None]:

@@ -21,6 +21,7 @@ from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.one_call import OneCall
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row
@@ -51,6 +52,7 @@ class TieredLayer:
         self.leaving: Departure | None = None
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
+        self._one_call = OneCall()
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +156,9 @@ class TieredLayer:
         """
         means = self.means
         read = means.method.read(self.shape.layer_idx, step.q)
-        part = decode(step, read if widening == 1 else read.widened(widening))
+        if widening != 1:
+            read = read.widened(widening)
+        part = self._one_call.attend(step, read) or decode(step, read)
         for row in step.layer.rows:
             if row.hot.capacity:
                 begin = means.phases.now()

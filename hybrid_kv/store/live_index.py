@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from warnings import warn
 from torch import Tensor
 
 from hybrid_kv.errors import IndexBuildWarning
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
@@ -103,7 +104,8 @@ class LiveIndex:
     another is built beside the one that serves, from a part of the prompt's samples and from the
     latest queries, as if they were asked where decoding is now.
 
-    on_device, selects, page_tokens: those of the index that serves now, see `Index`.
+    on_device, selects, page_tokens: those of the index that serves now, see `Index`. revision:
+    changes whenever what serves does.
 
     Args:
         make: a new index.
@@ -128,6 +130,7 @@ class LiveIndex:
         make_stand_in: MakeIndex | None = None,
     ) -> None:
         self._make, self._runner = make, runner
+        self.revision = 0
         self._build: _Build | None = None
         self.is_building = False
         self._state = "done"
@@ -174,6 +177,7 @@ class LiveIndex:
     def _serve(self, index: Index) -> None:
         # A search in another thread sees either of the two, and both are whole.
         self._serving, self._answers = index, index.innermost
+        self.revision += 1
         self.on_device, self.page_tokens = index.on_device, index.page_tokens
         self.selects = index.selects
 
@@ -195,11 +199,19 @@ class LiveIndex:
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
     ) -> SearchResult:
         """See `Index.search`."""
+        self.note(queries)
+        return self._answers.search(queries, top_k, most, near)
+
+    def note(self, queries: Tensor) -> None:
+        """Counts a search that is made here, or by the engine as `plan` says."""
         self.searches += 1
         aging = self._aging
         if aging is not None and queries.shape[1] == aging.group:
             aging.asked.append((queries.clone(), self._num_keys))
-        return self._answers.search(queries, top_k, most, near)
+
+    def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:
+        """See `Index.plan`; valid while `revision` stays the same."""
+        return self._answers.plan(top_k, most)
 
     def estimate(
         self,
@@ -216,6 +228,7 @@ class LiveIndex:
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self._serving.add(keys)
+        self.revision += 1
         self._num_keys = keys.shape[1]
         aging, after = self._aging, self._serving.relearn_keys
         if aging is None or self._build is not None or not after:

@@ -129,7 +129,19 @@ class PagePool:
         return copy
 
     def _pages(self) -> PagedKV:
-        return PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
+        pages = PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
+        self._writer = self.ops.page_writer(pages)
+        return pages
+
+    def append(
+        self, k: Tensor, v: Tensor, places: npt.NDArray[np.int64] | range, first_position: int
+    ) -> None:
+        """See `Ops.append`."""
+        writer = self._writer
+        if writer is not None and len(places) == 1 and writer.takes(k, v):
+            writer.append(k, v, int(places[0]), first_position)
+        else:
+            self.ops.append(self.pages, k, v, places, first_position)
 
     def upload(self, slots: npt.NDArray[np.int64]) -> Tensor:
         """Slot numbers on the pool's device; read only."""

@@ -28,7 +28,7 @@ class PageTable:
         self.pages: list[int] = []
         self.num_tokens, self.tail_fill = 0, pool.page_size
         self.in_order = True
-        self._last_slots: tuple[int, list[int], Tensor] | None = None  # with capacity and pages
+        self._slots: tuple[int, Tensor] | None = None  # with the pool's capacity; None when changed
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -45,7 +45,7 @@ class PageTable:
             return
         places = self._reserve(count)
         try:
-            self.pool.ops.append(self.pool.pages, k, v, places, first_position)
+            self.pool.append(k, v, places, first_position)
         except BaseException:
             self.truncate(before)
             raise
@@ -67,6 +67,7 @@ class PageTable:
             return range(first, first + count)
         first = len(pages) - 1 if room else len(pages)
         pages.extend(pool.allocate(self.arena, -(-max(0, count - room) // size)))
+        self._slots = None
         places = pool.slots(pages[first:])[:, None] * size + np.arange(size)
         self.tail_fill = (self.tail_fill + count - 1) % size + 1
         self.num_tokens += count
@@ -76,12 +77,14 @@ class PageTable:
         """Copy-on-write: before a row changes its last page, nobody else may read it."""
         if self.pool.is_shared(self.pages[-1]):
             self.pages[-1] = self.pool.private_copy(self.pages[-1], self.arena)
+            self._slots = None
 
     def remove(self, start: int, stop: int) -> None:
         """Forgets the pages start..stop, which are full."""
         if start < stop:
             self.pool.release(self.pages[start:stop])
             del self.pages[start:stop]
+            self._slots = None
             self.num_tokens -= (stop - start) * self.pool.page_size
             self.in_order = False
 
@@ -91,6 +94,7 @@ class PageTable:
         keep = -(-num_tokens // size)
         self.pool.release(pages[keep:])
         del pages[keep:]
+        self._slots = None
         fill = num_tokens - (keep - 1) * size if keep else size
         if fill < self.tail_fill or fill < size:
             self._own_tail()
@@ -104,6 +108,7 @@ class PageTable:
         else:
             self.num_tokens += self.pool.page_size
         self.pages[place : place + instead] = [page]
+        self._slots = None
         self.in_order = False
 
     def take(self, other: PageTable) -> None:
@@ -115,7 +120,7 @@ class PageTable:
         for mine, its in ((self.pool.k, other.pool.k), (self.pool.v, other.pool.v)):
             mine[:, to] = its[:, from_]
         self.pool.positions[to] = other.pool.positions[from_]
-        self.pages = fresh
+        self.pages, self._slots = fresh, None
         self.num_tokens, self.tail_fill = other.num_tokens, other.tail_fill
         self.in_order = self.positions() == list(range(self.num_tokens))
 
@@ -125,7 +130,7 @@ class PageTable:
         self.pool.share(pages)
         self.pool.release(self.pages)
         self.pages, self.num_tokens, self.tail_fill = pages, source.num_tokens, source.tail_fill
-        self.in_order = False
+        self.in_order, self._slots = False, None
 
     # Reading ------------------------------------------------------------------------------------
 
@@ -154,11 +159,10 @@ class PageTable:
 
         Kept until the table changes, which most steps do not do: a GPU need not be sent it again.
         """
-        pool, last = self.pool, self._last_slots
-        if last is None or last[0] != pool.capacity or last[1] != self.pages:
-            where = pool.upload(pool.slots(self.pages))
-            self._last_slots = last = pool.capacity, list(self.pages), where
-        return last[2]
+        pool, last = self.pool, self._slots
+        if last is None or last[0] != pool.capacity:
+            self._slots = last = pool.capacity, pool.upload(pool.slots(self.pages))
+        return last[1]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of the pages in table order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -73,6 +73,19 @@ class Phases:
         self.entered += 1
         if type(begin) is _Begun:
             begin.observer.end(phase, self.layer_idx, begin_s, end_s, begin.mark)
+
+    def book_parts(self, begin: Any, parts: Sequence[tuple[str, float]]) -> None:
+        """Pieces of work of so many seconds each that followed each other, from `begin` on.
+
+        For what measures itself, and was entered by one call.
+        """
+        begin_s = begin if type(begin) is not _Begun else begin.begin_s
+        for phase, taken_s in parts:
+            self.seconds[phase] += taken_s
+            if type(begin) is _Begun:  # no mark: it is a device's, and none took part
+                begin.observer.end(phase, self.layer_idx, begin_s, begin_s + taken_s, None)
+            begin_s += taken_s
+        self.entered += 1
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:

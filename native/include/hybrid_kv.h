@@ -17,7 +17,7 @@ extern "C" {
 #define HKV_API __attribute__((visibility("default")))
 
 /* Raised with every change of a signature or of a struct below; the caller refuses another one. */
-#define HKV_ABI_VERSION 10
+#define HKV_ABI_VERSION 11
 
 enum hkv_status {
   HKV_OK = 0,
@@ -48,6 +48,10 @@ HKV_API const char *hkv_last_error(void);
 typedef struct hkv_pool hkv_pool;
 HKV_API int hkv_pool_create(int32_t threads, const int32_t *affinity, int32_t num_affinity,
                             hkv_pool **pool);
+/* Stops the workers, when the loop that runs has ended; calls that have the pool, and later ones, run
+ * on their own threads from then on. */
+HKV_API int hkv_pool_close(hkv_pool *pool);
+/* No call may have the pool any more. */
 HKV_API void hkv_pool_destroy(hkv_pool *pool);
 HKV_API int32_t hkv_pool_threads(const hkv_pool *pool);
 

@@ -12,6 +12,23 @@
 extern "C" {
 #endif
 
+/* The pages of a layer as they lie in memory, to be written. */
+typedef struct hkv_pages {
+  void *keys;         /* [heads, slots, page_size, dim] of `dtype` */
+  void *values;       /* [heads, slots, page_size, value_dim] of `dtype` */
+  int64_t *positions; /* [slots, page_size] */
+  void *lows, *highs; /* [heads, slots, dim] of `dtype`: the least and greatest keys; or NULL */
+  int64_t slots, page_size;
+  int32_t heads, dim, value_dim, dtype;
+} hkv_pages;
+
+/* Stores one token at place `offset` of a page whose earlier places are filled, and its page's digest
+ * anew. Keys and values of head h are at h * step elements.
+ */
+HKV_API int hkv_append(const hkv_pages *pages, const void *keys, int64_t key_step,
+                       const void *values, int64_t value_step, int64_t slot, int64_t offset,
+                       int64_t position);
+
 /* One row per page in each; the two may be halves of longer rows. */
 typedef struct hkv_page_digests {
   hkv_keys lows;

@@ -61,7 +61,8 @@ struct Pool::Patience {
   }
 };
 
-Pool::Pool(int threads, const int32_t *affinity, int num_affinity) : process_(getpid()) {
+Pool::Pool(int threads, const int32_t *affinity, int num_affinity)
+    : process_(getpid()), threads_(threads) {
   if (threads < 1 || threads > kMaxThreads)
     throw Invalid("threads must be 1.." + std::to_string(kMaxThreads) + ", got " +
                   std::to_string(threads));
@@ -80,6 +81,12 @@ Pool::Pool(int threads, const int32_t *affinity, int num_affinity) : process_(ge
 }
 
 Pool::~Pool() { shut_down(); }
+
+void Pool::close() {
+  std::lock_guard<std::mutex> alone(caller_);
+  shut_down();
+  workers_.clear();
+}
 
 void Pool::shut_down() {
   if (process_ != getpid()) {  // a forked child has no workers to wait for
@@ -105,12 +112,13 @@ void Pool::run(int64_t count, const Body &body) {
   body_ = &body;
   failure_ = nullptr;
   next_.store(0, std::memory_order_relaxed);
-  if (count == 1 || process_ != getpid()) {  // a forked child has no workers
+  if (count == 1 || workers_.empty() || process_ != getpid()) {  // a forked child has none
     take_items_here();
     if (failure_) std::rethrow_exception(failure_);
     return;
   }
-  const int seats = static_cast<int>(std::min<int64_t>(count - 1, threads() - 1));
+  const int num_workers = static_cast<int>(workers_.size());
+  const int seats = static_cast<int>(std::min<int64_t>(count - 1, num_workers));
   const uint64_t loop = loop_of(gate_.load(std::memory_order_relaxed)) + uint64_t{1};
   gate_.store(loop << kLoopShift | static_cast<uint64_t>(seats) << kSeatShift);
   call_sleepers(seats);
@@ -229,6 +237,13 @@ int hkv_pool_create(int32_t threads, const int32_t *affinity, int32_t num_affini
   return hkv::guarded([&] {
     hkv::require(pool != nullptr, "pool must not be NULL");
     *pool = new hkv_pool(threads, affinity, affinity == nullptr ? 0 : num_affinity);
+  });
+}
+
+int hkv_pool_close(hkv_pool *pool) {
+  return hkv::guarded([&] {
+    hkv::require(pool != nullptr, "pool must not be NULL");
+    pool->close();
   });
 }
 

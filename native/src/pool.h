@@ -30,11 +30,14 @@ class Pool {
   Pool(const Pool &) = delete;
   Pool &operator=(const Pool &) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return threads_; }
 
   /// Calls body(item, worker) for every item below `count`; rethrows the first exception after all
   /// workers have stopped. A nested call from inside a body runs on the calling worker alone.
   void run(int64_t count, const Body &body);
+
+  /// Stops the workers when the loop that runs has ended; later loops run on their callers alone.
+  void close();
 
   /// How often workers took part in loops, and how often one that slept was called.
   struct Counts {
@@ -56,6 +59,7 @@ class Pool {
   void shut_down();
 
   const int process_;  // where the workers live
+  const int threads_;  // that were asked for
   std::vector<std::thread> workers_;
   std::mutex caller_;  // one loop at a time
   std::mutex mutex_;

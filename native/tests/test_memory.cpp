@@ -8,7 +8,7 @@
 #include "graph_case.h"
 #include "hybrid_kv_attend.h"
 #include "hybrid_kv_flat.h"
-#include "hybrid_kv_pages.h"
+#include "hybrid_kv_step.h"
 #include "sketch_case.h"
 
 namespace {
@@ -144,6 +144,30 @@ CLAIM(attention_survives_lack_of_memory) {
     return hkv_attend_rows(nullptr, 1, 1, &kv, queries.data(), HKV_F32, 2, nullptr, 1.0f, 0.0f,
                            out.data(), lse.data());
   });
+}
+
+CLAIM(steps_survive_lack_of_memory) {
+  const Rows pages(random_floats(40 * 12, 1), 12), rows(random_floats(70 * 12, 2), 12);
+  const std::vector<float> queries = random_floats(3 * 12, 3);
+  const std::vector<int64_t> slots = {4, 2, 3, 0};
+  const hkv_flat_head flat{rows.keys(), nullptr};
+  const int32_t head = 0;
+  const hkv_search search{HKV_SEARCH_FLAT, 1, &head, &flat, 0, 6, 0, nullptr, nullptr, 0};
+  hkv_layer layer{};
+  layer.heads = 1;
+  layer.num_queries = 3;
+  layer.resident = {kv_of(pages, pages), slots.data(), 4, 8, 3, 1, 1,
+                    {rows.keys(), rows.keys()}, 0};
+  layer.cold = {kv_of(rows, rows), &search, 1, 6};
+  std::vector<int64_t> ids(3 * 6);
+  std::vector<float> out(3 * 12), lse(3);
+  hkv_step_report report;
+  const hkv_step step{queries.data(), HKV_F32, HKV_F32, 5, 1.0f, 0.0f, nullptr, 0,
+                      ids.data(), out.data(), lse.data()};
+  check_every_allocation([&] { return hkv_attend_step(nullptr, &layer, &step, &report); });
+  const std::vector<float> first = out;
+  CHECK_OK(hkv_attend_step(nullptr, &layer, &step, &report));
+  CHECK(out == first);
 }
 
 CLAIM(pages_survive_lack_of_memory) {

@@ -8,6 +8,22 @@
 
 namespace {
 
+/// The pages of two heads, written token by token.
+struct Written {
+  static constexpr int64_t kSlots = 3, kSize = 4;
+  Written(int32_t dim, bool with_digests)
+      : keys(2 * kSlots * kSize * dim),
+        values(keys.size()),
+        lows(with_digests ? 2 * kSlots * dim : 0),
+        highs(lows.size()),
+        positions(kSlots * kSize, -1),
+        pages{keys.data(), values.data(), positions.data(), with_digests ? lows.data() : nullptr,
+              with_digests ? highs.data() : nullptr, kSlots, kSize, 2, dim, dim, HKV_F32} {}
+  std::vector<float> keys, values, lows, highs;
+  std::vector<int64_t> positions;
+  hkv_pages pages;
+};
+
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 /// Digests of random pages; lows and highs are halves of longer rows.
@@ -121,4 +137,57 @@ CLAIM(pages_that_do_not_fit_are_refused) {
                 "NULL");
   CHECK_REFUSED(hkv_page_search(nullptr, 1, &good, query.data(), 1, 5, ids.data(), nullptr),
                 "NULL");
+}
+
+CLAIM(a_token_is_appended_with_the_digest_of_its_page) {
+  for (const int32_t dim : {1, 7, 36}) {
+    Written to(dim, dim != 7);
+    const std::vector<float> tokens = random_floats(4 * 2 * (dim + 3), 1);
+    for (int64_t token = 0; token < 4; ++token) {
+      const float *own = tokens.data() + token * 2 * (dim + 3);
+      CHECK_OK(hkv_append(&to.pages, own, dim + 3, own + 1, dim + 1, 2, token, 40 + token));
+      CHECK(to.positions[static_cast<size_t>(2 * Written::kSize + token)] == 40 + token);
+    }
+    for (int64_t head = 0; head < 2; ++head)
+      for (int32_t d = 0; d < dim; ++d) {
+        float low = 1e9f, high = -1e9f;
+        for (int64_t token = 0; token < 4; ++token) {
+          const float *own = tokens.data() + token * 2 * (dim + 3);
+          const auto at = static_cast<size_t>(
+              ((head * Written::kSlots + 2) * Written::kSize + token) * dim + d);
+          CHECK(to.keys[at] == own[head * (dim + 3) + d]);
+          CHECK(to.values[at] == own[1 + head * (dim + 1) + d]);
+          low = std::min(low, to.keys[at]);
+          high = std::max(high, to.keys[at]);
+        }
+        const auto page = static_cast<size_t>((head * Written::kSlots + 2) * dim + d);
+        CHECK(dim == 7 || (to.lows[page] == low && to.highs[page] == high));
+      }
+  }
+}
+
+CLAIM(a_digest_of_a_key_that_is_no_number_is_none) {
+  Written to(2, true);
+  const float tokens[3][4] = {{1, 2, 1, 2}, {std::nanf(""), 1, 3, 0}, {0, 0, 0, 0}};
+  for (int64_t token = 0; token < 3; ++token)
+    CHECK_OK(hkv_append(&to.pages, tokens[token], 2, tokens[token], 2, 0, token, token));
+  CHECK(std::isnan(to.lows[0]) && std::isnan(to.highs[0]));
+  CHECK(to.lows[1] == 0.0f && to.highs[1] == 2.0f);
+}
+
+CLAIM(an_append_refuses_what_does_not_fit) {
+  Written to(2, true);
+  const float token[4] = {};
+  const auto call = [&](int64_t slot, int64_t offset) {
+    return hkv_append(&to.pages, token, 2, token, 2, slot, offset, 0);
+  };
+  CHECK_REFUSED(call(3, 0), "slot");
+  CHECK_REFUSED(call(-1, 0), "slot");
+  CHECK_REFUSED(call(0, 4), "offset");
+  CHECK_REFUSED(hkv_append(nullptr, token, 2, token, 2, 0, 0, 0), "must not be NULL");
+  to.pages.dtype = 3;
+  CHECK_REFUSED(call(0, 0), "dtype");
+  to.pages.dtype = HKV_F32;
+  to.pages.lows = nullptr;
+  CHECK_REFUSED(call(0, 0), "digests");
 }

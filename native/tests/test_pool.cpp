@@ -196,3 +196,27 @@ CLAIM(every_thread_has_a_last_error_of_its_own) {
   std::thread([] { CHECK(std::strlen(hkv_last_error()) == 0); }).join();
   CHECK(std::strcmp(hkv_last_error(), "pool must not be NULL") == 0);
 }
+
+CLAIM(a_pool_that_is_closed_between_loops_leaves_the_work_to_its_caller) {
+  ScopedPool pool(4);
+  std::atomic<int64_t> loops{0};
+  std::atomic<bool> done{false};
+  std::thread caller([&] {
+    for (; !done.load() || loops.load() < 3; loops.fetch_add(1)) {
+      std::atomic<int64_t> items{0};
+      pool.get()->run(50, [&](int64_t, int) { items.fetch_add(1); });
+      CHECK(items.load() == 50);
+    }
+  });
+  while (loops.load() < 10) std::this_thread::yield();
+  CHECK_OK(hkv_pool_close(pool.get()));
+  const int64_t joins = pool.get()->counts().joins;
+  const int64_t at = loops.load();
+  while (loops.load() < at + 10) std::this_thread::yield();
+  CHECK_OK(hkv_pool_close(pool.get()));  // again does nothing
+  done.store(true);
+  caller.join();
+  CHECK(pool.get()->counts().joins == joins);
+  CHECK(hkv_pool_threads(pool.get()) == 4);
+  CHECK_REFUSED(hkv_pool_close(nullptr), "pool must not be NULL");
+}

@@ -14,7 +14,10 @@ from hybrid_kv.ops.dispatch import Ops, why_unavailable
 from hybrid_kv.types import PagedKV
 from tests.ops.fake_machine import Machine, fake_machine
 
-HOST_OPS = ("attend", "attend_visible", "attend_causal", "attend_retrieved")
+HOST_OPS = (
+    *("attend", "attend_visible", "attend_causal", "attend_retrieved"),
+    *("plan_step", "page_writer"),
+)
 DEVICE_OPS = [op for op in OPS if op not in HOST_OPS]
 EVERYTHING = ("native", "triton", "flashinfer")
 HALF = torch.bfloat16

@@ -115,7 +115,7 @@ def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
     return engine
 
 
-def _described(keys: Tensor, values: Tensor) -> KVStruct:
+def described(keys: Tensor, values: Tensor) -> KVStruct:
     """Of keys [..., H, N, D] and values [..., H, N, Dv], which must outlive it.
 
     Raises:
@@ -167,7 +167,7 @@ class RetrievedAttention:
         self._engine = _declared(engine)
         if keys.dim() != 3:
             raise ShapeError(f"keys must be [H, N, D], got shape {list(keys.shape)}")
-        self._kv = _described(keys, values)
+        self._kv = described(keys, values)
         self.keys, self.values = keys, values
 
     def attend(
@@ -288,7 +288,7 @@ def attend_rows(
     out = torch.empty((batch, heads, num_queries, values.shape[3]))
     lse = torch.empty((batch, heads, num_queries))
     status = engine.hkv_attend_rows(
-        *(None if pool is None else pool.handle, batch, heads, byref(_described(keys, values))),
+        *(None if pool is None else pool.handle, batch, heads, byref(described(keys, values))),
         *(queries.data_ptr(), DTYPES[queries.dtype], num_queries),
         *(None if hidden is None else byref(hidden), scale, softcap or 0.0),
         *(out.data_ptr(), lse.data_ptr()),
@@ -337,7 +337,7 @@ def attend_ragged(
         raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
     if len(lengths) != heads:
         raise ShapeError(f"lengths must be [{heads}] as starts, got [{len(lengths)}]")
-    kv = _described(keys[None], values[None])
+    kv = described(keys[None], values[None])
     if bias is not None:
         bias = _checked_bias(bias, keys.shape[:1]).contiguous()
     rows = RaggedStruct(

@@ -19,6 +19,7 @@ from hybrid_kv.ops.native.rows import (
     find_engine,
     pool_handle,
 )
+from hybrid_kv.ops.native.step import FLAT, EngineSearch
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import SearchResult
 
@@ -139,6 +140,12 @@ class FlatScan:
         if status:
             library.check(self._engine, status)
         return SearchResult(ids, scores, scored.value)
+
+    def plan(self, top_k: int, *, rerank: int = 0) -> EngineSearch:
+        """The same search as a part of a step that is one call; see `search`."""
+        return EngineSearch(
+            FLAT, range(len(self.keys)), self._structs, (self,), top_k, num_ranked=rerank
+        )
 
     def nearest(
         self,

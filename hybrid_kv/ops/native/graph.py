@@ -30,6 +30,7 @@ from hybrid_kv.ops.native.rows import (
     find_engine,
     pool_handle,
 )
+from hybrid_kv.ops.native.step import GRAPH, EngineSearch
 from hybrid_kv.ops.native.workers import Pool
 
 __all__ = ["GraphSearcher", "KeyGraph", "Searched"]
@@ -239,6 +240,28 @@ class GraphSearcher:
         if warm is not None:
             warm = _checked_warm(warm, queries)
         return self._run(params, queries, warm, pool)
+
+    def plan(
+        self,
+        top_k: int,
+        *,
+        beam: Sequence[int],
+        walks: Sequence[int],
+        pool_size: int,
+        width: int = 4,
+    ) -> EngineSearch:
+        """The same search as a part of a step that is one call; see `search`."""
+        return EngineSearch(
+            GRAPH,
+            range(len(self._keys)),
+            self._heads,
+            (self, self._keys, self.graphs, self.rows, self._tails),
+            top_k,
+            num_ranked=pool_size,
+            beams=beam,
+            walks=walks,
+            num_expanded=width,
+        )
 
     def _run(
         self, params: _Query, queries: Tensor, warm: Tensor | None, pool: Pool | None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError, NonFiniteError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 ISAS = ("baseline", "avx2", "avxvnni", "avx512")
 """From the slowest to the fastest; which of them a CPU runs, only the CPU can say."""
 _ANYWHERE = "baseline"
@@ -140,6 +140,7 @@ def load(isa: str) -> ctypes.CDLL:
     for name in ("hkv_isa", "hkv_runnable_isas", "hkv_last_error"):
         getattr(library, name).restype = c_char_p
     declare(library, "hkv_pool_create", c_int32, POINTER(c_int32), c_int32, POINTER(c_void_p))
+    declare(library, "hkv_pool_close", c_void_p)
     library.hkv_pool_destroy.argtypes = [c_void_p]
     library.hkv_pool_destroy.restype = None
     library.hkv_pool_threads.argtypes = [c_void_p]

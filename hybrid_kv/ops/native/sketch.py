@@ -13,8 +13,15 @@ from torch import Tensor
 from hybrid_kv.ops import sketch_codes
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.rows import KeysStruct, describe, find_engine, pool_handle
+from hybrid_kv.ops.native.step import SKETCH, EngineSearch
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.ops.sketch_codes import SketchMap, check_heads, check_search
+from hybrid_kv.ops.sketch_codes import (
+    SearchSizes,
+    SketchMap,
+    check_heads,
+    check_search,
+    search_sizes,
+)
 from hybrid_kv.types import SearchResult
 
 
@@ -166,9 +173,7 @@ class SketchSearcher:
             num_rerank=num_rerank,
             num_exact=num_exact,
         )
-        heads = (HeadStruct * len(self.keys)).from_buffer_copy(self._structs)  # for other threads
-        for head, wanted, first in zip(heads, sizes.candidates, sizes.first_exact, strict=True):
-            head.num_rerank, head.first_exact = wanted, first
+        heads = self._heads(sizes)
         queries = queries.contiguous()
         shape = (*queries.shape[:2], sizes.width)
         ids, scores = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
@@ -180,3 +185,24 @@ class SketchSearcher:
         )
         library.check(self._engine, status)
         return SearchResult(ids, scores, scored.value, rows_read.value)
+
+    def plan(
+        self, top_k: int, *, num_rerank: Sequence[int], most: int, num_exact: int
+    ) -> EngineSearch:
+        """The same search as a part of a step that is one call; see `search`."""
+        sizes = search_sizes(
+            self.keys,
+            self._sketched,
+            top_k=top_k,
+            most=most,
+            num_rerank=num_rerank,
+            num_exact=num_exact,
+        )
+        return EngineSearch(SKETCH, range(len(self.keys)), self._heads(sizes), (self,), sizes.width)
+
+    def _heads(self, sizes: SearchSizes) -> ctypes.Array[HeadStruct]:
+        """Descriptors of their own, as other threads search as well."""
+        heads = (HeadStruct * len(self.keys)).from_buffer_copy(self._structs)
+        for head, wanted, first in zip(heads, sizes.candidates, sizes.first_exact, strict=True):
+            head.num_rerank, head.first_exact = wanted, first
+        return heads

@@ -39,12 +39,12 @@ class Pool:
         check(library, library.hkv_pool_create(threads, cpus, len(affinity), byref(handle)))
         self.handle = handle
         self.threads = threads
-        self._close = finalize(self, library.hkv_pool_destroy, handle)
+        self._library = library
+        finalize(self, library.hkv_pool_destroy, handle)  # a call that has the pool keeps it alive
 
     def close(self) -> None:
-        """Stops the threads; the pool cannot be used after it."""
-        self._close()
-        self.handle = c_void_p()
+        """Stops the threads; who still uses the pool works on its own thread from now on."""
+        check(self._library, self._library.hkv_pool_close(self.handle))
 
 
 class _Here(threading.local):

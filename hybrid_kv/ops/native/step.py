@@ -1,0 +1,291 @@
+"""A decode step of one layer as one call of the engine, which is told once what the layer holds."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.attend import KVStruct, described
+from hybrid_kv.ops.native.pages import DigestStruct
+from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
+from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.types import PartialAttention
+
+FLAT, GRAPH, SKETCH = 0, 1, 2
+
+
+class SearchStruct(Structure):
+    """`hkv_search`."""
+
+    _fields_ = (
+        *(("kind", c_int32), ("num_heads", c_int32)),
+        *(("heads", c_void_p), ("head", c_void_p)),
+        *(("first_row", c_int64), ("width", c_int64), ("num_ranked", c_int64)),
+        *(("beams", c_void_p), ("walks", c_void_p), ("num_expanded", c_int32)),
+    )
+
+
+class ColdStruct(Structure):
+    """`hkv_cold`."""
+
+    _fields_ = (
+        *(("kv", KVStruct), ("searches", c_void_p)),
+        *(("num_searches", c_int32), ("width", c_int64)),
+    )
+
+
+class ResidentStruct(Structure):
+    """`hkv_resident`."""
+
+    _fields_ = (
+        *(("kv", KVStruct), ("slots", c_void_p)),
+        *((name, c_int64) for name in ("num_pages", "page_size", "num_chosen", "oldest", "newest")),
+        *(("digests", DigestStruct), ("digest_step", c_int64)),
+    )
+
+
+class LayerStruct(Structure):
+    """`hkv_layer`."""
+
+    _fields_ = (
+        *(("heads", c_int32), ("num_queries", c_int64)),
+        *(("resident", ResidentStruct), ("cold", ColdStruct)),
+    )
+
+
+class StepStruct(Structure):
+    """`hkv_step`."""
+
+    _fields_ = (
+        *(("queries", c_void_p), ("query_dtype", c_int32), ("out_dtype", c_int32)),
+        *(("tail_fill", c_int64), ("scale", c_float), ("softcap", c_float)),
+        *(("warm", c_void_p), ("num_warm", c_int64)),
+        *((name, c_void_p) for name in ("ids", "out", "lse")),
+    )
+
+
+class ReportStruct(Structure):
+    """`hkv_step_report`: seconds by part of the work, and counts."""
+
+    _fields_ = (
+        *((f"{part}_s", c_double) for part in ("search", "cold", "select", "resident", "merge")),
+        *((name, c_int64) for name in ("scored", "retrieved", "most_retrieved", "rows_read")),
+    )
+
+
+@cache
+def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
+    engine = find_engine(engine)
+    arguments = (POINTER(LayerStruct), POINTER(StepStruct), POINTER(ReportStruct))
+    library.declare(engine, "hkv_attend_step", c_void_p, *arguments)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSearch:
+    """How the engine searches some KV heads; made anew when what is searched has changed.
+
+    kind: FLAT, GRAPH or SKETCH. heads: KV heads of the layer. structs: the engine's descriptors of
+    them. keeps: what they point at. width: results per query. first_row: what is added to ids.
+    num_ranked: keys that are ranked exactly (sketches say it by head). beams, walks, num_expanded:
+    of graphs, see `GraphSearcher.search`.
+    """
+
+    kind: int
+    heads: Sequence[int]
+    structs: Any
+    keeps: tuple[Any, ...]
+    width: int
+    first_row: int = 0
+    num_ranked: int = 0
+    beams: Sequence[int] = ()
+    walks: Sequence[int] = ()
+    num_expanded: int = 0
+
+    def of(self, heads: Sequence[int], first_row: int = 0) -> EngineSearch:
+        """The same for these heads of a larger layer, whose keys begin `first_row` rows earlier."""
+        own = [heads[head] for head in self.heads]
+        return replace(self, heads=own, first_row=self.first_row + first_row)
+
+
+class ResidentPages(NamedTuple):
+    """The pages of a row that a step attends.
+
+    k, v: [Hkv, slots, S, D], all pages of the pool. slots: [P] int64 on the host, the newest last.
+    key_min, key_max: [Hkv, slots, D], read only where pages are chosen.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    key_min: Tensor | None = None
+    key_max: Tensor | None = None
+
+
+class ColdEntries(NamedTuple):
+    """The cold entries of a row and how they are searched.
+
+    k, v: [Hkv, N, D]. width: entries that a query attends at most.
+    """
+
+    k: Tensor
+    v: Tensor
+    searches: Sequence[EngineSearch]
+    width: int
+
+
+class Attended(NamedTuple):
+    """What a step gives.
+
+    part: out as the queries, lse as these without their last axis, float32. ids: [Hkv, M, width]
+    the cold entries that were attended, best first, then -1; None where nothing is cold. report:
+    times and counts.
+    """
+
+    part: PartialAttention
+    ids: Tensor | None
+    report: ReportStruct
+
+
+class LayerPlan:
+    """A layer of one batch row, described once for the steps of one token until it changes.
+
+    Not for several threads at once. begins_warm: whether a search begins at what was found before.
+
+    Args:
+        num_queries: M, query heads of a KV head.
+        resident, cold: what is attended; no cold entries for None.
+        engine: another library than the one in use.
+
+    Raises:
+        ShapeError, ConfigError: they cannot be read or do not fit together.
+        BackendUnavailable: there is no engine.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        resident: ResidentPages,
+        cold: ColdEntries | None,
+        *,
+        engine: ctypes.CDLL | None = None,
+    ) -> None:
+        self._engine = _declared(engine)
+        heads, slots, size, dim = resident.k.shape
+        self._size, self._dim = (heads, num_queries), dim
+        self._numel = heads * num_queries * dim
+        self._step = StepStruct()
+        self._keeps: list[Any] = [resident, cold]
+        self._width = 0 if cold is None else cold.width
+        searches = () if cold is None else cold.searches
+        self.begins_warm = any(search.kind == GRAPH for search in searches)
+        flat = (tensor.view(heads, slots * size, -1) for tensor in (resident.k, resident.v))
+        self.layer = LayerStruct(
+            heads,
+            num_queries,
+            ResidentStruct(
+                described(*flat),
+                *(resident.slots.data_ptr(), len(resident.slots), size),
+                *(len(resident.slots), 0, 1),
+                *_digests(resident),
+            ),
+            ColdStruct() if cold is None else self._cold(cold),
+        )
+
+    def choose_pages(self, count: int, oldest: int, newest: int) -> None:
+        """From now on a KV head attends so many pages, all or those of the highest bounds.
+
+        Args:
+            oldest, newest: how many pages at the two ends are always among them, newest at least 1.
+        """
+        resident = self.layer.resident
+        resident.num_chosen, resident.oldest, resident.newest = count, oldest, newest
+
+    def _cold(self, cold: ColdEntries) -> ColdStruct:
+        searches = (SearchStruct * len(cold.searches))()
+        for struct, search in zip(searches, cold.searches, strict=True):
+            count = len(search.heads)
+            heads, beams, walks = (
+                (c_int32 * count)(*numbers) if numbers else None
+                for numbers in (search.heads, search.beams, search.walks)
+            )
+            self._keeps += [heads, beams, walks]
+            struct.kind, struct.num_heads = search.kind, count
+            struct.heads, struct.head = _address(heads), _address(search.structs)
+            struct.first_row, struct.width = search.first_row, search.width
+            struct.num_ranked, struct.num_expanded = search.num_ranked, search.num_expanded
+            struct.beams, struct.walks = _address(beams), _address(walks)
+        self._keeps.append(searches)
+        where = _address(searches)
+        return ColdStruct(described(cold.k, cold.v), where, len(searches), cold.width)
+
+    def attend(
+        self,
+        queries: Tensor,
+        *,
+        tail_fill: int,
+        scale: float,
+        softcap: float | None = None,
+        warm: Tensor | None = None,
+        pool: Pool | None = None,
+    ) -> Attended:
+        """One token's queries over what the plan holds.
+
+        Args:
+            queries: [..., D] of a dtype of DTYPES, as many as [Hkv, M] in that order.
+            tail_fill: filled tokens of the newest page.
+            warm: [Hkv, M, W] int64, where graphs begin; None for none.
+            pool: threads that share the work; None for the calling one.
+
+        Raises:
+            ShapeError, ConfigError: an argument does not fit.
+        """
+        dtype, dim = DTYPES.get(queries.dtype), queries.shape[-1]
+        if dtype is None or dim != self._dim or queries.numel() != self._numel:
+            raise ShapeError(
+                f"queries must be {[*self._size, self._dim]} in float32, float16 or bfloat16, got "
+                f"{list(queries.shape)} {queries.dtype}"
+            )
+        queries = queries.contiguous()
+        out, lse = torch.empty_like(queries), torch.empty(queries.shape[:-1])
+        ids, step, report = None, self._step, ReportStruct()
+        if self._width:
+            ids = torch.empty((*self._size, self._width), dtype=torch.int64)
+            step.ids = ids.data_ptr()
+        if warm is not None:
+            warm = warm.contiguous()
+            step.warm, step.num_warm = warm.data_ptr(), warm.shape[2]
+        else:
+            step.warm = None
+        step.queries, step.out, step.lse = queries.data_ptr(), out.data_ptr(), lse.data_ptr()
+        step.query_dtype = step.out_dtype = dtype
+        step.tail_fill, step.scale, step.softcap = tail_fill, scale, softcap or 0.0
+        handle = None if pool is None else pool.handle
+        status = self._engine.hkv_attend_step(handle, byref(self.layer), byref(step), byref(report))
+        if status:
+            library.check(self._engine, status)
+        return Attended(PartialAttention(out, lse), ids, report)
+
+
+def _address(array: ctypes.Array[Any] | None) -> int | None:
+    return None if array is None else ctypes.addressof(array)
+
+
+def _digests(pages: ResidentPages) -> tuple[DigestStruct, int]:
+    if pages.key_min is None or pages.key_max is None:
+        return DigestStruct(), 0
+    kv = described(pages.key_min, pages.key_max)
+    lows = KeysStruct(kv.key_data, kv.key_count, kv.key_stride, kv.key_dim, kv.key_dtype)
+    highs = KeysStruct(kv.value_data, kv.value_count, kv.value_stride, kv.value_dim, kv.value_dtype)
+    if kv.key_h_step != kv.value_h_step:
+        raise ShapeError("key_min and key_max must have one layout")
+    return DigestStruct(lows, highs), kv.key_h_step

@@ -1,0 +1,169 @@
+"""A decode step of a layer as one call of the engine, where its descriptor can say what is read.
+
+`decode` is the definition, and serves where this does not: several rows or new tokens, another
+device, entries that a method keeps, hot pages, several cold extents, budgets that weigh what was
+found, an index that only Python can ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hybrid_kv.ops.native.step import Attended, ColdEntries, LayerPlan, ResidentPages
+from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.runtime.decode import pinned_pages
+from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import Row, Span
+from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.types import Demotion, PartialAttention, Read, TokenBudget
+
+
+class _Searched(NamedTuple):
+    """The only extent of a row, what finds its entries, and how many a query attends."""
+
+    span: Span
+    finder: LiveIndex
+    budget: TokenBudget
+
+
+class OneCall:
+    """The plan of a layer's only row, made anew when what it describes has changed."""
+
+    def __init__(self) -> None:
+        self._plan: LayerPlan | None = None
+        self._state: tuple[Any, ...] = ()
+        self._keeps: tuple[Any, ...] = ()  # what is known by its id
+
+    def attend(self, step: Step, read: Read) -> PartialAttention | None:
+        """What `decode` returns; None where the engine cannot say this step."""
+        rows = step.layer.rows
+        if step.new != 1 or len(rows) != 1 or not step.at_home:
+            return None
+        row, searched = rows[0], None
+        if read.cold is not None and row.chain.num_tokens:
+            searched = _searched(row, read.cold)
+            if searched is None:
+                return None
+        plan = self._plan_of(step, row, searched)
+        if plan is None:
+            return None
+        begin = step.phases.now()
+        total = _choose_pages(plan, row, read)
+        done = _call(step, plan, row, searched)
+        _count(step, row, total, done)
+        if searched is not None and done.ids is not None:
+            _take_up(step, searched, done)
+        times = done.report
+        step.phases.book_parts(
+            begin,
+            (
+                ("search", times.search_s),
+                ("select", times.select_s),
+                ("resident_attention", times.resident_s),
+                ("cold_attention", times.cold_s),
+                ("merge", times.merge_s),
+            ),
+        )
+        return done.part
+
+    def _plan_of(self, step: Step, row: Row, searched: _Searched | None) -> LayerPlan | None:
+        """None where there can be none."""
+        table, queries = row.table, step.grouped.shape[2]
+        pages, slots = table.pool.pages, table.slots()
+        if searched is None:
+            state: tuple[Any, ...] = (queries, id(pages), id(slots))
+        else:
+            span, index, budget = searched
+            cold = id(span), span.length, index.revision, budget
+            state = (queries, id(pages), id(slots), *cold)
+        if state != self._state:
+            self._plan = _make_plan(step, row, searched)
+            self._state, self._keeps = state, (pages, slots, searched)
+        return self._plan
+
+
+def _searched(row: Row, budget: TokenBudget | str) -> _Searched | None:
+    """None where the engine cannot search for such a budget by itself."""
+    spans = row.chain.spans
+    if isinstance(budget, str) or budget.weighs or budget.top_k >= row.chain.num_tokens:
+        return None
+    span, extent = spans[0], spans[0].extent
+    index = extent.index
+    if len(spans) > 1 or index is None or row.copied is not None:
+        return None
+    if index.is_building:
+        index.settle(extent.keys)
+    if index.on_device or span.length != extent.length:
+        return None
+    return _Searched(span, index, budget)
+
+
+def _make_plan(step: Step, row: Row, searched: _Searched | None) -> LayerPlan | None:
+    place, pages, slots = row.placement, row.table.pool.pages, row.table.slots()
+    if place is None or place.rest is Demotion.ABSORB or place.fetch or row.hot.capacity:
+        return None
+    cold = None
+    if searched is not None:
+        span, index, budget = searched
+        searches = index.plan(budget.width, budget.most)
+        if searches is None:
+            return None
+        width = max(
+            sum(search.width for search in searches if head in search.heads)
+            for head in range(step.layer.shape.num_kv_heads)
+        )
+        k, v = span.extent.first(span.length)
+        cold = ColdEntries(k, v, searches, min(width, budget.most))
+    resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
+    return step.ops.plan_step(step.grouped[0], resident, cold)
+
+
+def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
+    """Says which pages are attended; returns how many tokens are."""
+    table = row.table
+    if read.pages != "all":
+        size, (head, tail) = row.page_size, pinned_pages(row, 1)
+        if head + tail + read.pages < len(table.pages):
+            count = head + tail + read.pages
+            plan.choose_pages(count, head, tail)
+            return count * size - (size - table.tail_fill)
+    plan.choose_pages(len(table.pages), 0, 1)
+    return table.num_tokens
+
+
+def _call(step: Step, plan: LayerPlan, row: Row, searched: _Searched | None) -> Attended:
+    warm = None
+    if searched is not None:
+        searched.finder.note(step.grouped[0])
+        near = searched.span.near
+        if plan.begins_warm and near is not None and near.shape[1] == step.grouped.shape[2]:
+            warm = near
+    return plan.attend(
+        step.q,
+        tail_fill=row.table.tail_fill,
+        scale=step.scale,
+        softcap=step.softcap,
+        warm=warm,
+        pool=pool_here(),
+    )
+
+
+def _take_up(step: Step, searched: _Searched, done: Attended) -> None:
+    """Keeps what was found, for the next search and for who looks at it."""
+    (span, _, budget), ids = searched, done.ids
+    assert ids is not None
+    span.near = ids if ids.shape[2] <= budget.width else ids[..., : budget.width]
+    if step.found is not None:
+        part = RetrievedPart(span.extent, ids)
+        step.found[0] = budget, Retrieved([part], done.report.scored)
+
+
+def _count(step: Step, row: Row, resident: int, done: Attended) -> None:
+    work, report, heads = step.work, done.report, step.layer.shape.num_q_heads
+    work.scored += report.scored
+    work.attended += report.retrieved + resident * heads
+    work.retrieved += report.retrieved
+    work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
+    work.visible += heads * row.length
+    work.steps += heads

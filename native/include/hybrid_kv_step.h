@@ -1,0 +1,90 @@
+/* One decode step of one layer and batch row in one call: cold entries are searched, ranked exactly
+ * and attended by the scores of their ranking; resident pages are attended where they lie, all of
+ * them or those of the highest bounds; the parts are merged.
+ *
+ * A layer is described once, when it changes; a step says what is new in each call.
+ */
+#ifndef HYBRID_KV_STEP_H
+#define HYBRID_KV_STEP_H
+
+#include "hybrid_kv_attend.h"
+#include "hybrid_kv_flat.h"
+#include "hybrid_kv_graph.h"
+#include "hybrid_kv_pages.h"
+#include "hybrid_kv_sketch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum hkv_search_kind { HKV_SEARCH_FLAT = 0, HKV_SEARCH_GRAPH = 1, HKV_SEARCH_SKETCH = 2 };
+
+/* How some KV heads are searched; a head may be in several of a layer's searches. */
+typedef struct hkv_search {
+  int32_t kind;           /* enum hkv_search_kind */
+  int32_t num_heads;
+  const int32_t *heads;   /* [num_heads] which KV heads of the layer */
+  const void *head;       /* [num_heads] hkv_flat_head, hkv_graph_head or hkv_sketch_head */
+  int64_t first_row;      /* row of the layer's entries that the first key of these is */
+  int64_t width;          /* results per query */
+  int64_t num_ranked;     /* flat: `rerank`; graph: `pool_size`; sketches say it by head */
+  const int32_t *beams;   /* graph: [num_heads] */
+  const int32_t *walks;   /* graph: [num_heads] */
+  int32_t num_expanded;   /* graph: `width` */
+} hkv_search;
+
+typedef struct hkv_cold {
+  hkv_kv kv; /* of all KV heads; keys are read by the searches alone */
+  const hkv_search *searches;
+  int32_t num_searches; /* 0: nothing is cold */
+  int64_t width;        /* entries that a query attends, at most: the best of all its searches */
+} hkv_cold;
+
+typedef struct hkv_resident {
+  hkv_kv kv;            /* the pages of all KV heads: page p has rows p * page_size and so on */
+  const int64_t *slots; /* [num_pages] pages of the row, the newest last */
+  int64_t num_pages;
+  int64_t page_size;
+  int64_t num_chosen;  /* pages that a KV head attends; num_pages for all */
+  int64_t oldest;      /* of the row's first pages so many are always chosen */
+  int64_t newest;      /* and of its last ones, at least 1 */
+  hkv_page_digests digests; /* of the first KV head, by slot; read only where pages are chosen */
+  int64_t digest_step;      /* elements from one KV head to the next, alike in both */
+} hkv_resident;
+
+typedef struct hkv_layer {
+  int32_t heads;
+  int64_t num_queries; /* of each KV head: the query heads of one token */
+  hkv_resident resident;
+  hkv_cold cold;
+} hkv_layer;
+
+typedef struct hkv_step {
+  const void *queries; /* [heads, num_queries, dim of keys] of `query_dtype` */
+  int32_t query_dtype;
+  int32_t out_dtype;
+  int64_t tail_fill; /* filled tokens of the newest page */
+  float scale, softcap; /* as in hkv_attend */
+  const int64_t *warm;  /* [heads, num_queries, num_warm] rows where graphs start; or NULL */
+  int64_t num_warm;
+  int64_t *ids; /* [heads, num_queries, cold.width] what is attended, best first, then -1 */
+  void *out;    /* [heads, num_queries, dim of values] of `out_dtype` */
+  float *lse;   /* [heads, num_queries] */
+} hkv_step;
+
+/* Seconds by part of the work, and counts. */
+typedef struct hkv_step_report {
+  double search_s, cold_s, select_s, resident_s, merge_s;
+  int64_t scored;         /* dot products spent on choosing */
+  int64_t retrieved;      /* cold entries attended by all queries together */
+  int64_t most_retrieved; /* by one of them at most */
+  int64_t rows_read;      /* cold values that were read, each once for the queries of its head */
+} hkv_step_report;
+
+HKV_API int hkv_attend_step(hkv_pool *pool, const hkv_layer *layer, const hkv_step *step,
+                            hkv_step_report *report);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

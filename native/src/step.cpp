@@ -1,0 +1,357 @@
+// One decode step of one layer and batch row: search, choice of pages, attention of both tiers, merge.
+#include "hybrid_kv_step.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "attend_checks.h"
+#include "few_queries.h"
+#include "merge.h"
+#include "page_runs.h"
+#include "pool.h"
+#include "select.h"
+#include "shared_rows.h"
+#include "step_search.h"
+
+namespace hkv {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kMergedHere = 32 * 1024;  // elements that are merged sooner than threads begin
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+/// What the loops of one step hand on, kept by the thread that asked.
+struct Shared {
+  std::vector<float> queries;        // [heads, queries, dim]
+  std::vector<float> outs, lses;     // [parts, heads, queries, dim], [parts, heads, queries]
+  std::vector<hkv_part> parts;
+  std::vector<PageRuns> runs;        // of each head, or one for all
+  std::vector<hkv_page_digests> digests;
+  std::vector<float> bounds;         // [heads, queries, slots]
+  std::vector<int64_t> retrieved, most, rows_read;  // [heads]
+  Searches searches;
+};
+
+Shared &shared_here() {
+  thread_local Shared own;
+  return own;
+}
+
+/// Scratch of one thread.
+struct Scratch {
+  std::vector<float> logits, sums, scores;
+  std::vector<uint32_t> places;
+  std::vector<int64_t> slots;
+  SharedRows rows;
+};
+
+Scratch &scratch() {
+  thread_local Scratch own;
+  return own;
+}
+
+/// One call of hkv_attend_step.
+class Step {
+ public:
+  Step(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step)
+      : pool_(pool), layer_(layer), step_(step), shared_(shared_here()) {}
+
+  void check() const;
+  int run(hkv_step_report &report);
+
+ private:
+  const hkv_resident &resident() const { return layer_.resident; }
+  const hkv_cold &cold() const { return layer_.cold; }
+  bool has_cold() const { return cold().num_searches > 0; }
+  bool chooses() const { return resident().num_chosen < resident().num_pages; }
+  int64_t rows() const { return layer_.heads * layer_.num_queries; }
+  int32_t value_dim() const { return resident().kv.values.dim; }
+  int64_t slices() const { return (layer_.num_queries + kSlice - 1) / kSlice; }
+  const PageRuns &runs_of(int64_t head) const { return shared_.runs[chooses() ? head : 0]; }
+
+  void prepare();
+  int choose_pages();
+  void choose_of(int64_t head);
+  void attend();
+  void attend_resident(int64_t head, int64_t slice, int64_t piece);
+  void attend_cold(int64_t head);
+  template <typename Element>
+  void attend_found(Scratch &own, const Entries &from, int64_t head);
+  void merge();
+
+  hkv_pool *pool_;
+  const hkv_layer &layer_;
+  const hkv_step &step_;
+  Shared &shared_;
+  int64_t pieces_ = 0, num_parts_ = 0, num_slots_ = 0, bounds_scored_ = 0;
+  std::atomic<int64_t> cold_ns_{0}, resident_ns_{0};
+};
+
+void check_resident(const hkv_layer &layer, const hkv_step &step) {
+  const hkv_resident &of = layer.resident;
+  check_attention(1, layer.heads, &of.kv, step.queries, step.query_dtype, layer.num_queries,
+                  step.softcap, static_cast<const float *>(step.out), step.lse);
+  require(of.num_pages >= 0, "sizes must be at least 0");
+  if (of.num_pages == 0) return;
+  require(of.slots != nullptr, "slots must not be NULL");
+  require(of.page_size >= 1 && of.page_size <= of.kv.keys.count, "page_size must be 1..rows");
+  require(step.tail_fill >= 1 && step.tail_fill <= of.page_size, "tail_fill must be 1..page_size");
+  const int64_t slots = of.kv.keys.count / of.page_size;
+  for (int64_t page = 0; page < of.num_pages; ++page)
+    require(of.slots[page] >= 0 && of.slots[page] < slots, "a page lies beyond the rows");
+  if (of.num_chosen >= of.num_pages) return;
+  require(of.oldest >= 0 && of.newest >= 1 && of.oldest + of.newest <= of.num_chosen,
+          "chosen pages must be at least the oldest and the newest, of which there is one");
+  require(of.digests.lows.count >= slots && of.digests.highs.count >= slots,
+          "every page must have a digest");
+  require(of.digests.lows.dim == of.kv.keys.dim, "digests must have the dim of the keys");
+}
+
+void Step::check() const {
+  require(layer_.heads >= 1 && layer_.num_queries >= 1, "a layer must have heads and queries");
+  require(layer_.num_queries <= std::numeric_limits<int32_t>::max(), "there are too many queries");
+  with_dtype(step_.out_dtype, [](auto *) {});
+  check_resident(layer_, step_);
+  check_searches(layer_);
+  require(step_.num_warm >= 0, "num_warm must be at least 0");
+  if (!has_cold()) return;
+  require(step_.ids != nullptr, "ids must not be NULL");
+  check_attention(1, layer_.heads, &cold().kv, step_.queries, step_.query_dtype,
+                  layer_.num_queries, step_.softcap, static_cast<const float *>(step_.out),
+                  step_.lse);
+  require(cold().kv.values.dim == value_dim() && cold().kv.keys.dim == resident().kv.keys.dim,
+          "cold and resident entries must agree in dim");
+}
+
+int Step::run(hkv_step_report &report) {
+  report = {};
+  prepare();
+  auto begin = Clock::now();
+  if (has_cold()) {
+    const int searched = shared_.searches.run(pool_, layer_, step_, shared_.queries.data());
+    if (searched != HKV_OK) return searched;
+    report.scored = shared_.searches.scored();
+    report.search_s = seconds_since(begin);
+  }
+  begin = Clock::now();
+  const int status = choose_pages();
+  if (status != HKV_OK) return status;
+  report.select_s = chooses() ? seconds_since(begin) : 0.0;
+  report.scored += bounds_scored_;
+  begin = Clock::now();
+  attend();
+  // Both tiers are attended in one loop, which is divided by the time that threads spent on each.
+  const double took = seconds_since(begin);
+  const auto cold_ns = static_cast<double>(cold_ns_.load());
+  const double all_ns = std::max(1.0, cold_ns + static_cast<double>(resident_ns_.load()));
+  report.cold_s = took * cold_ns / all_ns;
+  report.resident_s = took - report.cold_s;
+  begin = Clock::now();
+  merge();
+  report.merge_s = seconds_since(begin);
+  for (int32_t head = 0; has_cold() && head < layer_.heads; ++head) {
+    report.retrieved += shared_.retrieved[head];
+    report.most_retrieved = std::max(report.most_retrieved, shared_.most[head]);
+    report.rows_read += shared_.rows_read[head];
+  }
+  return HKV_OK;
+}
+
+void Step::prepare() {
+  const int64_t dim = resident().kv.keys.dim;
+  grow(shared_.queries, rows() * dim);
+  with_dtype(step_.query_dtype, [&](auto *element) {
+    convert(static_cast<decltype(element)>(step_.queries), rows() * dim, shared_.queries.data());
+  });
+  if (!has_cold()) return;
+  grow(shared_.retrieved, layer_.heads);
+  grow(shared_.most, layer_.heads);
+  grow(shared_.rows_read, layer_.heads);
+}
+
+/// The pages of each head as runs of rows: all of them, or those of the highest bounds and the
+/// pinned ones. Source: Quest (Tang et al. 2024), algorithm 1, with one list for each KV head.
+int Step::choose_pages() {
+  const hkv_resident &of = resident();
+  grow(shared_.runs, chooses() ? layer_.heads : 1);
+  if (!chooses()) {
+    std::vector<int64_t> &slots = scratch().slots;
+    slots.assign(of.slots, of.slots + of.num_pages);
+    shared_.runs[0].make(slots, of.page_size, step_.tail_fill);
+    pieces_ = shared_.runs[0].pieces();
+    return HKV_OK;
+  }
+  num_slots_ = 1 + *std::max_element(of.slots, of.slots + of.num_pages);
+  grow(shared_.digests, layer_.heads);
+  with_dtype(of.digests.lows.dtype, [&](auto *element) {
+    for (int32_t head = 0; head < layer_.heads; ++head) {
+      hkv_page_digests &own = shared_.digests[head] = of.digests;
+      for (hkv_keys *keys : {&own.lows, &own.highs}) {
+        keys->data = static_cast<decltype(element)>(keys->data) + head * of.digest_step;
+        keys->count = num_slots_;
+      }
+    }
+  });
+  grow(shared_.bounds, rows() * num_slots_);
+  const int status =
+      hkv_page_scores(pool_, layer_.heads, shared_.digests.data(), shared_.queries.data(),
+                      layer_.num_queries, shared_.bounds.data());
+  if (status != HKV_OK) return status;
+  bounds_scored_ = rows() * of.num_pages;
+  parallel_for(pool_, layer_.heads, [this](int64_t head, int) { choose_of(head); });
+  for (int32_t head = 0; head < layer_.heads; ++head)
+    pieces_ = std::max(pieces_, shared_.runs[head].pieces());
+  return HKV_OK;
+}
+
+void Step::choose_of(int64_t head) {
+  const hkv_resident &of = resident();
+  Scratch &own = scratch();
+  const int64_t others = of.num_pages - 1;  // the newest page is always chosen, and comes last
+  grow(own.scores, in_vectors(others) + kScoreVector);
+  grow(own.places, in_vectors(others) + kScoreVector);
+  std::fill_n(own.scores.data(), others, kNoLogit);
+  for (int64_t query = 0; query < layer_.num_queries; ++query) {
+    const float *bounds =
+        shared_.bounds.data() + (head * layer_.num_queries + query) * num_slots_;
+    for (int64_t page = 0; page < others; ++page)
+      own.scores[page] = std::max(own.scores[page], bounds[of.slots[page]]);
+  }
+  for (int64_t page = 0; page < others; ++page) {
+    own.places[page] = static_cast<uint32_t>(page);
+    if (page < of.oldest || page > others - of.newest)
+      own.scores[page] = std::numeric_limits<float>::infinity();
+  }
+  int64_t count = of.num_chosen - 1;
+  if (count > 0 && count < others)
+    count = apply_cut(cut_at(own.scores.data(), others, count), own.scores.data(),
+                      own.places.data(), others);
+  own.slots.clear();
+  for (int64_t i = 0; i < std::min(count, others); ++i)
+    own.slots.push_back(of.slots[own.places[i]]);
+  own.slots.push_back(of.slots[others]);
+  shared_.runs[head].make(own.slots, of.page_size, step_.tail_fill);
+}
+
+void Step::attend() {
+  num_parts_ = pieces_ + has_cold();
+  grow(shared_.outs, num_parts_ * rows() * value_dim());
+  grow(shared_.lses, num_parts_ * rows());
+  grow(shared_.parts, num_parts_);
+  for (int64_t part = 0; part < num_parts_; ++part)
+    shared_.parts[part] = {shared_.outs.data() + part * rows() * value_dim(),
+                           shared_.lses.data() + part * rows(), HKV_F32};
+  const int64_t found = has_cold() ? layer_.heads : 0;  // first, as they wait for memory longest
+  const int64_t items = found + layer_.heads * slices() * pieces_;
+  parallel_for(pool_, items, [this, found](int64_t item, int) {
+    const auto begin = Clock::now();
+    if (item < found) {
+      attend_cold(item);
+    } else {
+      const int64_t place = (item - found) / pieces_;
+      attend_resident(place / slices(), place % slices(), (item - found) % pieces_);
+    }
+    const int64_t took =
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+    (item < found ? cold_ns_ : resident_ns_).fetch_add(took, std::memory_order_relaxed);
+  });
+}
+
+void Step::attend_resident(int64_t head, int64_t slice, int64_t piece) {
+  const Entries from = entries_of(resident().kv, 0, head);
+  const int64_t first = head * layer_.num_queries + slice * kSlice;
+  const int64_t count = std::min<int64_t>(kSlice, layer_.num_queries - slice * kSlice);
+  const int64_t row = piece * rows() + first;
+  with_dtype(from.keys.dtype, [&](auto *element) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+    thread_local Few<Element> few;
+    few.begin(from, shared_.queries.data() + first * from.keys.dim, count);
+    if (piece < runs_of(head).pieces())
+      runs_of(head).attend(few, piece, step_.scale, step_.softcap);
+    for (int64_t query = 0; query < count; ++query)
+      few.end(query, shared_.outs.data() + (row + query) * value_dim(),
+              shared_.lses.data() + row + query);
+  });
+}
+
+/// What was found for a head's queries, by the scores that ranked it: keys are not read again.
+void Step::attend_cold(int64_t head) {
+  const Entries from = entries_of(cold().kv, 0, head);
+  with_dtype(from.values.dtype, [&](auto *element) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+    attend_found<Element>(scratch(), from, head);
+  });
+}
+
+template <typename Element>
+void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
+  const int64_t num_queries = layer_.num_queries, width = cold().width;
+  const RowVectors vectors(from.values.dim);
+  grow(own.logits, width + kLanes);
+  grow(own.sums, num_queries * vectors.padded());
+  std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
+  own.rows.begin(num_queries * width, num_queries);
+  const int64_t row = head * num_queries, part = pieces_ * rows() + row;
+  float *lse = shared_.lses.data() + part;
+  int64_t retrieved = 0, most = 0;
+  for (int64_t query = 0; query < num_queries; ++query) {
+    int64_t *ids = step_.ids + (row + query) * width;
+    float *weights = own.logits.data();
+    const int64_t count =
+        shared_.searches.take(layer_, head, query, width, ids, weights);
+    std::fill(ids + count, ids + width, -1);
+    retrieved += count;
+    most = std::max(most, count);
+    lse[query] = kNoLogit;
+    if (count == 0) continue;
+    to_logits(weights, count, step_.scale, step_.softcap);
+    const float largest = largest_of(weights, count);
+    const float total = to_weights(weights, count, largest);
+    lse[query] = largest + std::log(total);
+    for (int64_t i = 0; i < count; ++i) {
+      require(ids[i] < from.values.count, "an id is not below the number of values");
+      own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i] / total);
+    }
+  }
+  own.rows.sum<Element>(from.values, own.sums.data());
+  for (int64_t query = 0; query < num_queries; ++query)
+    vectors.unpad(own.sums.data() + query * vectors.padded(),
+                  shared_.outs.data() + (part + query) * from.values.dim);
+  shared_.retrieved[head] = retrieved;
+  shared_.most[head] = most;
+  shared_.rows_read[head] = own.rows.count();
+}
+
+void Step::merge() {
+  const auto one = [this](int64_t row, int) {
+    merge_row(static_cast<int32_t>(num_parts_), shared_.parts.data(), row, value_dim(),
+              step_.out_dtype, step_.out, step_.lse);
+  };
+  const bool is_small = rows() * num_parts_ * value_dim() <= kMergedHere;
+  parallel_for(is_small ? nullptr : pool_, rows(), one);
+}
+
+}  // namespace
+}  // namespace hkv
+
+extern "C" int hkv_attend_step(hkv_pool *pool, const hkv_layer *layer, const hkv_step *step,
+                               hkv_step_report *report) {
+  int status = HKV_OK;
+  const int own = hkv::guarded([&] {
+    hkv::require(layer != nullptr && step != nullptr && report != nullptr,
+                 "layer, step and report must not be NULL");
+    hkv::Step call(pool, *layer, *step);
+    call.check();
+    status = call.run(*report);
+  });
+  return own != HKV_OK ? own : status;
+}

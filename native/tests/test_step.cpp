@@ -1,0 +1,455 @@
+// A step in one call against its parts: searches, attention of what they found, resident rows, merge.
+#include <algorithm>
+#include <limits>
+
+#include "graph_case.h"
+#include "hybrid_kv_step.h"
+#include "sketch_case.h"
+
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+struct Sizes {
+  int32_t heads = 2, dim = 20, value_dim = 12, dtype = HKV_BF16;
+  int64_t num_queries = 3, page_size = 16, num_pages = 5, tail_fill = 7, num_cold = 300, width = 9;
+  int64_t num_chosen = 5, oldest = 1, newest = 2;
+};
+
+/// Rows [from, to) of some rows.
+std::vector<float> some(const Rows &rows, const std::vector<int64_t> &wanted) {
+  std::vector<float> values;
+  for (const int64_t row : wanted)
+    for (int32_t d = 0; d < rows.dim(); ++d) values.push_back(rows.at(row, d));
+  return values;
+}
+
+std::vector<int64_t> of_range(int64_t count, int64_t first = 0) {
+  std::vector<int64_t> rows;
+  for (int64_t row = 0; row < count; ++row) rows.push_back(first + row);
+  return rows;
+}
+
+/// A layer with everything that its descriptor points at.
+class LayerCase {
+ public:
+  explicit LayerCase(const Sizes &sizes)
+      : sizes(sizes),
+        num_slots(sizes.num_pages + 2),
+        page_keys(random_floats(sizes.heads * num_slots * sizes.page_size * sizes.dim, 1), sizes.dim,
+                  sizes.dtype),
+        page_values(random_floats(sizes.heads * num_slots * sizes.page_size * sizes.value_dim, 2),
+                    sizes.value_dim, sizes.dtype),
+        cold_keys(random_floats(sizes.heads * sizes.num_cold * sizes.dim, 3), sizes.dim, sizes.dtype),
+        cold_values(random_floats(sizes.heads * sizes.num_cold * sizes.value_dim, 4), sizes.value_dim,
+                    sizes.dtype),
+        queries(random_floats(sizes.heads * sizes.num_queries * sizes.dim, 5), sizes.dim,
+                sizes.dtype) {
+    for (int64_t page = 0; page < sizes.num_pages; ++page)  // neither in order nor together
+      slots.push_back((page * 3 + 1) % num_slots);
+    std::sort(slots.begin(), slots.end());
+    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+    std::reverse(slots.begin(), slots.end());
+    layer.heads = sizes.heads;
+    layer.num_queries = sizes.num_queries;
+    layer.resident = {per_head(page_keys, page_values, num_slots * sizes.page_size),
+                      slots.data(),
+                      static_cast<int64_t>(slots.size()),
+                      sizes.page_size,
+                      sizes.num_chosen,
+                      sizes.oldest,
+                      sizes.newest,
+                      {},
+                      0};
+    if (sizes.num_cold == 0) return;
+    layer.cold.kv = per_head(cold_keys, cold_values, sizes.num_cold);
+    layer.cold.width = sizes.width;
+    for (int32_t head = 0; head < sizes.heads; ++head) {
+      heads.push_back(head);
+      flat.push_back({keys_of(head), nullptr});
+    }
+    searches.push_back({HKV_SEARCH_FLAT, sizes.heads, heads.data(), flat.data(), 0, sizes.width, 0,
+                        nullptr, nullptr, 0});
+    layer.cold.searches = searches.data();
+    layer.cold.num_searches = 1;
+  }
+
+  hkv_kv per_head(const Rows &keys, const Rows &values, int64_t rows) const {
+    hkv_kv kv = kv_of(keys, values);
+    kv.keys.count = kv.values.count = rows;
+    kv.key_step[1] = rows * keys.dim();
+    kv.value_step[1] = rows * values.dim();
+    return kv;
+  }
+
+  hkv_keys keys_of(int32_t head, int64_t first = 0) const {
+    hkv_keys keys = cold_keys.keys();
+    keys.data = static_cast<const uint8_t *>(keys.data) +
+                (head * sizes.num_cold + first) * sizes.dim * (sizes.dtype == HKV_F32 ? 4 : 2);
+    keys.count = sizes.num_cold - first;
+    return keys;
+  }
+
+  /// The least and the greatest keys of all slots.
+  void add_digests() {
+    for (int32_t head = 0; head < sizes.heads; ++head)
+      for (int64_t slot = 0; slot < num_slots; ++slot)
+        for (int32_t d = 0; d < sizes.dim; ++d) {
+          float low = -kNone, high = kNone;
+          for (int64_t i = 0; i < sizes.page_size; ++i) {
+            const float value =
+                page_keys.at((head * num_slots + slot) * sizes.page_size + i, d);
+            low = std::min(low, value);
+            high = std::max(high, value);
+          }
+          lows.push_back(low);
+          highs.push_back(high);
+        }
+    layer.resident.digests.lows = {lows.data(), num_slots, sizes.dim, sizes.dim, HKV_F32};
+    layer.resident.digests.highs = {highs.data(), num_slots, sizes.dim, sizes.dim, HKV_F32};
+    layer.resident.digest_step = num_slots * sizes.dim;
+  }
+
+  /// Rows of a head's pages, in any order.
+  std::vector<int64_t> rows_of(int32_t head, const std::vector<int64_t> &pages) const {
+    std::vector<int64_t> rows;
+    for (const int64_t slot : pages)
+      for (int64_t i = 0; i < (slot == slots.back() ? sizes.tail_fill : sizes.page_size); ++i)
+        rows.push_back((head * num_slots + slot) * sizes.page_size + i);
+    return rows;
+  }
+
+  const Sizes sizes;
+  const int64_t num_slots;
+  const Rows page_keys, page_values, cold_keys, cold_values, queries;
+  std::vector<int64_t> slots;
+  std::vector<int32_t> heads;
+  std::vector<hkv_flat_head> flat;
+  std::vector<hkv_search> searches;
+  std::vector<float> lows, highs;
+  hkv_layer layer{};
+};
+
+/// What a step gives.
+struct Given {
+  std::vector<float> out, lse;
+  std::vector<int64_t> ids;
+  hkv_step_report report{};
+
+  explicit Given(const Sizes &sizes)
+      : out(static_cast<size_t>(sizes.heads * sizes.num_queries * sizes.value_dim)),
+        lse(static_cast<size_t>(sizes.heads * sizes.num_queries)),
+        ids(static_cast<size_t>(sizes.heads * sizes.num_queries * sizes.width)) {}
+
+  int run(hkv_pool *pool, const LayerCase &of, float softcap = 0.0f) {
+    const hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
+                        softcap, nullptr, 0, ids.data(), out.data(), lse.data()};
+    return hkv_attend_step(pool, &of.layer, &step, &report);
+  }
+};
+
+/// The same by the entry points of its parts, with `pages` attended by each head.
+void check_parts(const LayerCase &of, const Given &got, float softcap,
+                 const std::vector<std::vector<int64_t>> &pages, const std::vector<int64_t> &ids) {
+  const Sizes &sizes = of.sizes;
+  const int64_t num_queries = sizes.num_queries, row = sizes.value_dim;
+  for (int32_t head = 0; head < sizes.heads; ++head) {
+    const Rows keys(some(of.page_keys, of.rows_of(head, pages[static_cast<size_t>(head)])), sizes.dim);
+    const Rows values(some(of.page_values, of.rows_of(head, pages[static_cast<size_t>(head)])),
+                      sizes.value_dim);
+    std::vector<int64_t> mine;
+    for (int64_t query = 0; query < num_queries; ++query) mine.push_back(head * num_queries + query);
+    const Rows queries(some(of.queries, mine), sizes.dim);
+    std::vector<float> outs[2], lses[2];
+    for (int part = 0; part < 2; ++part) {
+      outs[part].resize(static_cast<size_t>(num_queries * row));
+      lses[part].assign(static_cast<size_t>(num_queries), kNone);
+    }
+    const hkv_kv near = kv_of(keys, values);
+    CHECK_OK(hkv_attend_rows(nullptr, 1, 1, &near, queries.keys().data, HKV_F32, num_queries, nullptr,
+                             0.5f, softcap, outs[0].data(), lses[0].data()));
+    if (!ids.empty()) {
+      hkv_kv far = of.layer.cold.kv;
+      far.keys = of.keys_of(head);
+      const int64_t size = sizes.dtype == HKV_F32 ? 4 : 2;
+      far.values.data = static_cast<const uint8_t *>(far.values.data) +
+                        head * sizes.num_cold * sizes.value_dim * size;
+      const int64_t *own = ids.data() + head * num_queries * sizes.width;
+      CHECK_OK(hkv_attend(nullptr, 1, &far, queries.keys().data, HKV_F32, num_queries, own,
+                          sizes.width, nullptr, 0.5f, softcap, outs[1].data(), lses[1].data()));
+      for (int64_t i = 0; i < num_queries * sizes.width; ++i)
+        CHECK(got.ids[static_cast<size_t>(head * num_queries * sizes.width + i)] == own[i]);
+    }
+    const hkv_part parts[] = {{outs[0].data(), lses[0].data(), HKV_F32},
+                              {outs[1].data(), lses[1].data(), HKV_F32}};
+    CHECK_OK(hkv_merge(nullptr, 2, parts, num_queries, sizes.value_dim, HKV_F32, outs[0].data(),
+                       lses[0].data()));
+    for (int64_t query = 0; query < num_queries; ++query) {
+      const auto at = static_cast<size_t>(head * num_queries + query);
+      const float lse = lses[0][static_cast<size_t>(query)];
+      CHECK(got.lse[at] == lse || std::fabs(got.lse[at] - lse) < 1e-4f);
+      for (int64_t d = 0; d < row; ++d)
+        CHECK(std::fabs(got.out[at * static_cast<size_t>(row) + static_cast<size_t>(d)] -
+                        outs[0][static_cast<size_t>(query * row + d)]) < 1e-4f);
+    }
+  }
+}
+
+std::vector<int64_t> found(const LayerCase &of, const hkv_search &search) {
+  const Sizes &sizes = of.sizes;
+  std::vector<float> queries;
+  for (int64_t row = 0; row < of.queries.count(); ++row)
+    for (int32_t d = 0; d < sizes.dim; ++d) queries.push_back(of.queries.at(row, d));
+  std::vector<int64_t> ids(static_cast<size_t>(sizes.heads * sizes.num_queries * sizes.width), -1);
+  CHECK_OK(hkv_flat_search(nullptr, sizes.heads, static_cast<const hkv_flat_head *>(search.head),
+                           queries.data(), sizes.num_queries, sizes.width, search.num_ranked,
+                           HKV_IDS_INT64, ids.data(), nullptr, nullptr));
+  return ids;
+}
+
+std::vector<std::vector<int64_t>> all_pages(const LayerCase &of) {
+  return std::vector<std::vector<int64_t>>(static_cast<size_t>(of.sizes.heads), of.slots);
+}
+
+void check_case(const Sizes &sizes, float softcap, int32_t threads) {
+  const LayerCase of(sizes);
+  ScopedPool pool(threads);
+  Given got(sizes);
+  CHECK_OK(got.run(pool.get(), of, softcap));
+  const bool cold = sizes.num_cold > 0;
+  check_parts(of, got, softcap, all_pages(of),
+              cold ? found(of, of.searches[0]) : std::vector<int64_t>());
+  if (!cold) return;
+  const int64_t most = std::min(sizes.width, sizes.num_cold);
+  CHECK(got.report.most_retrieved == most);
+  CHECK(got.report.retrieved == sizes.heads * sizes.num_queries * most);
+  CHECK(got.report.scored == sizes.heads * sizes.num_queries * sizes.num_cold);
+  CHECK(got.report.rows_read >= sizes.heads * most && got.report.rows_read <= got.report.retrieved);
+}
+
+}  // namespace
+
+CLAIM(a_step_is_search_attention_and_merge) {
+  for (const int32_t dtype : {HKV_F32, HKV_F16, HKV_BF16})
+    for (const int32_t dim : kDims) {
+      Sizes sizes;
+      sizes.dtype = dtype;
+      sizes.dim = sizes.value_dim = dim;
+      check_case(sizes, dim % 2 == 0 ? 0.0f : 3.0f, 1 + dim % 2);
+    }
+  for (const int64_t num_queries : {1, 4, 5, 16, 17, 33}) {
+    Sizes sizes;
+    sizes.num_queries = num_queries;
+    sizes.heads = num_queries > 16 ? 3 : 1;
+    check_case(sizes, 0.0f, 2);
+  }
+  for (const int64_t width : {1, 2, 300, 301}) {
+    Sizes sizes;
+    sizes.width = width;
+    check_case(sizes, 0.0f, 2);
+  }
+}
+
+CLAIM(a_step_attends_pages_in_place_whatever_their_order_and_number) {
+  for (const int64_t num_pages : {1, 2, 16, 17, 260, 600})
+    for (const int64_t page_size : {1, 16}) {
+      Sizes sizes;
+      sizes.num_pages = sizes.num_chosen = num_pages;
+      sizes.page_size = page_size;
+      sizes.tail_fill = (page_size + 1) / 2;
+      sizes.num_cold = num_pages % 2 == 0 ? 40 : 0;
+      check_case(sizes, 0.0f, 3);
+    }
+}
+
+CLAIM(a_step_without_pages_or_entries_is_empty) {
+  Sizes sizes;
+  sizes.num_pages = sizes.num_chosen = sizes.num_cold = 0;
+  LayerCase of(sizes);
+  of.layer.resident.num_pages = of.layer.resident.num_chosen = 0;
+  Given got(sizes);
+  CHECK_OK(got.run(nullptr, of));
+  for (const float lse : got.lse) CHECK(lse == kNone);
+  for (const float out : got.out) CHECK(out == 0.0f);
+}
+
+CLAIM(a_step_merges_searches_of_one_head_by_score) {
+  Sizes sizes;
+  LayerCase of(sizes);
+  const std::vector<int64_t> whole = found(of, of.searches[0]);
+  const int64_t cut = 130;
+  std::vector<hkv_flat_head> first, later;
+  const int32_t order[] = {1, 0};
+  for (const int32_t head : order) {
+    first.push_back({of.keys_of(head), nullptr});
+    first.back().keys.count = cut;
+    later.push_back({of.keys_of(head, cut), nullptr});
+  }
+  std::vector<hkv_search> parts(3, of.searches[0]);
+  parts[0].heads = parts[1].heads = parts[2].heads = order;
+  parts[0].head = first.data();
+  parts[1].num_heads = parts[2].num_heads = 1;  // the later keys of each head by itself
+  parts[1].head = &later[0];
+  parts[2].head = &later[1];
+  parts[2].heads = &order[1];
+  parts[1].first_row = parts[2].first_row = cut;
+  parts[1].width = 5;  // narrower, and still as good here
+  of.layer.cold.searches = parts.data();
+  of.layer.cold.num_searches = 3;
+  Given got(sizes);
+  CHECK_OK(got.run(nullptr, of));
+  int64_t same = 0;
+  for (size_t i = 0; i < whole.size(); ++i) same += got.ids[i] == whole[i];
+  CHECK(same >= static_cast<int64_t>(whole.size()) - 4 * sizes.num_queries);
+  for (int64_t row = 0; row < sizes.num_queries; ++row)  // head 0 was searched in full width
+    for (int64_t i = 0; i < sizes.width; ++i) {
+      const auto at = static_cast<size_t>(row * sizes.width + i);
+      CHECK(got.ids[at] == whole[at]);
+    }
+  parts[1].width = sizes.width;
+  CHECK_OK(got.run(nullptr, of));
+  CHECK(got.ids == whole);
+  check_parts(of, got, 0.0f, all_pages(of), whole);
+}
+
+CLAIM(a_step_searches_graphs_and_sketches_as_their_own_calls_do) {
+  Sizes sizes;
+  sizes.heads = 2;
+  sizes.num_pages = sizes.num_chosen = 2;
+  LayerCase of(sizes);
+  const Rows first(some(of.cold_keys, of_range(sizes.num_cold)), sizes.dim, sizes.dtype);
+  const Rows second(some(of.cold_keys, of_range(sizes.num_cold, sizes.num_cold)), sizes.dim,
+                    sizes.dtype);
+  const Rows linked(some(first, of_range(sizes.num_cold - 20)), sizes.dim);
+  const std::vector<int32_t> lists = best_keys(linked, random_floats(40 * sizes.dim, 7), 12);
+  Graph graph;
+  CHECK_OK(build(nullptr, projection_of(lists, 12, sizes.num_cold - 20, 8), graph));
+  const GraphCase graphs(first, graph);
+  const SketchCase sketches(second, sizes.num_cold - 30, 2);
+  const hkv_graph_head graph_head = graphs.head();
+  const hkv_sketch_head sketch_head = sketches.head(25);
+  const int32_t heads[] = {0, 1}, walks[] = {1};
+  const hkv_search parts[] = {
+      {HKV_SEARCH_GRAPH, 1, &heads[0], &graph_head, 0, sizes.width, 40, beams_of(30), walks, 4},
+      {HKV_SEARCH_SKETCH, 1, &heads[1], &sketch_head, 0, sizes.width, 0, nullptr, nullptr, 0}};
+  of.layer.cold.searches = parts;
+  of.layer.cold.num_searches = 2;
+  std::vector<float> queries;
+  for (int64_t row = 0; row < of.queries.count(); ++row)
+    for (int32_t d = 0; d < sizes.dim; ++d) queries.push_back(of.queries.at(row, d));
+  const int64_t size = sizes.num_queries * sizes.width;
+  std::vector<int64_t> ids(static_cast<size_t>(2 * size)), warm(ids.size(), -1);
+  std::vector<float> scores(ids.size());
+  for (const bool is_warm : {false, true}) {
+    const hkv_graph_query query{beams_of(30), static_cast<int32_t>(sizes.num_queries),
+                                static_cast<int32_t>(sizes.width), 40, 4,
+                                static_cast<int32_t>(is_warm ? sizes.width : 0),
+                                std::numeric_limits<float>::infinity(), walks};
+    int64_t rows, dots, scored;
+    CHECK_OK(hkv_graph_search(nullptr, 1, &graph_head, &query, queries.data(),
+                              is_warm ? warm.data() : nullptr, ids.data(), scores.data(), &rows,
+                              &dots));
+    CHECK_OK(hkv_sketch_search(nullptr, 1, &sketch_head,
+                               queries.data() + sizes.num_queries * sizes.dim, sizes.num_queries,
+                               sizes.width, ids.data() + size, scores.data() + size, &scored,
+                               nullptr));
+    Given got(sizes);
+    const hkv_step step{of.queries.keys().data, sizes.dtype, HKV_F32, sizes.tail_fill, 0.5f, 0.0f,
+                        is_warm ? warm.data() : nullptr, sizes.width, got.ids.data(),
+                        got.out.data(), got.lse.data()};
+    CHECK_OK(hkv_attend_step(nullptr, &of.layer, &step, &got.report));
+    check_parts(of, got, 0.0f, all_pages(of), ids);
+    CHECK(got.report.scored == dots + scored);
+    warm = ids;
+  }
+}
+
+CLAIM(a_step_chooses_the_pages_of_the_highest_bounds) {
+  for (const int64_t chosen : {3, 4, 7, 10}) {
+    Sizes sizes;
+    sizes.num_pages = 40;
+    sizes.num_chosen = chosen;
+    sizes.num_cold = chosen == 7 ? 50 : 0;
+    LayerCase of(sizes);
+    of.add_digests();
+    Given got(sizes);
+    ScopedPool pool(2);
+    CHECK_OK(got.run(pool.get(), of));
+    std::vector<std::vector<int64_t>> pages;
+    const auto others = static_cast<int64_t>(of.slots.size()) - 1;
+    for (int32_t head = 0; head < sizes.heads; ++head) {
+      std::vector<std::pair<double, int64_t>> bounds;
+      for (int64_t page = 0; page < others; ++page) {
+        double best = page < sizes.oldest || page > others - sizes.newest ? 1e9 : -1e9;
+        for (int64_t query = 0; query < sizes.num_queries; ++query) {
+          double bound = 0;
+          for (int32_t d = 0; d < sizes.dim; ++d) {
+            const double q = static_cast<double>(of.queries.at(head * sizes.num_queries + query, d));
+            const auto at = static_cast<size_t>(
+                (head * of.num_slots + of.slots[static_cast<size_t>(page)]) * sizes.dim + d);
+            bound += std::max(q * static_cast<double>(of.lows[at]),
+                              q * static_cast<double>(of.highs[at]));
+          }
+          best = std::max(best, bound);
+        }
+        bounds.push_back({-best, of.slots[static_cast<size_t>(page)]});
+      }
+      std::sort(bounds.begin(), bounds.end());
+      pages.emplace_back();
+      for (int64_t i = 0; i + 1 < chosen; ++i)
+        pages.back().push_back(bounds[static_cast<size_t>(i)].second);
+      pages.back().push_back(of.slots.back());
+    }
+    check_parts(of, got, 0.0f, pages,
+                sizes.num_cold > 0 ? found(of, of.searches[0]) : std::vector<int64_t>());
+    const int64_t cold = sizes.num_cold;
+    CHECK(got.report.scored ==
+          sizes.heads * sizes.num_queries * (static_cast<int64_t>(of.slots.size()) + cold));
+  }
+}
+
+CLAIM(a_step_refuses_what_does_not_fit) {
+  const Sizes sizes;
+  LayerCase of(sizes);
+  const LayerCase good(sizes);
+  Given got(sizes);
+  const auto refused = [&](const char *why) {
+    CHECK_REFUSED(got.run(nullptr, of), why);
+    of.layer = good.layer;
+    of.layer.resident.slots = of.slots.data();
+    of.layer.cold.searches = of.searches.data();
+    of.searches[0] = good.searches[0];
+  };
+  CHECK_OK(got.run(nullptr, of));
+  CHECK_REFUSED(hkv_attend_step(nullptr, nullptr, nullptr, nullptr), "must not be NULL");
+  of.layer.heads = 0;
+  refused("heads");
+  of.layer.num_queries = 0;
+  refused("queries");
+  of.slots[0] = of.num_slots;
+  refused("a page lies beyond the rows");
+  of.slots[0] = good.slots[0];
+  of.layer.resident.page_size = 3;
+  refused("tail_fill");
+  of.layer.resident.num_chosen = 2;
+  refused("chosen pages");
+  of.layer.resident.num_chosen = 3;
+  refused("digest");
+  of.layer.cold.kv.values.dim = 4;
+  of.layer.cold.kv.keys.dim = 20;
+  refused("agree in dim");
+  of.layer.cold.width = 0;
+  refused("width");
+  of.searches[0].kind = 3;
+  refused("a search must be flat");
+  of.searches[0].first_row = -1;
+  refused("first_row");
+  of.searches[0].first_row = 1;  // ids beyond the values
+  refused("not below the number of values");
+  const int32_t heads[] = {0, 2};
+  of.searches[0].heads = heads;
+  refused("a head that the layer has not");
+  of.searches[0].num_ranked = -1;  // what the search itself refuses
+  refused("rerank");
+  CHECK_OK(got.run(nullptr, of));
+}

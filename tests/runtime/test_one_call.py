@@ -1,0 +1,230 @@
+"""A step as one call of the engine, held against the same step made op by op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.index import sketch
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.runtime import KVCache, one_call
+from hybrid_kv.types import LayerShape, ModelInfo
+from tests.tolerances import TOLERANCES
+
+SHAPE = LayerShape(0, 6, 2, 72)
+PROMPT, STEPS = 420, 20
+LEARNED = {"min_keys": 64, "target_recall": 0.05}
+GRAPH = {"kind": "graph", **LEARNED, "max_scanned": 1.0, "check_positions": 8, "max_degree": 16}
+SKETCH = {"kind": "sketch", **LEARNED, "target_mass": 0.05, "gain": 0, "codes": "64"}
+RETRIEVING = {"method": "retrieval_attention", "sink_tokens": 16, "window_tokens": 32}
+SPARE = {"spare_tokens": 96, "page_budget": 3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "streaming_llm": {"method": "streaming_llm", "window_tokens": 48},
+    "quest": {"method": "quest", "dense_layers": 0, "page_budget": 5, "sink_tokens": 16},
+    "stored": {**RETRIEVING, "cold": {"index": {"kind": "flat", "precision": "stored"}}},
+    "int8": {**RETRIEVING, "cold": {"index": {"kind": "flat", "precision": "int8"}, "top_k": 9}},
+    "graph": {**RETRIEVING, "cold": {"index": GRAPH, "top_k": 20}},
+    "sketch": {**RETRIEVING, "cold": {"index": SKETCH, "top_k": 20, "max_tokens": 31}},
+    "hybrid": {**RETRIEVING, **SPARE, "method": "hybrid", "cold": {"top_k": 15}},
+}
+
+pytestmark = pytest.mark.skipif(
+    engine_state().isa is None, reason="no engine: every op is made by itself"
+)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes caches whose steps are made op by op."""
+
+    def make(settings: dict[str, Any]) -> KVCache:
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")
+        kv = cache(settings)
+        begin(kv)
+        monkeypatch.delenv("HYBRID_KV_ONE_CALL")
+        return kv
+
+    return make
+
+
+def cache(settings: dict[str, Any]) -> KVCache:
+    return KVCache(ModelInfo((SHAPE,)), HybridConfig(**settings, index_build="wait"))
+
+
+class Tokens:
+    """The same ones for every cache; their dtype is that of the keys."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(0), dtype
+
+    def next(self, new: int, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            torch.randn(rows, heads, new, 72, generator=self.generator, dtype=torch.float32)
+            for heads in (SHAPE.num_q_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
+        )
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+
+
+def feed(kv: KVCache, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> Any:
+    return kv.attend(0, q, (k, v), None, scale=0.12, softcap=softcap)
+
+
+def begin(kv: KVCache, dtype: torch.dtype = torch.float32) -> Tokens:
+    """Reads the prompt and a first token; returns what follows."""
+    tokens = Tokens(dtype)
+    feed(kv, *tokens.next(PROMPT))
+    feed(kv, *tokens.next(1))
+    return tokens
+
+
+def compare(one: Any, parts: Any, dtype: torch.dtype = torch.float32) -> None:
+    torch.testing.assert_close(one.out, parts.out, **TOLERANCES[dtype])
+    torch.testing.assert_close(one.lse, parts.lse, **TOLERANCES[torch.float32])
+
+
+def is_one_call(kv: KVCache) -> bool:
+    return kv.ops.served.get("plan_step") == "native"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages leave the window meanwhile, so that the plan is made anew; work counts alike."""
+    outs: list[list[Any]] = []
+    caches = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = cache(SETTINGS[name])
+        tokens = begin(kv)
+        outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
+        kv.check_integrity()
+        caches.append(kv)
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts)
+    one, parts = caches
+    assert is_one_call(one)
+    assert not is_one_call(parts)
+    assert one.work == parts.work
+    entered = [{name for name, s in kv.phases.seconds.items() if s > 0} for kv in caches]
+    assert entered[0] - {"merge"} == entered[1] - {"merge"}
+    one.close()
+    parts.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_and_softcap(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    outs = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = cache(SETTINGS["int8"])
+        tokens = begin(kv, dtype)
+        outs.append([feed(kv, *tokens.next(1), softcap=2.0) for _ in range(3)])
+        assert is_one_call(kv) == (switch == "1")
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts, dtype)
+
+
+def test_a_layer_of_several_kinds_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of the prompt's keys, and a scan of the later ones."""
+    monkeypatch.setattr(sketch, "SCANNED_KEYS", 16)
+    settings = {**RETRIEVING, "cold": {"index": {**SKETCH, "horizon_tokens": 64}, "top_k": 20}}
+    outs = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = cache(settings)
+        tokens = begin(kv)
+        outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
+        index = kv.stores[0].rows[0].chain.spans[0].extent.index
+        assert index is not None
+        plan = index.plan(20, 20) or ()
+        assert len(plan) > 1, "the later keys are scanned beside the codes"
+        assert any(search.first_row for search in plan)
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts)
+
+
+def test_after_crop_and_fork_the_plan_is_that_of_what_is_left(apart: Any) -> None:
+    one, parts = cache(SETTINGS["int8"]), apart(SETTINGS["int8"])
+    tokens, same = begin(one), Tokens()
+    same.next(PROMPT), same.next(1)
+
+    def both(new: int, rows: int = 1) -> None:
+        given, expected = tokens.next(new, rows), same.next(new, rows)
+        compare(feed(one, *given), feed(parts, *expected))
+
+    for _ in range(20):
+        both(1)
+    for count in (3, 40, 200):  # within the page, within the window, into the cold tier
+        for kv in (one, parts):
+            kv.layers[0].crop(count)
+        both(1)
+        both(4)  # several tokens are made op by op
+        both(1)
+    for kv in (one, parts):
+        kv.layers[0].fork([0, 0])
+    both(1, rows=2)
+    for kv in (one, parts):
+        kv.layers[0].fork([1])
+    both(1)
+    for kv in (one, parts):
+        kv.check_integrity()
+
+
+def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = cache({**SETTINGS["int8"], "audit_every": 1, "audit": {"action": "widen"}})
+        layer, found = kv.layers[0], {}
+        tokens = begin(kv)
+        q, k, v = tokens.next(1)
+        layer.append(k, v, None)
+        layer.attend(layer.step(q, 0.12, None, found))
+        budget, retrieved = found[0]
+        assert (budget.top_k, len(retrieved.parts)) == (9, 1)
+        assert is_one_call(kv) == (switch == "1")
+        ids.append(retrieved.parts[0].ids)
+        kv.close()
+    assert torch.equal(*ids)
+
+
+def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:
+    """Each of these reads what no descriptor names; the reason is in `one_call`."""
+    flat = {"kind": "flat", "precision": "int8"}
+    for settings in (
+        {**RETRIEVING, "cold": {"index": "flat"}},  # torch scans
+        {**RETRIEVING, "cold": {"index": flat, "min_share": 0.01}},
+        {**RETRIEVING, "cold": {"index": flat, "top_k": "all"}},
+        {**RETRIEVING, "method": "hybrid", "hot_tokens": 32, "cold": {"index": flat}},
+        {"method": "h2o"},
+        {"method": "full", "backend": "reference"},
+    ):
+        kv = cache(settings)
+        tokens = begin(kv)
+        feed(kv, *tokens.next(1))
+        assert not is_one_call(kv), settings
+
+
+def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many threads take turns; a closed pool leaves the work to the calling thread."""
+    kv, alone = cache(SETTINGS["int8"]), cache(SETTINGS["int8"])
+    tokens, same = begin(kv), begin(alone)
+    pool = Pool(64)
+    monkeypatch.setattr(one_call, "pool_here", lambda: pool)
+    outs = []
+    for step in range(6):
+        if step == 3:
+            pool.close()
+        outs.append(feed(kv, *tokens.next(1)))
+    monkeypatch.setattr(one_call, "pool_here", lambda: None)
+    for out in outs:
+        expected = feed(alone, *same.next(1))
+        assert torch.equal(out.out, expected.out)
+        assert torch.equal(out.lse, expected.lse)
