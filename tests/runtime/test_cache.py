@@ -188,6 +188,7 @@ BOUNDED = {
 def test_a_step_touches_its_budget_however_long_the_context(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")  # the spy stands between ops
     settings, most = BOUNDED[method]
     for context in (100, 1000):
         kv = cache(method, **settings)
@@ -201,6 +202,7 @@ def test_a_step_touches_its_budget_however_long_the_context(
 
 
 def test_quest_reads_digests_and_not_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")
     kv = cache("quest", page_size=4, page_budget=3, dense_layers=0)
     feed(kv, 200, 1)
     monkeypatch.setattr(ResidentStore, "view", lambda self: pytest.fail("all keys were viewed"))

@@ -67,8 +67,9 @@ FEW = {"top_k": 5, "index": "flat"}
 )
 @pytest.mark.parametrize("rows", [1, 2])
 def test_no_method_depends_on_when_copies_arrive(
-    method: str, further: dict[str, Any], rows: int
+    method: str, further: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")  # copies that come late are made op by op
     late, now, lane = caches(method, **settings_of(method), **further)
     for new in (37, *[1] * 19, 3, 1, 40, *[1] * 6):
         q, entries = tokens(new, rows)
