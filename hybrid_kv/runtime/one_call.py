@@ -113,8 +113,8 @@ def _make_plan(step: Step, row: Row, searched: _Searched | None) -> LayerPlan | 
             sum(search.width for search in searches if head in search.heads)
             for head in range(step.layer.shape.num_kv_heads)
         )
-        k, v = span.extent.first(span.length)
-        cold = ColdEntries(k, v, searches, min(width, budget.most))
+        extent = span.extent  # of which the row sees all
+        cold = ColdEntries(extent.keys, extent.values, searches, min(width, budget.most))
     resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
     return step.ops.plan_step(step.grouped[0], resident, cold)
 
