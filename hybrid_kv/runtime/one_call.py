@@ -1,8 +1,8 @@
 """A decode step of a layer as one call of the engine, where its descriptor can say what is read.
 
 `decode` is the definition, and serves where this does not: several rows or new tokens, another
-device, entries that a method keeps, hot pages, several cold extents, budgets that weigh what was
-found, an index that only Python can ask.
+device, what was searched ahead, entries that a method keeps, hot pages, several cold extents,
+budgets that weigh what was found, an index that only Python can ask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OneCall:
     def attend(self, step: Step, read: Read) -> PartialAttention | None:
         """What `decode` returns; None where the engine cannot say this step."""
         rows = step.layer.rows
-        if step.new != 1 or len(rows) != 1 or not step.at_home:
+        if step.new != 1 or len(rows) != 1 or not step.at_home or step.ahead is not None:
             return None
         row, searched = rows[0], None
         if read.cold is not None and row.chain.num_tokens:
@@ -90,11 +90,11 @@ def _searched(row: Row, budget: TokenBudget | str) -> _Searched | None:
         return None
     span, extent = spans[0], spans[0].extent
     index = extent.index
-    if len(spans) > 1 or index is None or row.copied is not None:
+    if len(spans) > 1 or index is None or row.copied is not None or row.later_index is not None:
         return None
     if index.is_building:
         index.settle(extent.keys)
-    if index.on_device or span.length != extent.length:
+    if index.on_device or index.selects or span.length != extent.length:
         return None
     return _Searched(span, index, budget)
 
