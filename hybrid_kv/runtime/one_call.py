@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hybrid_kv.ops.native.step import Attended, ColdEntries, LayerPlan, ResidentPages
+from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
@@ -132,7 +132,7 @@ def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
     return table.num_tokens
 
 
-def _call(step: Step, plan: LayerPlan, row: Row, searched: _Searched | None) -> Attended:
+def _call(step: Step, plan: LayerPlan, row: Row, searched: _Searched | None) -> StepResult:
     warm = None
     if searched is not None:
         searched.finder.note(step.grouped[0])
@@ -149,7 +149,7 @@ def _call(step: Step, plan: LayerPlan, row: Row, searched: _Searched | None) -> 
     )
 
 
-def _take_up(step: Step, searched: _Searched, done: Attended) -> None:
+def _take_up(step: Step, searched: _Searched, done: StepResult) -> None:
     """Keeps what was found, for the next search and for who looks at it."""
     (span, _, budget), ids = searched, done.ids
     assert ids is not None
@@ -159,7 +159,7 @@ def _take_up(step: Step, searched: _Searched, done: Attended) -> None:
         step.found[0] = budget, Retrieved([part], done.report.scored)
 
 
-def _count(step: Step, row: Row, resident: int, done: Attended) -> None:
+def _count(step: Step, row: Row, resident: int, done: StepResult) -> None:
     work, report, heads = step.work, done.report, step.layer.shape.num_q_heads
     work.scored += report.scored
     work.attended += report.retrieved + resident * heads

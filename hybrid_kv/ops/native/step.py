@@ -143,7 +143,7 @@ class ColdEntries(NamedTuple):
     width: int
 
 
-class Attended(NamedTuple):
+class StepResult(NamedTuple):
     """What a step gives.
 
     part: out as the queries, lse as these without their last axis, float32. ids: [Hkv, M, width]
@@ -237,7 +237,7 @@ class LayerPlan:
         softcap: float | None = None,
         warm: Tensor | None = None,
         pool: Pool | None = None,
-    ) -> Attended:
+    ) -> StepResult:
         """One token's queries over what the plan holds.
 
         Args:
@@ -273,7 +273,7 @@ class LayerPlan:
         status = self._engine.hkv_attend_step(handle, byref(self.layer), byref(step), byref(report))
         if status:
             library.check(self._engine, status)
-        return Attended(PartialAttention(out, lse), ids, report)
+        return StepResult(PartialAttention(out, lse), ids, report)
 
 
 def _address(array: ctypes.Array[Any] | None) -> int | None:
