@@ -26,7 +26,10 @@ class CorrectedEntries(CodedEntries):
     def read(self) -> tuple[Tensor, Tensor]:
         parts, low = [], self.tables["low"].columns
         for name, rough in zip("kv", super().read(), strict=True):
-            left, right = self.columns[f"{name}_left"], low[name][self.columns["block"]]
+            left, right = (
+                self.columns[f"{name}_left"],
+                low[name][self.columns["block"].clamp_max(len(low[name]) - 1)],
+            )
             rows = (rough.float() + (left.float()[:, None] @ right.float())[:, 0]).to(rough.dtype)
             places, numbers = self.columns[f"{name}_at"], self.columns[f"{name}_out"]
             parts.append(put_back(rows, places, numbers))

@@ -22,7 +22,9 @@ class CodedEntries(Entries):
     group_size: int = 1
 
     def read(self) -> tuple[Tensor, Tensor]:
-        k_scales = self.tables["k"].columns["scales"][self.columns["group"]]
+        table = self.tables["k"].columns["scales"]
+        # Rows in room for growing may be somebody else's, with numbers of his table.
+        k_scales = table[self.columns["group"].clamp_max(len(table) - 1)]
         v_scales = self.columns["scales"].repeat_interleave(self.group_size, -1)
         v_scales = v_scales[..., : k_scales.shape[-1]]
         return decode(self.k, k_scales, self.bits), decode(self.v, v_scales, self.bits)

@@ -32,7 +32,8 @@ class PlaneEntries(Entries):
         dim, lower = sizes.shape[-1], self.tables["fine"].columns[name]
         codes = 4 * unpack(self.columns[name], _BITS, dim).float()
         if len(lower):
-            low = unpack(lower[fine.clamp_min(0)], _BITS, dim).float()
+            # Rows in room for growing may be somebody else's, with numbers of his table.
+            low = unpack(lower[fine.clamp(0, len(lower) - 1)], _BITS, dim).float()
             codes += torch.where(fine[:, None] < 0, _MIDDLE, low)
         else:
             codes += _MIDDLE

@@ -23,6 +23,15 @@ MASKS = [[1, 0], [0, 1]]
 KEEPING: dict[str, dict[str, Any]] = {
     "kivi": {"method": "kivi", "bits": 2},
     "think": {"method": "think", "channel_ratio": 0.4},
+    "cskv": {"method": "cskv", "rank_ratio": 0.25},
+    "matryoshka_kv": {"method": "matryoshka_kv", "rank_ratio": 0.25},
+    "shadowkv_keys": {"method": "shadowkv_keys"},
+    "rotate_kv": {"method": "rotate_kv"},
+    "accurate_block": {"method": "accurate_block"},
+    "kvquant": {"method": "kvquant"},
+    "gear": {"method": "gear"},
+    "zipcache": {"method": "zipcache"},
+    "saq": {"method": "saq", "fine_tokens": 37},
     "duo": {"method": "duo_attention", "heads": MASKS},
     "duo_by_prompt": {"method": "duo_attention"},
     "duo_offload": {"method": "duo_attention", "heads": MASKS, "demote": "offload"},
@@ -126,7 +135,7 @@ def test_cropped_tokens_of_the_window_leave_no_trace(name: str) -> None:
 
 
 def test_a_codec_goes_back_as_far_as_one_wants() -> None:
-    for name in ("kivi", "think"):
+    for name in (name for name in KEEPING if not name.startswith("duo")):
         fed = Fed(name)
         fed.feed(PROMPT, *[1] * 40)
         for layer in fed.kv.layers.values():
