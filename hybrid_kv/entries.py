@@ -158,6 +158,16 @@ class Ragged:
         }
         return self._owned(columns, starts, lengths, room)
 
+    def without_first(self, counts: Sequence[int]) -> Self:
+        """Less so many rows at the front of every head; at once, for nothing moves.
+
+        Their memory is freed when these grow out of it. With `extended` a head that holds one row
+        exchanges it: the new one behind the old, then less the old.
+        """
+        starts = tuple(_ends(self.starts, counts))
+        lengths = tuple(n - count for n, count in zip(self.lengths, counts, strict=True))
+        return replace(self, starts=starts, lengths=lengths)
+
     def copied(self, *, room: int = 0) -> Self:
         """The same rows in memory of their own, which fits."""
         columns = {}
@@ -339,6 +349,10 @@ class Entries(Ragged):
     def read(self) -> tuple[Tensor, Tensor]:
         """k, v [capacity, D] of the entries' rows, in a float dtype; codecs decode here."""
         return self.k, self.v
+
+    def seen_from(self, position: int) -> Self:
+        """As queries from this position on read them; these, unless a class turns keys by it."""
+        return self
 
     def head(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
         """k, v [N_h, D] and positions [N_h] of one KV head; views where `read` is one."""

@@ -20,11 +20,13 @@ class Rotary:
         2 * len(frequencies) are not turned. Empty where nothing can be turned: see `reason`.
     interleaved: pairs are channels (2i, 2i + 1), else (i, i + len(frequencies)).
     reason: why there are no frequencies; empty where there are some.
+    still: it is known that the layer turns nothing by position.
     """
 
     frequencies: tuple[float, ...] = ()
     interleaved: bool = False
     reason: str = field(default="", compare=False)
+    still: bool = field(default=False, compare=False)
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """X [..., M, D] moved on by so many positions [M]; as it was where nothing is turned."""

@@ -135,6 +135,7 @@ class Needs:
         the prompt; 0 for where they were asked.
     column_sums: the softmax weights that every prompt token got from all queries of the prompt
         together, exactly; costs about as much as the scores of the prompt once more.
+    rotary: how the layers turn queries and keys by position, in the ModelInfo of `Method.open`.
     """
 
     sampled_queries: int = 0
@@ -142,6 +143,7 @@ class Needs:
     nearest_keys: int = 0
     horizon_tokens: int = 0
     column_sums: bool = False
+    rotary: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -151,6 +153,7 @@ class Needs:
             max(self.nearest_keys, other.nearest_keys),
             max(self.horizon_tokens, other.horizon_tokens),
             self.column_sums or other.column_sums,
+            self.rotary or other.rotary,
         )
 
 

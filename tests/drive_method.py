@@ -20,8 +20,12 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.plugins import Method, Placement
+from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo
 from tests.oracle import softmax_attention
+
+ROTARY = Rotary(tuple(1e4 ** (-i / 36) for i in range(36)))
+"""Of the model that is not there, for methods that turn keys: all 72 channels in halves."""
 
 
 @dataclass
@@ -91,7 +95,7 @@ def drive(
     shape = LayerShape(layer_idx, len(q), len(k), q.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layers = tuple(LayerShape(i, len(q), len(k), q.shape[-1]) for i in range(num_layers))
-    method.open(ModelInfo(layers))
+    method.open(ModelInfo(layers, (ROTARY,) * num_layers))
     positions = torch.arange(k.shape[1])[None]
     k, v = (rows[0] for rows in method.write(layer_idx, k[None], v[None], positions))
     run = _Run(method, shape, page_size, scale, softcap, q, k, v, prompt)
@@ -188,7 +192,7 @@ class _Run:
             k, v, positions = driven.k[h, :0], driven.v[h, :0], torch.zeros(0, dtype=torch.int64)
             bias = torch.zeros(0)
             if kept is not None:
-                k, v, positions = kept.head(h)
+                k, v, positions = kept.seen_from(at).head(h)
                 bias = torch.zeros(len(k)) if kept.bias is None else kept.split(kept.bias)[h]
             near = owned[h].clone()
             near[self.sinks : self.window] = offloaded

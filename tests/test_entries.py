@@ -131,6 +131,17 @@ def test_selecting_frees_the_rest() -> None:
     assert kept.nbytes == HEADS * 10 * (2 * DIM * 4 + 8)
 
 
+def test_a_head_exchanges_its_row_without_moving_the_others() -> None:
+    one = entries(16).select([torch.tensor([1]), torch.arange(3), torch.arange(0)], room=8)
+    found = one
+    for step in range(4):
+        new = entries(5, 20 + step).select([torch.tensor([0]), torch.arange(0), torch.arange(0)])
+        found = found.extended(new).without_first([1, 0, 0])
+        assert found.k.data_ptr() == one.k.data_ptr()
+        assert_same(found, [by_head(new)[0], by_head(one)[1], by_head(one)[2]])
+    assert found.without_first([1, 2, 0]).lengths == (0, 1, 0)
+
+
 def test_room_lets_a_fixed_buffer_take_a_page_in_place() -> None:
     kept = entries(37).select([torch.arange(n) for n in (5, 0, 37)], room=16)
     page = entries(16, 37)

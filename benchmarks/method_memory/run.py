@@ -38,11 +38,13 @@ from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
+from hybrid_kv.rotary import Rotary  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo  # noqa: E402
 
 GROUP = 2
 PAGE = 16
+_STILL = Rotary(reason="keys are random", still=True)
 POSITION_BYTES, SCORE_BYTES, GROUP_BYTES = 8, 4, 4
 OFFLOAD: dict[str, Any] = {"demote": "offload", "cold": {"index": "flat"}}
 
@@ -59,7 +61,7 @@ def arithmetic(
 ) -> int | None:
     """Bytes of one layer by what the method says of itself; None for one that is not known here."""
     method: Method = config.build()
-    method.open(ModelInfo((shape,)))
+    method.open(ModelInfo((shape,), (_STILL,)))
     token = 2 * shape.num_kv_heads * shape.head_dim * itemsize
     index = tokens * method.index_bytes_per_token(shape, tokens)
     if isinstance(method, Evicting):
@@ -165,9 +167,9 @@ def measure(name: str, options: argparse.Namespace, settings: dict[str, Any]) ->
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, shape.num_kv_heads, tokens, shape.head_dim, dtype=dtype)
     # As much once before, for libraries keep what they need for work of this size.
-    fill(config, ModelInfo(shapes[:1]), k, v).stores  # noqa: B018 (ends what is leaving)
+    fill(config, ModelInfo(shapes[:1], (_STILL,)), k, v).stores  # noqa: B018 (ends what is leaving)
     before = resident_bytes()
-    cache = fill(config, ModelInfo(shapes), k, v)
+    cache = fill(config, ModelInfo(shapes, (_STILL,) * len(shapes)), k, v)
     stores = cache.stores
     grown = resident_bytes() - before
     kept = [row.kept for store in stores.values() for row in store.rows if row.kept is not None]

@@ -16,12 +16,14 @@ from hybrid_kv.methods.infllm import InfLLM
 from hybrid_kv.methods.kivi import Kivi
 from hybrid_kv.methods.kvquant import KVQuant
 from hybrid_kv.methods.loki import Loki
+from hybrid_kv.methods.lm_infinite import LMInfinite
 from hybrid_kv.methods.magic_pig import MagicPig
 from hybrid_kv.methods.matryoshka_kv import MatryoshkaKV
 from hybrid_kv.methods.pqcache import PQCache
 from hybrid_kv.methods.pyramidkv import PyramidKV
 from hybrid_kv.methods.quest import Quest
 from hybrid_kv.methods.rekv import ReKV
+from hybrid_kv.methods.razor_attention import RazorAttention
 from hybrid_kv.methods.retrieval import Flat, Hnsw, Ivf, RetrievalAttention
 from hybrid_kv.methods.retroinfer import RetroInfer
 from hybrid_kv.methods.rotate_kv import RotateKV
@@ -57,12 +59,14 @@ __all__ = [
     "KVQuant",
     "Kivi",
     "Loki",
+    "LMInfinite",
     "MagicPig",
     "MatryoshkaKV",
     "PQCache",
     "PyramidKV",
     "Quest",
     "ReKV",
+    "RazorAttention",
     "RetrievalAttention",
     "RetroInfer",
     "RotateKV",

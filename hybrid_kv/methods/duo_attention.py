@@ -36,6 +36,7 @@ class DuoAttention(Demoting):
 
     Params = DuoParams
     whole = ("retrieval_ratio", 1.0)
+    usual_ratio = 0.5
 
     @property
     def needs(self) -> Needs:
@@ -43,7 +44,8 @@ class DuoAttention(Demoting):
         return super().needs | Needs(last_queries=asked)
 
     def open(self, info: ModelInfo) -> None:
-        self._heads = HeadChoice(self.params.heads, self.params.retrieval_ratio, info)
+        ratio = self.params.retrieval_ratio
+        self._heads = HeadChoice(self.params.heads, ratio, info, self.usual_ratio)
 
     def absorb(
         self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None

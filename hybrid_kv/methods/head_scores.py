@@ -16,8 +16,6 @@ from hybrid_kv.types import Evidence, ModelInfo
 
 Given: TypeAlias = str | Sequence[Sequence[float]]
 
-_HALF = 0.5
-
 
 class HeadChoice:
     """Which heads keep everything: so many of all, those with the highest scores.
@@ -25,23 +23,24 @@ class HeadChoice:
     Args:
         given: scores, or masks of 0 and 1, for each tiered layer in order; the path of a JSON file
             with those, alone or under "heads"; or "prompt" to observe them.
-        ratio: of all heads; None for what masks say, or half by scores.
+        ratio: of all heads; None for what masks say, or `usual` by scores.
 
     Raises:
         ConfigError: there is no such file, or these are no scores of this model's heads.
     """
 
-    def __init__(self, given: Given, ratio: float | None, info: ModelInfo) -> None:
+    def __init__(
+        self, given: Given, ratio: float | None, info: ModelInfo, usual: float = 0.5
+    ) -> None:
         self._layers = [shape.layer_idx for shape in info.layers]
-        self._ratio = _HALF if ratio is None else ratio
+        self._ratio = usual if ratio is None else ratio
         self._masks: list[Tensor] | None = None
         if given != "prompt":
-            counts = [shape.num_kv_heads for shape in info.layers]
-            rows, name = _read(given) if isinstance(given, str) else (given, "heads")
-            flat = torch.cat(_checked(rows, counts, name))
+            scores = given_scores(given, info)
+            flat = torch.cat(scores)
             are_masks = ratio is None and bool(((flat == 0) | (flat == 1)).all())
             chosen = flat == 1 if are_masks else best(flat, round(self._ratio * len(flat)))
-            self._masks = list(chosen.split(counts))
+            self._masks = list(chosen.split([len(layer) for layer in scores]))
 
     def judge(
         self, layer_idx: int, left: Entries, seen: Evidence | None, first: int
@@ -61,6 +60,16 @@ class HeadChoice:
         each = heads * self._ratio  # rounded so that all layers together have the ratio
         count = round(each * (layer + 1)) - round(each * layer)
         return {"retrieves": best(scores, count), "scores": scores}
+
+
+def given_scores(given: Given, info: ModelInfo) -> list[Tensor]:
+    """[Hkv] by tiered layer, of a list or of the path of a JSON file.
+
+    Raises:
+        ConfigError: there is no such file, or these are no scores of this model's heads.
+    """
+    rows, name = _read(given) if isinstance(given, str) else (given, "heads")
+    return _checked(rows, [shape.num_kv_heads for shape in info.layers], name)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.config import Tokens
-from hybrid_kv.methods.budget import split_budget
+from hybrid_kv.methods.budget import NO_END, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Read
-
-_NO_END = 2**40
-"""Tokens of a window that nothing leaves."""
 
 
 @METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453")
@@ -33,7 +30,7 @@ class StreamingLLM(Method):
 
     @classmethod
     def full_budget(cls, params: Any) -> Any:
-        return params.model_copy(update={"window_tokens": _NO_END})
+        return params.model_copy(update={"window_tokens": NO_END})
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

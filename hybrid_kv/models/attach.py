@@ -101,13 +101,14 @@ class Attachment:
         return own
 
     def _learn_of_model(self, config: HybridConfig) -> None:
-        """Asks the model, once, how it turns queries and how they can be computed early, where
-        something is learned from queries or searches run ahead.
+        """Asks the model, once, what somebody has a use for beside its shapes: how it turns queries
+        and how they can be computed early.
         """
         method = config.build()
+        needs = method.needs
         foresight = method.foresight
         early = foresight is not None and (foresight.mode == "always" or self._on_gpu)
-        if (method.needs.horizon_tokens or early) and not self.info.rotary:
+        if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
         if early and self.info.unforeseen is None:
             unforeseen = self._serving.compute_early_queries(self.info)

@@ -36,7 +36,7 @@ def _explain(queries: Tensor | None, known: list[tuple[tuple[float, ...], str]])
     here, there = queries.float()
     bound = TOLERANCE.get(queries.dtype, 4e-2) * float(here.abs().max())
     if float((here - there).abs().max()) <= bound:
-        return Rotary(reason="the layer does not turn its queries")
+        return Rotary(reason="the layer does not turn its queries", still=True)
     away = torch.full((1,), AWAY, device=here.device)
     for frequencies, kind in known:
         if 2 * len(frequencies) > here.shape[-1]:

@@ -204,13 +204,19 @@ def finite_flag(new: Entries | None, old: Entries | None) -> Tensor | None:
             continue
         before = None if old is None else old.columns.get(name)
         same = before is not None and before.data_ptr() == column.data_ptr()
-        known = old.lengths if same and old is not None else (0,) * new.num_heads
+        known = _known(old, new) if same and old is not None else [0] * new.num_heads
         # -inf is a bias that hides.
         wrong = torch.isnan if name == "bias" else _is_infinite
         flags += [
             wrong(rows[count:]).any() for rows, count in zip(new.split(column), known, strict=True)
         ]
     return ~torch.stack(flags).any() if flags else None
+
+
+def _known(old: Entries, new: Entries) -> list[int]:
+    """By head the rows of `new` that `old` has as well, in the same memory."""
+    heads = zip(old.starts, old.lengths, new.starts, strict=True)
+    return [max(0, start + count - first) for start, count, first in heads]
 
 
 def _is_infinite(rows: Tensor) -> Tensor:

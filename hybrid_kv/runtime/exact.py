@@ -66,7 +66,8 @@ def _attend_row(
     # What the method keeps of offloaded entries are copies: the originals are attended.
     offloads = row.placement is not None and row.placement.offloads and not row.shadows
     if row.kept is not None and not offloads:
-        part = attend_entries(ops, grouped[0], row.kept, scale, softcap)
+        kept = row.kept.seen_from(row.length - q.shape[1])
+        part = attend_entries(ops, grouped[0], kept, scale, softcap)
         shape = parts[0].out.shape
         parts.append(PartialAttention(part.out.reshape(shape), part.lse.reshape(shape[:-1])))
     out, lse = merge_partials(parts)

@@ -26,7 +26,8 @@ def attend_kept(step: Step) -> list[PartialAttention]:
         if row.kept is None:
             parts.append(empty_partial(q))
         else:
-            parts.append(attend_entries(step.ops, q, row.kept, step.scale, step.softcap))
+            kept = row.kept.seen_from(row.length - step.new)
+            parts.append(attend_entries(step.ops, q, kept, step.scale, step.softcap))
             step.work.attended += sum(row.kept.lengths) * q.shape[1]
     step.phases.book("resident_attention", begin)
     return [stacked(parts)]

@@ -12,6 +12,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.plugins import METHODS, Method
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.drive_method import ROTARY
 
 CONTEXT, STEPS = 601, 24
 SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(4))
@@ -19,7 +20,8 @@ SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(4))
 
 def attended(config: HybridConfig) -> float:
     """Entries that a query head attends in a step, on average, after a random prompt."""
-    kv = KVCache(ModelInfo(SHAPES), config.replace(index_build="wait"))
+    info = ModelInfo(SHAPES, (ROTARY,) * len(SHAPES))
+    kv = KVCache(info, config.replace(index_build="wait"))
     for new in (CONTEXT, *[1] * STEPS):
         for shape in SHAPES:
             q, k, v = (torch.randn(1, heads, new, shape.head_dim) for heads in (6, 2, 2))
@@ -50,7 +52,10 @@ def test_a_step_attends_about_the_budget(name: str, tokens: int, page_size: int)
         tokens = CONTEXT + STEPS // 2
     if name in KEEP_ANSWERS:
         tokens += (STEPS - page_size) // 2
-    by_heads = name == "duo_attention"  # keeps whole heads: half a head of eight is as near
+    by_heads = name in (
+        "duo_attention",
+        "razor_attention",
+    )  # keeps whole heads: half a head of eight is as near
     assert attended(config) == pytest.approx(tokens, abs=CONTEXT / 16 if by_heads else page_size)
 
 

@@ -20,11 +20,12 @@ from hybrid_kv.store import ColdChain, LayerKV
 from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
+from tests.drive_method import ROTARY
 from tests.store.scene import append
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(0, 6, 2, 72)
-INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
+INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)), (ROTARY, ROTARY))
 SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
 
 

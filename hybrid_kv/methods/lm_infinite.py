@@ -1,0 +1,94 @@
+"""LM-Infinite: first tokens and a window, with no distance beyond the window's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from hybrid_kv.config import Tokens
+from hybrid_kv.entries import Entries
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.methods.budget import NO_END, split_budget
+from hybrid_kv.methods.demoting import Demoting, DemotingParams
+from hybrid_kv.plugins import METHODS, Placement
+from hybrid_kv.rotary import UNKNOWN, Rotary
+from hybrid_kv.types import Evidence, ModelInfo, Needs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NearEntries(Entries):
+    """First tokens, whose keys stand at most `limit` positions before whoever asks."""
+
+    rotary: Rotary = UNKNOWN
+    limit: int = NO_END
+
+    def seen_from(self, position: int) -> Self:
+        by = (position - self.limit - self.positions).clamp(min=0)
+        return replace(self, columns={**self.columns, "k": self.rotary.turn(self.k, by)})
+
+
+@METHODS.register("lm_infinite", paper="Han et al. 2023, arXiv:2308.16137")
+class LMInfinite(Demoting):
+    """Keeps first tokens and a recent window, no farther than the window is long; DROPS the rest.
+
+    A query at t attends the first tokens s as if t - s were min(t - s, window_tokens), by turning
+    their keys; the window as it is. Deviations: the prompt is read exactly; the window leaves by
+    pages, so up to a page more is seen at its true distance; tokens that come together are limited
+    as the first of them; with demote "offload" what is found keeps its true distance.
+    """
+
+    class Params(DemotingParams):
+        """sink_tokens: the first tokens; window_tokens: the recent ones, and the largest distance;
+        limit_distance: off for keys that keep their positions, as in streaming_llm.
+        """
+
+        sink_tokens: Tokens = 16
+        window_tokens: Tokens = 1024
+        limit_distance: bool = True
+
+    whole = ("window_tokens", NO_END)
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(rotary=self.params.limit_distance)
+
+    def open(self, info: ModelInfo) -> None:
+        self._rotary = {one.layer_idx: info.rotary_of(one.layer_idx) for one in info.layers}
+        for layer_idx, rotary in self._rotary.items() if self.params.limit_distance else ():
+            if not rotary.frequencies and not rotary.still:
+                raise ConfigError(
+                    f"limit_distance must know how layer {layer_idx} turns keys by position, got "
+                    f"none: {rotary.reason}; set limit_distance to false"
+                )
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return replace(super().seal(layer_idx, evidence), sink_tokens=0)
+
+    def absorb(
+        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
+    ) -> Entries:
+        missing = self.params.sink_tokens - (0 if kept is None else kept.lengths[0])
+        first = torch.arange(min(missing, left.lengths[0]), device=left.k.device)
+        new = left.select(first.expand(left.num_heads, -1))
+        if kept is not None:
+            return kept.extended(new)
+        rotary = self._rotary[layer_idx] if self.params.limit_distance else UNKNOWN
+        turned = NearEntries(columns=new.columns, starts=new.starts, lengths=new.lengths)
+        return replace(turned, rotary=rotary, limit=self.params.window_tokens).copied()
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        return super().full_budget(params).model_copy(update={"limit_distance": False})
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        if params.demote == "offload":
+            given, kept = cls.split(params, tokens, page_size)
+            more = round(kept / page_size) * page_size
+            return given.model_copy(update={"window_tokens": given.window_tokens + more})
+        sinks, window, rest = split_budget(tokens, page_size, least=0)
+        window += round(rest / page_size) * page_size
+        return params.model_copy(update={"sink_tokens": sinks, "window_tokens": window})
