@@ -6,8 +6,14 @@ queries) and TOVA's (of one query).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
+
+EachQuery: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Weights [Hkv, G, M, N] of queries at positions [M], changed before they are summed."""
 
 _BLOCK_BYTES = 64 * 2**20
 
@@ -26,6 +32,7 @@ def causal_masses(
     softcap: float | None = None,
     lse: Tensor | None = None,
     positions: Tensor | None = None,
+    each: EachQuery | None = None,
 ) -> Tensor:
     """Summed softmax weights of some queries over all keys, each query up to its own.
 
@@ -34,9 +41,10 @@ def causal_masses(
         k: [Hkv, N, D], oldest first, N >= M.
         positions: [M] int64 of the queries; None where they are those of the last M positions.
         lse: [Hq, M] natural log, where it is known already; None to compute it.
+        each: what is summed in the place of the weights; they are 0 behind a query.
 
     Returns:
-        [Hq, N] float32; a row adds up to M.
+        [Hq, N] float32; a row of weights adds up to M.
     """
     (num_q_heads, new, dim), (num_kv_heads, stored, _) = q.shape, k.shape
     group = num_q_heads // num_kv_heads
@@ -56,5 +64,7 @@ def causal_masses(
         else:
             known = lse.view(num_kv_heads, group, new)[:, :, start:stop]
             weights = logits.sub_(known[..., None]).exp_()
+        if each is not None:
+            weights = each(weights, asked[start:stop])
         masses += weights.sum(2)
     return masses.flatten(0, 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, MethodError
-from hybrid_kv.masses import causal_masses
+from hybrid_kv.masses import EachQuery, causal_masses
 from hybrid_kv.rotary import UNKNOWN, Rotary, Samples
 
 Budget: TypeAlias = int | Literal["all"]
@@ -46,11 +46,14 @@ class ModelInfo:
     rotary: how each tiered layer turns queries by position, in the same order; empty if not known.
     unforeseen: by tiered layer why its query cannot be predicted in the layer before, empty where
         it can; None where nobody predicts any.
+    outputs: the weight [hidden, Hq * D] of each tiered layer's output projection, the model's own;
+        None where it has none that can be read, empty unless asked for.
     """
 
     layers: tuple[LayerShape, ...]
     rotary: tuple[Rotary, ...] = ()
     unforeseen: Mapping[int, str] | None = None
+    outputs: tuple[Tensor | None, ...] = field(default=(), compare=False, repr=False)
 
     def rotary_of(self, layer_idx: int) -> Rotary:
         """How a tiered layer turns queries by their positions."""
@@ -58,6 +61,11 @@ class ModelInfo:
             if shape.layer_idx == layer_idx:
                 return rotary
         return UNKNOWN
+
+    def output_of(self, layer_idx: int) -> Tensor | None:
+        """The weight of a tiered layer's output projection; None where it is not known."""
+        known = zip(self.layers, self.outputs, strict=False)
+        return next((weight for shape, weight in known if shape.layer_idx == layer_idx), None)
 
 
 class PartialAttention(NamedTuple):
@@ -135,7 +143,8 @@ class Needs:
         the prompt; 0 for where they were asked.
     column_sums: the softmax weights that every prompt token got from all queries of the prompt
         together, exactly; costs about as much as the scores of the prompt once more.
-    rotary: how the layers turn queries and keys by position, in the ModelInfo of `Method.open`.
+    rotary, outputs: how the layers turn queries and keys by position, and their output projections,
+        in the ModelInfo of `Method.open`.
     """
 
     sampled_queries: int = 0
@@ -144,6 +153,7 @@ class Needs:
     horizon_tokens: int = 0
     column_sums: bool = False
     rotary: bool = False
+    outputs: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What serves both."""
@@ -154,6 +164,7 @@ class Needs:
             max(self.horizon_tokens, other.horizon_tokens),
             self.column_sums or other.column_sums,
             self.rotary or other.rotary,
+            self.outputs or other.outputs,
         )
 
 
@@ -179,7 +190,7 @@ class Evidence:
     softcap: float | None = None
     keys: Tensor | None = None
 
-    def mass(self, last: int | None = None) -> Tensor:
+    def mass(self, last: int | None = None, each: EachQuery | None = None) -> Tensor:
         """[Hq, N] float32: the softmax weights that every token got from the last queries together.
 
         Each query weighs the tokens up to its own; the sum over a row is the number of queries.
@@ -187,6 +198,7 @@ class Evidence:
 
         Args:
             last: so many of `last_queries`, at most as many as there are; None for all.
+            each: what is summed in the place of each query's weights.
 
         Raises:
             MethodError: there are no queries or no keys to weigh.
@@ -200,19 +212,26 @@ class Evidence:
         count = self.last_queries.shape[1] if last is None else last
         first = max(0, self.last_queries.shape[1] - count)
         return causal_masses(
-            self.last_queries[:, first:], self.keys, scale=self.scale, softcap=self.softcap
+            self.last_queries[:, first:],
+            self.keys,
+            scale=self.scale,
+            softcap=self.softcap,
+            each=each,
         )
 
-    def total_mass(self) -> Tensor:
+    def total_mass(self, each: EachQuery | None = None) -> Tensor:
         """[Hq, N] float32: the softmax weights that every token got from all queries of the prompt.
 
         `column_sums` where they were declared; else an estimate from the sampled queries, M of
         which stand for N / M of the prompt's each. Only while `Method.absorb` runs.
 
+        Args:
+            each: what is summed in the place of each sampled query's weights.
+
         Raises:
             MethodError: there is nothing to sum or to estimate from.
         """
-        if self.column_sums is not None:
+        if self.column_sums is not None and each is None:
             return self.column_sums
         q, positions, keys = self.sampled_queries, self.sampled_positions, self.keys
         if q is None or positions is None or keys is None:
@@ -221,7 +240,9 @@ class Evidence:
                 "keys, got none; declare Needs(column_sums=True) or Needs(sampled_queries=...) and "
                 "ask inside absorb, at the prompt's end"
             )
-        sums = causal_masses(q, keys, scale=self.scale, softcap=self.softcap, positions=positions)
+        sums = causal_masses(
+            q, keys, scale=self.scale, softcap=self.softcap, positions=positions, each=each
+        )
         return sums * (self.num_tokens / len(positions))
 
     @property

@@ -78,12 +78,14 @@ def drive(
     scale: float | None = None,
     softcap: float | None = None,
     given: tuple[Tensor, Tensor, Tensor] | None = None,
+    outputs: Tensor | None = None,
     seed: int = 0,
 ) -> Driven:
     """Prompt, then `new` tokens one by one, through `open`, `seal`, `absorb` and `after`.
 
     Args:
         given: q [Hq, prompt + new, D], k, v [Hkv, prompt + new, D] in the place of random ones.
+        outputs: [hidden, Hq * D], the output projection of all layers, where it is known.
     """
     q, k, v = given or heads(
         prompt + new,
@@ -95,7 +97,7 @@ def drive(
     shape = LayerShape(layer_idx, len(q), len(k), q.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layers = tuple(LayerShape(i, len(q), len(k), q.shape[-1]) for i in range(num_layers))
-    method.open(ModelInfo(layers, (ROTARY,) * num_layers))
+    method.open(ModelInfo(layers, (ROTARY,) * num_layers, outputs=(outputs,) * num_layers))
     positions = torch.arange(k.shape[1])[None]
     k, v = (rows[0] for rows in method.write(layer_idx, k[None], v[None], positions))
     run = _Run(method, shape, page_size, scale, softcap, q, k, v, prompt)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv.config import Params as BaseParams
-from hybrid_kv.entries import Chosen
-from hybrid_kv.methods.scores import best, head_budgets
+from hybrid_kv.methods.scores import head_budgets
 from hybrid_kv.methods.snapkv import SnapKV, SnapParams
 from hybrid_kv.plugins import METHODS
 
@@ -25,11 +25,9 @@ class Shared:
 
     params: Any
 
-    def choose(self, scores: Tensor, budget: int) -> Chosen:
+    def shares(self, layer_idx: int, scores: Tensor, budget: int) -> Sequence[int]:
         """By KV head the entries that stay, Hkv * budget of scores [Hkv, N] together."""
-        budgets = head_budgets(scores, budget, self.params.safeguard)
-        ranked = best(scores, max(budgets))
-        return [head[:count] for head, count in zip(ranked, budgets, strict=True)]
+        return head_budgets(scores, budget, self.params.safeguard)
 
 
 @METHODS.register("ada_snapkv", paper="Feng et al. 2024, arXiv:2407.11550")

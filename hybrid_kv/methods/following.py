@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.attended import Attended
+from hybrid_kv.config import Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.evicting import Evicting
-from hybrid_kv.methods.scores import best, of_window, scored, window_of
+from hybrid_kv.methods.evicting import Evicting, EvictingParams
+from hybrid_kv.methods.scores import along, best, of_window, scored, window_of
 from hybrid_kv.types import Evidence
+
+
+class Moment(NamedTuple):
+    """A step that moves scores: `new` tokens up to position `end` - 1, `group` heads a KV head."""
+
+    new: int
+    end: int
+    group: int
 
 
 class Following(Evicting):
@@ -20,60 +30,95 @@ class Following(Evicting):
 
     The score of an entry lies in the column `score` of what is kept, and the scores of the window
     in the state: so forks, beams, branches and checkpoints carry both.
+
+    parts: the shape of the score of one entry, where that is not one number.
     """
 
-    @abstractmethod
-    def prompt_scores(self, seen: Evidence, num_kv_heads: int) -> Tensor:
-        """[Hkv, N] float32 scores of all tokens of a prompt."""
+    parts: ClassVar[tuple[int, ...]] = ()
 
     @abstractmethod
-    def moved(self, old: Tensor, mass: Tensor) -> Tensor:
-        """Scores after a step that gave these masses, of the same shape."""
+    def prompt_scores(self, seen: Evidence, num_kv_heads: int, layer_idx: int) -> Tensor:
+        """[Hkv, N, *parts] float32 scores of all tokens of a prompt."""
+
+    @abstractmethod
+    def moved(self, old: Tensor, mass: Tensor, moment: Moment) -> Tensor:
+        """Scores [..., *parts] after a step that gave these masses [...]."""
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """What decides, of scores [Hkv, N]."""
+        """[Hkv, N], what decides, of scores [Hkv, N, *parts]."""
         return scores
 
     def watched(self, attended: Attended) -> Attended:
         """What of a step moves the scores."""
         return attended
 
+    def masses(self, layer_idx: int, attended: Attended, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What moves the scores: of what is kept, flat; of the last W positions; and these [W]."""
+        return attended.mass(row), *window_of(attended, row)
+
+    def settled(self, new: Entries, both: Entries, chosen: Tensor) -> Entries:
+        """What is kept, of all that competed, when these have been chosen: [Hkv, K] places."""
+        return new
+
     def absorb(
         self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
     ) -> Entries:
+        state: Mapping[str, Tensor] = {} if kept is None else kept.state
         if seen is not None:
-            all_scores = self.prompt_scores(seen, left.num_heads)
+            all_scores = self.prompt_scores(seen, left.num_heads, layer_idx)
             count, leaving = all_scores.shape[1], left.lengths[0]
             first = min(self.params.sink_tokens, count - leaving)
-            state: Mapping[str, Tensor] = _state(all_scores[:, first + leaving :].clone(), count)
+            state = _state(all_scores[:, first + leaving :].clone(), count)
             scores = all_scores[:, first : first + leaving]
         else:
-            state = {} if kept is None else kept.state
-            scores = of_window(state, left.split("positions")[0], left.num_heads)
+            positions = left.split("positions")[0]
+            scores = of_window(state, positions, left.num_heads, self.parts)
         left = scored(left, scores)
         both = left if kept is None else kept.extended(left)
         ranked = self.ranked(torch.stack(both.split("score")))
-        return both.select(best(ranked, self.room(ranked.shape[1]))).with_state(**state)
+        chosen = best(ranked, self.room(ranked.shape[1]))
+        return self.settled(both.select(chosen).with_state(**state), both, chosen)
 
     def after(self, layer_idx: int, attended: Attended) -> Sequence[Entries]:
         watched = self.watched(attended)
-        return [self._after(watched, row) for row in range(len(watched.kept))]
+        return [self._after(layer_idx, watched, row) for row in range(len(watched.kept))]
 
-    def _after(self, attended: Attended, row: int) -> Entries:
-        kept, end = attended.kept[row] or _nothing(attended, row), attended.lengths[row]
-        mass, positions = window_of(attended, row)
-        old = of_window(kept.state, positions, len(mass))
-        old *= positions < end - attended.q.shape[2]  # what was cropped and written anew
-        score = self.moved(kept.columns["score"], attended.mass(row))
-        return kept.with_columns(score=score).with_state(**_state(self.moved(old, mass), end))
+    def _after(self, layer_idx: int, attended: Attended, row: int) -> Entries:
+        kept, end = attended.kept[row] or _nothing(attended, row, self.parts), attended.lengths[row]
+        far, near, positions = self.masses(layer_idx, attended, row)
+        moment = Moment(attended.q.shape[2], end, attended.q.shape[1] // kept.num_heads)
+        old = of_window(kept.state, positions, len(near), self.parts)
+        old *= along(positions < end - moment.new, old)  # what was cropped and written anew
+        score = self.moved(kept.columns["score"], far, moment)
+        window = self.moved(old, near, moment)
+        return kept.with_columns(score=score).with_state(**_state(window, end))
+
+
+class RecentHalfParams(EvictingParams):
+    """window_tokens: the papers' recent half of a budget."""
+
+    window_tokens: Tokens = 512
+
+
+class RecentHalf(Following):
+    """A recent window beside the best: half of a budget is the window, as in the papers."""
+
+    Params = RecentHalfParams
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        half = max(page_size, tokens // 2 // page_size * page_size)
+        given = params.model_copy(update={"window_tokens": half})
+        return super().at_budget(given, tokens, context_tokens=context_tokens, page_size=page_size)
 
 
 def _state(window: Tensor, end: int) -> dict[str, Tensor]:
     return {"window": window, "end": torch.full((), end, device=window.device)}
 
 
-def _nothing(attended: Attended, row: int) -> Entries:
+def _nothing(attended: Attended, row: int, parts: tuple[int, ...]) -> Entries:
     """No entries of a row from which nothing has left yet; a place for the scores of its window."""
     keys, positions = attended.window(row)
     none = keys[:, :0]
-    return Entries.of(none, none, positions[:0], score=none[..., 0].float())
+    score = torch.zeros(len(keys), 0, *parts, device=keys.device)
+    return Entries.of(none, none, positions[:0], score=score)

@@ -28,6 +28,7 @@ class PyramidKV(SnapKV):
     Params = PyramidParams
 
     def open(self, info: ModelInfo) -> None:
+        super().open(info)
         self._layers = [shape.layer_idx for shape in info.layers]
 
     def budget(self, layer_idx: int, count: int) -> int:

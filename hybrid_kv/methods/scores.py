@@ -15,6 +15,10 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.config import Count
 from hybrid_kv.entries import Entries
 
+_LEAST_WEIGHT = 1e-4
+"""Of an entry that nobody looked at, so that its value counts as well."""
+_BLOCK_NUMBERS = 2**24
+
 Pooling: TypeAlias = Literal["max", "mean"]
 
 
@@ -71,6 +75,45 @@ def head_budgets(scores: Tensor, budget: int, safeguard: float) -> list[int]:
     return shared_out(heads * budget, shares)
 
 
+def critical(scores: Tensor, norms: Tensor, budgets: Sequence[int], sure_ratio: float) -> Tensor:
+    """CriticalKV, arXiv:2502.03805, algorithm 1: scores [Hkv, N] that weigh values as well.
+
+    Of its budget a head fills `sure_ratio` by the scores alone, which are mean attention weights;
+    the rest by (score + 1e-4) times the norms [Hkv, N] of what an entry adds to the output.
+    """
+    weighed = (scores + _LEAST_WEIGHT) * norms
+    ranked = best(scores, max(budgets))
+    for head, ids, budget in zip(weighed, ranked, budgets, strict=True):
+        head[ids[: int(sure_ratio * budget)]] = torch.inf
+    return weighed
+
+
+def value_norms(left: Entries, output: Tensor | None) -> Tensor:
+    """[Hkv, N] float32 L1 norms of the values of entries, as many for all heads.
+
+    Args:
+        output: [hidden, Hq * D], the layer's output projection: what an entry adds to the output
+            through each query head of its group, on average. None for the values themselves.
+    """
+    norms = []
+    for head, values in enumerate(left.split("v")):
+        if output is None:
+            norms.append(values.float().abs().sum(-1))
+            continue
+        group = output.shape[1] // (left.num_heads * values.shape[1])
+        parts = output.unflatten(1, (left.num_heads, group, -1))[:, head].float()
+        rows = max(1, _BLOCK_NUMBERS // output.shape[0])
+        norms.append(
+            torch.cat(
+                [
+                    sum((some.float() @ parts[:, g].T).abs().sum(-1) for g in range(group)) / group
+                    for some in values.split(rows)
+                ]
+            )
+        )
+    return torch.stack(norms)
+
+
 def layer_budgets(budget: int, num_layers: int, most: int, beta: int) -> list[int]:
     """PyramidKV, arXiv:2406.02069: what each layer keeps, a straight line down from the first.
 
@@ -84,29 +127,43 @@ def layer_budgets(budget: int, num_layers: int, most: int, beta: int) -> list[in
 
 
 def scored(entries: Entries, scores: Tensor) -> Entries:
-    """Entries, equally many for all heads, with a column `score` of [Hkv, N]."""
-    column = scores.new_zeros(len(entries.positions))
+    """Entries, equally many for all heads, with a column `score` of [Hkv, N, ...]."""
+    column = scores.new_zeros(len(entries.positions), *scores.shape[2:])
     for into, head in zip(entries.split(column), scores, strict=True):
         into.copy_(head)
     return entries.with_columns(score=column)
 
 
-def of_window(state: Mapping[str, Tensor], positions: Tensor, num_heads: int) -> Tensor:
-    """[Hkv, P] scores of tokens in the window, 0 for positions [P] that no step has seen.
+def along(mask: Tensor, scores: Tensor) -> Tensor:
+    """A mask [N] bool as it applies to scores [Hkv, N, ...]."""
+    return mask.view(-1, *[1] * (scores.dim() - 2))
 
-    state: `window` [Hkv, W], the scores of the W positions before `end` []; or nothing yet.
+
+def of_window(
+    state: Mapping[str, Tensor], positions: Tensor, num_heads: int, parts: tuple[int, ...] = ()
+) -> Tensor:
+    """[Hkv, P, *parts] scores of tokens in the window, 0 for positions [P] that no step has seen.
+
+    state: `window` [Hkv, W, *parts], the scores of the W positions before `end` []; or nothing yet.
     """
     window = state.get("window")
     if window is None or not window.shape[1]:
-        return torch.zeros(num_heads, len(positions), device=positions.device)
+        return torch.zeros(num_heads, len(positions), *parts, device=positions.device)
     at = positions - state["end"] + window.shape[1]
     inside = (at >= 0) & (at < window.shape[1])
-    return window.index_select(1, at.clamp(0, window.shape[1] - 1)) * inside
+    found = window.index_select(1, at.clamp(0, window.shape[1] - 1))
+    return found * along(inside, found)
 
 
-def window_of(attended: Attended, row: int) -> tuple[Tensor, Tensor]:
-    """Masses [Hkv, W] that a step gave to the last W positions of a row, and these [W]."""
-    mass, positions = attended.window_mass(row)
+def window_of(
+    attended: Attended, row: int, near: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Masses [Hkv, W] that a step gave to the last W positions of a row, and these [W].
+
+    Args:
+        near: masses of the resident entries and their positions in the place of those it gave.
+    """
+    mass, positions = attended.window_mass(row) if near is None else near
     heads, width = mass.shape
     last = torch.arange(attended.lengths[row] - width, attended.lengths[row], device=mass.device)
     at = positions - last[0]

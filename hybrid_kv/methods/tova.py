@@ -7,7 +7,7 @@ from torch import Tensor
 from hybrid_kv.attended import Attended
 from hybrid_kv.config import Tokens
 from hybrid_kv.methods.evicting import EvictingParams
-from hybrid_kv.methods.following import Following
+from hybrid_kv.methods.following import Following, Moment
 from hybrid_kv.methods.scores import group_sums, newest_of
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
@@ -31,13 +31,13 @@ class TOVA(Following):
     def needs(self) -> Needs:
         return super().needs | Needs(last_queries=1)
 
-    def prompt_scores(self, seen: Evidence, num_kv_heads: int) -> Tensor:
+    def prompt_scores(self, seen: Evidence, num_kv_heads: int, layer_idx: int) -> Tensor:
         return group_sums(seen.mass(1), num_kv_heads)
 
     def watched(self, attended: Attended) -> Attended:
         return newest_of(attended)
 
-    def moved(self, old: Tensor, mass: Tensor) -> Tensor:
+    def moved(self, old: Tensor, mass: Tensor, moment: Moment) -> Tensor:
         return mass
 
     def ranked(self, scores: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.outputs import find_outputs
 from hybrid_kv.models.rotary import find_rotary
 from hybrid_kv.models.serving import Serving
 from hybrid_kv.models.support import (
@@ -101,8 +102,8 @@ class Attachment:
         return own
 
     def _learn_of_model(self, config: HybridConfig) -> None:
-        """Asks the model, once, what somebody has a use for beside its shapes: how it turns queries
-        and how they can be computed early.
+        """Asks the model, once, what somebody has a use for beside its shapes: how it turns queries,
+        how they can be computed early, and its output projections.
         """
         method = config.build()
         needs = method.needs
@@ -110,6 +111,8 @@ class Attachment:
         early = foresight is not None and (foresight.mode == "always" or self._on_gpu)
         if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
+        if needs.outputs and not self.info.outputs:
+            self.info = replace(self.info, outputs=find_outputs(self.model, self.info))
         if early and self.info.unforeseen is None:
             unforeseen = self._serving.compute_early_queries(self.info)
             self.info = replace(self.info, unforeseen=unforeseen)

@@ -1,20 +1,53 @@
 """What evicting methods keep, written from their papers with sets and loops, in float64.
 
-Shares no code with the methods. A kept set is a set of positions for each KV head, sinks and window
-left out.
+The formulas share no code with the methods. A kept set is a set of positions for each KV head,
+sinks and window left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.entries import Entries
+from hybrid_kv.plugins import Method
+from tests.drive_method import Driven, drive
+
 Array = NDArray[np.float64]
 Kept = list[set[int]]
+Heads = tuple[Tensor, Tensor, Tensor]
+
+PROMPT, NEW = 173, 37
+
+
+def method(name: str, page_size: int = 16, **settings: Any) -> Method:
+    config = HybridConfig(method=name, page_size=page_size, **settings)
+    built: Method = config.build()
+    return built
+
+
+def kept_sets(kept: Entries | None, num_heads: int) -> Kept:
+    if kept is None:
+        return [set() for _ in range(num_heads)]
+    return [set(at.tolist()) for at in kept.split("positions")]
+
+
+def run(
+    tested: Method,
+    given: Heads,
+    *,
+    prompt: int = PROMPT,
+    new: int = NEW,
+    page: int = 16,
+    **more: Any,
+) -> Driven:
+    return drive(tested, prompt=prompt, new=new, page_size=page, given=given, **more)
 
 
 def causal_weights(q: Tensor, k: Tensor, scale: float) -> Array:
@@ -90,7 +123,8 @@ def whole(exact: list[Fraction], total: int) -> list[int]:
 class Stepwise:
     """Decodes token by token over the entries that are left, and evicts as H2O and TOVA do.
 
-    score: [Hkv, N] of all positions so far. decide: what evicts, from those scores.
+    score: [Hkv, N] of all positions so far. move: scores and the masses of a step make new scores.
+    decide: what evicts, from those scores.
     """
 
     def __init__(
@@ -105,13 +139,13 @@ class Stepwise:
         page: int,
         room: int,
         score: Array,
-        accumulate: bool,
-        decide: Callable[[Array], Array],
+        move: Callable[[Array, Array], Array],
+        decide: Callable[[Array], Array] = lambda scores: scores,
     ) -> None:
         self.q, self.k = q.double().numpy() * scale, k.double().numpy()
         self.heads, total = self.k.shape[:2]
         self.sinks, self.window, self.page, self.room = sinks, window, page, room
-        self.accumulate, self.decide = accumulate, decide
+        self.move, self.decide = move, decide
         self.score = np.zeros((self.heads, total))
         self.score[:, :prompt] = score
         self.first = max(sinks, prompt - window)
@@ -135,10 +169,7 @@ class Stepwise:
                 logits = self.k[h, ids] @ query
                 weights = np.exp(logits - logits.max())
                 mass[h, ids] += weights / weights.sum()
-        if self.accumulate:
-            self.score[:, : at + 1] += mass
-        else:
-            self.score[:, : at + 1] = mass
+        self.score[:, : at + 1] = self.move(self.score[:, : at + 1], mass)
         if at + 1 - self.first >= self.window + self.page:
             leaving = range(self.first, self.first + self.page)
             self.first += self.page

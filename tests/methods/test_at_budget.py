@@ -38,7 +38,7 @@ def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> Hyb
     return HybridConfig(method=name, page_size=page_size, params=params)
 
 
-KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid"}
+KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"}
 """Their budget is that of the prompt: a step attends all of the answer beside it."""
 
 

@@ -2,98 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hybrid_kv
 from hybrid_kv.attended import Attended
-from hybrid_kv.config import HybridConfig
-from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.methods.scores import of_window
-from hybrid_kv.plugins import METHODS, Method
+from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Demotion, Needs
-from tests.drive_method import Driven, drive, heads
+from tests.drive_method import drive
 from tests.methods.eviction import (
-    Kept,
+    PROMPT,
+    Heads,
     Stepwise,
     ada,
     causal_weights,
+    kept_sets,
+    method,
     of_groups,
     pyramid,
+    run,
     snap_scores,
     snapkv,
 )
 from tests.tolerances import TOLERANCES
 
 SNAP = ("snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid")
-EVICTING = (*SNAP, "h2o", "tova")
-PROMPT, NEW = 173, 37
+EVICTING = (*SNAP, "headkv", "h2o", "tova", "a2sf", "scissorhands", "d2o")
 LAYERS = 5
-
-Heads = tuple[Tensor, Tensor, Tensor]
-
-
-def method(name: str, page_size: int = 16, **settings: Any) -> Method:
-    config = HybridConfig(method=name, page_size=page_size, **settings)
-    built: Method = config.build()
-    return built
-
-
-def kept_sets(kept: Entries | None, num_heads: int) -> Kept:
-    if kept is None:
-        return [set() for _ in range(num_heads)]
-    return [set(at.tolist()) for at in kept.split("positions")]
-
-
-@pytest.fixture(scope="module")
-def needle_heads() -> list[Heads]:
-    """By layer q [Hq, N, D], k, v [Hkv, N, D] of the shipped model, which reads key-value pairs."""
-    folder = Path(hybrid_kv.__file__).parent / "assets" / "needle"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found: list[Heads] = []
-
-    def watch(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append((q[0], k[0], v[0]))
-        return eager_attention_forward(module, q, k, v, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register("watched", watch)
-    model.set_attn_implementation("watched")
-    sample = make_sample("key_value", PROMPT + NEW, num_records=6, num_questions=2, seed=5)
-    with torch.no_grad():
-        model(torch.as_tensor(sample.context)[None, : PROMPT + NEW])
-    return found
-
-
-@pytest.fixture(params=["random", "random_one_head", "needle"])
-def given(request: pytest.FixtureRequest) -> Heads:
-    """Heads of a prompt and an answer: group 3 and head_dim 72, one KV head, a real model's."""
-    if request.param == "needle":
-        layers: list[Heads] = request.getfixturevalue("needle_heads")
-        return layers[len(layers) // 2]
-    groups = {"random": (6, 2), "random_one_head": (3, 1)}[request.param]
-    return heads(PROMPT + NEW, num_q_heads=groups[0], num_kv_heads=groups[1], head_dim=72, seed=7)
-
-
-def run(
-    tested: Method,
-    given: Heads,
-    *,
-    prompt: int = PROMPT,
-    new: int = NEW,
-    page: int = 16,
-    **more: Any,
-) -> Driven:
-    return drive(tested, prompt=prompt, new=new, page_size=page, given=given, **more)
 
 
 def scores_of(given: Heads, prompt: int = PROMPT, **settings: Any) -> np.ndarray[Any, Any]:
@@ -205,7 +145,7 @@ def test_every_step_moves_the_scores_by_which_pages_are_evicted(
         page=page,
         room=29,
         score=score,
-        accumulate=heavy,
+        move=(lambda old, mass: old + mass) if heavy else (lambda _, mass: mass),
         decide=(lambda scores: scores) if heavy else (lambda s: np.broadcast_to(s.sum(0), s.shape)),
     )
     budget = sinks + window + 29
@@ -300,9 +240,10 @@ def test_memory_is_that_of_what_is_kept(name: str) -> None:
     driven = drive(method(name, window_tokens=32, budget_tokens=96), prompt=601, new=1)
     kept = driven.kept
     assert kept is not None
-    per_entry = 2 * 72 * 4 + 8 + (4 if name in ("h2o", "tova") else 0)
+    score = {"h2o": 4, "tova": 4, "a2sf": 4, "d2o": 4, "scissorhands": 8}.get(name, 0)
+    per_entry = 2 * 72 * 4 + 8 + score
     entries = 2 * 64 * per_entry
-    state = 4 * 2 * 33 + 4 if name in ("h2o", "tova") else 0
+    state = score * 2 * 33 + 4
     assert sum(kept.lengths) == 2 * 64
     assert entries <= kept.nbytes <= entries + 2 * state + 64
 

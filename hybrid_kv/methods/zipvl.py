@@ -1,0 +1,60 @@
+"""ZipVL: as many tokens of a layer as it takes to hold most of its attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from hybrid_kv.config import BudgetField, Count
+from hybrid_kv.entries import Entries
+from hybrid_kv.methods.evicting import Evicting, EvictingParams
+from hybrid_kv.methods.scores import best
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.types import Evidence, Needs
+
+
+@METHODS.register("zipvl", paper="He et al. 2024, arXiv:2410.08584")
+class ZipVL(Evicting):
+    """Keeps as many tokens of a layer as hold most of its attention, and DROPS the rest.
+
+    Tokens by the weights that the last observed_tokens queries of the prompt gave them in all heads
+    together, best first, until sinks, window and these have mass_ratio of all: so each layer says
+    how many it needs, the same tokens in all its heads. Deviations: the paper's probes are random
+    queries as well as recent ones; it holds the others in 2 bits and these in 4, and computes the
+    prompt from them; here others are dropped or offloaded and the prompt is exact.
+    """
+
+    class Params(EvictingParams):
+        """mass_ratio: of a layer's attention so much is kept (1: everything); observed_tokens: the
+        last queries of the prompt; budget_tokens: the most a layer may keep ("all": no limit).
+        """
+
+        mass_ratio: float = Field(default=0.975, gt=0, le=1)
+        observed_tokens: Count = 64
+        budget_tokens: BudgetField = "all"
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(last_queries=self.params.observed_tokens)
+
+    def absorb(
+        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
+    ) -> Entries:
+        if seen is None:
+            return (kept or Entries.empty(left)).extended(left)
+        first, count, room = self.params.sink_tokens, left.lengths[0], self.room(left.lengths[0])
+        if not count or (self.params.mass_ratio == 1 and room == count):
+            return left.copied()
+        mass = seen.mass(self.params.observed_tokens).sum(0).double()
+        scores = mass[first : first + count]
+        missing = self.params.mass_ratio * mass.sum() - (mass.sum() - scores.sum())
+        behind = scores.sort(descending=True).values.cumsum(0) - missing
+        needed = int((behind < 0).sum()) + 1 if missing > 0 else 0
+        some = best(scores, min(needed, room) if self.params.mass_ratio < 1 else room)
+        return left.select(some.expand(left.num_heads, -1))
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        full = super().full_budget(params)
+        return full.model_copy(update={"mass_ratio": 1.0}) if params.demote == "drop" else full
