@@ -29,7 +29,6 @@ class ElasticCache(Evicting):
     class Params(HeavyParams):
         """elastic_tokens: where an answer evicts, counted from the end of what is kept."""
 
-        sink_tokens: Tokens = 16
         window_tokens: Tokens = 32
         elastic_tokens: Tokens = 25
 

@@ -102,8 +102,8 @@ class Attachment:
         return own
 
     def _learn_of_model(self, config: HybridConfig) -> None:
-        """Asks the model, once, what somebody has a use for beside its shapes: how it turns queries,
-        how they can be computed early, and its output projections.
+        """Asks the model, once, what somebody has a use for beside its shapes: how queries turn,
+        how they can be computed early, and the output projections.
         """
         method = config.build()
         needs = method.needs
