@@ -15,7 +15,7 @@ from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import ModelInfo
 
 
-class HeadParams(SnapParams):
+class HeadKVParams(SnapParams):
     """heads: how much each matters, by layer and KV head, a JSON file of that, or "prompt";
     beta: one beta-th of an even share goes into the pool that they share by it.
     """
@@ -35,7 +35,7 @@ class HeadKV(SnapKV):
     layer share their pool. A head keeps no more than there is.
     """
 
-    Params = HeadParams
+    Params = HeadKVParams
 
     def open(self, info: ModelInfo) -> None:
         super().open(info)
