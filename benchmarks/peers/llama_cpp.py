@@ -1,0 +1,210 @@
+"""A decode step, or a prompt, in llama.cpp: one process, one JSON line.
+
+The library comes in the wheel `xllamacpp` and is entered through ctypes. Parameters are structs by
+value whose defaults it gives itself, so that only the places of a few fields must be known; a wrong
+place shows, since defaults are checked. KV is filled through `llama_state_seq_set_data`, whose
+format is that of a state which was read after three tokens, with more cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import struct
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_size_t, c_void_p
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter
+
+HIDDEN, FFN, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 4096
+_KV_WIDTH = KV_HEADS * HEAD_DIM
+_N_CTX, _N_THREADS, _N_THREADS_BATCH, _FLASH = 0, 28, 32, 52
+_DEFAULTS = {_N_CTX: 512, _N_THREADS: 4, _N_THREADS_BATCH: 4, _FLASH: -1}
+
+
+class _Params(ctypes.Structure):
+    """Room for parameters that are passed by value; what is too much is not looked at."""
+
+    _fields_ = (("bytes", ctypes.c_uint8 * 512),)
+
+
+class _Batch(ctypes.Structure):
+    """`llama_batch`."""
+
+    _fields_ = (
+        ("n_tokens", c_int32),
+        *((name, c_void_p) for name in ("token", "embd", "pos", "n_seq_id", "seq_id", "logits")),
+    )
+
+
+def write_model(path: Path) -> None:
+    """One layer of the Llama-3-8B shape with random bf16 weights, as a GGUF file."""
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(2**18)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(Q_HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5e5)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("none")
+    draw = np.random.default_rng(0)
+
+    def add(name: str, rows: int, columns: int) -> None:
+        values = draw.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.02)
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        writer.add_tensor(
+            f"{name}.weight", bits.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16
+        )
+
+    add("token_embd", VOCAB, HIDDEN)
+    add("output", VOCAB, HIDDEN)
+    for name, rows, columns in (
+        ("attn_q", HIDDEN, HIDDEN),
+        ("attn_k", _KV_WIDTH, HIDDEN),
+        ("attn_v", _KV_WIDTH, HIDDEN),
+        ("attn_output", HIDDEN, HIDDEN),
+        ("ffn_gate", FFN, HIDDEN),
+        ("ffn_up", FFN, HIDDEN),
+        ("ffn_down", HIDDEN, FFN),
+    ):
+        add(f"blk.0.{name}", rows, columns)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Llama:
+    """The model and one context of it, with flash attention or without."""
+
+    def __init__(self, path: Path, room: int, threads: int, flash: bool) -> None:
+        found = find_spec("xllamacpp")
+        if found is None or found.origin is None:
+            raise SystemExit("llama.cpp is not installed; pip install xllamacpp")
+        self._library = ctypes.CDLL(str(Path(found.origin).parent / "xllamacpp.abi3.so"))
+        self._quiet = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)(lambda *_: None)
+        self._call("llama_log_set", None, type(self._quiet), c_void_p)(self._quiet, None)
+        self._call("llama_backend_init", None)()
+        defaults = self._call("llama_model_default_params", _Params)()
+        load = self._call("llama_model_load_from_file", c_void_p, c_char_p, _Params)
+        model = load(str(path).encode(), defaults)
+        params = self._call("llama_context_default_params", _Params)()
+        for place, value in _DEFAULTS.items():
+            if struct.unpack_from("<i", params.bytes, place)[0] != value:
+                raise SystemExit("this xllamacpp has other context parameters; adapt llama_cpp.py")
+        wanted = {_N_CTX: room, _N_THREADS: threads, _N_THREADS_BATCH: threads, _FLASH: int(flash)}
+        for place, value in wanted.items():
+            struct.pack_into("<i", params.bytes, place, value)
+        make = self._call("llama_init_from_model", c_void_p, c_void_p, _Params)
+        self._context = make(model, params)
+        if not model or not self._context:
+            raise SystemExit("llama.cpp has refused the model or the context")
+        self._one = self._call("llama_batch_get_one", _Batch, c_void_p, c_int32)
+        self._decode = self._call("llama_decode", c_int32, c_void_p, _Batch)
+        self._logits = self._call("llama_get_logits_ith", POINTER(c_float), c_void_p, c_int32)
+
+    def _call(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+        function.restype, function.argtypes = result, list(arguments)
+        return function  # type: ignore[no-any-return]
+
+    @property
+    def system(self) -> str:
+        """The instruction sets that it says it uses."""
+        return str(self._call("llama_print_system_info", c_char_p)().decode())
+
+    def feed(self, tokens: int) -> None:
+        """Computes some tokens, in batches of 2,048, and waits for the last one's logits."""
+        for first in range(0, tokens, 2048):
+            count = min(2048, tokens - first)
+            ids = (c_int32 * count)(*(i % VOCAB for i in range(first, first + count)))
+            if self._decode(self._context, self._one(ids, count)) != 0:
+                raise SystemExit("llama_decode failed")
+        if not np.isfinite(self._logits(self._context, -1)[0]):
+            raise SystemExit("llama.cpp's logits are not finite")
+
+    def fill(self, cells: int) -> None:
+        """Replaces what was fed, three tokens, by a context of random KV."""
+        size = self._call("llama_state_seq_get_size", c_size_t, c_void_p, c_int32)
+        read = self._call(
+            "llama_state_seq_get_data", c_size_t, c_void_p, c_void_p, c_size_t, c_int32
+        )
+        known = (ctypes.c_uint8 * size(self._context, 0))()
+        length = read(self._context, known, len(known), 0)
+        state = _longer(bytes(known[:length]), 3, cells)
+        self._call("llama_memory_clear", None, c_void_p, ctypes.c_bool)(
+            self._call("llama_get_memory", c_void_p, c_void_p)(self._context), True
+        )
+        write = self._call(
+            "llama_state_seq_set_data", c_size_t, c_void_p, c_void_p, c_size_t, c_int32
+        )
+        if write(self._context, state.ctypes.data, state.nbytes, 0) != state.nbytes:
+            raise SystemExit("llama.cpp has refused the state; its format differs from ours")
+
+
+def _longer(state: bytes, cells: int, wanted: int) -> npt.NDArray[np.uint8]:
+    """A state of one sequence and layer with more cells and random keys and values."""
+    words = struct.unpack_from("<4I", state)
+    if words[3] != cells:
+        raise SystemExit("llama.cpp's state has another format; adapt llama_cpp.py")
+    after = 16 + 12 * cells  # position, number of sequences and sequence of each cell
+    kv_bytes = 2 * cells * _KV_WIDTH
+    middle = len(state) - 2 * kv_bytes - (after + 28)  # the header of V
+    places = np.zeros((wanted, 3), dtype=np.uint32)
+    places[:, 0], places[:, 1] = np.arange(wanted), 1
+    draw = np.random.default_rng(1)
+    noise = draw.standard_normal(2**20, dtype=np.float32).astype(np.float16)
+    body = np.resize(noise, wanted * _KV_WIDTH).view(np.uint8)
+    parts = [
+        np.frombuffer(struct.pack("<4I", *words[:3], wanted), dtype=np.uint8),
+        places.reshape(-1).view(np.uint8),
+        np.frombuffer(state[after : after + 28], dtype=np.uint8),
+        body,
+        np.frombuffer(state[after + 28 + kv_bytes :][:middle], dtype=np.uint8),
+        body,
+    ]
+    return np.concatenate(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--flash", action="store_true")
+    parser.add_argument("--prompt", action="store_true", help="computes it: time to first token")
+    args = parser.parse_args()
+    llama = Llama(args.gguf, args.context + args.steps + 256, args.threads, args.flash)
+    times: list[tuple[float, float]] = []
+
+    def timed(tokens: int) -> None:
+        begin, begin_cpu = perf_counter(), process_time()
+        llama.feed(tokens)
+        times.append((1e3 * (perf_counter() - begin), 1e3 * (process_time() - begin_cpu)))
+
+    llama.feed(3)
+    if args.prompt:
+        timed(args.context)
+    else:
+        llama.fill(args.context)
+        for _ in range(args.steps):
+            timed(1)
+    print(json.dumps({"times_ms": times, "system": llama.system}))
+
+
+if __name__ == "__main__":
+    main()
