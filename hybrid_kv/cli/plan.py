@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hybrid_kv.cli.tables import Column
+    from hybrid_kv.planning.designs import DesignStep
     from hybrid_kv.planning.planner import Option, Plan
     from hybrid_kv.report.schema import PlanReport
 
@@ -50,6 +51,15 @@ class MachineOptions:
             rich_help_panel=_MACHINE,
         ),
     ] = None
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --card: what a step takes by design, with so many cores.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
     weight_bits: Annotated[
         int,
         typer.Option(
@@ -83,8 +93,14 @@ def plan(
     from hybrid_kv.cli.documents import check_target, write_report
     from hybrid_kv.cli.running import silence_transformers
     from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.errors import ConfigError
 
     check_target(output)
+    if machine.cores is not None and machine.card is None:
+        raise ConfigError(
+            f"--cores {machine.cores} says what searches beside a GPU, got no --card; name the "
+            "GPU, such as --card rtx-4090"
+        )
     config = build_config(options)
     silence_transformers(output)
     made = make_plan(
@@ -100,10 +116,21 @@ def plan(
         weight_bits=machine.weight_bits,
     )
     measured = {} if beside is None else _measured(beside, made, config.method)
+    designs = () if machine.cores is None else _designs(made, machine.card, machine.cores)
     if not output.json_only:
         _print(made, measured)
+        _print_designs(designs)
     if output.json is not None:
-        write_report(_report(made, config.flat(), measured), output)
+        write_report(_report(made, config.flat(), measured, designs), output)
+
+
+def _designs(made: Plan, card: str | None, cores: int) -> tuple[DesignStep, ...]:
+    from hybrid_kv.planning.designs import DESKTOP_GBPS, Designs, Host
+    from hybrid_kv.planning.rates import CARDS
+
+    host = Host(cores, *DESKTOP_GBPS)
+    named = CARDS[card or made.machine.device]
+    return Designs(made.facts, made.context_tokens, named, made.machine.rates, host).all()
 
 
 def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
@@ -143,10 +170,15 @@ def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
     return found
 
 
-def _report(made: Plan, config: dict[str, Any], measured: dict[str, float]) -> PlanReport:
+def _report(
+    made: Plan,
+    config: dict[str, Any],
+    measured: dict[str, float],
+    designs: tuple[DesignStep, ...],
+) -> PlanReport:
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.run import MachineGbps
-    from hybrid_kv.report.schema import PlannedOption, PlanReport
+    from hybrid_kv.report.schema import PlannedDesign, PlannedOption, PlanReport
 
     facts, machine, chosen = made.facts, made.machine, made.recommended
     rates = machine.rates
@@ -185,6 +217,25 @@ def _report(made: Plan, config: dict[str, Any], measured: dict[str, float]) -> P
         ),
         recommended=None if chosen is None else chosen.mode,
         advice=made.advice,
+        designs=tuple(
+            PlannedDesign(
+                design=step.design,
+                tpot_ms=step.ms,
+                ms_per_token={part.name: part.ms for part in step.parts if not part.hidden},
+                hidden_ms_per_token={part.name: part.ms for part in step.parts if part.hidden},
+                measured_parts=tuple(part.name for part in step.parts if part.measured),
+                launches=step.launches,
+                waits=step.waits,
+                host_core_ms=step.host_core_ms,
+                device_read_bytes=step.device_read_bytes,
+                host_read_bytes=step.host_read_bytes,
+                bus_bytes=step.bus_bytes,
+                device_bytes=step.device_bytes,
+                host_bytes=step.host_bytes,
+                why_not=step.why_not,
+            )
+            for step in designs
+        ),
     )
 
 
@@ -223,6 +274,48 @@ def _print(made: Plan, measured: dict[str, float]) -> None:
         out.print(f"with {given}")
     if chosen is not None and chosen.select:
         out.print(f"{chosen.select} (computed; nothing of it was measured on a GPU)")
+
+
+def _print_designs(designs: tuple[DesignStep, ...]) -> None:
+    from rich.text import Text
+
+    from hybrid_kv.cli.display import console, human_bytes
+    from hybrid_kv.cli.tables import Column, print_columns
+
+    if not designs:
+        return
+    out = console()
+    out.print()
+    out.print(
+        "A step by design. The device's and the bus's parts are computed from specifications, the "
+        "host's from costs measured on one core (*) and an assumed bandwidth; hidden parts in "
+        "brackets",
+        style="dim",
+    )
+    names = [Text(f"{step.design}\n{step.why_not}".strip(), "bold") for step in designs]
+    columns = [
+        Column("ms per token", [_design_parts(step) for step in designs]),
+        Column("launches", [f"{step.launches:,}" for step in designs]),
+        Column("waits", [f"{step.waits:,}" for step in designs]),
+        Column("host core-ms", [f"{step.host_core_ms:.0f}" for step in designs]),
+        Column("over the bus", [human_bytes(step.bus_bytes) for step in designs]),
+        Column("on the host", [human_bytes(step.host_bytes) for step in designs]),
+    ]
+    print_columns(out, [Column("", names, True)], columns)
+
+
+def _design_parts(step: DesignStep) -> Text:
+    from rich.text import Text
+
+    if step.why_not:
+        return Text("does not fit")
+    lines = [
+        f"({part.ms:.1f}) {part.name}" if part.hidden else f"{part.ms:.1f} {part.name}"
+        for part in step.parts
+    ]
+    marks = ["*" if part.measured else "" for part in step.parts]
+    joined = "".join(f"{line}{mark}\n" for line, mark in zip(lines, marks, strict=True))
+    return Text.assemble(joined, (f"{step.ms:.1f}", "bold"))
 
 
 def _verdict(option: Option) -> Text:

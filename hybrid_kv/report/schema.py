@@ -150,6 +150,31 @@ class PlannedOption(Group):
     select: str = ""
 
 
+class PlannedDesign(Group):
+    """A decode step of one design on a card and a host: computed, but for `measured_parts`, whose
+    costs were measured on one core.
+
+    hidden_ms_per_token: what runs beside other parts. launches: kernels, copies or graphs that the
+    host starts for a token. waits: of host and device for each other. host_core_ms: of all cores.
+    why_not: a sentence where it cannot run.
+    """
+
+    design: str
+    tpot_ms: float
+    ms_per_token: dict[str, float]
+    hidden_ms_per_token: dict[str, float]
+    measured_parts: tuple[str, ...]
+    launches: int
+    waits: int
+    host_core_ms: float
+    device_read_bytes: int
+    host_read_bytes: int
+    bus_bytes: int
+    device_bytes: int
+    host_bytes: int
+    why_not: str = ""
+
+
 class PlanReport(_Envelope):
     """`plan`: predictions, none of them measured but the bandwidths.
 
@@ -170,6 +195,7 @@ class PlanReport(_Envelope):
     options: tuple[PlannedOption, ...]
     recommended: Literal["dense", "dense_8bit", "hybrid"] | None
     advice: str
+    designs: tuple[PlannedDesign, ...] = ()
 
 
 class ProfileReport(_Envelope):

@@ -148,3 +148,22 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     file.write_text(call(*ONE_LAYER, "4k", "--json", "-").stdout)
     sentence = refused(*ONE_LAYER, "4k", "--beside", str(file))
     assert "takes what the verb profile has written, got a run of 'plan'" in sentence
+
+
+def test_cores_beside_a_card_show_what_a_step_takes_by_design() -> None:
+    words = (*PLAN, "--context", "128k", "--cores", "16")
+    designs = {one.design: one for one in planned(*words).designs}
+    device = designs["sketch on the device, 32 B a key"]
+    assert (device.waits, device.launches, device.measured_parts) == (0, 1, ())
+    assert "search" in designs["graph on the host"].measured_parts
+    assert designs["graph on the host, look-ahead"].hidden_ms_per_token["search ahead"] > 1
+    for one in designs.values():
+        assert one.tpot_ms == pytest.approx(sum(one.ms_per_token.values()))
+    output = call(*words).output
+    for part in ("search ahead*", "query out, result in", "full attention over the bus"):
+        assert part in output
+    assert planned(*PLAN).designs == ()
+
+
+def test_cores_without_a_card_are_refused() -> None:
+    assert "--card rtx-4090" in refused("plan", "random:llama-3-8b", "--cores", "16")

@@ -1,0 +1,319 @@
+"""What a decode step of each design takes: launches, bytes, work of the host and waits.
+
+A step of a model on a GPU can find its cold entries in several ways, which differ less in bytes
+than in who waits for whom. Here each is a list of parts in the order in which they follow one
+another; those that run beside others are marked as hidden. Parts of a GPU and a bus are computed
+from a specification and never were measured; search, cold attention and entering come from costs
+that were measured on one core (`HOST_COSTS`, by `benchmarks/step_model`) and from the bandwidth of
+the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hybrid_kv.planning.planner import AIR_BYTES, ModelFacts
+from hybrid_kv.planning.rates import Card, Rates
+from hybrid_kv.types import LayerShape
+
+Place: TypeAlias = Literal["device", "bus", "host", "wait"]
+
+_CUDA_BYTES = 600 * 2**20
+_KERNEL_US = 1.5
+"""A kernel that reads next to nothing, behind another one, and as much again for every copy."""
+_SMALL_KERNELS = 37
+"""Of a layer beside its seven products: norms, rotary embedding, gate, sums, and our own five."""
+_SELECT_KERNELS = 4
+"""More of them where the device finds cold entries: scan, threshold, ranking, merge."""
+_EVENT_US = 40.0
+"""From the last kernel before a wait until the host goes on, or back: event, copy, wake-up."""
+_CALLER_MS = 2.0
+"""Of `generate` around a step: masks, sampling, the model's own Python before its first kernel."""
+_CAPTURED_CALLER_MS = 0.5
+"""The same around a step that is one captured graph: sampling alone."""
+_WINDOW, _TOP_K, _FOUND_SHARED = 4096, 100, 0.55
+"""Resident tokens; cold entries of a query head, and how many of a group's are distinct."""
+_CODE_BYTES = (32, 24, 16)
+"""Of a key on the device, the first that fits."""
+_CANDIDATES = 200
+_CONTEXT = 2**17
+_WALK_GROWTH = 0.6
+"""Of the rows that a graph's search reads, in the number of keys (docs/lab.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreCost:
+    """Work for one KV head and its group of queries, on one core.
+
+    base_us: whatever the number of keys. us, growth: microseconds more at 128K keys, and with which
+    power they grow. key_bytes: that it reads of each key; walked_bytes: of a graph, at 128K keys.
+    """
+
+    base_us: float
+    us: float
+    growth: float
+    key_bytes: float = 0.0
+    walked_bytes: float = 0.0
+
+    def core_us(self, keys: int) -> float:
+        """Of one core at so many keys."""
+        return float(self.base_us + self.us * (keys / _CONTEXT) ** self.growth)
+
+    def bytes(self, keys: int) -> float:
+        """What it reads."""
+        walked = self.walked_bytes * (keys / _CONTEXT) ** _WALK_GROWTH
+        return float(self.key_bytes * keys + walked)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """What a core does, measured; groups of 4 query heads of 128 channels in 16 bit.
+
+    search: by kind of index. attend: attention over what a group found, 100 entries a query head,
+    which lie farther apart among more keys. enter_us: Python and ctypes of a layer's step. wake_us:
+    until the pool works (estimate).
+    """
+
+    search: dict[str, CoreCost]
+    attend: CoreCost
+    enter_us: float
+    wake_us: float
+
+
+HOST_COSTS = HostCosts(
+    search={
+        "graph": CoreCost(0.0, 400.0, 0.9, walked_bytes=1.5 * 9000 * 129),
+        "sketch": CoreCost(64.0, 140.0, 1.0, key_bytes=24.0),
+        "scan": CoreCost(0.0, 520.0, 1.0, key_bytes=129.0),
+    },
+    attend=CoreCost(0.0, 30.0, 0.55),
+    enter_us=250.0,
+    wake_us=20.0,
+)
+"""One core of an AMD EPYC, Zen 5, AVX-512 (docs/results.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Cores that search, and what their memory gives, in 1e9 bytes per second."""
+
+    cores: int
+    dram: float
+    gather: float
+
+    @property
+    def threads(self) -> int:
+        """As `default_threads`: one is left to everybody else from four on."""
+        return self.cores - 1 if self.cores >= 4 else self.cores
+
+
+DESKTOP_GBPS = (70.0, 35.0)
+"""What two channels of DDR5-5600 give in order and at random places (assumptions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Milliseconds of a token.
+
+    hidden: it runs beside other parts and adds nothing. measured: made of `HOST_COSTS`; all else is
+    computed or estimated.
+    """
+
+    name: str
+    place: Place
+    ms: float
+    hidden: bool = False
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DesignStep:
+    """A decode step of one design.
+
+    launches: kernels, copies or graphs that the host starts for a token. waits: how often host and
+    device wait for each other. host_core_ms: work of all cores. device_bytes: of the codes that the
+    design keeps on the device, with weights and window; host_bytes: of cold KV and its index.
+    why_not: a sentence where it cannot run.
+    """
+
+    design: str
+    parts: tuple[Part, ...]
+    launches: int
+    waits: int
+    host_core_ms: float
+    device_read_bytes: int
+    host_read_bytes: int
+    bus_bytes: int
+    device_bytes: int
+    host_bytes: int
+    why_not: str = ""
+
+    @property
+    def ms(self) -> float:
+        """Of a token: the parts that nothing hides."""
+        return sum(part.ms for part in self.parts if not part.hidden)
+
+
+def host_search_ms(shape: LayerShape, kind: str, keys: int, host: Host, costs: HostCosts) -> float:
+    """A layer's search on all threads: its work, or its bytes where those take longer."""
+    cost = costs.search[kind]
+    work = shape.num_kv_heads * cost.core_us(keys) / host.threads / 1e3
+    gbps = host.gather if cost.walked_bytes else host.dram
+    return max(work, shape.num_kv_heads * cost.bytes(keys) / gbps / 1e6)
+
+
+def host_attend_ms(shape: LayerShape, keys: int, host: Host, costs: HostCosts) -> float:
+    """A layer's attention over what was found in 16 bit, on as many threads as it has KV heads."""
+    work = shape.num_kv_heads * costs.attend.core_us(keys) / 1e3
+    return max(
+        work / min(host.threads, shape.num_kv_heads), _found_bytes(shape, 2) / host.gather / 1e6
+    )
+
+
+def _found_bytes(shape: LayerShape, itemsize: int) -> float:
+    rows = _FOUND_SHARED * _TOP_K * shape.group_size * shape.num_kv_heads
+    return 2 * rows * shape.head_dim * itemsize
+
+
+class Designs:
+    """The designs for one model on one card beside one host, at one context."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        tokens: int,
+        card: Card,
+        rates: Rates,
+        host: Host,
+        costs: HostCosts = HOST_COSTS,
+    ) -> None:
+        self._facts, self._tokens, self._host, self._costs = facts, tokens, host, costs
+        self._card, self._rates = card, rates
+        self._cold = max(0, tokens - _WINDOW)
+        self._layers = len(facts.layers)
+        self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token
+
+    def all(self) -> tuple[DesignStep, ...]:
+        """Each of them, in the order of the documents."""
+        makers: tuple[Callable[[], DesignStep], ...] = (
+            lambda: self._searched("graph on the host", "graph"),
+            lambda: self._searched("graph on the host, look-ahead", "graph", ahead=True),
+            lambda: self._searched("sketch on the host", "sketch"),
+            lambda: self._searched("sketch on the host, look-ahead", "sketch", ahead=True),
+            self._on_device,
+            self._streamed,
+        )
+        return tuple(make() for make in makers)
+
+    def _base(self, kernels: int) -> Iterator[Part]:
+        """What every design does on the device."""
+        facts, rates = self._facts, self._rates
+        yield Part("weights", "device", facts.read_bytes / rates.device / 1e6)
+        yield Part("resident attention", "device", self._resident / rates.device / 1e6)
+        yield Part("small kernels", "device", self._layers * kernels * _KERNEL_US / 1e3)
+
+    def _searched(self, name: str, kind: str, *, ahead: bool = False) -> DesignStep:
+        facts, host, costs = self._facts, self._host, self._costs
+        search = [host_search_ms(s, kind, self._cold, host, costs) for s in facts.layers]
+        attend = [host_attend_ms(s, self._cold, host, costs) for s in facts.layers]
+        base = tuple(self._base(_SMALL_KERNELS + 7))
+        layer_ms = sum(part.ms for part in base) / max(1, self._layers)
+        exposed = [max(0.0, ms - layer_ms) if ahead else ms for ms in search]
+        enter = self._layers * (costs.enter_us + costs.wake_us) / 1e3
+        trips = 2 * self._layers
+        parts = (
+            *base,
+            Part("query out, result in", "wait", trips * _EVENT_US / 1e3),
+            Part("entering the host's part", "host", enter, measured=True),
+            Part("search", "host", sum(exposed), measured=True),
+            Part("search ahead", "host", sum(search) - sum(exposed), hidden=True, measured=True),
+            Part("cold attention", "host", sum(attend), measured=True),
+            Part("generate", "host", _CALLER_MS),
+        )
+        core_ms = enter + sum(
+            s.num_kv_heads
+            * (costs.search[kind].core_us(self._cold) + costs.attend.core_us(self._cold))
+            / 1e3
+            for s in facts.layers
+        )
+        read = sum(
+            s.num_kv_heads * costs.search[kind].bytes(self._cold)
+            + _found_bytes(s, facts.dtype_bytes)
+            for s in facts.layers
+        )
+        travels = 2 * facts.dtype_bytes * sum(s.num_q_heads * s.head_dim for s in facts.layers)
+        return self._step(
+            name, parts, self._layers * (_SMALL_KERNELS + 7 + 2), trips, core_ms, read, travels
+        )
+
+    def _on_device(self) -> DesignStep:
+        facts, cold = self._facts, self._cold
+        taken = facts.weight_bytes + self._resident + _CUDA_BYTES + AIR_BYTES
+        heads = sum(s.num_kv_heads for s in facts.layers)
+        sizes = [(size, size * cold * heads) for size in _CODE_BYTES]
+        fitting = [known for known in sizes if taken + known[1] <= self._card.memory_bytes]
+        code, codes = fitting[0] if fitting else sizes[-1]
+        ranked = sum(
+            s.num_kv_heads * _CANDIDATES * s.head_dim * facts.dtype_bytes
+            + _found_bytes(s, facts.dtype_bytes) / 2
+            for s in facts.layers
+        )
+        bus = self._rates.h2d or self._rates.dram
+        parts = (
+            *self._base(_SMALL_KERNELS + 7 + _SELECT_KERNELS),
+            Part("scan of codes", "device", codes / self._rates.device / 1e6),
+            Part("ranking and attention of host rows", "bus", ranked / bus / 1e6),
+            Part("generate", "host", _CAPTURED_CALLER_MS),
+        )
+        why = ""
+        if not fitting:
+            needed, free = codes / 2**30, (self._card.memory_bytes - taken) / 2**30
+            why = (
+                f"codes of {code} bytes a key need {needed:.1f} GiB of device memory, {free:.1f} "
+                "are free"
+            )
+        return self._step(
+            f"sketch on the device, {code} B a key", parts, 1, 0, 0.0, 0.0, ranked, codes, why
+        )
+
+    def _streamed(self) -> DesignStep:
+        facts, bus = self._facts, self._rates.h2d or self._rates.dram
+        travels = self._cold * facts.kv_bytes_per_token
+        parts = (
+            *self._base(_SMALL_KERNELS + 7),
+            Part("keys and values over the bus", "bus", travels / bus / 1e6),
+            Part("attention of them", "device", travels / self._rates.device / 1e6, hidden=True),
+            Part("generate", "host", _CALLER_MS),
+        )
+        launches = self._layers * (_SMALL_KERNELS + 7 + 2)
+        return self._step("full attention over the bus", parts, launches, 0, 0.0, travels, travels)
+
+    def _step(
+        self,
+        name: str,
+        parts: tuple[Part, ...],
+        launches: int,
+        waits: int,
+        core_ms: float,
+        host_read: float,
+        bus: float,
+        codes: float = 0.0,
+        why: str = "",
+    ) -> DesignStep:
+        facts = self._facts
+        device_read = facts.read_bytes + self._resident + codes
+        return DesignStep(
+            design=name,
+            parts=tuple(part for part in parts if part.ms > 0),
+            launches=launches,
+            waits=waits,
+            host_core_ms=core_ms,
+            device_read_bytes=round(device_read),
+            host_read_bytes=round(host_read),
+            bus_bytes=round(bus),
+            device_bytes=round(facts.weight_bytes + self._resident + codes),
+            host_bytes=self._cold * facts.kv_bytes_per_token,
+            why_not=why,
+        )

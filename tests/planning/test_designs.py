@@ -1,0 +1,108 @@
+"""The model of a step by design, on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybrid_kv.planning.designs import (
+    HOST_COSTS,
+    CoreCost,
+    Designs,
+    DesignStep,
+    Host,
+    HostCosts,
+    host_attend_ms,
+    host_search_ms,
+)
+from hybrid_kv.planning.rates import CARDS, Rates, rates_of_card
+from hybrid_kv.types import LayerShape
+from tests.planning.test_planner import LLAMA_8B
+
+CARD = CARDS["rtx-4090"]
+HOST = Host(16, 70.0, 35.0)
+RATES = rates_of_card(CARD, Rates(70.0, 70.0, 35.0))
+SHAPE = LayerShape(0, 32, 8, 128)
+GIB = 2**30
+
+
+def steps(tokens: int = 2**17, host: Host = HOST, **changes: object) -> dict[str, DesignStep]:
+    made = Designs(replace(LLAMA_8B, **changes), tokens, CARD, RATES, host).all()  # type: ignore[arg-type]
+    return {step.design.partition(", 3")[0]: step for step in made}
+
+
+def parts(step: DesignStep) -> dict[str, float]:
+    return {part.name: part.ms for part in step.parts}
+
+
+def test_every_design_reads_the_weights_and_its_parts_are_its_time() -> None:
+    for step in steps().values():
+        assert parts(step)["weights"] == pytest.approx(1e3 * 15_009_849_344 / (0.9 * 1008e9))
+        assert step.ms == pytest.approx(sum(p.ms for p in step.parts if not p.hidden))
+        assert step.host_bytes == (2**17 - 4096) * 128 * 1024
+
+
+def test_a_search_takes_its_work_or_its_bytes() -> None:
+    cost = CoreCost(20.0, 100.0, 1.0, key_bytes=24.0)
+    costs = HostCosts({"sketch": cost}, CoreCost(0.0, 40.0, 0.5), enter_us=0.0, wake_us=0.0)
+    alone = host_search_ms(SHAPE, "sketch", 2**18, Host(1, 70.0, 35.0), costs)
+    assert alone == pytest.approx(8 * 220e-3), "one core's work"
+    many = host_search_ms(SHAPE, "sketch", 2**18, Host(64, 70.0, 35.0), costs)
+    assert many == pytest.approx(8 * 24 * 2**18 / 70e6), "the memory's bytes"
+
+
+def test_attention_of_what_was_found_has_a_head_for_a_thread() -> None:
+    costs = replace(HOST_COSTS, attend=CoreCost(0.0, 200.0, 0.5))
+    found = [host_attend_ms(SHAPE, 2**19, Host(n, 70.0, 35.0), costs) for n in (2, 64)]
+    assert found == [pytest.approx(8 * 0.4 / 2), pytest.approx(0.4)]
+
+
+def test_cores_are_left_to_others_as_the_pool_leaves_them() -> None:
+    assert [Host(n, 1.0, 1.0).threads for n in (1, 2, 3, 4, 16)] == [1, 2, 3, 3, 15]
+
+
+@pytest.mark.parametrize("kind", ["graph", "sketch"])
+def test_look_ahead_hides_the_search_behind_a_layer(kind: str) -> None:
+    found = steps()
+    plain, ahead = found[f"{kind} on the host"], found[f"{kind} on the host, look-ahead"]
+    assert ahead.ms < plain.ms
+    assert parts(ahead)["search ahead"] == pytest.approx(parts(plain)["search"])
+    assert "search" not in parts(ahead), "all of it is hidden"
+    assert (ahead.waits, ahead.host_core_ms) == (plain.waits, plain.host_core_ms)
+    slow = steps(host=Host(1, 70.0, 35.0))[f"{kind} on the host, look-ahead"]
+    assert parts(slow)["search"] > 0, "a layer is too short to hide it"
+
+
+def test_a_step_on_the_device_has_one_launch_and_no_wait() -> None:
+    step = steps()["sketch on the device"]
+    assert (step.launches, step.waits, step.host_core_ms) == (1, 0, 0.0)
+    assert not any(part.place == "wait" for part in step.parts)
+    assert parts(step)["scan of codes"] == pytest.approx(
+        1e3 * 32 * (2**17 - 4096) * 256 / (0.9 * 1008e9)
+    )
+    assert all(step.ms < other.ms for name, other in steps().items() if "device" not in name)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(2**17, 32), (2**19, 32), (2**20, 24)])
+def test_codes_become_shorter_until_they_fit(tokens: int, size: int) -> None:
+    step = Designs(LLAMA_8B, tokens, CARD, RATES, HOST).all()[4]
+    assert step.design == f"sketch on the device, {size} B a key"
+    assert not step.why_not
+
+
+def test_codes_that_never_fit_are_refused_with_their_size() -> None:
+    step = Designs(LLAMA_8B, 2**21, CARD, RATES, HOST).all()[4]
+    assert step.why_not.startswith("codes of 16 bytes a key need 8.0 GiB of device memory, ")
+
+
+def test_streaming_everything_waits_for_the_bus() -> None:
+    step = steps()["full attention over the bus"]
+    cold = (2**17 - 4096) * 128 * 1024
+    assert parts(step)["keys and values over the bus"] == pytest.approx(1e3 * cold / 25.6e9)
+    assert step.bus_bytes == cold
+
+
+def test_what_a_device_does_is_never_called_measured() -> None:
+    marked = {part.name for step in steps().values() for part in step.parts if part.measured}
+    assert marked == {"entering the host's part", "search", "search ahead", "cold attention"}
