@@ -114,7 +114,7 @@ DESKTOP_GBPS = (70.0, 35.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DesignPart:
     """Milliseconds of a token.
 
     hidden: it runs beside other parts and adds nothing. measured: made of `HOST_COSTS`; all else is
@@ -139,7 +139,7 @@ class DesignStep:
     """
 
     design: str
-    parts: tuple[Part, ...]
+    parts: tuple[DesignPart, ...]
     launches: int
     waits: int
     host_core_ms: float
@@ -207,12 +207,12 @@ class Designs:
         )
         return tuple(make() for make in makers)
 
-    def _base(self, kernels: int) -> Iterator[Part]:
+    def _base(self, kernels: int) -> Iterator[DesignPart]:
         """What every design does on the device."""
         facts, rates = self._facts, self._rates
-        yield Part("weights", "device", facts.read_bytes / rates.device / 1e6)
-        yield Part("resident attention", "device", self._resident / rates.device / 1e6)
-        yield Part("small kernels", "device", self._layers * kernels * _KERNEL_US / 1e3)
+        yield DesignPart("weights", "device", facts.read_bytes / rates.device / 1e6)
+        yield DesignPart("resident attention", "device", self._resident / rates.device / 1e6)
+        yield DesignPart("small kernels", "device", self._layers * kernels * _KERNEL_US / 1e3)
 
     def _searched(self, name: str, kind: str, *, ahead: bool = False) -> DesignStep:
         facts, host, costs = self._facts, self._host, self._costs
@@ -225,12 +225,14 @@ class Designs:
         trips = 2 * self._layers
         parts = (
             *base,
-            Part("query out, result in", "wait", trips * _EVENT_US / 1e3),
-            Part("entering the host's part", "host", enter, measured=True),
-            Part("search", "host", sum(exposed), measured=True),
-            Part("search ahead", "host", sum(search) - sum(exposed), hidden=True, measured=True),
-            Part("cold attention", "host", sum(attend), measured=True),
-            Part("generate", "host", _CALLER_MS),
+            DesignPart("query out, result in", "wait", trips * _EVENT_US / 1e3),
+            DesignPart("entering the host's part", "host", enter, measured=True),
+            DesignPart("search", "host", sum(exposed), measured=True),
+            DesignPart(
+                "search ahead", "host", sum(search) - sum(exposed), hidden=True, measured=True
+            ),
+            DesignPart("cold attention", "host", sum(attend), measured=True),
+            DesignPart("generate", "host", _CALLER_MS),
         )
         core_ms = enter + sum(
             s.num_kv_heads
@@ -263,9 +265,9 @@ class Designs:
         bus = self._rates.h2d or self._rates.dram
         parts = (
             *self._base(_SMALL_KERNELS + 7 + _SELECT_KERNELS),
-            Part("scan of codes", "device", codes / self._rates.device / 1e6),
-            Part("ranking and attention of host rows", "bus", ranked / bus / 1e6),
-            Part("generate", "host", _CAPTURED_CALLER_MS),
+            DesignPart("scan of codes", "device", codes / self._rates.device / 1e6),
+            DesignPart("ranking and attention of host rows", "bus", ranked / bus / 1e6),
+            DesignPart("generate", "host", _CAPTURED_CALLER_MS),
         )
         why = ""
         if not fitting:
@@ -283,9 +285,11 @@ class Designs:
         travels = self._cold * facts.kv_bytes_per_token
         parts = (
             *self._base(_SMALL_KERNELS + 7),
-            Part("keys and values over the bus", "bus", travels / bus / 1e6),
-            Part("attention of them", "device", travels / self._rates.device / 1e6, hidden=True),
-            Part("generate", "host", _CALLER_MS),
+            DesignPart("keys and values over the bus", "bus", travels / bus / 1e6),
+            DesignPart(
+                "attention of them", "device", travels / self._rates.device / 1e6, hidden=True
+            ),
+            DesignPart("generate", "host", _CALLER_MS),
         )
         launches = self._layers * (_SMALL_KERNELS + 7 + 2)
         return self._step("full attention over the bus", parts, launches, 0, 0.0, travels, travels)
@@ -293,7 +297,7 @@ class Designs:
     def _step(
         self,
         name: str,
-        parts: tuple[Part, ...],
+        parts: tuple[DesignPart, ...],
         launches: int,
         waits: int,
         core_ms: float,
