@@ -23,6 +23,7 @@ from time import thread_time
 from typing import Any
 
 os.environ["HYBRID_KV_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HYBRID_KV_ONE_CALL"] = "0"  # a call for a whole layer shows no parts
 
 import torch
 
