@@ -36,19 +36,20 @@ HKV_INLINE inline void unrolled(const Body &body) {
 
 // What each instruction set defines:
 //   kSketchSlice     queries that share what is loaded
-//   kDotKeys         keys at once; a block is worked on in parts of so many
+//   kDotKeys         keys of a DotSums; a block is worked on in parts of so many
+//   blocks_at_once   blocks that share the words of so many queries, for as long as registers last
 //   kWordsOf8        32-bit words that a query has for a quad of 8-bit codes; one for others
 //   kShiftedBytes    8-bit codes are multiplied less 128, which the caller makes good
 //   kFlushNibbles, kFlushPairs   lines of 4 and of 2 bits after which `flush` is due
 //   put_word_of_8    writes those words
 //   DotSums          start, add_bytes, add_nibbles, add_pairs, flush, any, store
-//   not_negative     which of kDotKeys stored sums are
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 #if defined(__AVX512VNNI__)
 
 constexpr int kSketchSlice = 8;
+constexpr int blocks_at_once(int queries) { return queries <= 4 ? 2 : 1; }
 
 struct DotVector {
   static constexpr int kVectors = 1;  // of a line
@@ -71,6 +72,7 @@ struct DotVector {
 #else
 
 constexpr int kSketchSlice = 4;
+constexpr int blocks_at_once(int) { return 1; }
 
 struct DotVector {
   static constexpr int kVectors = 2;
@@ -105,16 +107,6 @@ constexpr int kFlushNibbles = 1 << 20, kFlushPairs = 1 << 20;  // sums have 32 b
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
 
-inline uint32_t not_negative(const int32_t *sums) {
-  uint32_t negative = 0;
-  for (int i = 0; i < DotVector::kVectors; ++i) {
-    const int first = i * kDotKeys / DotVector::kVectors;
-    const auto *at = reinterpret_cast<const uint8_t *>(sums + first);
-    negative |= DotVector::negative(DotVector::load(at)) << first;
-  }
-  return ~negative & ((1u << kDotKeys) - 1);
-}
-
 template <int Queries>
 class DotSums {
  public:
@@ -146,11 +138,11 @@ class DotSums {
     });
     return V::negative(all) != (1u << kDotKeys / V::kVectors) - 1;
   }
-  /// to: [Queries][kDotKeys].
+  /// to: [Queries][HKV_BLOCK_KEYS], from the first key of the part on.
   HKV_INLINE inline void store(int32_t *to) const {
     unrolled<Queries>([&](auto query) HKV_INLINE {
       unrolled<V::kVectors>([&](auto i) HKV_INLINE {
-        V::store(to + query * kDotKeys + i * kDotKeys / V::kVectors, sums_[query][i]);
+        V::store(to + query * HKV_BLOCK_KEYS + i * kDotKeys / V::kVectors, sums_[query][i]);
       });
     });
   }
@@ -180,6 +172,7 @@ class DotSums {
 #elif defined(__AVX2__)
 
 constexpr int kSketchSlice = 4;
+constexpr int blocks_at_once(int) { return 1; }
 constexpr int kDotKeys = 8;
 constexpr int kWordsOf8 = 2;  // even and odd codes, widened: products of bytes would saturate
 constexpr bool kShiftedBytes = false;
@@ -193,10 +186,6 @@ inline void put_word_of_8(const int8_t *codes, int32_t *words) {
 
 inline uint32_t negative_lanes(__m256i sums) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(sums)));
-}
-
-inline uint32_t not_negative(const int32_t *sums) {
-  return ~negative_lanes(_mm256_load_si256(reinterpret_cast<const __m256i *>(sums))) & 0xffu;
 }
 
 template <int Queries>
@@ -244,7 +233,7 @@ class DotSums {
   }
   HKV_INLINE inline void store(int32_t *to) const {
     unrolled<Queries>([&](auto query) HKV_INLINE {
-      _mm256_store_si256(reinterpret_cast<__m256i *>(to + query * kDotKeys), sums_[query]);
+      _mm256_store_si256(reinterpret_cast<__m256i *>(to + query * HKV_BLOCK_KEYS), sums_[query]);
     });
   }
 
@@ -265,17 +254,12 @@ class DotSums {
 #elif defined(__aarch64__)
 
 constexpr int kSketchSlice = 4;
+constexpr int blocks_at_once(int) { return 1; }
 constexpr int kDotKeys = 4;
 constexpr int kWordsOf8 = 1;
 constexpr bool kShiftedBytes = true;  // so that both factors are signed bytes
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
-
-inline uint32_t not_negative(const int32_t *sums) {
-  uint32_t result = 0;
-  for (int key = 0; key < kDotKeys; ++key) result |= uint32_t{sums[key] >= 0} << key;
-  return result;
-}
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
@@ -363,7 +347,7 @@ class DotSums {
   }
   HKV_INLINE inline void store(int32_t *to) const {
     unrolled<Queries>([&](auto query) HKV_INLINE {
-      vst1q_s32(to + query * kDotKeys, sums_[query].sums);
+      vst1q_s32(to + query * HKV_BLOCK_KEYS, sums_[query].sums);
     });
   }
 
@@ -380,18 +364,13 @@ class DotSums {
 #else
 
 constexpr int kSketchSlice = 4;
+constexpr int blocks_at_once(int) { return 1; }
 constexpr int kDotKeys = HKV_BLOCK_KEYS;
 constexpr int kWordsOf8 = 1;
 constexpr bool kShiftedBytes = false;
 constexpr int kFlushNibbles = 1 << 20, kFlushPairs = 1 << 20;
 
 inline void put_word_of_8(const int8_t *codes, int32_t *word) { std::memcpy(word, codes, 4); }
-
-inline uint32_t not_negative(const int32_t *sums) {
-  uint32_t result = 0;
-  for (int key = 0; key < kDotKeys; ++key) result |= uint32_t{sums[key] >= 0} << key;
-  return result;
-}
 
 /// Plain 16-bit products, which compilers turn into vector code.
 template <int Queries>

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "select.h"
 #include "sketch_query.h"
@@ -12,33 +13,29 @@ namespace hkv {
 
 namespace detail {
 
-/// Adds the lines of a block to the sums of a part of its keys; the same lines `ahead` bytes further
-/// are asked for.
-template <int Queries>
-HKV_INLINE inline void add_lines(DotSums<Queries> &sums, const uint8_t *line,
+/// Adds the lines of blocks, `gap` bytes from one to the next, to the sums of a part of their keys; the
+/// same lines `ahead` bytes further are asked for.
+template <int Queries, int Blocks>
+HKV_INLINE inline void add_lines(DotSums<Queries> (&sums)[Blocks], const uint8_t *line, int64_t gap,
                                  const SketchLines lines, const int32_t *words, int64_t ahead) {
-  for (int i = 0; i < lines.of_8; ++i, line += kLineBytes, words += kWordsOf8 * Queries) {
-    __builtin_prefetch(line + ahead);
-    sums.add_bytes(line, words);
-  }
-  for (int i = 0; i < lines.of_4;) {
-    for (const int end = std::min(lines.of_4, i + kFlushNibbles); i < end; ++i) {
-      __builtin_prefetch(line + ahead);
-      sums.add_nibbles(line, words);
-      line += kLineBytes;
-      words += 2 * Queries;
-    }
-    sums.flush();
-  }
-  for (int i = 0; i < lines.of_2;) {
-    for (const int end = std::min(lines.of_2, i + kFlushPairs); i < end; ++i) {
-      __builtin_prefetch(line + ahead);
-      sums.add_pairs(line, words);
-      line += kLineBytes;
-      words += 4 * Queries;
-    }
-    sums.flush();
-  }
+  const auto each = [&](auto &&add) HKV_INLINE {
+    hkv::unrolled<Blocks>([&](auto block) HKV_INLINE {
+      __builtin_prefetch(line + block * gap + ahead);
+      add(sums[block], line + block * gap);
+    });
+    line += kLineBytes;
+  };
+  const auto flush = [&]() HKV_INLINE {
+    hkv::unrolled<Blocks>([&](auto block) HKV_INLINE { sums[block].flush(); });
+  };
+  for (int i = 0; i < lines.of_8; ++i, words += kWordsOf8 * Queries)
+    each([&](auto &to, const uint8_t *at) HKV_INLINE { to.add_bytes(at, words); });
+  for (int i = 0; i < lines.of_4; flush())
+    for (const int end = std::min(lines.of_4, i + kFlushNibbles); i < end; ++i, words += 2 * Queries)
+      each([&](auto &to, const uint8_t *at) HKV_INLINE { to.add_nibbles(at, words); });
+  for (int i = 0; i < lines.of_2; flush())
+    for (const int end = std::min(lines.of_2, i + kFlushPairs); i < end; ++i, words += 4 * Queries)
+      each([&](auto &to, const uint8_t *at) HKV_INLINE { to.add_pairs(at, words); });
 }
 
 constexpr int kDotParts = HKV_BLOCK_KEYS / kDotKeys;
@@ -88,50 +85,87 @@ class TierScan {
     return queries_.scale(slice_ * kSketchSlice + query);
   }
 
+  /// Blocks with a key above its limit, until somebody looks at them.
+  ///
+  /// Which ones these are cannot be predicted, and a branch that is taken wrongly costs as much as a
+  /// block: the sums of every block are stored, and where there is no such key the next ones take
+  /// their place.
+  template <int Queries>
+  struct Passed {
+    static constexpr int kRoom = 32;
+
+    alignas(64) int32_t sums[kRoom + 1][Queries * HKV_BLOCK_KEYS];
+    int64_t blocks[kRoom + 1];
+  };
+
   /// A function of its own: inside others GCC 12 leaves the sums in memory.
   template <int Queries>
   __attribute__((noinline)) void push_blocks(int64_t first, int64_t last,
                                              Selection *selections) const {
+    constexpr int kBlocks = blocks_at_once(Queries);
     int32_t limits[Queries], start[Queries];
-    const auto limit = [&](int query) {
-      limits[query] = scale(query).least_above(selections[query].threshold());
-      start[query] = scale(query).shift - limits[query];
-    };
-    for (int query = 0; query < Queries; ++query) limit(query);
+    find_limits<Queries>(selections, limits, start);
+    Passed<Queries> passed;
+    int count = 0;
     const SketchLines lines = lines_;
     const int64_t bytes = bytes_;
     const int32_t *words = queries_.words(slice_);
     const uint8_t *at = tier_.blocks + first * bytes;
-    for (int64_t block = first; block < last; ++block, at += bytes)
+    for (int64_t block = first; block < last; block += kBlocks, at += kBlocks * bytes) {
+      const int64_t gap = block + kBlocks <= last ? bytes : 0;  // else the last one, twice
+      bool any[kBlocks] = {};
       for (int part = 0; part < detail::kDotParts; ++part) {
-        DotSums<Queries> sums;
-        sums.start(start);
-        detail::add_lines<Queries>(sums, at + part * detail::kPartBytes, lines, words,
-                                   part == 0 ? kPrefetchBytes : 0);
-        if (__builtin_expect(!sums.any(), 1)) continue;
-        const int64_t place = block * HKV_BLOCK_KEYS + part * kDotKeys;
-        alignas(64) int32_t values[Queries * kDotKeys];
-        sums.store(values);
-        for (int query = 0; query < Queries; ++query)
-          if (push_lanes(query, values + query * kDotKeys, limits[query], place,
-                         selections[query]))
-            limit(query);
+        DotSums<Queries> sums[kBlocks];
+        unrolled<kBlocks>([&](auto i) HKV_INLINE { sums[i].start(start); });
+        detail::add_lines<Queries, kBlocks>(sums, at + part * detail::kPartBytes, gap, lines, words,
+                                            part == 0 ? kPrefetchBytes : 0);
+        unrolled<kBlocks>([&](auto i) HKV_INLINE {
+          sums[i].store(passed.sums[count] + part * kDotKeys);
+          passed.blocks[count] = block + i;
+          any[i] |= sums[i].any();
+          if constexpr (kBlocks > 1) count += any[i];
+        });
       }
+      if constexpr (kBlocks == 1) count += any[0];
+      if (__builtin_expect(count > Passed<Queries>::kRoom - kBlocks, 0)) {
+        if (take<Queries>(passed, count, last, limits, selections))
+          find_limits<Queries>(selections, limits, start);
+        count = 0;
+      }
+    }
+    take<Queries>(passed, count, last, limits, selections);
   }
 
-  /// Returns whether the threshold has risen.
-  bool push_lanes(int query, const int32_t *values, int32_t limit, int64_t place,
-                  Selection &selection) const {
-    uint32_t passing = not_negative(values);
-    const float threshold = selection.threshold();
-    const int64_t left = tier_.count - place;
-    if (left < kDotKeys) passing &= left > 0 ? (1u << left) - 1 : 0;
-    for (; passing != 0; passing &= passing - 1) {
-      const int lane = __builtin_ctz(passing);
-      selection.push(scale(query).score(values[lane] + limit),
-                     static_cast<uint32_t>(base_ + place + lane));
+  template <int Queries>
+  void find_limits(const Selection *selections, int32_t *limits, int32_t *start) const {
+    for (int query = 0; query < Queries; ++query) {
+      limits[query] = scale(query).least_above(selections[query].threshold());
+      start[query] = scale(query).shift - limits[query];
     }
-    return selection.threshold() != threshold;
+  }
+
+  /// Adds what passed to the selections, before block `last`; returns whether a threshold has risen.
+  template <int Queries>
+  __attribute__((noinline)) bool take(const Passed<Queries> &passed, int count, int64_t last,
+                                      const int32_t *limits, Selection *selections) const {
+    const int64_t end = std::min(tier_.count, last * HKV_BLOCK_KEYS);
+    bool risen = false;
+    for (int query = 0; query < Queries; ++query) {
+      const float threshold = selections[query].threshold();
+      const SketchScale own = scale(query);
+      for (int i = 0; i < count; ++i) {
+        const int32_t *sums = passed.sums[i] + query * HKV_BLOCK_KEYS;
+        const int64_t place = passed.blocks[i] * HKV_BLOCK_KEYS;
+        float scores[HKV_BLOCK_KEYS];
+        for (int key = 0; key < HKV_BLOCK_KEYS; ++key)
+          scores[key] = own.score(sums[key] + limits[query]);
+        for (int64_t key = std::max<int64_t>(0, end - place); key < HKV_BLOCK_KEYS; ++key)
+          scores[key] = -std::numeric_limits<float>::infinity();
+        selections[query].add(scores, HKV_BLOCK_KEYS, static_cast<uint32_t>(base_ + place));
+      }
+      risen |= selections[query].threshold() != threshold;
+    }
+    return risen;
   }
 
   template <int Queries>
@@ -139,18 +173,18 @@ class TierScan {
     const uint8_t *at = tier_.blocks + block * bytes_;
     int32_t start[Queries];
     for (int query = 0; query < Queries; ++query) start[query] = scale(query).shift;
+    alignas(64) int32_t values[Queries * HKV_BLOCK_KEYS];
     for (int part = 0; part < detail::kDotParts; ++part) {
-      DotSums<Queries> sums;
-      sums.start(start);
-      detail::add_lines<Queries>(sums, at + part * detail::kPartBytes, lines_,
-                                 queries_.words(slice_), part == 0 ? ahead * bytes_ : 0);
-      alignas(64) int32_t values[Queries * kDotKeys];
-      sums.store(values);
-      for (int query = 0; query < Queries; ++query)
-        for (int key = 0; key < kDotKeys; ++key)
-          out[query * HKV_BLOCK_KEYS + part * kDotKeys + key] =
-              scale(query).score(values[query * kDotKeys + key]);
+      DotSums<Queries> sums[1];
+      sums[0].start(start);
+      detail::add_lines<Queries, 1>(sums, at + part * detail::kPartBytes, 0, lines_,
+                                    queries_.words(slice_), part == 0 ? ahead * bytes_ : 0);
+      sums[0].store(values + part * kDotKeys);
     }
+    for (int query = 0; query < Queries; ++query)
+      for (int key = 0; key < HKV_BLOCK_KEYS; ++key)
+        out[query * HKV_BLOCK_KEYS + key] =
+            scale(query).score(values[query * HKV_BLOCK_KEYS + key]);
   }
 
   const hkv_sketch_tier &tier_;

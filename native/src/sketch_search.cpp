@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kGroup = 64;           // queries of one scan
 constexpr int64_t kSampleStep = 24;      // one block of so many is scored for the guess, at least
 constexpr int64_t kMostSampleStep = 96;
-constexpr int64_t kBlocksOfStep = 2048;  // up to so many blocks
+constexpr int64_t kBlocksOfStep = 8192;  // up to so many blocks
 constexpr int64_t kSampleSlots = 32;     // vectors of maxima that a sample is reduced to, at least
 constexpr int64_t kSampleAhead = 8 * 1024;  // bytes of the sample that are asked for early
 constexpr int64_t kChunkBytes = 32 * 1024;   // of codes that stay in the cache for all slices
