@@ -63,6 +63,16 @@ class FileFormatError(HybridKVError, ValueError):
     exit_code = 2
 
 
+class ReadError(HybridKVError, OSError):
+    """A file is not there or cannot be read."""
+
+    exit_code = 2
+
+
+class OtherContextError(ConfigError):
+    """A saved context is whole, but was made with another model, tokenizer or settings."""
+
+
 class BackendUnavailable(HybridKVError, RuntimeError):
     """A back end was asked for by name and cannot serve here."""
 

@@ -44,6 +44,8 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "MethodError": 1,
         "ModelNotFoundError": 2,
         "NonFiniteError": 1,
+        "OtherContextError": 2,
+        "ReadError": 2,
         "ShapeError": 1,
         "UnsupportedModelError": 2,
         "WriteError": 1,

@@ -32,7 +32,7 @@ LEVELS = [
     {"watch"},
     {"methods", "runtime"},
     {"models"},
-    {"planning"},
+    {"planning", "saved"},
     {"report"},
     {"api", "eval"},
     {"contest"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Unpack, overload
 
@@ -12,11 +14,13 @@ from torch import Tensor
 from hybrid_kv.api.arguments import GenerateOptions, token_ids
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import ChatTemplate, Message
+from hybrid_kv.api.template import ChatTemplate, Message, checked
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError, said
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
+from hybrid_kv.saved import open_context, save_context
 
 
 class Conversation:
@@ -163,20 +167,20 @@ class AskedMessages:
                 "the last message of a context must be the user's, because questions follow in it, "
                 f"got one of {messages[-1]['role']}; put the text there"
             )
-        self.template, self._messages = template, messages
+        self.template, self.messages = template, messages
 
     def before_question(self) -> list[int]:
         """The tokens that come out the same whatever is asked."""
         # What follows the text may change how its last word is taken apart, so neither this ending
         # nor that one is kept.
-        asked, ended = self.with_question("a"), self.template.encode(self._messages)
+        asked, ended = self.with_question("a"), self.template.encode(self.messages)
         return asked[: common_length(asked, ended)]
 
     def with_question(self, question: str) -> list[int]:
         """All tokens up to where the answer begins."""
-        last = self._messages[-1]
+        last = self.messages[-1]
         content = f"{last['content']}\n\n{question}"
-        return self.template.encode([*self._messages[:-1], {**last, "content": content}])
+        return self.template.encode([*self.messages[:-1], {**last, "content": content}])
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -186,27 +190,72 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((idx for idx, (one, other) in enumerate(pairs) if one != other), shorter)
 
 
+@contextmanager
+def _new_cache(llm: Model) -> Iterator[TieredCache]:
+    """A cache to be filled in the block, while no other thread generates; closed if that fails."""
+    cache = llm.runtime.cache()
+    try:
+        with llm.runtime.generating(), memory_errors(lambda: "prefill"):
+            yield cache
+    except BaseException:
+        cache.close()
+        raise
+
+
 class Context:
     """A long text, prefilled once; every `ask` continues from its end and leaves no trace.
 
     ids: [1, tokens].
 
     Args:
+        cache: holds these tokens and no others.
         messages: what a chat template makes `ids` and a question of; None for raw text.
     """
 
-    def __init__(self, llm: Model, ids: Tensor, messages: AskedMessages | None = None) -> None:
-        self._llm, self._cache, self.ids = llm, llm.runtime.cache(), ids
+    def __init__(
+        self, llm: Model, cache: TieredCache, ids: Tensor, messages: AskedMessages | None = None
+    ) -> None:
+        self._llm, self._cache, self.ids = llm, cache, ids
         self._messages = messages
-        check_room(llm, self._cache, ids.shape[1])
-        self._cache.kv.reserve(ids.shape[1])
-        cache, alone = self._cache, llm.runtime.generating()
-        try:
-            with alone, torch.inference_mode(), memory_errors(lambda: "prefill"):
+
+    @classmethod
+    def prefilled(cls, llm: Model, ids: Tensor, messages: AskedMessages | None = None) -> Context:
+        """A context of ids [1, tokens] that the model reads now."""
+        with _new_cache(llm) as cache:
+            check_room(llm, cache, ids.shape[1])
+            cache.kv.reserve(ids.shape[1])
+            with torch.inference_mode():
                 llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        except BaseException:
-            self._cache.close()
-            raise
+        return cls(llm, cache, ids, messages)
+
+    @classmethod
+    def opened(cls, llm: Model, path: str | Path) -> Context:
+        """What `save` wrote; see `LLM.open`."""
+        with _new_cache(llm) as cache:
+            opened = open_context(path, cache, llm.model, llm.tokenizer, llm.runtime.device)
+            messages = None
+            if opened.messages is not None:
+                messages = AskedMessages(llm.require_chat_template(), checked(opened.messages))
+        return cls(llm, cache, opened.ids.to(llm.runtime.device), messages)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the context to a folder, by custom `NAME.hkv`, from which `LLM.open` opens it.
+
+        Whatever happens, the folder holds the whole context, or what it held before. An index that
+        is being built is waited for; it is saved too, and not built again.
+
+        Args:
+            path: a new folder, or one with a saved context, which is replaced.
+
+        Raises:
+            ConfigError: the folder holds something else, or the model or index has state that
+                no file holds.
+            WriteError: it cannot be written; what was there before still is.
+            BusyError: the model generates in another thread.
+        """
+        messages = None if self._messages is None else self._messages.messages
+        with self._llm.runtime.generating():
+            save_context(path, self._cache, self.ids, messages, self._llm)
 
     @overload
     def ask(

@@ -125,9 +125,26 @@ class LLM:
             ConfigError, CapacityError: as `generate`.
         """
         if not is_chat(prompt):
-            return Context(self, self.encode(prompt))
+            return Context.prefilled(self, self.encode(prompt))
         asked = AskedMessages(self.require_chat_template(), checked(prompt))
-        return Context(self, self.encode(asked.before_question()), asked)
+        return Context.prefilled(self, self.encode(asked.before_question()), asked)
+
+    def open(self, path: str | Path) -> Context:
+        """A context that `Context.save` wrote, without prefill; asks give what they gave there.
+
+        Its index is read, not built; keys and values are read from the file as they are needed, so
+        do not change the folder meanwhile (saving to it again is no change). Keys and values are
+        checked by their sizes, all else by checksums; `hybrid-kv context verify` checks all.
+
+        Raises:
+            OtherContextError: it was made with another model, tokenizer, dtype or page size, or
+                with settings of the method under which other entries are stored.
+            FileFormatError: it is damaged, no saved context, of another version, or leads out of
+                its folder.
+            ReadError: it is not there or cannot be read.
+            CapacityError, DeviceMemoryError: what stays resident does not fit.
+        """
+        return Context.opened(self, path)
 
     def encode(self, prompt: Prompt) -> Tensor:
         """Token ids [1, tokens] on the model's device; of messages with what begins the answer."""

@@ -44,6 +44,8 @@ class Model(Protocol):
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase: ...
 
+    def require_chat_template(self) -> ChatTemplate: ...
+
 
 def check_room(llm: Model, cache: TieredCache, total_tokens: int) -> None:
     """Raises unless the model and the host's memory have room for what the cache lacks of

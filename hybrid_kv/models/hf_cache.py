@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, MethodError, UnsupportedModelError
-from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime import HeldLayer, KVCache, TieredLayer
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
@@ -211,6 +211,13 @@ class HybridLayer(CacheLayerMixin):
         self.lazy_initialization(k, v)
         self._state.kv.load(self._layer_idx, k, v, evidence)
         self._seen = k.shape[2]
+
+    def take(self, held: HeldLayer, device: torch.device) -> None:
+        """Goes on from what a layer of another cache held; see `HeldLayer.revived`."""
+        self.lazy_initialization(held.k[None], held.v[None])
+        self.device = device
+        held.revived(self._tiered, device)
+        self._seen = held.length
 
     def reset(self) -> None:
         self._seen, self._pending = 0, None

@@ -7,9 +7,12 @@ from hybrid_kv.runtime.capacity import (
     check_weights_memory,
     memory_errors,
 )
+from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.runtime.layer import TieredLayer
 
 __all__ = [
+    "HeldExtent",
+    "HeldLayer",
     "KVCache",
     "Stage",
     "TieredLayer",

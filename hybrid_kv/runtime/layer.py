@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ShapeError
-from hybrid_kv.plugins import Method
+from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.decode import decode
@@ -269,14 +269,32 @@ class TieredLayer:
         placement = means.method.seal(self.shape.layer_idx, evidence)
         shadows = means.audits and placement.drops
         store.seal(placement.shadowed() if shadows else placement, shadows=shadows)
-        if placement.rest is Demotion.ABSORB:
-            pool = store.resident.pool
-            self._keeper = Keeper(means.method, self.shape, pool.dtype, pool.device)
-        store.stand_in = means.stand_ins.of(store)
-        store.select = means.selectors.of(store)
+        self._begin_decoding(store, placement)
         with self._sealing():
             self._depart(evidence, is_prompt=True)
         _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, store.longest)
+
+    def _begin_decoding(self, store: LayerKV, placement: Placement) -> None:
+        """Makes what serves the entries of a sealed store as they leave its window."""
+        means, pool = self.means, store.resident.pool
+        if placement.rest is Demotion.ABSORB:
+            self._keeper = Keeper(means.method, self.shape, pool.dtype, pool.device)
+        store.stand_in = means.stand_ins.of(store)
+        store.select = means.selectors.of(store)
+
+    def take(self, store: LayerKV, placement: Placement) -> None:
+        """Goes on from a sealed store of another cache, in the place of its own prompt.
+
+        Args:
+            placement: what the method asked for; that of the store may have shadows beside it.
+        """
+        if self.store is not None:
+            raise ShapeError(
+                f"layer {self.shape.layer_idx} must be empty to take what another cache held, got "
+                f"{self.store.longest} tokens in it; use a new cache"
+            )
+        self.store = store
+        self._begin_decoding(store, placement)
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:

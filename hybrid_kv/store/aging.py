@@ -16,33 +16,38 @@ KEPT_POSITIONS = 1024
 class Aging:
     """Samples of an index's prompt, and the latest queries that it was asked.
 
+    Args:
+        prompt_keys: keys that were there when the prompt ended, where that is not now.
+
     Attributes:
+        prompt: those samples, thinned; prompt_keys: see above.
         num_keys: keys that were there when it learned last.
         stand: where the queries stood, in words.
         group: G, queries of a KV head in a step of one token; only those are of use.
         asked: the latest queries [Hkv, G, D], copies, each with the number of keys searched.
     """
 
-    def __init__(self, samples: Samples, num_keys: int) -> None:
+    def __init__(self, samples: Samples, num_keys: int, prompt_keys: int | None = None) -> None:
         self.num_keys, self.stand = num_keys, samples.describe()
-        self._prompt, self._prompt_keys = samples.thinned(KEPT_POSITIONS), num_keys
+        self.prompt = samples.thinned(KEPT_POSITIONS)
+        self.prompt_keys = num_keys if prompt_keys is None else prompt_keys
         self.group = samples.queries.shape[1]
         self.asked: deque[tuple[Tensor, int]] = deque(maxlen=KEPT_POSITIONS)
 
     def renew(self, num_keys: int) -> Samples:
         """What to learn from now that so many keys are there, turned to where decoding is."""
-        samples, first = self._prompt, self._prompt.first - self._prompt_keys
+        samples, first = self.prompt, self.prompt.first - self.prompt_keys
         if self.asked:
             queries = torch.stack([queries for queries, _ in self.asked], 2)
             # Where the keys behind the prompt's are counted, to a page: samples are spread far
             # wider.
             positions = torch.tensor([first + count for _, count in self.asked])
             samples = samples.joined(queries.to(samples.queries.dtype), positions)
-        samples = samples.ahead(first + num_keys, self._prompt.horizon)
+        samples = samples.ahead(first + num_keys, self.prompt.horizon)
         self.num_keys, self.stand = num_keys, samples.describe()
         return samples
 
     @property
     def memory_bytes(self) -> int:
         asked = sum(queries.nbytes for queries, _ in self.asked)
-        return self._prompt.queries.nbytes + asked
+        return self.prompt.queries.nbytes + asked

@@ -41,8 +41,8 @@ class ColdExtent:
         pinned: PinnedAhead | None = None,
         behind: int = 0,
     ) -> None:
-        self._pinned = pinned is not None
-        capacity = count + (pinned_room(behind + count) if self._pinned else max(256, count))
+        self._is_fixed = pinned is not None
+        capacity = count + (pinned_room(behind + count) if self._is_fixed else max(256, count))
         size = (shape.num_kv_heads, capacity, shape.head_dim)
         host = torch.device("cpu")
         if pinned is not None:
@@ -55,9 +55,24 @@ class ColdExtent:
         self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
 
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, first_position: int) -> ColdExtent:
+        """An extent of k, v [Hkv, n, D] where they lie, which may be a file; nothing follows them.
+
+        Args:
+            first_position: of the n consecutive ones.
+        """
+        extent = cls.__new__(cls)
+        count = k.shape[1]
+        extent._is_fixed, extent.k, extent.v = True, k, v
+        extent.positions = allocate([count], torch.int32, torch.device("cpu"))
+        extent.positions.copy_(torch.arange(first_position, first_position + count))
+        extent.length, extent.refs, extent.rewritten, extent.index = count, 1, 0, None
+        return extent
+
     def takes(self, count: int) -> bool:
         """Whether so many entries in all have room here, or can be given it."""
-        return not self._pinned or count <= self.positions.shape[0]
+        return not self._is_fixed or count <= self.positions.shape[0]
 
     def make_room(self, count: int) -> None:
         """Room for `count` more entries, which it `takes`; amortised O(1) per token."""

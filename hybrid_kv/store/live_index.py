@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -120,6 +120,9 @@ class LiveIndex:
             with a stand-in is built is no error: the stand-in serves on, and a warning says so.
     """
 
+    _build: _Build | None
+    _aging: Aging | None
+
     def __init__(
         self,
         make: MakeIndex,
@@ -129,16 +132,8 @@ class LiveIndex:
         nearest: Tensor | None = None,
         make_stand_in: MakeIndex | None = None,
     ) -> None:
-        self._make, self._runner = make, runner
-        self.revision = 0
-        self._build: _Build | None = None
-        self.is_building = False
-        self._state = "done"
-        self._aging: Aging | None = None
-        self.searches = self.searches_before = 0
-        self._num_keys = keys.shape[1]
         index = make()
-        self._serve(index)
+        self._begin(make, index, runner, keys.shape[1])
         asked = None if samples is None else samples.queries
         stand_in = index.stand_in(keys, asked)
         build = partial(index.build, keys, asked, nearest)
@@ -171,8 +166,53 @@ class LiveIndex:
         self._await(begun)
         self.settle(keys)
 
+    @classmethod
+    def resumed(
+        cls, make: MakeIndex, index: Index, runner: BuildRunner, aging: Aging | None
+    ) -> LiveIndex:
+        """One that an index serves which was built elsewhere.
+
+        Args:
+            make, runner: as for a new one.
+            aging: what to learn from later; None for nothing.
+        """
+        live = cls.__new__(cls)
+        live._begin(make, index, runner, len(index))
+        live._aging = aging
+        return live
+
+    def _begin(self, make: MakeIndex, index: Index, runner: BuildRunner, num_keys: int) -> None:
+        self._make, self._runner = make, runner
+        self.revision = 0
+        self._build, self._aging = None, None
+        self.is_building = False
+        self._state = "done"
+        self.searches = self.searches_before = 0
+        self._num_keys = num_keys
+        self._serve(index)
+
     def __len__(self) -> int:
         return len(self._serving)
+
+    @property
+    def serving(self) -> Index:
+        """What answers searches now: the index, or its stand-in."""
+        return self._serving
+
+    @property
+    def aging(self) -> Aging | None:
+        """What is learned from again when the index has aged; None for nothing."""
+        return self._aging
+
+    def wait(self, keys: Tensor) -> None:
+        """Returns when no stand-in serves any more that an index is about to replace.
+
+        Args:
+            keys: as for `settle`, which warns and raises what this does.
+        """
+        while (build := self._build) is not None and build.is_first:
+            wait([build.future])
+            self.settle(keys)
 
     def _serve(self, index: Index) -> None:
         # A search in another thread sees either of the two, and both are whole.

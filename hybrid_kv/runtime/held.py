@@ -1,0 +1,157 @@
+"""What a sealed layer holds, as values: taken from one cache, and made a layer of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.entries import Entries
+from hybrid_kv.errors import ConfigError, IntegrityError
+from hybrid_kv.plugins import Index
+from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
+from hybrid_kv.store.aging import Aging
+from hybrid_kv.store.live_index import LiveIndex
+
+
+@dataclass(frozen=True, slots=True)
+class HeldExtent:
+    """A run of cold entries.
+
+    index: what finds them; None where the layer's own kind is to be built over them, without
+        samples. aging: what it learns from later; None for nothing.
+    """
+
+    length: int
+    index: Index | None
+    aging: Aging | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLayer:
+    """The entries of one row of a layer.
+
+    k, v: [Hkv, N, D], resident and cold together, oldest first. length: tokens stored so far, of
+    which N are here. num_first: those of them before the first cold or dropped one; as many
+    positions as are missing lie behind them and the cold ones. extents: of the cold entries. kept:
+    what the method has of tokens that left the window, on any device. shadows: nobody attends the
+    cold entries, which are there for audits.
+    """
+
+    k: Tensor
+    v: Tensor
+    length: int
+    num_first: int
+    extents: Sequence[HeldExtent]
+    kept: Entries | None
+    shadows: bool
+
+    @property
+    def num_cold(self) -> int:
+        return sum(extent.length for extent in self.extents)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that are in neither tier."""
+        return self.length - self.k.shape[1]
+
+    @classmethod
+    def of(cls, layer: LayerKV) -> HeldLayer:
+        """What a sealed layer of one row holds; waits for an index that is being built.
+
+        k and v are copies on the host, the rest is shared with the layer.
+
+        Raises:
+            ConfigError: the device finds its cold entries, by something that only lives there.
+        """
+        (row,) = layer.rows
+        extents = [_extent_of(layer, span) for span in row.chain.spans]
+        k, v = row.owned_view()
+        moved = row.chain.num_tokens + row.dropped > 0
+        first = row.hot_range().start * row.page_size if moved else k.shape[1]
+        _check_order(row, first, k.shape[1])
+        cold = [span.extent.first(span.length) for span in row.chain.spans]
+        keys = [k[:, :first].cpu(), *(keys for keys, _ in cold), k[:, first:].cpu()]
+        values = [v[:, :first].cpu(), *(values for _, values in cold), v[:, first:].cpu()]
+        return cls(
+            *(torch.cat(keys, 1), torch.cat(values, 1), row.length, first),
+            extents=extents,
+            kept=row.kept,
+            shadows=row.shadows,
+        )
+
+    def revived(self, layer: TieredLayer, device: torch.device) -> None:
+        """Makes this what an empty layer of another cache holds, whose method is the same.
+
+        Cold entries stay where they lie and are never written; resident ones are copied to
+        `device`.
+        """
+        means, count = layer.means, self.k.shape[1]
+        placement = means.method.seal(layer.shape.layer_idx, ())
+        behind = self.num_first + self.num_cold
+        room = count - self.num_cold + placement.hot_tokens
+        store = LayerKV(
+            *(layer.shape, means.page_size, 1, self.k.dtype, device, room, means.ops),
+            pinned=means.pinned if device.type == "cuda" else None,
+        )
+        (row,) = store.rows
+        for start, stop, position in (
+            (0, self.num_first, 0),
+            (behind, count, behind + self.dropped),
+        ):
+            k, v = self.k[:, start:stop].to(device), self.v[:, start:stop].to(device)
+            row.table.append(k, v, position)
+        store.seal(placement.shadowed() if self.shadows else placement, shadows=self.shadows)
+        if placement.digests:
+            store.resident.pool.enable_digests()
+        row.length = self.length
+        row.dropped = self.dropped
+        layer.take(store, placement)
+        self._fill_chain(layer, row)
+        if self.kept is not None:
+            offloads = row.placement is not None and row.placement.offloads
+            row.keep(self.kept, self.kept.positions.cpu() if offloads else None)
+
+    def _fill_chain(self, layer: TieredLayer, row: Row) -> None:
+        start, chain = self.num_first, row.chain
+        make = None if row.placement is None else row.placement.index
+        for held in self.extents:
+            stop = start + held.length
+            extent = ColdExtent.of(self.k[:, start:stop], self.v[:, start:stop], start)
+            runner = layer.means.builds
+            if make is not None and held.index is not None:
+                extent.index = LiveIndex.resumed(make, held.index, runner, held.aging)
+            elif make is not None:
+                extent.index = LiveIndex(make, extent.keys, None, runner)
+            chain.spans.append(Span(extent, held.length))
+            chain.num_tokens += held.length
+            start = stop
+
+
+def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
+    live = span.extent.index
+    if live is None:
+        return HeldExtent(span.length, None, None)
+    live.wait(span.extent.keys)
+    if live.selects or live.on_device:
+        raise ConfigError(
+            f"layer {layer.shape.layer_idx} finds its cold entries by codes in the memory of "
+            f"{layer.resident.pool.device}, which no file holds; make the context with "
+            "cold.select='host' to save it"
+        )
+    if span.length < span.extent.length:  # the row was cropped, and the index knows more
+        return HeldExtent(span.length, None, None)
+    return HeldExtent(span.length, live.serving, live.aging)
+
+
+def _check_order(row: Row, first: int, count: int) -> None:
+    """Raises IntegrityError unless resident positions are a run from 0 on and one at the end."""
+    hot, size = row.hot_range(), row.page_size
+    positions = row.table.positions()
+    del positions[hot.start * size : hot.stop * size]
+    rest = count - first
+    if positions != [*range(first), *range(row.length - rest, row.length)]:
+        raise IntegrityError(f"row {row.number}: resident tokens are not sinks and window")

@@ -1,0 +1,129 @@
+"""What a saved context is tied to: the model that computed it, its tokenizer and the settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import OtherContextError
+from hybrid_kv.models.support import text_config
+from hybrid_kv.saved.manifest import Manifest, SavedModel
+
+_SAMPLED = 64
+"""Numbers of each weight: 300 weights of an 8B model are read in milliseconds, and training or
+quantising changes nearly all of them."""
+_FACTS = (
+    *("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("attn_logit_softcapping", "query_pre_attn_scalar"),
+)
+_READING = frozenset(
+    {
+        *("page_budget", "cold.top_k", "cold.max_tokens", "cold.min_share", "cold.shared"),
+        *("cold.attend", "cold.stand_in", "cold.look_ahead", "cold.look_ahead_factor"),
+    }
+)
+"""Settings of methods that say how much is attended, and not what is stored or how it is found."""
+_RUNNING = frozenset(HybridConfig.model_fields) - {"method", "page_size", "params"}
+
+
+def model_identity(model: PreTrainedModel) -> SavedModel:
+    """What tells a model from others, with the same result in every process."""
+    config = text_config(model).to_dict()
+    facts = {name: config[name] for name in _FACTS if config.get(name) is not None}
+    weights = sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED].cpu().contiguous()
+        weights.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        weights.update(_bytes_of(sample))
+    return SavedModel(facts=json.loads(json.dumps(facts)), weights=weights.hexdigest())
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """SHA-256 over what decides its tokens, chat template included; None where there is none."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        known: Any = {"vocabulary": tokenizer.get_vocab(), "kind": type(tokenizer).__name__}
+    else:
+        known = json.loads(backend.to_str())
+        for changing in ("truncation", "padding"):  # by calls, not by the tokenizer
+            known.pop(changing, None)
+    known = [known, tokenizer.chat_template, sorted(map(str, tokenizer.all_special_tokens))]
+    return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def ids_hash(ids: Tensor) -> str:
+    """SHA-256 over token ids."""
+    return sha256(_bytes_of(ids.cpu().long().contiguous())).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def check_identity(
+    root: Path,
+    saved: Manifest,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: HybridConfig,
+) -> None:
+    """Raises OtherContextError unless a context was made with these."""
+    facts = model_identity(model)
+    for name in sorted(saved.model.facts.keys() | facts.facts.keys()):
+        then, now = saved.model.facts.get(name), facts.facts.get(name)
+        if then != now:
+            raise _other(root, f"a model of {name} {then}, got {now}", "the same model")
+    if (dtype := name_of(model.dtype)) != saved.dtype:
+        raise _other(root, f"dtype {saved.dtype}, got {dtype}", f"dtype='{saved.dtype}'")
+    if facts.weights != saved.model.weights:
+        raise _other(root, "a model of other weights", "the same model")
+    known = tokenizer_identity(tokenizer)
+    if saved.tokenizer is not None and known is not None and saved.tokenizer != known:
+        raise _other(root, "another tokenizer or chat template", "the same tokenizer")
+    _check_settings(root, saved, config)
+
+
+def _check_settings(root: Path, saved: Manifest, config: HybridConfig) -> None:
+    if config.page_size != saved.page_size:
+        got = f"page_size {saved.page_size}, got {config.page_size}"
+        raise _other(root, got, f"page_size={saved.page_size}")
+    then, now = _flat(saved.config), _flat(config.flat())
+    for name in ("method", *sorted(then.keys() | now.keys())):
+        if name not in _READING and then.get(name) != now.get(name):
+            got = f"{name} {then.get(name)!r}, got {now.get(name)!r}"
+            raise _other(root, got, "the settings that it was made with")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings that decide what is stored, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if not prefix and name in _RUNNING:
+            continue
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """'float32' of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _other(root: Path, what: str, way: str) -> OtherContextError:
+    return OtherContextError(f"saved context '{root}' was made with {what}; open it with {way}")

@@ -1,0 +1,219 @@
+"""The manifest of a saved context: what it was made with and which blocks it has.
+
+Specified in docs/context-file.md. Nothing in it is believed before its own checksum fits, and it
+names blocks of its own folder only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hybrid_kv.errors import FileFormatError, ReadError
+
+FORMAT = "hybrid_kv context"
+VERSION = 1
+MANIFEST = "manifest.json"
+_MAX_BYTES = 64 * 2**20
+_BLOCK = r"^[a-z0-9]+(-[a-z0-9]+)*\.(safetensors|index|json)$"
+_FOLDER = r"^blocks-[0-9a-f]{16}$"
+_HASH = r"^[0-9a-f]{64}$"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Block(_Part):
+    """A file: its size, and the SHA-256 of all that is in it."""
+
+    num_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=_HASH)
+
+
+class SavedSamples(_Part):
+    """Queries that an index learns from again; see `Samples` and `Aging`."""
+
+    block: str = Field(pattern=_BLOCK)
+    first: int
+    horizon: int
+    prompt_keys: int
+    num_keys: int
+
+
+class SavedExtent(_Part):
+    """A run of cold entries; index: the block of what finds them, None where it is built anew."""
+
+    length: int = Field(ge=1)
+    index: str | None = Field(default=None, pattern=_BLOCK)
+    samples: SavedSamples | None = None
+
+
+class SavedLayer(_Part):
+    """See `HeldLayer`; kv, kept: blocks."""
+
+    layer_idx: int = Field(ge=0)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    kv: str = Field(pattern=_BLOCK)
+    num_entries: int = Field(ge=0)
+    length: int = Field(ge=1)
+    num_first: int = Field(ge=0)
+    extents: list[SavedExtent]
+    kept: str | None = Field(default=None, pattern=_BLOCK)
+    shadows: bool
+
+
+class SavedModel(_Part):
+    """facts: of its configuration, by name. weights: SHA-256 over a sample of all weights."""
+
+    facts: dict[str, Any]
+    weights: str = Field(pattern=_HASH)
+
+
+class Manifest(_Part):
+    """All of a saved context but its tensors and text.
+
+    folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
+    """
+
+    package: str
+    folder: str = Field(pattern=_FOLDER)
+    num_tokens: int = Field(ge=1)
+    ids: str = Field(pattern=_BLOCK)
+    ids_sha256: str = Field(pattern=_HASH)
+    messages: str | None = Field(default=None, pattern=_BLOCK)
+    model: SavedModel
+    tokenizer: str | None = Field(default=None, pattern=_HASH)
+    config: dict[str, Any]
+    dtype: Literal["float16", "bfloat16", "float32"]
+    page_size: int = Field(ge=1)
+    layers: list[SavedLayer]
+    blocks: dict[str, Block]
+
+    def path_of(self, root: Path, name: str) -> Path:
+        """Where a block lies, a plain file of the size that it should have.
+
+        Raises:
+            FileFormatError: it is not there, or is something else.
+            ReadError: it may not be looked at.
+        """
+        folder = root / self.folder
+        if name not in self.blocks:
+            raise damaged(root, f"its manifest has no block '{name}'")
+        _plain(root, folder, stat.S_ISDIR, "folder")
+        size = _plain(root, folder / name, stat.S_ISREG, "file").st_size
+        if size != self.blocks[name].num_bytes:
+            raise damaged(
+                root, f"block '{name}' must have {self.blocks[name].num_bytes} bytes, got {size}"
+            )
+        return folder / name
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Writes it with its checksum and forces it to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = manifest.model_dump(mode="json")
+    whole = {"format": FORMAT, "version": VERSION, "sha256": _hash(content), "content": content}
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(whole, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of the context in a folder.
+
+    Raises:
+        FileFormatError: the folder holds none, or a damaged one, or one of another version.
+        ReadError: there is nothing, or it may not be read.
+    """
+    try:
+        if not root.is_dir():
+            if not root.exists():
+                raise ReadError(f"there is no saved context '{root}'; check the path")
+            raise FileFormatError(f"{_foreign(root)}: it is no folder")
+        if not os.path.lexists(root / MANIFEST):
+            raise FileFormatError(f"{_foreign(root)}: it has no {MANIFEST}")
+        if _plain(root, root / MANIFEST, stat.S_ISREG, "file").st_size > _MAX_BYTES:
+            raise damaged(root, f"{MANIFEST} is too large")
+        raw = (root / MANIFEST).read_bytes()
+    except OSError as error:
+        raise unreadable(root, error) from error
+    return _parsed(root, raw)
+
+
+def _parsed(root: Path, raw: bytes) -> Manifest:
+    try:
+        whole = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise damaged(root, f"{MANIFEST} is not JSON") from None
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise FileFormatError(f"{_foreign(root)}: its {MANIFEST} is of another program")
+    version = whole.get("version")
+    if version != VERSION:
+        raise FileFormatError(
+            f"'{root}' has format version {version!r}, this package reads {VERSION}; make the "
+            "context again or use the package that wrote it"
+        )
+    content = whole.get("content")
+    if not isinstance(content, dict) or whole.get("sha256") != _hash(content):
+        raise damaged(root, f"the checksum of {MANIFEST} does not fit")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "string_pattern_mismatch":
+            raise FileFormatError(
+                f"'{root}' is refused: {where} in {MANIFEST} must name something inside its own "
+                f"folder, got {problem['input']!r}; make the context again"
+            ) from None
+        raise damaged(root, f"{where} in {MANIFEST}: {problem['msg'].lower()}") from None
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(root: Path, path: Path, is_kind: Any, kind: str) -> os.stat_result:
+    """What a path is, which must be a file or a folder itself and no link to one."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise damaged(root, f"its {kind} '{path.name}' is not there") from None
+    except OSError as error:
+        raise unreadable(root, error) from error
+    if stat.S_ISLNK(found.st_mode):
+        raise FileFormatError(
+            f"'{root}' is refused: '{path.name}' in it is a symbolic link, which may lead "
+            "anywhere; copy what it points to into its place"
+        )
+    if not is_kind(found.st_mode):
+        raise damaged(root, f"'{path.name}' is no {kind}")
+    return found
+
+
+def damaged(root: Path, what: str) -> FileFormatError:
+    """An error for a context that is not as it was written."""
+    return FileFormatError(f"saved context '{root}' is damaged: {what}; make the context again")
+
+
+def unreadable(root: Path, error: OSError) -> ReadError:
+    """An error for one that the system does not let us read; an error of our own is kept."""
+    if isinstance(error, ReadError):
+        return error
+    return ReadError(f"saved context '{root}' cannot be read: {error.strerror}; check its path")
+
+
+def _foreign(root: Path) -> str:
+    return f"'{root}' is no saved context of hybrid_kv"

@@ -1,0 +1,194 @@
+"""Opening a saved context: a new cache goes on from what the file holds, read as it is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
+from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.plugins import Placement
+from hybrid_kv.rotary import Samples
+from hybrid_kv.runtime import HeldExtent, HeldLayer, KVCache
+from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
+from hybrid_kv.saved.identity import check_identity, ids_hash
+from hybrid_kv.saved.manifest import (
+    Manifest,
+    SavedExtent,
+    SavedLayer,
+    SavedSamples,
+    damaged,
+    read_manifest,
+    unreadable,
+)
+from hybrid_kv.store.aging import Aging
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """ids: [1, tokens] int64 on the host. messages: see `save_context`."""
+
+    ids: Tensor
+    messages: list[Any] | None
+
+
+@torch.no_grad()
+def open_context(
+    path: str | Path,
+    cache: TieredCache,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+) -> Opened:
+    """Fills an empty cache with what `save_context` wrote.
+
+    Cold keys and values are looked at where they lie in the file, resident ones are copied to
+    `device`.
+
+    Raises:
+        ConfigError: the model lies on several devices.
+        OtherContextError: it was made with another model, tokenizer or settings.
+        FileFormatError: it is damaged, foreign or of another version.
+        ReadError: it is not there or cannot be read.
+    """
+    root = Path(path)
+    if len(devices := {weight.device for weight in model.parameters()}) > 1:
+        raise ConfigError(
+            f"a context is opened for a model on one device, got weights on {len(devices)}; load "
+            "the model without a device map"
+        )
+    while True:
+        manifest = read_manifest(root)
+        check_identity(root, manifest, model, tokenizer, cache.kv.config)
+        try:
+            opened, layers = _read(root, manifest, cache.kv, device)
+        except FileFormatError:
+            if read_manifest(root).folder == manifest.folder:
+                raise
+            continue  # somebody has saved to it meanwhile
+        for layer_idx, held in layers.items():
+            layer = cache.layers[layer_idx]
+            assert isinstance(layer, HybridLayer)
+            layer.take(held, device)
+        return opened
+
+
+def _read(
+    root: Path, manifest: Manifest, kv: KVCache, device: torch.device
+) -> tuple[Opened, dict[int, HeldLayer]]:
+    with _refusing(root):
+        for name in manifest.blocks:
+            manifest.path_of(root, name)
+        opened = _read_text(root, manifest)
+        if [saved.layer_idx for saved in manifest.layers] != sorted(kv.layers):
+            raise ValueError("it has other layers than the model")
+        reader = _Reader(root, manifest, kv, device)
+        return opened, {saved.layer_idx: reader.layer(saved) for saved in manifest.layers}
+
+
+@contextmanager
+def _refusing(root: Path) -> Iterator[None]:
+    """Turns what a file's content raises, when it is made sense of, into our own errors."""
+    try:
+        yield
+    except (FileFormatError, OtherContextError):
+        raise
+    except FileNotFoundError as error:
+        raise damaged(root, f"'{Path(error.filename or '').name}' is not there") from None
+    except OSError as error:
+        raise unreadable(root, error) from error
+    except KeyError as error:
+        raise damaged(root, f"it lacks {error}") from None
+    except (LookupError, TypeError, ValueError, StopIteration) as error:
+        raise damaged(root, str(error).partition("\n")[0]) from None
+
+
+def _read_text(root: Path, manifest: Manifest) -> Opened:
+    tensors, _ = mapped(manifest.path_of(root, manifest.ids))
+    ids, messages = tensors["ids"].long()[None], None
+    if ids.shape != (1, manifest.num_tokens) or ids_hash(ids) != manifest.ids_sha256:
+        raise ValueError("its token ids are not those that were saved")
+    if manifest.messages is not None:
+        _check(root, manifest, manifest.messages)
+        messages = json.loads(manifest.path_of(root, manifest.messages).read_bytes())
+    return Opened(ids, messages)
+
+
+def _check(root: Path, manifest: Manifest, name: str) -> Path:
+    """Where a block lies whose every byte is as it was written."""
+    path = manifest.path_of(root, name)
+    if hash_of(path) != manifest.blocks[name].sha256:
+        raise ValueError(f"the checksum of block '{name}' does not fit")
+    return path
+
+
+class _Reader:
+    """Makes layers of blocks."""
+
+    def __init__(self, root: Path, manifest: Manifest, kv: KVCache, device: torch.device) -> None:
+        self._root, self._manifest = root, manifest
+        self._kv, self._device = kv, device
+
+    def layer(self, saved: SavedLayer) -> HeldLayer:
+        k, v = self._keys_and_values(saved)
+        placement = self._kv.method.seal(saved.layer_idx, ())
+        if self._kv.means.audits and placement.drops and not saved.shadows:
+            raise OtherContextError(
+                f"saved context '{self._root}' has not what its method dropped, at which the audit "
+                "looks; open it with audit_every=0"
+            )
+        extents, start = [], saved.num_first
+        for extent in saved.extents:
+            keys = k[:, start : start + extent.length]
+            extents.append(self._extent(extent, saved.layer_idx, placement, keys))
+            start += extent.length
+        kept = None
+        if saved.kept is not None:
+            tensors, meta = mapped(_check(self._root, self._manifest, saved.kept))
+            kept = entries_of(tensors, json.loads(meta["kept"]), self._device)
+        own = saved.length, saved.num_first
+        return HeldLayer(k, v, *own, extents=extents, kept=kept, shadows=saved.shadows)
+
+    def _keys_and_values(self, saved: SavedLayer) -> tuple[Tensor, Tensor]:
+        tensors, _ = mapped(self._manifest.path_of(self._root, saved.kv))
+        shape = self._kv.layers[saved.layer_idx].shape
+        expected = (shape.num_kv_heads, saved.num_entries, shape.head_dim)
+        dtype = getattr(torch, self._manifest.dtype)
+        for name in ("k", "v"):
+            if tensors[name].shape != expected or tensors[name].dtype != dtype:
+                raise ValueError(
+                    f"{name} of layer {saved.layer_idx} must be {list(expected)} {dtype}, got "
+                    f"{list(tensors[name].shape)} {tensors[name].dtype}"
+                )
+        cold = sum(extent.length for extent in saved.extents)
+        if not saved.num_first + cold <= saved.num_entries <= saved.length:
+            raise ValueError(f"layer {saved.layer_idx} counts its entries wrongly")
+        return tensors["k"], tensors["v"]
+
+    def _extent(
+        self, saved: SavedExtent, layer_idx: int, placement: Placement, keys: Tensor
+    ) -> HeldExtent:
+        if saved.index is None:
+            return HeldExtent(saved.length, None, None)
+        kind = None if placement.index is None else type(placement.index())
+        if kind is None or not issubclass(kind, SavedIndex):
+            raise ValueError(f"the method of layer {layer_idx} has no index that could be read")
+        index = kind.load(self._manifest.path_of(self._root, saved.index), keys)
+        aging = None if saved.samples is None else self._aging(saved.samples, layer_idx)
+        return HeldExtent(saved.length, index, aging)
+
+    def _aging(self, saved: SavedSamples, layer_idx: int) -> Aging:
+        tensors, _ = mapped(self._manifest.path_of(self._root, saved.block))
+        rotary = self._kv.layers[layer_idx].rotary
+        positions = tensors.get("positions")
+        samples = Samples(tensors["queries"], positions, rotary, saved.first, saved.horizon)
+        return Aging(samples, saved.num_keys, saved.prompt_keys)

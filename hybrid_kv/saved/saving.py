@@ -1,0 +1,159 @@
+"""Writing a context: layer by layer, the manifest last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.plugins import Index
+from hybrid_kv.runtime import HeldExtent, HeldLayer
+from hybrid_kv.saved.blocks import BlockWriter, entries_tensors
+from hybrid_kv.saved.folder import replacing
+from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity
+from hybrid_kv.saved.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedExtent,
+    SavedLayer,
+    SavedSamples,
+    write_manifest,
+)
+from hybrid_kv.store.aging import Aging
+from hybrid_kv.types import Needs
+
+
+class Maker(Protocol):
+    """What a context was made with."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+@torch.no_grad()
+def save_context(
+    path: str | Path,
+    cache: TieredCache,
+    ids: Tensor,
+    messages: Sequence[Any] | None,
+    maker: Maker,
+) -> None:
+    """Writes what a cache of one row holds.
+
+    Args:
+        path: a new folder, or a saved context, which is replaced.
+        ids: [1, tokens], of which the cache holds all.
+        messages: JSON-ready, what the ids were rendered from; None for raw text.
+
+    Raises:
+        ConfigError: something else lies there, or something here has no form in a file.
+        WriteError: it cannot be written; what was there before still is.
+    """
+    kv = cache.kv
+    _check_layers(cache)
+    for layer_idx in kv.layers:
+        kv.seal_if_open(layer_idx)
+    with replacing(path) as (root, folder):
+        writer, layers = BlockWriter(root / folder), []
+        for layer_idx, store in sorted(kv.stores.items()):
+            held = HeldLayer.of(store)
+            layers.append(_write_layer(writer, layer_idx, held))
+            dtype = name_of(held.k.dtype)
+        told = None
+        if messages is not None:
+            told = writer.raw("messages.json", json.dumps(messages).encode())
+        manifest = {
+            "package": version("hybrid-kv"),
+            "folder": folder,
+            "num_tokens": ids.shape[1],
+            "ids": writer.tensors("tokens.safetensors", {"ids": ids[0].int()}),
+            "ids_sha256": ids_hash(ids),
+            "messages": told,
+            "model": model_identity(maker.model),
+            "tokenizer": tokenizer_identity(maker.tokenizer),
+            "config": kv.config.flat(),
+            "dtype": dtype,
+            "page_size": kv.config.page_size,
+            "layers": layers,
+            "blocks": writer.blocks,
+        }
+        write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
+
+
+def _check_layers(cache: TieredCache) -> None:
+    for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, HybridLayer):
+            raise ConfigError(
+                f"layer {number} must be one of full attention to be saved, got a "
+                f"{type(layer).__name__}, whose state the file format does not hold; keep the "
+                "context in memory"
+            )
+
+
+def _write_layer(writer: BlockWriter, layer_idx: int, held: HeldLayer) -> SavedLayer:
+    name = f"layer-{layer_idx:04d}"
+    kept = None
+    if held.kept is not None:
+        tensors, meta = entries_tensors(held.kept)
+        kept = writer.tensors(f"{name}-kept.safetensors", tensors, {"kept": json.dumps(meta)})
+    extents = [
+        _write_extent(writer, f"{name}-extent-{number}", extent)
+        for number, extent in enumerate(held.extents)
+    ]
+    return SavedLayer(
+        layer_idx=layer_idx,
+        num_kv_heads=held.k.shape[0],
+        head_dim=held.k.shape[2],
+        kv=writer.tensors(f"{name}.safetensors", {"k": held.k, "v": held.v}),
+        num_entries=held.k.shape[1],
+        length=held.length,
+        num_first=held.num_first,
+        extents=extents,
+        kept=kept,
+        shadows=held.shadows,
+    )
+
+
+def _write_extent(writer: BlockWriter, name: str, extent: HeldExtent) -> SavedExtent:
+    index, saved = extent.index, None
+    if isinstance(index, SavedIndex):
+        index.save(writer.folder / f"{name}.index")
+        saved = writer.note(f"{name}.index")
+    elif index is not None:
+        _check_needs(index)
+    samples = None
+    if saved is not None and extent.aging is not None:
+        samples = _write_samples(writer, f"{name}-samples.safetensors", extent.aging)
+    return SavedExtent(length=extent.length, index=saved, samples=samples)
+
+
+def _check_needs(index: Index) -> None:
+    if type(index).needs(index.params) != Needs():
+        raise ConfigError(
+            f"an index to be saved must have a file format or be built of keys alone, got a "
+            f"{type(index).__name__}, which learns from the prompt's queries; choose one of kind "
+            "auto, sketch or graph"
+        )
+
+
+def _write_samples(writer: BlockWriter, block: str, aging: Aging) -> SavedSamples:
+    samples = aging.prompt
+    tensors = {"queries": samples.queries}
+    if samples.positions is not None:
+        tensors["positions"] = samples.positions
+    return SavedSamples(
+        block=writer.tensors(block, tensors),
+        first=samples.first,
+        horizon=samples.horizon,
+        prompt_keys=aging.prompt_keys,
+        num_keys=aging.num_keys,
+    )
