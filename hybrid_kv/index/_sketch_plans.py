@@ -17,11 +17,8 @@ _LINES = MappingProxyType({8: (1, 0), 16: (1, 0), 24: (2, 0), 32: (2, 2), 48: (2
 """Lines of 4 bytes with 8-bit and with 2-bit codes, by bytes of a key; all others have 4 bits."""
 _UNIFORM = MappingProxyType({16: 400, 24: 400, 32: 400, 48: 600, 64: 600})
 """Candidates of a query above which codes of so many bytes do not pay."""
-_TIERS = (
-    ((16, 32, 64), (0.6, 0.3, 0.1)),
-    ((8, 32, 64), (0.7, 0.2, 0.1)),
-    ((8, 64), (0.8, 0.2)),
-)
+_TIERS = ((16, 32, 64), (0.6, 0.3, 0.1))
+"""Of the lowest tier no fewer: it holds what the prompt never asked for, and the answer may."""
 _TIERS_RERANKED = 400
 _LINE_BYTES = 4
 
@@ -91,11 +88,10 @@ def layouts(head_dim: int, named: str | None = None) -> list[Layout]:
         for size, most in _UNIFORM.items()
         if (plan := plan_of(size, head_dim)) is not None
     }
-    tiers = []
-    for sizes, shares in _TIERS:
-        plans = tuple(plan for size in sizes if (plan := plan_of(size, head_dim)) is not None)
-        if len(set(plans)) == len(sizes):
-            tiers.append(Layout(plans, shares, _TIERS_RERANKED))
+    sizes, shares = _TIERS
+    plans = tuple(plan for size in sizes if (plan := plan_of(size, head_dim)) is not None)
+    told_apart = len(set(plans)) == len(sizes)
+    tiers = [Layout(plans, shares, _TIERS_RERANKED)] if told_apart else []
     if named == "tiers":
         return tiers
     if named is not None:

@@ -66,7 +66,7 @@ class SketchIndex(SavedIndex):
         target_recall, target_mass: goals of the self-check, both of which have to be reached;
         check_queries: held out for it, of all query heads together; check_top_k: the best keys that
         it asks for; gain: how much more work a scan must be for a head to get a sketch, 0 for any;
-        codes: bytes of a key at head_dim 128 (others in proportion), or 8 to 64 in "tiers",
+        codes: bytes of a key at head_dim 128 (others in proportion), or 16 to 64 in "tiers",
         "auto" for the least work; num_rerank: candidates that a query ranks exactly, for
         check_top_k results, "auto" for what the self-check found for each head.
         """

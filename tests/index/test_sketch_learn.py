@@ -91,7 +91,10 @@ def test_exact_answers_are_those_of_a_full_sort(num_keys: int, top_k: int) -> No
     best = scores.topk(min(top_k, num_keys))
     assert held.ids.shape == best.indices.shape
     torch.testing.assert_close(held.scores.sort(-1, descending=True).values, best.values)
-    assert torch.equal(held.ids.sort(-1).values, best.indices.sort(-1).values)
+    # Not the same ids: sums over blocks of keys round in another order, and near the last rank
+    # two keys may change places.
+    torch.testing.assert_close(scores.gather(-1, held.ids), held.scores)
+    assert all(len(row.unique()) == len(row) for row in held.ids.flatten(0, 1))
     total = torch.logsumexp(scores * held.scale, -1)
     error = (held.total - total).abs()
     assert float(error.max()) < (SCORE_TOLERANCE if num_keys < 8192 else 0.1)
