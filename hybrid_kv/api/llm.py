@@ -134,7 +134,7 @@ class LLM:
 
         Its index is read, not built; keys and values are read from the file as they are needed, so
         do not change the folder meanwhile (saving to it again is no change). Keys and values are
-        checked by their sizes, all else by checksums; `hybrid-kv context verify` checks all.
+        checked by their sizes, all else by checksums; `hybrid_kv.saved.verify_context` checks all.
 
         Raises:
             OtherContextError: it was made with another model, tokenizer, dtype or page size, or
