@@ -25,7 +25,7 @@ class SampledColdParams(Params):
     max_tokens: Count = 4096
     index: _SamplingIndex = Field(default="lsh", validate_default=True)
     attend: ClassVar[str] = "cpu"
-    select: ClassVar[str] = "host"
+    select: ClassVar[str] = "auto"
     why_host: ClassVar[str] = "has no hash tables; they lie on the host"
     stand_in: ClassVar[StandIn] = "scan"
     foresight: ClassVar[None] = None  # a sample is one of the query that drew it
