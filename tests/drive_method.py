@@ -20,7 +20,7 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.plugins import Method, Placement
-from hybrid_kv.rotary import Rotary
+from hybrid_kv.rotary import UNKNOWN, Rotary
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo
 from tests.oracle import softmax_attention
 
@@ -78,6 +78,7 @@ def drive(
     scale: float | None = None,
     softcap: float | None = None,
     given: tuple[Tensor, Tensor, Tensor] | None = None,
+    rotary: Rotary = UNKNOWN,
     outputs: Tensor | None = None,
     seed: int = 0,
 ) -> Driven:
@@ -85,6 +86,7 @@ def drive(
 
     Args:
         given: q [Hq, prompt + new, D], k, v [Hkv, prompt + new, D] in the place of random ones.
+        rotary: how all layers turn keys, where it is known (`ROTARY`).
         outputs: [hidden, Hq * D], the output projection of all layers, where it is known.
     """
     q, k, v = given or heads(
@@ -97,7 +99,7 @@ def drive(
     shape = LayerShape(layer_idx, len(q), len(k), q.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layers = tuple(LayerShape(i, len(q), len(k), q.shape[-1]) for i in range(num_layers))
-    method.open(ModelInfo(layers, (ROTARY,) * num_layers, outputs=(outputs,) * num_layers))
+    method.open(ModelInfo(layers, (rotary,) * num_layers, outputs=(outputs,) * num_layers))
     positions = torch.arange(k.shape[1])[None]
     k, v = (rows[0] for rows in method.write(layer_idx, k[None], v[None], positions))
     run = _Run(method, shape, page_size, scale, softcap, q, k, v, prompt)

@@ -93,6 +93,13 @@ class KeyIndex(Index):
             return self._find(queries, size[2], most)
         return self._find_near(queries, size[2], most, near)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A kind that finds in a way of its own has no plan of the kind that it derives from."""
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "_plan" not in own and not own.keys().isdisjoint(("_find", "_find_near", "search")):
+            cls._plan = KeyIndex._plan  # type: ignore[method-assign]
+
     def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:
         """See `Index.plan`."""
         count = len(self)

@@ -27,9 +27,9 @@ from hybrid_kv.types import Evidence, ModelInfo, Needs
 
 class SnapParams(EvictingParams):
     """observed_tokens: the prompt's last queries, which score; pool_tokens, pooling: each entry
-    counts as the "max" or "mean" of so many neighbours; value_weighting: CriticalKV, which fills
-    sure_ratio of a budget by these scores, the rest by scores times the L1 norm of the "values",
-    or of what they add to the output when "projected".
+    counts as the "max" or "mean" of so many neighbours; value_weighting: CriticalKV, which fills a
+    part of a budget by these scores, the rest by scores times the L1 norm of the "values", or of
+    what they add to the output when "projected"; sure_ratio: that part, by the scores alone.
     """
 
     observed_tokens: Count = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import Kept, LearnedCodec, Seen
 from hybrid_kv.rotary import UNKNOWN, Rotary
-from hybrid_kv.types import ModelInfo
+from hybrid_kv.types import ModelInfo, Needs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +36,10 @@ class TurnedCodec(LearnedCodec):
 
     `code` returns TurnedEntries, or plain ones of the keys as they came where nothing is lost.
     """
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(rotary=True)
 
     def open(self, info: ModelInfo) -> None:
         self._rotary = {shape.layer_idx: info.rotary_of(shape.layer_idx) for shape in info.layers}

@@ -542,6 +542,7 @@ def test_a_device_has_times_of_its_own(
 
     clock = lambda device, now: DeviceClock(Event, now())  # noqa: E731
     monkeypatch.setattr(row_module, "device_clock", clock)
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")  # as a device serves: op by op
     asked = ProfileArguments.of(
         {**TINY, **SMALL, "contexts": (200,), "methods": ("full",), "audit_every": 0}
     )

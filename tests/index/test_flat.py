@@ -8,6 +8,8 @@ import torch
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.index import _flat_scans, _scan
 from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.ops.native.library import engine
+from hybrid_kv.types import SearchResult
 from tests.index.oracle import check_result, clustered, recall
 
 
@@ -118,3 +120,16 @@ def test_rows_that_the_engine_cannot_read_are_copied(precision: str, served_by: 
         index = FlatIndex(FlatIndex.Params(precision=precision))
         index.build(keys, None)
         check_result(index.search(queries, 21), queries, keys, 21)
+
+
+def test_a_kind_that_finds_in_its_own_way_has_no_plan_of_its_parent() -> None:
+    # The engine searched by the parent's plan and passed the child's search over.
+    class Child(FlatIndex):
+        def _find(self, queries: torch.Tensor, count: int, most: int) -> SearchResult:
+            return super()._find(queries, count, most)
+
+    keys = torch.randn(2, 73, 24)
+    for kind, planned in ((FlatIndex, engine() is not None), (Child, False)):
+        index = kind(FlatIndex.Params(precision="stored"))
+        index.build(keys, None)
+        assert (index.plan(5, 5) is not None) == planned

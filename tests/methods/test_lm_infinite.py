@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
-from tests.drive_method import ROTARY, drive
+from tests import drive_method
+from tests.drive_method import ROTARY
 from tests.tolerances import TOLERANCES
 
 PROMPT, NEW, SINKS, WINDOW, PAGE = 173, 41, 16, 48, 16
 SHAPE = LayerShape(0, 6, 2, 72)
 CLOSE = TOLERANCES[torch.float32]
+drive = partial(drive_method.drive, rotary=ROTARY)
 
 
 def config(**settings: Any) -> HybridConfig:
