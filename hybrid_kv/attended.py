@@ -69,25 +69,6 @@ class Attended:
         weights.masked_fill_(positions > asked[:, None], 0.0)
         return weights.sum((1, 2)), positions
 
-    def weights(self, row: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Softmax weights of a row by query, float32, with their M = G * T as g * T + t.
-
-        Of what is kept by KV head [M, N_h]; of the resident entries [Hkv, M, W], 0 where a slot is
-        empty or later than the query; the positions [W] of these.
-        """
-        keys, positions = self.window(row)
-        new = self.q.shape[2]
-        q, lse = self._grouped(row, len(keys))
-        asked = torch.arange(self.lengths[row] - new, self.lengths[row], device=positions.device)
-        near = self._weights(q, lse, keys).unflatten(1, (-1, new))
-        near = near.masked_fill(positions > asked[:, None], 0.0).flatten(1, 2)
-        kept, far = self.kept[row], []
-        for h in range(len(keys)):
-            own = keys[h, :0] if kept is None else kept.split(kept.read()[0])[h]
-            bias = None if kept is None or kept.bias is None else kept.split(kept.bias)[h]
-            far.append(self._weights(q[h], lse[h], own, bias))
-        return far, near, positions
-
     def _grouped(self, row: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
         """Queries [Hkv, M, D] and their log-sum-exp [Hkv, M], M = G * T with row g * T + t."""
         dim = self.q.shape[-1]
