@@ -83,6 +83,14 @@ class BusyError(HybridKVError, RuntimeError):
     """The model is computing already, and serves one call at a time."""
 
 
+class QueueFullError(HybridKVError, RuntimeError):
+    """More requests wait than the limits allow; `retry_after_s` says when to try again."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class AuditError(HybridKVError, RuntimeError):
     """The audit found a worse approximation than the settings allow."""
 

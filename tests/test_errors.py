@@ -45,6 +45,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "ModelNotFoundError": 2,
         "NonFiniteError": 1,
         "OtherContextError": 2,
+        "QueueFullError": 1,
         "ReadError": 2,
         "ShapeError": 1,
         "UnsupportedModelError": 2,

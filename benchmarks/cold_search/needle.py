@@ -44,7 +44,7 @@ def collect(name: str, num_keys: int, seed: int) -> Found:
 
 
 @cache
-def _prefill(num_keys: int, seed: int) -> prefilled.Prefilled:
+def _prefill(num_keys: int, seed: int) -> prefilled.PrefilledPrompt:
     """A document of all positions that are needed, with all its queries."""
     tokens = SINKS + num_keys + WINDOW + STEPS
     sample = make_sample(TASK, tokens, num_records=RECORDS, seed=seed)

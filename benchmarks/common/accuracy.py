@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, is_correct
-from hybrid_kv.eval.prefilled import Prefilled, open_cache
+from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import TieredCache
 
@@ -54,7 +54,10 @@ def answer(runtime: Attachment, cache: TieredCache, question: Question) -> list[
 
 
 def ask_all(
-    runtime: Attachment, config: HybridConfig, prompt: Prefilled, questions: Sequence[Question]
+    runtime: Attachment,
+    config: HybridConfig,
+    prompt: PrefilledPrompt,
+    questions: Sequence[Question],
 ) -> Accuracy:
     """Exact match of a method over questions to one prompt."""
     cache = open_cache(runtime, config, prompt)
@@ -69,7 +72,7 @@ def ask_all(
 
 
 def text_log_probs(
-    runtime: Attachment, config: HybridConfig, prompt: Prefilled, text: NDArray[np.int64]
+    runtime: Attachment, config: HybridConfig, prompt: PrefilledPrompt, text: NDArray[np.int64]
 ) -> Tensor:
     """Log-probabilities [tokens, vocabulary] while reading `text` after the prompt."""
     return read_text(runtime, open_cache(runtime, config, prompt), text)

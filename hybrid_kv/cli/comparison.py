@@ -28,7 +28,7 @@ from hybrid_kv.cli.running import opened, run
 from hybrid_kv.cli.tables import TextCell
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
-from hybrid_kv.eval.prefilled import Prefilled, open_cache, prefill
+from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill
 from hybrid_kv.report import Environment
 from hybrid_kv.report.run import Run
 from hybrid_kv.runtime import memory_errors
@@ -140,7 +140,7 @@ def compare(
         )
 
 
-def _read(llm: LLM, sample: Sample, config: HybridConfig, output: OutputOptions) -> Prefilled:
+def _read(llm: LLM, sample: Sample, config: HybridConfig, output: OutputOptions) -> PrefilledPrompt:
     """The text's keys and values, with what the method's index learns from."""
     total = len(sample.context)
     note(f"reading {total:,} tokens, once for both", output)
@@ -167,7 +167,7 @@ def _cache(llm: LLM, config: HybridConfig) -> Iterator[Any]:
 def _ask(
     llm: LLM,
     config: HybridConfig,
-    prompt: Prefilled,
+    prompt: PrefilledPrompt,
     question: Question,
     title: str,
     output: OutputOptions,

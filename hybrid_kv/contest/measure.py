@@ -17,7 +17,7 @@ from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
 from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt, narrowed
-from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.models.rollback import rolled_back
@@ -141,7 +141,7 @@ def reading(
 
 
 @contextmanager
-def _opened(place: Place, config: HybridConfig, prompt: Prefilled) -> Iterator[TieredCache]:
+def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iterator[TieredCache]:
     """A cache under `config` that holds the prompt, sealed as if it had computed it alone."""
     runtime = place.runtime
     cache = runtime.cache(config)
@@ -161,7 +161,7 @@ def _opened(place: Place, config: HybridConfig, prompt: Prefilled) -> Iterator[T
 
 
 def _look(
-    place: Place, cache: TieredCache, prompt: Prefilled, ids: Sequence[int], tally: Tally
+    place: Place, cache: TieredCache, prompt: PrefilledPrompt, ids: Sequence[int], tally: Tally
 ) -> None:
     """A few steps whose heads are attended exactly as well; they leave no trace."""
     kv = cache.kv

@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import PartialAttention
 
@@ -25,7 +25,7 @@ class Probe:
     output from exact attention's; one number for each step and layer, means over heads.
     """
 
-    def __init__(self, prompt: Prefilled) -> None:
+    def __init__(self, prompt: PrefilledPrompt) -> None:
         self._prompt = prompt
         self._later: dict[int, tuple[Tensor, Tensor]] = {}
         self.missed: list[float] = []
@@ -77,7 +77,7 @@ class ProbedKV(KVCache):
     probe: Probe | None = None
 
     @contextmanager
-    def probed(self, prompt: Prefilled) -> Iterator[Probe]:
+    def probed(self, prompt: PrefilledPrompt) -> Iterator[Probe]:
         """A block whose steps are looked at, right behind the prompt."""
         self.probe = Probe(prompt)
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer
 from hybrid_kv.runtime import KVCache, TieredLayer
@@ -69,17 +69,17 @@ class SharedPrompt:
         self._kv.reserve(self._count)
         self._feed(context)
 
-    def context(self) -> Prefilled:
+    def context(self) -> PrefilledPrompt:
         """The prompt as it stands: no question yet."""
         stores, ids = self._kv.stores, torch.tensor([self._ids], device=self._model.device)
         views = {idx: store.resident.view() for idx, store in sorted(stores.items())}
-        return Prefilled(
+        return PrefilledPrompt(
             ids,
             tuple((view.k, view.v) for view in views.values()),
             tuple(self._kv.layers[idx].evidence() for idx in views),
         )
 
-    def with_question(self, ids: Sequence[int]) -> tuple[Prefilled, int]:
+    def with_question(self, ids: Sequence[int]) -> tuple[PrefilledPrompt, int]:
         """The prompt with a question behind the context, and the first token of the answer.
 
         Good until the next question.

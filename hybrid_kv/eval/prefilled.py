@@ -16,7 +16,7 @@ from hybrid_kv.types import Evidence, Needs
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefilledPrompt:
     """A prompt with its KV and what was seen of its queries.
 
     layers: one (k, v) of [1, Hkv, N, D] each; evidence: of each layer.
@@ -27,7 +27,9 @@ class Prefilled:
     evidence: tuple[tuple[Evidence, ...], ...]
 
 
-def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Needs()) -> Prefilled:
+def prefill(
+    runtime: Attachment, context: NDArray[np.int64], needs: Needs = Needs()
+) -> PrefilledPrompt:
     """Computes a prompt with full attention, layer by layer.
 
     Args:
@@ -41,7 +43,7 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
     with torch.inference_mode():
         runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.stores.items())}
-    return Prefilled(
+    return PrefilledPrompt(
         ids,
         tuple((view.k, view.v) for view in views.values()),
         tuple(cache.kv.layers[idx].evidence() for idx in views),
@@ -49,7 +51,7 @@ def prefill(runtime: Attachment, context: NDArray[np.int64], needs: Needs = Need
 
 
 def open_cache(
-    runtime: Attachment, config: HybridConfig, prompt: Prefilled, *, wait: bool = True
+    runtime: Attachment, config: HybridConfig, prompt: PrefilledPrompt, *, wait: bool = True
 ) -> TieredCache:
     """A cache under `config` that holds the prompt.
 

@@ -53,7 +53,7 @@ class Searcher(Protocol):
         ...
 
 
-class Engine(Protocol):
+class LearningEngine(Protocol):
     """The arithmetic of learning one head, over its keys; queries [Q, D]."""
 
     def nearest(self, queries: Tensor, count: int) -> Tensor:
@@ -88,7 +88,7 @@ def learn(
     params: BuildParams,
     list_length: int,
     goal: Goal,
-    engine: Engine,
+    engine: LearningEngine,
     nearest: Tensor | None = None,
     walks: int = 1,
 ) -> tuple[KeyGraph | None, HeadReport]:
@@ -183,7 +183,7 @@ def _nearest(
 
 
 def _exact_answers(
-    keys: Tensor, check: Tensor, top_k: int, engine: Engine, known: Tensor | None
+    keys: Tensor, check: Tensor, top_k: int, engine: LearningEngine, known: Tensor | None
 ) -> HeldOut:
     """What the held-out queries [G, P, D] should find; known: [G, P, K], their best keys."""
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
-from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.types import HIDDEN, LayerShape, ModelInfo
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -19,7 +19,7 @@ def looked(method: str, **settings: object) -> tuple[float, float, float, float]
     k, v = (torch.randn(1, 2, N, 72) for _ in range(2))
     kv = ProbedKV(ModelInfo((SHAPE,)), HybridConfig(method=method, **settings))
     kv.load(0, k, v)
-    prompt = Prefilled(torch.zeros(1, N), ((k, v),), ())
+    prompt = PrefilledPrompt(torch.zeros(1, N), ((k, v),), ())
     missed, errors = [], []
     with kv.probed(prompt) as probe:
         for step in (3, 1, 1):
@@ -62,7 +62,7 @@ def test_nobody_looks_outside_the_block() -> None:
     kv = ProbedKV(ModelInfo((SHAPE,)), HybridConfig(method="full"))
     k, v = (torch.randn(1, 2, N, 72) for _ in range(2))
     kv.load(0, k, v)
-    with kv.probed(Prefilled(torch.zeros(1, N), ((k, v),), ())) as probe:
+    with kv.probed(PrefilledPrompt(torch.zeros(1, N), ((k, v),), ())) as probe:
         pass
     kv.attend(0, torch.randn(1, 6, 1, 72), (k[:, :, :1], v[:, :, :1]), None, scale=SCALE)
     assert probe.means() is None

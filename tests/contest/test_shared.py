@@ -9,7 +9,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.contest.shared import SharedPrompt, narrowed
-from hybrid_kv.eval.prefilled import Prefilled
+from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.types import Needs
 from tests.tolerances import TOLERANCES
 
@@ -18,7 +18,7 @@ CONTEXT = torch.randint(16, 500, (301,), generator=torch.Generator().manual_seed
 QUESTION = [5, 6, 40, 50]
 
 
-def assert_same(one: Prefilled, other: Prefilled) -> None:
+def assert_same(one: PrefilledPrompt, other: PrefilledPrompt) -> None:
     close = TOLERANCES[torch.float32]
     assert one.ids.tolist() == other.ids.tolist()
     for mine, theirs in zip(one.layers, other.layers, strict=True):
