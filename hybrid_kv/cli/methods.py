@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from hybrid_kv.cli.options import OutputOptions, Plugins
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hybrid_kv.cli.pages import Page
     from hybrid_kv.cli.parameters import Parameter
     from hybrid_kv.plugins import Plugin
 
@@ -26,6 +28,21 @@ def methods(
         ),
     ] = None,
     *,
+    describe: Annotated[
+        str | None,
+        typer.Option(
+            "--describe",
+            metavar="NAME",
+            autocompletion=completion.plugins,
+            help="One method or index kind, as NAME alone does.",
+        ),
+    ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(
+            "--pages", metavar="FOLDER", help="Write a page in Markdown of each method, or of NAME."
+        ),
+    ] = None,
     plugins: Plugins = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="The parameters of all of them.")
@@ -34,17 +51,25 @@ def methods(
 ) -> None:
     """List the methods and the index kinds, or show one with its parameters."""
     from hybrid_kv.cli.documents import check_target, write_report
-    from hybrid_kv.errors import unknown_name
+    from hybrid_kv.errors import ConfigError, unknown_name
     from hybrid_kv.plugins import INDEXES, METHODS
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.schema import MethodsReport
 
     check_target(output)
+    if name is not None and describe not in (None, name):
+        raise ConfigError(
+            f"--describe must be the one method that is shown, got '{describe}' beside '{name}'; "
+            "leave one out"
+        )
+    name = name or describe
     if name is not None and name not in METHODS and name not in INDEXES:
         raise unknown_name("method or index kind", name, {*METHODS, *INDEXES})
     kept = [METHODS[key] for key in METHODS if name in (None, key)]
     kinds = [INDEXES[key] for key in INDEXES if name in (None, key)]
-    if not output.json_only:
+    if pages is not None:
+        _write_pages(pages, kept)
+    elif not output.json_only:
         _print_all(kept, kinds, with_parameters=verbose or name is not None)
     if output.json is not None:
         report = MethodsReport(
@@ -55,9 +80,27 @@ def methods(
         write_report(report, output)
 
 
+def _write_pages(folder: Path, kept: list[Plugin[Any]]) -> None:
+    from hybrid_kv.cli.display import console
+    from hybrid_kv.cli.pages import write_pages
+    from hybrid_kv.errors import ConfigError
+
+    if not kept:
+        raise ConfigError("--pages writes pages of methods, got an index kind; name a method")
+    try:
+        written = write_pages(folder, [plugin.name for plugin in kept])
+    except OSError as error:
+        raise ConfigError(
+            f"--pages must be a folder that can be written, got '{folder}': {error.strerror}; "
+            "choose another"
+        ) from error
+    console().print(f"{len(written)} pages in {folder}")
+
+
 def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parameters: bool) -> None:
     from hybrid_kv.cli.display import console
-    from hybrid_kv.cli.parameters import common_parameters, parameters_of
+    from hybrid_kv.cli.pages import page_of
+    from hybrid_kv.cli.parameters import common_parameters
 
     out = console()
     if not with_parameters:
@@ -67,9 +110,9 @@ def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parame
         out.print("\nParameters of one: hybrid-kv methods NAME; of all: --verbose", style="dim")
         return
     for plugin in kept:
-        _print_one(out, "method", plugin, parameters_of(plugin.params))
+        _print_one(out, "method", page_of(plugin))
     for plugin in kinds:
-        _print_one(out, "index kind", plugin, parameters_of(plugin.params))
+        _print_one(out, "index kind", page_of(plugin))
     if kept:
         out.print("every method", style="bold")
         _print_parameters(out, common_parameters())
@@ -88,14 +131,19 @@ def _print_table(out: Console, title: str, plugins: list[Plugin[Any]]) -> None:
     out.print(table)
 
 
-def _print_one(out: Console, family: str, plugin: Plugin[Any], parameters: list[Parameter]) -> None:
+def _print_one(out: Console, family: str, page: Page) -> None:
+    from rich.padding import Padding
     from rich.text import Text
 
-    name = (plugin.name, "bold cyan")
-    out.print(Text.assemble(name, (f" ({family})", "dim"), f"  {plugin.summary}"))
-    if plugin.paper:
-        out.print(f"  {plugin.paper}", style="dim")
-    _print_parameters(out, parameters)
+    name = (page.name, "bold cyan")
+    out.print(Text.assemble(name, (f" ({family})", "dim"), f"  {page.summary}"))
+    if page.paper:
+        out.print(f"  {page.paper}", style="dim")
+    if page.how:
+        out.print(Padding(Text(page.how), (0, 0, 0, 2)))
+    for label, text in page.sections.items():
+        out.print(Padding(Text.assemble((f"{label}: ", "bold"), text), (0, 0, 0, 2)))
+    _print_parameters(out, page.parameters)
     out.print()
 
 
@@ -106,19 +154,25 @@ def _print_parameters(out: Console, parameters: list[Parameter]) -> None:
         out.print("  no parameters", style="dim")
         return
     table = facts_table("", "green")
-    for parameter in parameters:
-        table.add_row(f"  {parameter.name}", parameter.shown, parameter.meaning)
+    for one in parameters:
+        meaning = f"{one.meaning} ({one.range})" if one.range else one.meaning
+        table.add_row(f"  {one.name}", one.shown, meaning)
     out.print(table)
 
 
 def _describe(plugin: Plugin[Any]) -> Any:
-    from hybrid_kv.cli.parameters import parameters_of
+    from hybrid_kv.cli.pages import page_of
     from hybrid_kv.report.schema import PluginReport
 
-    parameters = {
-        parameter.name: {"default": parameter.default, "meaning": parameter.meaning}
-        for parameter in parameters_of(plugin.params)
-    }
+    page = page_of(plugin)
     return PluginReport(
-        name=plugin.name, summary=plugin.summary, paper=plugin.paper, parameters=parameters
+        name=page.name,
+        summary=page.summary,
+        paper=page.paper,
+        how=page.how,
+        sections=page.sections,
+        parameters={
+            one.name: {"default": one.default, "meaning": one.meaning, "range": one.range}
+            for one in page.parameters
+        },
     )

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from hybrid_kv.config import HybridConfig, PluginConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One setting: its dotted name, its default as JSON has it, and what it means."""
+    """One setting: its dotted name, its default as JSON has it, what it means and may be."""
 
     name: str
     default: Any
     meaning: str
+    range: str = ""
 
     @property
     def shown(self) -> str:
@@ -42,17 +45,56 @@ def common_parameters() -> list[Parameter]:
 
 
 def _walk(group: BaseModel, prefix: str) -> Iterator[Parameter]:
-    for name in type(group).model_fields:
+    for name, field in type(group).model_fields.items():
         value = getattr(group, name)
         if isinstance(value, PluginConfig):
             kind = getattr(value, value.name_field)
             known = ", ".join(value.registry)
-            yield Parameter(prefix + name, kind, f"{meaning(type(group), name)}; one of {known}")
+            yield Parameter(prefix + name, kind, meaning(type(group), name), f"one of {known}")
             yield from _walk(value.params, f"{prefix}{name}.")
         elif isinstance(value, BaseModel):
             yield from _walk(value, f"{prefix}{name}.")
         else:
-            yield Parameter(prefix + name, value, meaning(type(group), name))
+            yield Parameter(prefix + name, value, meaning(type(group), name), range_of(field))
+
+
+def range_of(field: FieldInfo) -> str:
+    """What a setting may be, by its annotation: 'a number from 0, to 1', 'drop or offload'."""
+    return _alternatives(field.annotation, field.metadata)
+
+
+def _alternatives(annotation: Any, limits: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        flat = [one for some in more for one in getattr(some, "metadata", [some])]
+        return _alternatives(inner, [*flat, *limits])
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if annotation in (int, float):
+        return " ".join([_NAMES[annotation], ", ".join(_bounds(limits))]).strip()
+    if annotation in _NAMES:
+        return _NAMES[annotation]
+    members = [one for one in get_args(annotation) if one is not Ellipsis]
+    if get_origin(annotation) is tuple:
+        return f"a list, each {_alternatives(members[0], [])}"
+    return " or ".join(dict.fromkeys(_alternatives(one, limits) for one in members))
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"} | {
+    type(None): "null"
+}
+
+
+def _bounds(limits: list[Any]) -> Iterator[str]:
+    for limit in limits:
+        if isinstance(limit, Ge):
+            yield f"from {limit.ge}"
+        elif isinstance(limit, Gt):
+            yield f"above {limit.gt}"
+        elif isinstance(limit, Le):
+            yield f"to {limit.le}"
+        elif isinstance(limit, Lt):
+            yield f"below {limit.lt}"
 
 
 def meaning(group: type[BaseModel], name: str) -> str:

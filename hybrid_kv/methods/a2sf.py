@@ -22,8 +22,10 @@ class A2SF(RecentHalf):
     """Keeps what recent queries attended most, older ones counting less, and DROPS the rest.
 
     score[n] = sum over queries q of forgetting ** (now - q) times the softmax weight that q gave
-    entry n in a KV head's group. Deviations: those of h2o; tokens that come together are of one
-    age; queries of the prompt whose factor is below 1e-7 are not looked at.
+    entry n in a KV head's group.
+
+    Deviations: those of h2o; tokens that come together are of one age; queries of the prompt whose
+    factor is below 1e-7 are not looked at.
     """
 
     class Params(RecentHalfParams):

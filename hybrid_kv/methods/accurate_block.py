@@ -63,6 +63,7 @@ class AccurateBlock(LearnedCodec):
 
     A block of channels of a token shares an exponent: x is kept as m 2^e, off by 2^e / 2 at most.
     Channels of keys stand in the order of their largest value, so that outliers share blocks.
+
     Deviations: the order comes from the prompt's keys, not from the rows of W_k; RoPE's pairs may
     be torn, for codes are multiplied by nobody.
     """

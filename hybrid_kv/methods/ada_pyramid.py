@@ -12,6 +12,8 @@ class AdaPyramid(Shared, PyramidKV):
     """PyramidKV where a layer's heads share its budget by the scores; DROPS the rest.
 
     The pyramid says what a layer keeps, as in pyramidkv; its heads share that, as in ada_snapkv.
+
+    Deviations: those of pyramidkv and ada_snapkv.
     """
 
     class Params(Safeguarded, PyramidParams):

@@ -30,13 +30,14 @@ class Shared:
         return head_budgets(scores, budget, self.params.safeguard)
 
 
-@METHODS.register("ada_snapkv", paper="Feng et al. 2024, arXiv:2407.11550")
+@METHODS.register("ada_snapkv", paper="Feng et al. 2024, arXiv:2407.11550, sections 3.3 and 3.4")
 class AdaSnapKV(Shared, SnapKV):
     """SnapKV where a layer's heads share their budgets by the scores; DROPS the rest.
 
     The best Hkv * B scores of all heads together say how many each head would keep, B_h; it keeps
     the best safeguard * B + (1 - safeguard) * B_h of its own. Held flat and ragged, never padded.
-    Deviation: what heads keep adds up to Hkv * B; the authors' code rounds each by itself.
+
+    Deviations: what heads keep adds up to Hkv * B; the authors' code rounds each by itself.
     """
 
     class Params(Safeguarded, SnapParams):

@@ -30,6 +30,9 @@ class Codec(Method):
     """Attends everything; what leaves the window is coded once and decoded in every step.
 
     lossless: the parameter, and its value, that loses nothing.
+
+    Kept: every entry: sinks and window as they came, all others as codes.
+    Lost: precision; no entry.
     """
 
     lossless: ClassVar[tuple[str, object]]

@@ -25,8 +25,10 @@ class CTkvr(RetrievalAttention):
 
     The last queries of the prompt are centroids, each with a list of its best keys; the lists of
     the nearest are joined and ranked by true scores (index `query_lists`); nothing is lost, but a
-    key on no list is not found. Deviations: query heads of a group share their centroids; keys of
-    the answer get on the lists too.
+    key on no list is not found.
+
+    Deviations: query heads of a group share their centroids; keys of the answer get on the lists
+    too.
     """
 
     class Params(RetrievalParams):

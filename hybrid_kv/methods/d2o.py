@@ -21,6 +21,9 @@ class D2O(H2O):
     The cosine u of an evicted key and the nearest kept one must reach a threshold: at first the
     mean u of what is evicted, then mean_ratio of each later mean, the rest the one before. A kept
     entry becomes the average of itself with weight e and of those merged with weights exp(u).
+
+    Lost: with demote "drop" what is not alike enough, and of what is merged its own weight; with
+    "offload" nothing.
     Deviations: layers have even budgets (the paper's follow the variance of their attention, which
     is known of all layers too late here); entries of the window take part once they have left it;
     with demote "offload" nothing is lost and nothing merged.

@@ -42,6 +42,11 @@ class Demoting(RetrievalAttention):
     """Keeps the entries it chooses on the device, and drops or offloads all others.
 
     whole: the parameter, and its value, with which everything is kept.
+
+    Kept: sinks, window and entries of its choice on the device; the others in host memory, with
+    demote "offload".
+    Lost: with demote "drop" all others; with "offload" nothing, for the index finds some of them in
+    every step.
     """
 
     Params = DemotingParams

@@ -24,6 +24,7 @@ class DoubleSparsity(RetrievalAttention):
     """Attends the keys that score best in a sixteenth of the channels; nothing is lost.
 
     Channels are those of the largest |q| |k| (index `label_channels`), held apart as label cache.
+
     Deviations: calibrated on the prompt by the mean sizes of queries and keys, not offline on a
     text; labels are in the precision of the keys; channels of a KV head, of all its query heads.
     """

@@ -25,13 +25,19 @@ class DuoParams(DemotingParams):
     retrieval_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
-@METHODS.register("duo_attention", paper="Xiao et al. 2024, arXiv:2410.10819")
+@METHODS.register("duo_attention", paper="Xiao et al. 2024, arXiv:2410.10819, section 2")
 class DuoAttention(Demoting):
     """Keeps everything of retrieval heads, of all others sinks and window; DROPS their rest.
 
-    Deviations: the paper trains a gate for each head; here a score is the share of its attention
-    that a head gives to what lies between sinks and window, at the end of a calibration text
-    (hybrid-kv heads) or of the prompt, then by layer (all heads are kept if it fits the window).
+    score[h] = share of its attention that head h gives to what lies between sinks and window, in
+    the last observed_tokens queries; the best retrieval_ratio of heads retrieve. Given scores
+    compete over all layers, those of a prompt within a layer.
+
+    Kept: everything of the retrieval heads; of the others sinks and window.
+    Lost: with demote "drop" what streaming heads had between these; with "offload" nothing.
+    Deviations: the paper trains a gate for each head on synthetic passkeys; here attention is
+    looked at, at the end of a calibration text (hybrid-kv heads) or of the prompt; a prompt that
+    fits in the window keeps all heads whole; sinks and window are those of all heads.
     """
 
     Params = DuoParams

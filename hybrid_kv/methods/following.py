@@ -32,6 +32,10 @@ class Following(Evicting):
     in the state: so forks, beams, branches and checkpoints carry both.
 
     parts: the shape of the score of one entry, where that is not one number.
+
+    Kept: sinks, window and what has the best scores, budget_tokens of a head, however long the
+    answer.
+    Lost: with demote "drop" what falls behind, in prompt and answer; with "offload" nothing.
     """
 
     parts: ClassVar[tuple[int, ...]] = ()

@@ -12,9 +12,16 @@ from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Read
 
 
-@METHODS.register("full", paper="Vaswani et al. 2017, arXiv:1706.03762")
+@METHODS.register("full", paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2")
 class Full(Method):
-    """Everything stays resident and every entry is attended: exact."""
+    """Everything stays resident and every entry is attended: exact.
+
+    out = softmax(q K^T * scale) V over all entries that a query may see.
+
+    Kept: everything, on the device.
+    Lost: nothing.
+    Deviations: none.
+    """
 
     class Params(BaseParams):
         """No parameters."""

@@ -43,7 +43,10 @@ class GEAR(Kivi):
     X = D + L + S: S the ceil(outlier_ratio D) numbers of a row that are farthest from its channel's
     (keys) or its own (values) mean, D the rest in 2 or 4 bits as in kivi, L the best rank-r
     approximation of what both leave, by KV head and of what leaves the window together.
-    Deviations: outliers are counted by token for keys, too; L by SVD, not by power iteration.
+
+    Lost: precision: what neither codes nor correction hold; no entry.
+    Deviations: outliers are counted by token for keys, too; L by SVD, not by power iteration; a
+    correction is of what leaves together, the prompt or a page of the answer.
     """
 
     class Params(Kivi.Params):

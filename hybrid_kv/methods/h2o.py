@@ -28,14 +28,16 @@ def heavy_needs(params: HeavyParams) -> Needs:
     return Needs(column_sums=True) if exact else Needs(params.sampled_queries)
 
 
-@METHODS.register("h2o", paper="Zhang et al. 2023, arXiv:2306.14048")
+@METHODS.register("h2o", paper="Zhang et al. 2023, arXiv:2306.14048, section 4")
 class H2O(RecentHalf):
     """Keeps the entries with the highest summed weights and a recent window; DROPS the rest.
 
-    score[n] = sum of the softmax weights that all queries since n, of prompt and answer, gave it
-    in a KV head's group. Whatever leaves the window competes by it with what is kept. Deviations:
-    what has left competes a page at a time, so that up to a page more is held; tokens of the
-    prompt are evicted at its end; "sampled" prompt scores are an estimate, from some queries.
+    score[n] = sum of the softmax weights that all queries since n, of prompt and answer, gave it in
+    a KV head's group. Whatever leaves the window competes by it with what is kept.
+
+    Deviations: what has left competes a page at a time, so that up to a page more is held; tokens
+    of the prompt are evicted at its end; "sampled" prompt scores are an estimate, from some
+    queries; with page_size 1 the answer is evicted token by token as in the paper.
     """
 
     Params = HeavyParams

@@ -29,10 +29,12 @@ class HeadKV(SnapKV):
     """SnapKV with a budget for each head, by scores of the model's heads; DROPS the rest.
 
     Of an even share b every head keeps b - b / beta; the pool of b / beta from all heads of all
-    layers is shared in the proportion of their scores. Deviations: the paper's scores come from
-    retrieval and reasoning probes of query heads; here they are given for KV heads (hybrid-kv heads
-    makes such a file), or, by "prompt", a head's is the sum of its SnapKV scores, and heads of a
-    layer share their pool. A head keeps no more than there is.
+    layers is shared in the proportion of their scores.
+
+    Deviations: the paper's scores come from retrieval and reasoning probes of query heads; here
+    they are given for KV heads (hybrid-kv heads makes such a file), or, by "prompt", a head's is
+    the sum of its SnapKV scores, and heads of a layer share their pool. A head keeps no more than
+    there is.
     """
 
     Params = HeadKVParams

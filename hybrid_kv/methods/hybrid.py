@@ -21,7 +21,14 @@ class _AutoCold(ColdParams):
 
 @METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")
 class Hybrid(RetrievalAttention):
-    """Retrieval attention that fills spare device memory with pages and reads the best of them."""
+    """Retrieval attention that fills spare device memory with pages and reads the best of them.
+
+    Sinks and window are attended exactly, pages on the device by Quest's bound, cold entries by
+    whichever index is best for head, machine and length; the parts are merged by log-sum-exp.
+
+    Kept: sinks, window and spare pages on the device, everything else in host memory.
+    Deviations: the combination is of this project.
+    """
 
     class Params(RetrievalParams):
         """spare_tokens: resident beyond sinks and window; hot_tokens: device room for copies of the

@@ -27,6 +27,8 @@ class InfiniGenProxy(RetrievalAttention):
     the input of the layer before, to fetch ahead. Here the prompt's queries give the rotation
     (index `skewed_channels`), the true query asks, and top_k entries are attended, not those within
     a margin of the best. So its choice is better than the paper's, and nothing is fetched ahead.
+
+    Deviations: all of these.
     """
 
     class Params(RetrievalParams):

@@ -19,9 +19,12 @@ class InfLLM(RetrievalAttention):
     """Retrieval of whole blocks, by the representative keys of each; nothing is lost.
 
     Score of a block: mean of q . k over its representatives. cold.top_k 2048 is the paper's 16
-    blocks of 128 tokens. Deviations: those of the index (`blocks`); keys keep the positions they
-    were written with, where the paper gives all that is retrieved one position; what is found is
-    attended on the host unless cold.attend says "fetch"; sinks and window are this project's.
+    blocks of 128 tokens.
+
+    Deviations: those of the index (`blocks`); keys keep the positions they were written with, where
+    the paper gives all that is retrieved one position; what is found is attended on the host unless
+    cold.attend says "fetch"; sinks and window are this project's; only sampled queries judge which
+    keys stand for a block; each query head chooses by itself.
     """
 
     class Params(RetrievalParams):

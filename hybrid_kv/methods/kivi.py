@@ -30,13 +30,16 @@ class CodedEntries(Entries):
         return decode(self.k, k_scales, self.bits), decode(self.v, v_scales, self.bits)
 
 
-@METHODS.register("kivi", paper="Liu et al. 2024, arXiv:2402.02750")
+@METHODS.register("kivi", paper="Liu et al. 2024, arXiv:2402.02750, section 3")
 class Kivi(Codec):
     """Keeps what left the window in 2 or 4 bits: keys by channel, values by token; ROUNDS.
 
     Of each group x is kept as round((x - min) / s), s = (max - min) / (2 ** bits - 1), and off by
-    about s / 2 at most; no entry is lost. Deviations: a group of keys ends where a page left the
-    window (the paper's residual); codes are decoded in every step, in no kernel.
+    about s / 2 at most; no entry is lost.
+
+    Lost: precision: every number is off by half a step of its group at most; no entry.
+    Deviations: a group of keys ends where a page left the window (the paper's residual); codes are
+    decoded in every step, in no kernel; groups of an answer are as large as a page.
     """
 
     class Params(CodecParams):

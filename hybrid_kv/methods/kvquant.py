@@ -50,9 +50,11 @@ class KVQuant(TurnedCodec):
 
     Keys before RoPE are brought to [-1, 1] by the range of their channel, values by that of their
     token; the levels of each are k-means of such numbers of the prompt. ceil(outlier_ratio D)
-    numbers of a token's key and value are kept whole. Deviations: the prompt calibrates, not a
-    text, without weights by sensitivity; each token has as many outliers, where the paper has a
-    threshold by channel; 2 or 4 bits, not 3.
+    numbers of a token's key and value are kept whole.
+
+    Lost: precision: up to half the distance of two levels, but for outliers; no entry.
+    Deviations: the prompt calibrates, not a text, without weights by sensitivity; each token has as
+    many outliers, where the paper has a threshold by channel; 2 or 4 bits, not 3.
     """
 
     class Params(CodecParams):

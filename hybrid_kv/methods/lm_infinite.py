@@ -35,9 +35,14 @@ class LMInfinite(Demoting):
     """Keeps first tokens and a recent window, no farther than the window is long; DROPS the rest.
 
     A query at t attends the first tokens s as if t - s were min(t - s, window_tokens), by turning
-    their keys; the window as it is. Deviations: the prompt is read exactly; the window leaves by
-    pages, so up to a page more is seen at its true distance; tokens that come together are limited
-    as the first of them; with demote "offload" what is found keeps its true distance.
+    their keys; the window as it is.
+
+    Kept: first tokens and window.
+    Lost: with demote "drop" everything between; with "offload" nothing.
+    Deviations: the prompt is read exactly; the window leaves by pages, so up to a page more is seen
+    at its true distance; tokens that come together are limited as the first of them; with demote
+    "offload" what is found keeps its true distance; a model whose RoPE cannot be asked for is
+    refused.
     """
 
     class Params(DemotingParams):

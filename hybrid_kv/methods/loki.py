@@ -24,8 +24,10 @@ class Loki(RetrievalAttention):
     """Attends the keys that score best in their first principal components; nothing is lost.
 
     (q P) . (k P) with a fourth of the components ranks (index `pca`), and the best top_k are
-    attended by their true scores. Deviations: components of the prompt's own keys, after RoPE,
-    not of a calibration text; keys stay as they are beside their components.
+    attended by their true scores.
+
+    Deviations: components of the prompt's own keys, after RoPE, not of a calibration text; keys
+    stay as they are beside their components.
     """
 
     class Params(RetrievalParams):

@@ -49,6 +49,8 @@ class LowRank(TurnedCodec):
     """Keeps coefficients along directions that are learned when the prompt is complete.
 
     Where fewer than twice as many tokens as directions leave the window then, all directions stay.
+
+    Lost: what lies outside of the directions that stay.
     """
 
     lossless = ("rank_ratio", 1.0)

@@ -42,7 +42,11 @@ class MagicPig(RetrievalAttention):
 
     Attention over the cold tier is estimated by sum(v exp(l) / u) / sum(exp(l) / u), l the logit, u
     the probability of being sampled (see index `lsh`), and merged with sinks and window. num_bits
-    and num_tables say how many are sampled. Deviation: no layer is exempt (in the paper two are).
+    and num_tables say how many are sampled.
+
+    Lost: nothing; a step sees the entries that it sampled.
+    Deviations: no layer is exempt (in the paper two are); one draw (seed) serves a cache;
+    max_tokens cuts to the best; after a fourth more keys all are hashed again in one step.
     """
 
     class Params(ResidentParams):

@@ -24,8 +24,10 @@ class PQCache(RetrievalAttention):
     """Attends the keys whose product quantisation scores best; nothing is lost.
 
     A key is cut into num_parts, each of which stands for one of 2 ** num_bits centroids (index
-    `pq`); the best top_k by these are attended themselves. Deviations: k-means runs when the
-    prompt is complete, not meanwhile; no cache of blocks; each query head chooses by itself.
+    `pq`); the best top_k by these are attended themselves.
+
+    Deviations: k-means runs when the prompt is complete, not meanwhile; no cache of blocks; each
+    query head chooses by itself.
     """
 
     class Params(RetrievalParams):

@@ -15,14 +15,16 @@ class PyramidParams(SnapParams):
     beta: Count = 20
 
 
-@METHODS.register("pyramidkv", paper="Cai et al. 2024, arXiv:2406.02069")
+@METHODS.register("pyramidkv", paper="Cai et al. 2024, arXiv:2406.02069, section 4")
 class PyramidKV(SnapKV):
     """SnapKV with budgets on a straight line over the layers, most in the first; DROPS the rest.
 
     Beside sinks and window the last layer keeps 1/beta of the mean, the first what makes the mean
-    come out; where a prompt has not so much, the line is flatter. Deviation: the layers' budgets
-    add up exactly, where the authors round the step between two layers down. Layers that are not
-    ours to evict (with a sliding window of their own) do not count.
+    come out; where a prompt has not so much, the line is flatter.
+
+    Deviations: the layers' budgets add up exactly, where the authors round the step between two
+    layers down. Layers that are not ours to evict (with a sliding window of their own) do not
+    count.
     """
 
     Params = PyramidParams

@@ -14,13 +14,18 @@ from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Read
 
 
-@METHODS.register("quest", paper="Tang et al. 2024, arXiv:2406.10774")
+@METHODS.register("quest", paper="Tang et al. 2024, arXiv:2406.10774, section 3")
 class Quest(Method):
     """Keeps everything resident and reads the pages with the highest upper bound on the score.
 
-    Pages are chosen per KV head by the largest bound in its group of query heads (the paper's
-    models have one query head per KV head). As in the paper the first two layers are dense and the
-    newest page is always read; sinks and window are ours, on top of the page budget.
+    bound[page] = sum over channels i of max(q[i] min[page, i], q[i] max[page, i]), the most that
+    any key of the page can score; the page_budget pages of the highest bounds are read. As in the
+    paper the first two layers are dense and the newest page is always read.
+
+    Kept: everything on the device, and the smallest and largest number of each page's channels.
+    Lost: nothing; a step does not see the pages that it does not read.
+    Deviations: pages are chosen per KV head, by the largest bound in its group of query heads (the
+    paper's models have one query head per KV head); sinks and window are on top of page_budget.
     """
 
     class Params(BaseParams):

@@ -18,10 +18,14 @@ class RazorAttention(DuoAttention):
     """Keeps everything of retrieval heads; of the others sinks and window, and DROPS their rest.
 
     In the place of the n entries that a head dropped stands their mean key and mean value, whose
-    logit counts n times (bias log n). Deviations: heads are told apart as by duo_attention, not by
-    echo and induction scores of a repeated random text (hybrid-kv heads measures induction on a
-    text of yours); sinks and window are those of all heads; with demote "offload" nothing is
-    dropped and no mean stands for it.
+    logit counts n times (bias log n).
+
+    Kept: everything of the retrieval heads; of the others sinks, window and one mean.
+    Lost: with demote "drop" what streaming heads had between these, but for its mean; with
+    "offload" nothing.
+    Deviations: heads are told apart as by duo_attention, not by echo and induction scores of a
+    repeated random text (hybrid-kv heads measures induction on a text of yours); sinks and window
+    are those of all heads; with demote "offload" nothing is dropped and no mean stands for it.
     """
 
     class Params(DuoParams):

@@ -25,8 +25,9 @@ class ReKV(RetrievalAttention):
 
     A frame is a block of page_size tokens; its vector is the mean of its keys, all heads behind
     each other, and the cosine with the mean query decides for all of them (index `frames`).
-    Deviations: chosen anew in every step, by its query, not once a question; frames begin where
-    the cold tier does; the prompt is attended whole, not in a sliding window; no disk.
+
+    Deviations: chosen anew in every step, by its query, not once a question; frames begin where the
+    cold tier does; the prompt is attended whole, not in a sliding window; no disk.
     """
 
     class Params(RetrievalParams):

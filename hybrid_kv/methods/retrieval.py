@@ -114,12 +114,17 @@ class RetrievalParams(ResidentParams):
     cold: ColdParams = ColdParams()
 
 
-@METHODS.register("retrieval_attention", paper="Liu et al. 2024, arXiv:2409.10516")
+@METHODS.register("retrieval_attention", paper="Liu et al. 2024, arXiv:2409.10516, section 3")
 class RetrievalAttention(Method):
     """Keeps sinks and window resident, offloads the rest and attends its top-k per query head.
 
-    The default index is the attention-aware graph; heads that it does not suit, and contexts that
-    are too short for it, are scanned in 8 bits.
+    Cold keys are linked by the prompt's own queries, each with its best keys (the attention-aware
+    graph); a search walks along the links, and what it finds is attended with its true score.
+
+    Kept: sinks and window on the device, everything else in host memory.
+    Lost: nothing; a step does not see what its search does not find.
+    Deviations: heads that the graph does not suit, and contexts that are too short for it, are
+    scanned in 8 bits; sizes of sinks and window are parameters (the paper: 128 and 512).
     """
 
     Params = RetrievalParams
@@ -176,7 +181,12 @@ class _FlatCold(ColdParams):
 
 @METHODS.register("flat", paper="exact search; baseline of arXiv:2409.10516, section 4")
 class Flat(RetrievalAttention):
-    """Retrieval by exact top-k over all cold keys, one scan per group of query heads."""
+    """Retrieval by exact top-k over all cold keys, one scan per group of query heads.
+
+    The top_k highest q . k of each query head are attended, beside sinks and window.
+
+    Deviations: none; it is the paper's exact baseline.
+    """
 
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind flat."""
@@ -194,7 +204,12 @@ class _HnswCold(ColdParams):
 
 @METHODS.register("ivf", paper="Douze et al. 2024 (Faiss), arXiv:2401.08281")
 class Ivf(RetrievalAttention):
-    """Retrieval by an inverted-file index (Faiss)."""
+    """Retrieval by an inverted-file index (Faiss).
+
+    Keys lie in lists by their nearest centroid; the nprobe lists nearest to the query are scored.
+
+    Deviations: none; lists and probes are parameters of Faiss.
+    """
 
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind ivf."""
@@ -204,7 +219,12 @@ class Ivf(RetrievalAttention):
 
 @METHODS.register("hnsw", paper="Malkov and Yashunin 2016, arXiv:1603.09320")
 class Hnsw(RetrievalAttention):
-    """Retrieval by a small-world graph built from keys alone (Faiss)."""
+    """Retrieval by a small-world graph built from keys alone (Faiss).
+
+    A greedy walk from layer to layer of neighbours, with a list of ef_search candidates.
+
+    Deviations: none; degree and widths are parameters of Faiss.
+    """
 
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind hnsw."""

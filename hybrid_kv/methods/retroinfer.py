@@ -24,9 +24,11 @@ class RetroInfer(RetrievalAttention):
     """Attends the best clusters of keys, and of the others an estimate by their centroids.
 
     A cluster that is not read counts as s exp(scale q . c) with its mean value, c the mean of its s
-    keys (index `clusters`), merged by log-sum-exp with what was read; nothing is lost. Deviations:
-    all clusters are estimated, in the paper the next best fourth; of the last cluster the best keys
-    are read, up to top_k in all, and the others estimated; no block cache on the device.
+    keys (index `clusters`), merged by log-sum-exp with what was read; nothing is lost.
+
+    Deviations: all clusters are estimated, in the paper the next best fourth; of the last cluster
+    the best keys are read, up to top_k in all, and the others estimated; no block cache on the
+    device.
     """
 
     class Params(RetrievalParams):

@@ -69,10 +69,11 @@ def rotated(rows: Tensor, together: int, *, transposed: bool = False) -> Tensor:
 class RotateKV(TurnedCodec):
     """Keeps what left the window rotated and in 2 or 4 bits, by token; ROUNDS.
 
-    Keys before RoPE times a Hadamard matrix over several heads, values over their own, then
-    rounded by token in groups of channels; both are turned back when they are read. sink_tokens
-    stay whole. Deviations: channels are not reordered before; sinks are the first tokens, not those
-    of massive activations; sizes that are no power of two are cut into such.
+    Keys before RoPE times a Hadamard matrix over several heads, values over their own, then rounded
+    by token in groups of channels; both are turned back when they are read. sink_tokens stay whole.
+
+    Deviations: channels are not reordered before; sinks are the first tokens, not those of massive
+    activations; sizes that are no power of two are cut into such.
     """
 
     class Params(CodecParams):

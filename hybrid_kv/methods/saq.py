@@ -22,7 +22,11 @@ class SAQ(LearnedCodec):
 
     Each step down the stairs loses bits: when a token has become older than fine_tokens, the lower
     half of its 4 bits is freed. Numbers are rounded by token, with channels evened out as in
-    zipcache. Deviations: the paper says neither lengths nor how numbers are rounded.
+    zipcache.
+
+    Lost: precision, more of it of older tokens; no entry.
+    Deviations: the paper says neither lengths nor how numbers are rounded; rounding is that of
+    zipcache.
     """
 
     class Params(CodecParams):

@@ -17,10 +17,11 @@ class Scissorhands(RecentHalf):
     """Keeps what was seldom unimportant in the recent past, and DROPS the rest.
 
     An entry counts a step in which its weight was below the mean, 1 / t of t tokens; those with the
-    lowest counts over the last history_tokens queries stay. Deviations: counts are kept in halves,
-    so the past is between a half and all of history_tokens; weights of a group of query heads are
-    averaged; a page competes at a time, where the paper halves a full cache at once; tokens that
-    come together count as their mean.
+    lowest counts over the last history_tokens queries stay.
+
+    Deviations: counts are kept in halves, so the past is between a half and all of history_tokens;
+    weights of a group of query heads are averaged; a page competes at a time, where the paper
+    halves a full cache at once; tokens that come together count as their mean.
     """
 
     class Params(RecentHalfParams):

@@ -17,6 +17,8 @@ class ShadowKVKeys(LowRank):
     behind each other (the paper: 160 of 1024). ShadowKV's other half, values in host memory found
     by landmarks, is not here: everything is attended on the device; index `frames` or `pages` of a
     retrieval method selects by such landmarks.
+
+    Deviations: that other half.
     """
 
     class Params(LowRankParams):

@@ -27,9 +27,10 @@ from hybrid_kv.types import Evidence, ModelInfo, Needs
 
 class SnapParams(EvictingParams):
     """observed_tokens: the prompt's last queries, which score; pool_tokens, pooling: each entry
-    counts as the "max" or "mean" of so many neighbours; value_weighting: CriticalKV, which fills a
-    part of a budget by these scores, the rest by scores times the L1 norm of the "values", or of
-    what they add to the output when "projected"; sure_ratio: that part, by the scores alone.
+    counts as the "max" or "mean" of so many neighbours, an odd number; value_weighting: CriticalKV,
+    which fills a part of a budget by these scores, the rest by scores times the L1 norm of the
+    "values", or of what they add to the output when "projected"; sure_ratio: that part, by the
+    scores alone.
     """
 
     observed_tokens: Count = 32
@@ -39,13 +40,17 @@ class SnapParams(EvictingParams):
     sure_ratio: float = Field(default=0.5, ge=0, le=1)
 
 
-@METHODS.register("snapkv", paper="Li et al. 2024, arXiv:2404.14469")
+@METHODS.register("snapkv", paper="Li et al. 2024, arXiv:2404.14469, section 4")
 class SnapKV(Evicting):
     """Keeps what the prompt's last queries attend most, by KV head, and DROPS the rest of it.
 
     score[n] = max over pool_tokens neighbours of the mean weight that entry n got from the last
-    observed_tokens queries, before the window; the best of a head stay, and everything later. With
-    grouped queries a group is averaged before pooling, as by Ada-KV's authors; sinks are ours.
+    observed_tokens queries, before the window; the best of a head stay, and everything later.
+
+    Kept: of the prompt the best of each KV head; sinks, window and all of the answer.
+    Lost: with demote "drop" the prompt's others; with "offload" nothing.
+    Deviations: with grouped queries a group is averaged before pooling, as by Ada-KV's authors, so
+    that a KV head has one set; sink_tokens is of this project, 0 by default.
     """
 
     Params = SnapParams

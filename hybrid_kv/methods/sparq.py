@@ -25,8 +25,10 @@ class SparQ(RetrievalAttention):
 
     The top_k keys of the highest softmax(q[i] . K[i] / (tau sqrt(D))) are attended, i the
     num_channels largest |q|; the rest is alpha-blended as the mean value (index `query_channels`);
-    nothing is lost. Deviations: sinks and window are attended exactly, beside that estimate, which
-    is of the cold tier alone; keys are not kept by channel, so that all of them are read.
+    nothing is lost.
+
+    Deviations: sinks and window are attended exactly, beside that estimate, which is of the cold
+    tier alone; keys are not kept by channel, so that all of them are read.
     """
 
     class Params(RetrievalParams):

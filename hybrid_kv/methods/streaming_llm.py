@@ -14,12 +14,16 @@ from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Demotion, Evidence, Read
 
 
-@METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453")
+@METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453, section 3.2")
 class StreamingLLM(Method):
     """Keeps sinks and a recent window and DROPS all other entries.
 
-    Deviation: keys keep the rotary positions they were written with; the paper re-numbers positions
-    inside the cache, which matters beyond the trained context only.
+    A query attends the first sink_tokens and the newest window_tokens, and nothing else.
+
+    Kept: sinks and window.
+    Lost: everything between them.
+    Deviations: the window leaves by pages; keys keep the rotary positions they were written with,
+    where the paper re-numbers them inside the cache, which matters beyond the trained context only.
     """
 
     class Params(BaseParams):

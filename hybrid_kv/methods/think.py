@@ -27,8 +27,12 @@ class ThinK(Codec):
 
     By KV head the channels of the highest |Q[:, i]| |K[:, i]| stay: Q the last observed_tokens
     queries of the prompt, of the whole group of query heads, K its keys. Logits lose what the
-    others add. Deviations: the choice serves for what leaves the window later, too; what is gone
-    reads as 0, queries are not thinned.
+    others add.
+
+    Kept: every entry; of the keys that left the window some channels.
+    Lost: what the other channels add to the logits.
+    Deviations: the choice serves for what leaves the window later, too; what is gone reads as 0,
+    queries are not thinned; without SnapKV, which the paper puts before it (see chain).
     """
 
     class Params(CodecParams):

@@ -18,8 +18,10 @@ class TOVA(Following):
     """Keeps what the newest query attends most, the same tokens in all heads; DROPS the rest.
 
     score[n] = sum over the heads of the softmax weights that the newest query alone gave entry n.
-    Deviations: a page leaves at a time, judged by the query before it, so that up to a page more
-    is held and the newest tokens stay till then; the prompt is cut at its end.
+
+    Deviations: a page leaves at a time, judged by the query before it, so that up to a page more is
+    held and the newest tokens stay till then; the prompt is cut at its end; with page_size 1 this
+    is the paper's own loop.
     """
 
     class Params(EvictingParams):

@@ -24,8 +24,10 @@ class ZipCache(LearnedCodec):
 
     Salient is a token of the highest normalised attention: the weights that probe queries gave it,
     divided by how many of them saw it. Channels are divided by sqrt(max |x|), then a token's whole
-    key, or value, is rounded by one scale (channel-separable tokenwise). Deviations: probes are
-    spread, not random; the answer is salient; 2 bits are the upper half of 4.
+    key, or value, is rounded by one scale (channel-separable tokenwise).
+
+    Deviations: probes are spread, not random; the answer is salient; 2 bits are the upper half of
+    4.
     """
 
     class Params(CodecParams):

@@ -20,9 +20,13 @@ class ZipVL(Evicting):
 
     Tokens by the weights that the last observed_tokens queries of the prompt gave them in all heads
     together, best first, until sinks, window and these have mass_ratio of all: so each layer says
-    how many it needs, the same tokens in all its heads. Deviations: the paper's probes are random
-    queries as well as recent ones; it holds the others in 2 bits and these in 4, and computes the
-    prompt from them; here others are dropped or offloaded and the prompt is exact.
+    how many it needs, the same tokens in all its heads.
+
+    Kept: of the prompt the best tokens of each layer; sinks, window and all of the answer.
+    Lost: with demote "drop" the prompt's others; with "offload" nothing.
+    Deviations: the paper's probes are random queries as well as recent ones; it holds the others in
+    2 bits and these in 4, and computes the prompt from them; here others are dropped or offloaded
+    and the prompt is exact.
     """
 
     class Params(EvictingParams):

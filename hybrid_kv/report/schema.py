@@ -88,11 +88,16 @@ class DemoReport(_Envelope):
 
 
 class PluginReport(Group):
-    """A registered plug-in; parameters by dotted name, with default and meaning."""
+    """A registered plug-in; parameters by dotted name, with default, meaning and range.
+
+    how: the formula in words. sections: what is kept and lost, and the deviations from the paper.
+    """
 
     name: str
     summary: str
     paper: str
+    how: str = ""
+    sections: dict[str, str] = Field(default_factory=dict)
     parameters: dict[str, Any]
 
 
