@@ -1,6 +1,7 @@
 """What users of the Python package touch."""
 
-from hybrid_kv.api.conversation import Context, Conversation
+from hybrid_kv.api.context import Context
+from hybrid_kv.api.conversation import Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.llm import LLM, load
 from hybrid_kv.api.planning import plan

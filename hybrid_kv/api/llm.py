@@ -18,7 +18,8 @@ from hybrid_kv.api.arguments import (
     check_source,
     token_ids,
 )
-from hybrid_kv.api.conversation import AskedMessages, Context, Conversation
+from hybrid_kv.api.context import AskedMessages, Context
+from hybrid_kv.api.conversation import Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message, checked, is_chat

@@ -149,3 +149,10 @@ def _hide(content: str, marks: dict[str, str]) -> str:
     for mark, word in marks.items():
         content = content.replace(word, mark)
     return content
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
+    return next((idx for idx, (one, other) in enumerate(pairs) if one != other), shorter)

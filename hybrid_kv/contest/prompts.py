@@ -11,8 +11,7 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_kv.api.conversation import common_length
-from hybrid_kv.api.template import ChatTemplate
+from hybrid_kv.api.template import ChatTemplate, common_length
 from hybrid_kv.contest.prose import python_prose
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Question, filler

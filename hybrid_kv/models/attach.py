@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
@@ -206,7 +207,14 @@ class HybridCache(TieredCache):
         super().__init__(
             home.info, own, text_config(model), lambda: home._open, home._executor_for(own)
         )
+        self._home = home
         home._caches.add(self)
+
+    def fork(self) -> Self:
+        """See `TieredCache.fork`."""
+        new = super().fork()
+        self._home._caches.add(new)
+        return new
 
 
 def _attachment_of(model: PreTrainedModel) -> Attachment | None:

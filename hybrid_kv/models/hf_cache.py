@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from copy import copy, deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class CacheState:
 
     def require_open(self) -> None:
         """Raises ConfigError where our attention is off: the model would attend new keys only."""
+        self.require_life()
+        if not self.in_forward:
+            raise ConfigError(
+                "this cache was given to a model that is not attached, or to a part of one; call "
+                "the attached model itself"
+            )
+
+    def require_life(self) -> None:
+        """Raises ConfigError where the cache or the attachment that it belongs to has ended."""
         if not self._is_open():
             raise ConfigError(
                 "this cache belongs to a model that was detached; use it inside its `with "
@@ -45,11 +55,6 @@ class CacheState:
             )
         if self.is_closed:
             raise ConfigError("this cache is closed and holds nothing any more; take a new one")
-        if not self.in_forward:
-            raise ConfigError(
-                "this cache was given to a model that is not attached, or to a part of one; call "
-                "the attached model itself"
-            )
 
     def check_shapes(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
         """Raises UnsupportedModelError where keys or values are not as the model's config says."""
@@ -184,6 +189,12 @@ class HybridLayer(CacheLayerMixin):
             self._tiered.crop(-tokens_to_remove)
             self._seen = max(0, self._seen + tokens_to_remove)
 
+    def forked(self, state: CacheState) -> HybridLayer:
+        """This layer in a fork of its cache, whose state is given."""
+        new = copy(self)
+        new._state, new._pending = state, None
+        return new
+
     def mark(self) -> tuple[int, list[int]]:
         """Tokens seen, and what the rows have stored of them."""
         return self._seen, self._tiered.lengths
@@ -295,6 +306,27 @@ class TieredCache(Cache):
                     f"layer {idx} of this model attends to other keys than it caches, which "
                     "hybrid_kv cannot serve; use this model without it"
                 )
+
+    def fork(self) -> Self:
+        """A cache of the same tokens: either goes on, is cropped or closed without the other.
+
+        Tokens that have left the window are shared with all that finds them, and never copied. What
+        is resident is copied: sinks and window of the method, sliding windows and recurrent states
+        of the model. Where a method keeps everything resident (full, quest), pages are shared until
+        one of the two writes to them. A prompt that has not ended ends here, as at a first answer.
+
+        Raises:
+            ConfigError: this cache is closed, or its model was detached.
+            CapacityError, DeviceMemoryError: the copy does not fit; this cache is as it was.
+        """
+        self._state.require_life()
+        new = copy(self)
+        new._state = CacheState(self.kv.fork(), self._state._is_open)
+        new.layers = [
+            layer.forked(new._state) if isinstance(layer, HybridLayer) else deepcopy(layer)
+            for layer in self.layers
+        ]
+        return new
 
     def accept_mask(self, mask: Tensor | None, new_tokens: int) -> None:
         """Takes note of what a forward shows: its mask [B, tokens seen], or None for everything.

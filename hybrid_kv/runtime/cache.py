@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,19 +92,21 @@ class KVCache:
         """What the layers share until `reset`."""
         method = self.config.build()
         method.open(self.info)
+        stand_ins = StandIns(len(self.info.layers))
+        wanted, known = method.foresight, self.info.unforeseen
+        ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
+        shared = {"builds": self._new_builds(), "stand_ins": stand_ins, "look_ahead": ahead}
+        shared["selectors"] = Selectors(len(self.info.layers))
+        return {"method": method, "work": Work(), **shared}
+
+    def _new_builds(self) -> IndexBuilds:
         spare = weakref.WeakMethod(self._spare_host_memory)  # no cycle: a dropped cache is freed
 
         def spare_bytes() -> int:
             measure = spare()
             return 0 if measure is None else measure()
 
-        builds = IndexBuilds(self.executor, self.phases, spare_bytes)
-        stand_ins = StandIns(len(self.info.layers))
-        wanted, known = method.foresight, self.info.unforeseen
-        ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
-        shared = {"builds": builds, "stand_ins": stand_ins, "look_ahead": ahead}
-        shared["selectors"] = Selectors(len(self.info.layers))
-        return {"method": method, "work": Work(), **shared}
+        return IndexBuilds(self.executor, self.phases, spare_bytes)
 
     def _new_layers(self) -> dict[int, TieredLayer]:
         return {shape.layer_idx: self._new_layer(shape) for shape in self.info.layers}
@@ -293,7 +296,37 @@ class KVCache:
         )
         return spare_host_memory(tokens * per_token)
 
-    # Going back ---------------------------------------------------------------------------------
+    # Going on elsewhere, and going back -----------------------------------------------------------
+
+    def fork(self) -> KVCache:
+        """A cache that continues from the same entries; either goes on as if it were alone.
+
+        A prompt that has not ended ends here. Cold entries and their indexes are shared, and what
+        either adds is its own. Resident entries are copied, sinks and window; where a method keeps
+        everything resident, pages are shared until one of the two writes to them. Counters begin
+        anew. Both have one method, which knows nothing of a row, and one executor, which stays this
+        cache's to close.
+
+        Raises:
+            CapacityError, DeviceMemoryError: the copy does not fit; nothing has changed.
+        """
+        for layer_idx in self.layers:
+            self.seal_if_open(layer_idx)
+        self._settle_all()
+        new, ahead = copy(self), self.means.look_ahead
+        new._owns_executor = False
+        new.phases, new.finite = Phases(), FiniteGuard(self.executor)
+        new.means = replace(
+            self.means,
+            phases=new.phases,
+            pinned=PinnedAhead(),
+            builds=new._new_builds(),
+            work=Work(),
+            look_ahead=None if ahead is None else ahead.fork(),
+        )
+        new.layers = {idx: layer.forked(new.means) for idx, layer in self.layers.items()}
+        new.auditor = new._new_auditor()
+        return new
 
     def checkpoint(self) -> Checkpoint:
         """The state after the prompt, sealed; what comes next can be undone by `restore`.

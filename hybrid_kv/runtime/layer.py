@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -404,6 +405,16 @@ class TieredLayer:
         if self.store is not None:
             for row in self.store.rows:
                 row.crop(min(count, row.length))
+
+    def forked(self, means: Means) -> TieredLayer:
+        """A layer of another cache, of the same method, that continues from the same entries."""
+        new = copy(self)
+        new.means, new._one_call = means, OneCall()
+        if self.store is not None:
+            new.store = self.store.forked()
+            new.store.stand_in = means.stand_ins.of(new.store)
+            new.store.select = means.selectors.of(new.store)
+        return new
 
     @property
     def lengths(self) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import wait
+from copy import copy
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -64,6 +65,12 @@ class LookAhead:
         self._unforeseen = unforeseen or {}
         self._standings: dict[int, Standing] = {}
         self.under_way: dict[int, Foreseen] = {}
+
+    def fork(self) -> LookAhead:
+        """The searches of another cache of the model: what is known of a layer holds there too."""
+        new = copy(self)
+        new.under_way = {}
+        return new
 
     def standing(self, layer_idx: int) -> Standing:
         """What is known of a layer."""

@@ -1,7 +1,7 @@
 """The cold tier of one layer: for each batch row a chain of extents.
 
-A forked row shares the extents of its source; the first row to add to a shared extent starts one of
-its own, so nothing is ever copied or overwritten.
+A forked row shares the extents of its source, in this cache or in another one; the first row to add
+to a shared extent starts one of its own, so nothing is ever copied or overwritten.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ColdChain:
         up, nothing else may change the row.
         """
         count, spans = positions.shape[0], self.spans
-        span = spans[-1] if spans and spans[-1].extent.refs == 1 else None
+        span = spans[-1] if spans and len(spans[-1].extent.readers) == 1 else None
         if span is not None and not span.extent.takes(span.length + count):
             span = None
         if span is None:
@@ -170,7 +170,7 @@ class ColdChain:
         while (excess := self.num_tokens - num_tokens) > 0:
             if spans[-1].length <= excess:
                 self.num_tokens -= spans[-1].length
-                spans.pop().extent.refs -= 1
+                spans.pop()
             else:
                 spans[-1].length -= excess
                 self.num_tokens -= excess
@@ -181,14 +181,10 @@ class ColdChain:
         new = ColdChain(self.shape, self.dtype, self.pinned)
         new.spans = [Span(span.extent, span.length) for span in self.spans]
         new.num_tokens = self.num_tokens
-        for span in new.spans:
-            span.extent.refs += 1
         return new
 
     def release(self) -> None:
         """Gives up all entries."""
-        for span in self.spans:
-            span.extent.refs -= 1
         self.spans, self.num_tokens = [], 0
 
     def positions(self) -> list[int]:
@@ -225,10 +221,13 @@ class ColdStore:
                 span.extent.index.settle(span.extent.keys)
 
     def cancel_builds(self) -> None:
-        """Gives up the indexes that are still being built; their stand-ins serve on."""
-        for span in self.spans():
-            if span.extent.index is not None:
-                span.extent.index.cancel()
+        """Gives up the indexes that are still being built, but for those that another store reads;
+        their stand-ins serve on.
+        """
+        own = set(self.spans())
+        for extent in self._extents():
+            if extent.index is not None and own.issuperset(extent.readers):
+                extent.index.cancel()
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from what row sources[r] holds; any number of rows."""
@@ -252,11 +251,10 @@ class ColdStore:
         return (span for chain in self.chains for span in chain.spans)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless spans, reference counts and indexes agree."""
-        counts: dict[int, int] = {}
-        extents = {id(span.extent): span.extent for span in self.spans()}
+        """Raises IntegrityError unless spans, their extents and indexes agree."""
         for span in self.spans():
-            counts[id(span.extent)] = counts.get(id(span.extent), 0) + 1
+            if span not in span.extent.readers:
+                raise IntegrityError("a row reads an extent that does not know of it")
             if not 0 < span.length <= span.extent.length:
                 raise IntegrityError(
                     f"a row sees {span.length} of {span.extent.length} cold entries"
@@ -267,9 +265,7 @@ class ColdStore:
                     f"row {number} counts {chain.num_tokens} cold entries, its extents "
                     f"{[span.length for span in chain.spans]}"
                 )
-        for key, extent in extents.items():
-            if extent.refs != counts[key]:
-                raise IntegrityError(f"extent counts {extent.refs} rows, {counts[key]} refer to it")
+        for extent in self._extents():
             if extent.index is not None and len(extent.index) != extent.length:
                 raise IntegrityError(
                     f"index holds {len(extent.index)} of {extent.length} cold keys"

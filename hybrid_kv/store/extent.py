@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class ColdExtent:
     Capacity is reserved generously, because host memory that was never written is not committed;
     pinned memory is, so there is little more of it than is needed, and it never grows: locking and
     copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
+
+    readers: the spans that see it, of any row, layer or cache; one that is gone is none any more.
 
     Args:
         count: entries that are about to be stored.
@@ -51,7 +54,7 @@ class ColdExtent:
             self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
         self.positions = allocate([capacity], torch.int32, host)
         self.length = 0
-        self.refs = 1
+        self.readers: WeakSet[Span] = WeakSet()
         self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
 
@@ -67,7 +70,8 @@ class ColdExtent:
         extent._is_fixed, extent.k, extent.v = True, k, v
         extent.positions = allocate([count], torch.int32, torch.device("cpu"))
         extent.positions.copy_(torch.arange(first_position, first_position + count))
-        extent.length, extent.refs, extent.rewritten, extent.index = count, 1, 0, None
+        extent.length, extent.readers = count, WeakSet()
+        extent.rewritten, extent.index = 0, None
         return extent
 
     def takes(self, count: int) -> bool:
@@ -106,7 +110,7 @@ class ColdExtent:
         return self.k[:, :length], self.v[:, :length]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Span:
     """The first `length` entries of an extent, as one row sees it.
 
@@ -116,6 +120,9 @@ class Span:
     extent: ColdExtent
     length: int
     near: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.extent.readers.add(self)
 
     def search(self, queries: Tensor, top_k: int, most: int) -> SearchResult:
         """The best of these entries for queries [Hkv, M, D]; see `Index.search`."""

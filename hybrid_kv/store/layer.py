@@ -16,7 +16,7 @@ from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
-from hybrid_kv.types import LayerShape
+from hybrid_kv.types import Demotion, LayerShape
 
 StandInFor: TypeAlias = Callable[[Tensor], MakeIndex]
 """Makes what serves keys [Hkv, N, D] that are about to leave their device, from a look at them."""
@@ -120,14 +120,23 @@ class LayerKV:
         return 0 if self.placement is None else self.placement.hot_tokens
 
     def branch(self) -> LayerKV:
-        """A layer that continues from the same entries: resident ones copied, cold ones shared.
+        """A layer that continues from the same entries: resident ones copied, cold ones shared."""
+        return self._beside(self.resident.select(range(len(self.rows)), self._hot_tokens))
 
-        Until the branch is released, each of the two counts references of the other as well.
+    def forked(self) -> LayerKV:
+        """A layer of another cache that continues from the same entries; this one must be sealed.
+
+        Cold entries and their indexes are shared. Resident ones are copied, sinks and window; where
+        everything is resident pages are shared, and copied when one of the two writes to them.
         """
-        new, sources = copy(self), range(len(self.rows))
-        new.resident = self.resident.select(sources, self._hot_tokens)
-        new.cold = self.cold.branch()
-        new.rows = self._continued(sources, new)
+        if self.placement is not None and self.placement.rest is Demotion.KEEP:
+            return self._beside(self.resident.shared())
+        return self.branch()
+
+    def _beside(self, resident: ResidentStore) -> LayerKV:
+        new = copy(self)
+        new.resident, new.cold = resident, self.cold.branch()
+        new.rows = self._continued(range(len(self.rows)), new)
         return new
 
     def fork(self, sources: Sequence[int]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +76,7 @@ class PagePool:
         self.high = [0] * num_arenas
         self.free: list[list[int]] = [[] for _ in range(num_arenas)]
         self.has_shared = False  # some page was once shared, and may still be
+        self.stores: WeakSet[Any] = WeakSet()  # whose rows have their arenas here
         self.pages = self._pages()
         self.view: ResidentView | None = None
 

@@ -7,6 +7,7 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class ResidentStore:
     ) -> None:
         pages = -(-capacity_tokens // page_size)
         self.pool = PagePool(shape, page_size, num_rows, dtype, device, pages, ops)
+        self.pool.stores.add(self)
         self.tables = [PageTable(self.pool, row) for row in range(num_rows)]
         self._forked = False  # some row reads pages of another row's arena
 
@@ -46,8 +48,25 @@ class ResidentStore:
         for table, source in zip(self.tables, sources, strict=True):
             table.share(before[source])
         for table in before:
-            self.pool.release(table.pages)
+            table.truncate(0)
         self._forked, self.pool.view = True, None
+
+    def shared(self) -> ResidentStore:
+        """A store of the same pages, in the same memory; who writes to a page copies it first.
+
+        As long as both are there the rows of either lie among those of the other, so that `view` of
+        both is a copy.
+        """
+        new = copy(self)
+        new.pool.stores.add(new)
+        new.tables = [PageTable(self.pool, row) for row in range(len(self.tables))]
+        for table, source in zip(new.tables, self.tables, strict=True):
+            table.share(source)
+            source.in_order = False
+        for table in (*new.tables, *self.tables):
+            table.returns_pages()
+        self.pool.view = None
+        return new
 
     def select(self, sources: Sequence[int], room_tokens: int = 0) -> ResidentStore:
         """A new store whose row r is a copy of row sources[r]; any number of rows.
@@ -86,7 +105,7 @@ class ResidentStore:
 
     def view(self) -> ResidentView:
         """Every resident entry; zero-copy unless rows share pages after a fork."""
-        if self._forked:
+        if self._forked or len(self.pool.stores) > 1:
             return self._gathered_view()
         if self.in_order:
             return ResidentView(*self._slots(self.tables[0].num_tokens), None)
@@ -122,7 +141,7 @@ class ResidentStore:
         """Raises IntegrityError unless counts, fills, order claims and digests are true."""
         pool = self.pool
         counted = np.zeros_like(pool.refs).reshape(-1)
-        for table in self.tables:
+        for table in (table for store in pool.stores for table in store.tables):
             np.add.at(counted, pool.slots(table.pages), 1)
         if (counted != pool.refs.reshape(-1)).any():
             raise IntegrityError("page reference counts differ from the page tables")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,9 +26,10 @@ class PageTable:
 
     def __init__(self, pool: PagePool, arena: int) -> None:
         self.pool, self.arena = pool, arena
-        self.pages: list[int] = []
+        self.pages: list[int] = []  # the same list for ever: who lends its pages remembers it
         self.num_tokens, self.tail_fill = 0, pool.page_size
         self.in_order = True
+        self._end: weakref.finalize[..., PageTable] | None = None
         self._slots: tuple[int, Tensor] | None = None  # with the pool's capacity; None when changed
 
     def __len__(self) -> int:
@@ -120,7 +122,7 @@ class PageTable:
         for mine, its in ((self.pool.k, other.pool.k), (self.pool.v, other.pool.v)):
             mine[:, to] = its[:, from_]
         self.pool.positions[to] = other.pool.positions[from_]
-        self.pages, self._slots = fresh, None
+        self.pages[:], self._slots = fresh, None
         self.num_tokens, self.tail_fill = other.num_tokens, other.tail_fill
         self.in_order = self.positions() == list(range(self.num_tokens))
 
@@ -129,8 +131,15 @@ class PageTable:
         pages = list(source.pages)
         self.pool.share(pages)
         self.pool.release(self.pages)
-        self.pages, self.num_tokens, self.tail_fill = pages, source.num_tokens, source.tail_fill
+        self.pages[:] = pages
+        self.num_tokens, self.tail_fill = source.num_tokens, source.tail_fill
         self.in_order, self._slots = False, None
+
+    def returns_pages(self) -> None:
+        """Lets go of them when nobody has this table any more: the pool outlives it."""
+        if self._end is None:
+            self._end = weakref.finalize(self, _give_back, self.pool, self.pages)
+            self._end.atexit = False
 
     # Reading ------------------------------------------------------------------------------------
 
@@ -203,3 +212,8 @@ class PageTable:
         filled = (pool.positions[where] != HIDDEN)[None, :, :, None]
         if not (inside | ~filled).all():
             raise IntegrityError(f"row {row}: a page digest does not bound its keys")
+
+
+def _give_back(pool: PagePool, pages: list[int]) -> None:
+    pool.release(pages)
+    pages.clear()

@@ -30,10 +30,10 @@ def layer_of(near: int, *far: int) -> tuple[LayerKV, Tensor, Tensor]:
     k, v = torch.randn(2, 2, total, 72)
     start = 0
     for count in far:
-        for span in layer.rows[0].chain.spans:
-            span.extent.refs = 2  # so that the next entries get an extent of their own
+        fork = layer.cold.branch()  # so that the next entries get an extent of their own
         positions = torch.arange(start, start + count)
         layer.rows[0].chain.append(k[:, positions], v[:, positions], positions, None)
+        fork.release()
         start += count
     layer.rows[0].table.append(k[:, start:], v[:, start:], start)
     return layer, k, v
