@@ -23,11 +23,11 @@ class EvalArguments(Params):
     model, device, dtype: as `load_model`. tasks: names of `TASKS` with settings of their own, such
     as key_value:records=32; "ruler" for its thirteen, "all" for all that the model's language has.
     contexts: tokens of context and question. methods: registered names with settings of their own,
-    such as quest:dense_layers=2; "all" for all; full attention always takes part. budgets: shares
-    of the context (5%) or tokens that a query head attends in a step. question: when it comes,
-    "after" the eviction, "before" it, or "both". samples: contexts of each task and length.
-    settings: for all methods that know them. text: a file to read on in; None for English prose
-    that every Python brings. raw: leaves out the chat template.
+    such as quest:dense_layers=2; "all" stands for each of them once; full attention always takes
+    part. budgets: shares of the context (5%) or tokens that a query head attends in a step.
+    question: when it comes, "after" the eviction, "before" it, or "both". samples: contexts of
+    each task and length. settings: for all methods that know them. text: a file to read on in; None
+    for English prose that every Python brings. raw: leaves out the chat template.
     """
 
     model: str
@@ -58,7 +58,7 @@ class EvalArguments(Params):
         for name in ("tasks", "contexts", "methods", "budgets"):
             if not getattr(asked, name):
                 raise ConfigError(f"{name} must name one at least, got none; leave the option out")
-        methods = tuple(METHODS) if "all" in asked.methods else asked.methods
+        methods = [one for name in asked.methods for one in (METHODS if name == "all" else (name,))]
         tasks = [one for name in asked.tasks for one in _GROUPS.get(name, (name,))]
         asked = asked.model_copy(
             update={

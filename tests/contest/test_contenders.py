@@ -9,6 +9,7 @@ import pytest
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.contenders import budget_tokens, contenders, parse_spec
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.plugins import METHODS
 
 
 def asked(**values: Any) -> EvalArguments:
@@ -77,7 +78,9 @@ def test_what_cannot_be_compared_is_refused_at_once(values: dict[str, Any], text
 
 def test_names_of_groups_are_spelled_out() -> None:
     assert len(asked(tasks=("ruler",)).tasks) == 13
-    assert {"full", "quest", "hybrid"} <= set(asked(methods=("all",), contexts=(16384,)).methods)
+    methods = asked(methods=("all", "h2o:demote=offload"), contexts=(16384,)).methods
+    assert {"full", "quest", "hybrid", "h2o", "h2o:demote=offload"} <= set(methods)
+    assert len(methods) == len(METHODS) + 1
     needle = asked(tasks=("all",)).tasks_in("needle")
     assert {"key_value", "most_frequent", "perplexity"} <= set(needle)
     assert "qa_1" not in needle
