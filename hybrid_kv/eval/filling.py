@@ -238,22 +238,36 @@ class FilledKV(KVCache):
 
     def __init__(self, info: ModelInfo, config: HybridConfig, context: SyntheticContext) -> None:
         self._context = context
+        self._asked: dict[int, list[Tensor]] = {}
         super().__init__(info, config)
 
     def _new_layer(self, shape: LayerShape) -> TieredLayer:
         return FilledLayer(shape, self.info.rotary_of(shape.layer_idx), self.means, self._context)
 
     def _decode(
-        self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
+        self,
+        layer: TieredLayer,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        scale: float,
+        softcap: float | None,
     ) -> PartialAttention:
-        step = layer.held.rows[0].length - self._context.num_tokens - 1
+        stored = layer.held.rows[0].length - (new is None)
+        step = stored - self._context.num_tokens
         if q.shape[0] != 1 or q.shape[2] != 1 or not 0 <= step < self._context.max_steps:
             raise ConfigError(
                 f"a filled context takes one row and up to {self._context.max_steps} tokens, one "
                 f"at a time, got {q.shape[0]} rows of {q.shape[2]} at step {step}"
             )
-        asked = self._context.query(layer.shape.layer_idx, step)
-        return super()._decode(layer, asked.to(q.device, q.dtype), scale, softcap)
+        return super()._decode(layer, self._queries(layer, q)[step], new, scale, softcap)
+
+    def _queries(self, layer: TieredLayer, q: Tensor) -> list[Tensor]:
+        """Those of all steps, made at once: no step's time is theirs."""
+        layer_idx, context = layer.shape.layer_idx, self._context
+        if layer_idx not in self._asked:
+            asked = (context.query(layer_idx, step) for step in range(context.max_steps))
+            self._asked[layer_idx] = [one.to(q.device, q.dtype).contiguous() for one in asked]
+        return self._asked[layer_idx]
 
 
 class FilledLayer(TieredLayer):

@@ -165,8 +165,8 @@ class HybridLayer(CacheLayerMixin):
             )
         new, self._pending = self._pending, None
         valid = self._state.new_valid(mask, q.shape[2])
-        if new is not None:
-            self._state.kv.watch_finite(self._layer_idx, *new, valid)
+        if new is not None and new[0].shape[2] > 1:
+            self._state.kv.finite.watch_new(self._layer_idx, *new, valid)
         return self._state.kv.attend(self._layer_idx, q, new, valid, scale=scale, softcap=softcap)
 
     def get_seq_length(self) -> int:

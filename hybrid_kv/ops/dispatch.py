@@ -257,18 +257,23 @@ class Ops:
         return reference.merge(parts, dtype)
 
     def plan_step(
-        self, q: Tensor, resident: ResidentPages, cold: ColdEntries | None
+        self,
+        q: Tensor,
+        resident: ResidentPages,
+        cold: ColdEntries | None,
+        writer: PageWriter | None,
     ) -> LayerPlan | None:
         """A whole decode step of a layer as one call; None where the other ops make it.
 
         Args:
             q: [Hkv, M, D] of one token.
+            writer: of the same pages, where a step stores its token; None where none does.
         """
         kept = [(resident.k, resident.v)] + ([] if cold is None else [(cold.k, cold.v)])
         here = self._engine_alone() if all(native.serves(*kv) for kv in kept) else ()
         if self._choose("plan_step", q, here=here, few=q.dtype in DTYPES) != "native":
             return None
-        return LayerPlan(q.shape[1], resident, cold)
+        return LayerPlan(q.shape[1], resident, cold, writer=writer)
 
     # Pages --------------------------------------------------------------------------------------
 

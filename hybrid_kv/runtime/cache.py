@@ -16,13 +16,13 @@ from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.capacity import spare_host_memory
-from hybrid_kv.runtime.finite import FiniteGuard, may_hide
+from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.select import Selectors
-from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.runtime.stand_in import StandIns
+from hybrid_kv.runtime.step import Found
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
@@ -79,6 +79,7 @@ class KVCache:
         self.means = Means(
             ops=self.ops,
             executor=self.executor,
+            finite=self.finite,
             phases=self.phases,
             page_size=config.page_size,
             pinned=PinnedAhead(),
@@ -168,6 +169,9 @@ class KVCache:
 
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
+
+        Raises:
+            NonFiniteError: a single new key in host memory is not finite.
         """
         phases, layer = self.phases, self.layers[layer_idx]
         phases.layer_idx, begin = layer_idx, phases.now()
@@ -176,26 +180,32 @@ class KVCache:
             self.seal_if_open(layer_idx)
         if layer.leaving is not None:
             layer.settle()
-        if new is not None:
-            layer.append(*new, valid)
         if few and layer.is_sealed:
-            part = self._decode(layer, q, scale, softcap)
+            part = self._decode(layer, q, new, scale, softcap)
         else:
+            if new is not None:
+                layer.append(*new, valid)
             part = layer.attend_exact(q, valid, scale=scale, softcap=softcap)
         layer.move_on()
         phases.book(ATTENTION, begin)
         return part
 
     def _decode(
-        self, layer: TieredLayer, q: Tensor, scale: float, softcap: float | None
+        self,
+        layer: TieredLayer,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        scale: float,
+        softcap: float | None,
     ) -> PartialAttention:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
         auditor, ahead = self.auditor, self.means.look_ahead
         foreseen = ahead.take(layer.shape.layer_idx) if ahead and ahead.under_way else None
         if auditor is None:
-            return layer.attend(layer.step(q, scale, softcap, ahead=foreseen))
+            return layer.attend(layer.step(q, scale, softcap, new=new, ahead=foreseen))
         target = auditor.due(layer.shape.layer_idx) if q.shape[2] == 1 else None
-        step = layer.step(q, scale, softcap, None if target is None else {}, foreseen)
+        found: Found | None = None if target is None else {}
+        step = layer.step(q, scale, softcap, new=new, found=found, ahead=foreseen)
         part = layer.attend(step, auditor.factor(layer.shape.layer_idx))
         if target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
@@ -222,18 +232,6 @@ class KVCache:
         """By layer what came of it; see `LookAhead.describe`."""
         ahead = self.means.look_ahead
         return [] if ahead is None else [ahead.describe(layer_idx) for layer_idx in self.layers]
-
-    def watch_finite(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Looks whether new k, v [B, Hkv, T, D] are finite; `valid` [B, T] is False for padding.
-
-        Raises:
-            NonFiniteError: they are not; on a GPU the next forward says so.
-        """
-        if k.shape[2] == 1 and not may_hide(k):
-            return
-        if valid is not None:
-            k, v = (tensor.transpose(1, 2)[valid] for tensor in (k, v))
-        self.finite.watch(f"keys and values of layer {layer_idx}", all_finite(k, v))
 
     def load(
         self, layer_idx: int, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()

@@ -13,10 +13,24 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.runtime.spill import all_finite
 from hybrid_kv.transfer import Executor, Parcel
 
 
-def may_hide(k: Tensor) -> bool:
+def not_finite(what: str) -> NonFiniteError:
+    """The error that says so of some values."""
+    return NonFiniteError(
+        f"{what} must be finite, got NaN or infinity; check the model's weights, or load it in "
+        "bfloat16 or float32, whose range is wider than float16's"
+    )
+
+
+def of_layer(layer_idx: int) -> str:
+    """What a layer's new tokens bring."""
+    return f"keys and values of layer {layer_idx}"
+
+
+def _may_hide(k: Tensor) -> bool:
     """Whether a new token's key [B, Hkv, 1, D] holds what need not show in the logits."""
     # One sum is the cheapest look; it may overflow, but is finite only where all of k is.
     return k.device.type == "cpu" and not isfinite(k.sum(dtype=torch.float32).item())
@@ -28,6 +42,18 @@ class FiniteGuard:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._flags: list[tuple[str, Parcel]] = []
+
+    def watch_new(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Looks at a layer's new k, v [B, Hkv, T, D]; `valid` [B, T] is False for padding.
+
+        Raises:
+            NonFiniteError: they are not finite; on a GPU the next forward says so.
+        """
+        if k.shape[2] == 1 and not _may_hide(k):
+            return
+        if valid is not None:
+            k, v = (tensor.transpose(1, 2)[valid] for tensor in (k, v))
+        self.watch(of_layer(layer_idx), all_finite(k, v))
 
     def watch(self, what: str, flag: Tensor) -> None:
         """Takes note of values by their flag [], True where all of them are finite.
@@ -48,7 +74,4 @@ class FiniteGuard:
             what, flag = self._flags.pop(0)
             if not flag.open():
                 self._flags.clear()
-                raise NonFiniteError(
-                    f"{what} must be finite, got NaN or infinity; check the model's weights, or "
-                    "load it in bfloat16 or float32, whose range is wider than float16's"
-                )
+                raise not_finite(what)

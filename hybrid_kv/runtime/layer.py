@@ -22,7 +22,7 @@ from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.one_call import OneCall
+from hybrid_kv.runtime.one_call import OneCall, storable
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row
@@ -53,6 +53,7 @@ class TieredLayer:
         self.leaving: Departure | None = None
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
+        self._stores_as_is = type(means.method).write is Method.write
         self._one_call = OneCall()
 
     @property
@@ -86,14 +87,21 @@ class TieredLayer:
     # New tokens ---------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out."""
+        """Stores new tokens k, v [B, Hkv, T, D]; valid [B, T] bool leaves padding out.
+
+        Raises:
+            NonFiniteError: it is one, in host memory, and its key is not finite. Who brings several
+                watches them.
+        """
         store = self.store or self._open(k)
         if k.shape[0] != len(store.rows):
             raise ShapeError(
                 f"batch must stay at {len(store.rows)} rows, got {k.shape[0]}; use a new cache"
             )
         method = self.means.method
-        if type(method).write is not Method.write:
+        if k.shape[2] == 1:
+            self.means.finite.watch_new(self.shape.layer_idx, k, v, valid)
+        if not self._stores_as_is:
             positions = store.next_positions(k.shape[2], valid)
             k, v = method.write(self.shape.layer_idx, k, v, positions)
         for number, row in enumerate(store.rows):
@@ -122,44 +130,55 @@ class TieredLayer:
         q: Tensor,
         scale: float,
         softcap: float | None,
+        *,
+        new: tuple[Tensor, Tensor] | None = None,
         found: Found | None = None,
         ahead: Foreseen | None = None,
     ) -> Step:
-        """A step of q [B, Hq, T, D], whose tokens are stored.
+        """A step of q [B, Hq, T, D].
 
         Args:
+            new: k, v [B, Hkv, T, D] of its tokens, which `attend` stores; None where they are.
             found, ahead: see `Step`.
         """
-        means, store = self.means, self.store or self.held
-        batch, heads, new, dim = q.shape
-        kv_heads = self.shape.num_kv_heads
+        means = self.means
         return Step(
             ops=means.ops,
             executor=means.executor,
             phases=means.phases,
             work=means.work,
-            layer=store,
+            layer=self.store or self.held,
             q=q,
-            grouped=q.reshape(batch, kv_heads, heads // kv_heads * new, dim),
-            new=new,
+            new=q.shape[2],
             scale=scale,
             softcap=softcap,
             at_home=q.is_cpu and means.executor.at_once,
             found=found,
             ahead=ahead,
+            unstored=new,
         )
 
     def attend(self, step: Step, widening: int = 1) -> PartialAttention:
-        """What the method reads for a step, with `widening` times its cold entries.
+        """Stores the step's tokens, and attends what the method reads for it, with `widening` times
+        its cold entries.
 
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
+
+        Raises:
+            NonFiniteError: see `append`.
         """
         means = self.means
+        if step.unstored is not None and not (self._stores_as_is and storable(step)):
+            self._store(step)
         read = means.method.read(self.shape.layer_idx, step.q)
         if widening != 1:
             read = read.widened(widening)
-        part = self._one_call.attend(step, read) or decode(step, read)
+        part = self._one_call.attend(step, read)
+        if part is None:
+            if step.unstored is not None:
+                self._store(step)
+            part = decode(step, read)
         for row in step.layer.rows:
             if row.hot.capacity:
                 begin = means.phases.now()
@@ -169,6 +188,12 @@ class TieredLayer:
             logits = step.scale, step.softcap
             self._follow(self._keeper, step.q, part.lse, *logits)
         return part
+
+    def _store(self, step: Step) -> None:
+        """Stores a step's tokens before the rest of it."""
+        assert step.unstored is not None
+        new, step.unstored = step.unstored, None
+        self.append(*new, None)
 
     def _follow(
         self,

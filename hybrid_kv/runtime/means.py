@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.stand_in import StandIns
@@ -20,6 +21,7 @@ from hybrid_kv.watch.phases import Phases
 class Means:
     """The policy of a cache, what computes and moves for it, and where it counts.
 
+    finite: looks at what is stored.
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
@@ -28,6 +30,7 @@ class Means:
 
     ops: Ops
     executor: Executor
+    finite: FiniteGuard
     phases: Phases
     page_size: int
     pinned: PinnedAhead

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages, StepResult
+from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, NewToken, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.decode import pinned_pages
+from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row, Span
@@ -27,6 +29,13 @@ class _Searched(NamedTuple):
     budget: TokenBudget
 
 
+def storable(step: Step) -> bool:
+    """Whether a step's token could be stored by the call: in the last page of its only row."""
+    rows, new = step.layer.rows, step.unstored
+    alone = step.new == 1 and len(rows) == 1 and step.at_home and step.ahead is None
+    return alone and new is not None and rows[0].table.takes(*new)
+
+
 class OneCall:
     """The plan of a layer's only row, made anew when what it describes has changed."""
 
@@ -36,7 +45,14 @@ class OneCall:
         self._keeps: tuple[Any, ...] = ()  # what is known by its id
 
     def attend(self, step: Step, read: Read) -> PartialAttention | None:
-        """What `decode` returns; None where the engine cannot say this step."""
+        """What `decode` returns; None where the engine cannot say this step, and then nothing was
+        stored.
+
+        The step's token is stored already, or `storable`.
+
+        Raises:
+            NonFiniteError: its key is not finite, and it was not stored.
+        """
         rows = step.layer.rows
         if step.new != 1 or len(rows) != 1 or not step.at_home or step.ahead is not None:
             return None
@@ -49,8 +65,17 @@ class OneCall:
         if plan is None:
             return None
         begin = step.phases.now()
-        total = _choose_pages(plan, row, read)
-        done = _call(step, plan, row, searched)
+        new = None
+        if step.unstored is not None:
+            new, step.unstored = NewToken(*step.unstored, row.length), None
+            row.count_token()
+        try:
+            total = _choose_pages(plan, row, read)
+            done = _call(step, plan, row, searched, new)
+        except BaseException:
+            if new is not None:
+                row.uncount_token()
+            raise
         _count(step, row, total, done)
         if searched is not None and done.ids is not None:
             _take_up(step, searched, done)
@@ -69,7 +94,7 @@ class OneCall:
 
     def _plan_of(self, step: Step, row: Row, searched: _Searched | None) -> LayerPlan | None:
         """None where there can be none."""
-        table, queries = row.table, step.grouped.shape[2]
+        table, queries = row.table, step.q.shape[1]
         pages, slots = table.pool.pages, table.slots()
         if searched is None:
             state: tuple[Any, ...] = (queries, id(pages), id(slots))
@@ -116,7 +141,7 @@ def _make_plan(step: Step, row: Row, searched: _Searched | None) -> LayerPlan | 
         extent = span.extent  # of which the row sees all
         cold = ColdEntries(extent.keys, extent.values, searches, min(width, budget.most))
     resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
-    return step.ops.plan_step(step.grouped[0], resident, cold)
+    return step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer)
 
 
 def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
@@ -132,21 +157,27 @@ def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
     return table.num_tokens
 
 
-def _call(step: Step, plan: LayerPlan, row: Row, searched: _Searched | None) -> StepResult:
+def _call(
+    step: Step, plan: LayerPlan, row: Row, searched: _Searched | None, new: NewToken | None
+) -> StepResult:
     warm = None
     if searched is not None:
-        searched.finder.note(step.grouped[0])
-        near = searched.span.near
+        index, near = searched.finder, searched.span.near
+        index.note(step.grouped[0] if index.listens else None)
         if plan.begins_warm and near is not None and near.shape[1] == step.grouped.shape[2]:
             warm = near
-    return plan.attend(
-        step.q,
-        tail_fill=row.table.tail_fill,
-        scale=step.scale,
-        softcap=step.softcap,
-        warm=warm,
-        pool=pool_here(),
-    )
+    try:
+        return plan.attend(
+            step.q,
+            tail_fill=row.table.tail_fill,
+            scale=step.scale,
+            softcap=step.softcap,
+            new=new,
+            warm=warm,
+            pool=pool_here(),
+        )
+    except NonFiniteError:
+        raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
 
 
 def _take_up(step: Step, searched: _Searched, done: StepResult) -> None:

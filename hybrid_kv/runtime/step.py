@@ -25,9 +25,10 @@ Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 class Step:
     """One step of one layer: its means, its queries, and where it counts what it did.
 
-    q: [B, Hq, T, D]. grouped: the same as [B, Hkv, M, D], M = G * T with row g * T + t. new: T.
-    at_home: whether the host searches where the queries lie, so that nothing travels. found: takes
-    what was retrieved, where somebody looks at it. ahead: what was searched before q was known.
+    q: [B, Hq, T, D]. new: T. at_home: whether the host searches where the queries lie, so that
+    nothing travels. found: takes what was retrieved, where somebody looks at it. ahead: what was
+    searched before q was known. unstored: k, v [B, Hkv, T, D] of the new tokens until the layer
+    stores them.
     """
 
     ops: Ops
@@ -36,13 +37,22 @@ class Step:
     work: Work
     layer: LayerKV
     q: Tensor
-    grouped: Tensor
     new: int
     scale: float
     softcap: float | None
     at_home: bool
     found: Found | None = None
     ahead: Foreseen | None = None
+    unstored: tuple[Tensor, Tensor] | None = None
+    _grouped: Tensor | None = None
+
+    @property
+    def grouped(self) -> Tensor:
+        """The queries as [B, Hkv, M, D], M = G * T with row g * T + t."""
+        if self._grouped is None:
+            q = self.q
+            self._grouped = q.reshape(len(q), self.layer.shape.num_kv_heads, -1, q.shape[3])
+        return self._grouped
 
     def query_positions(self, row: int) -> Tensor:
         """[T]; every new token of a decode step is a real one."""

@@ -239,14 +239,23 @@ class LiveIndex:
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
     ) -> SearchResult:
         """See `Index.search`."""
-        self.note(queries)
+        self.note(queries if self.listens else None)
         return self._answers.search(queries, top_k, most, near)
 
-    def note(self, queries: Tensor) -> None:
-        """Counts a search that is made here, or by the engine as `plan` says."""
+    @property
+    def listens(self) -> bool:
+        """Whether it learns from what it is asked."""
+        return self._aging is not None
+
+    def note(self, queries: Tensor | None) -> None:
+        """Counts a search that is made here, or by the engine as `plan` says.
+
+        Args:
+            queries: [Hkv, M, D], of who is asked and `listens`.
+        """
         self.searches += 1
         aging = self._aging
-        if aging is not None and queries.shape[1] == aging.group:
+        if aging is not None and queries is not None and queries.shape[1] == aging.group:
             aging.asked.append((queries.clone(), self._num_keys))
 
     def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:

@@ -47,7 +47,8 @@ class PagePool:
     `head * num_pages + page` numbers pages per KV head for kernels that want that. A page id is
     `arena << 32 | place`, so it survives growth; `slots` turns ids into today's slots.
 
-    pages: the memory as it lies now; growing the pool replaces it. view: all that is resident, as
+    pages: the memory as it lies now; growing the pool replaces it. writer: stores single tokens in
+        it where the engine does; else None. view: all that is resident, as
         the store has shown it last; None where that is no longer all.
     """
 
@@ -133,14 +134,14 @@ class PagePool:
 
     def _pages(self) -> PagedKV:
         pages = PagedKV(self.k, self.v, self.positions, self.key_min, self.key_max)
-        self._writer = self.ops.page_writer(pages)
+        self.writer = self.ops.page_writer(pages)
         return pages
 
     def append(
         self, k: Tensor, v: Tensor, places: npt.NDArray[np.int64] | range, first_position: int
     ) -> None:
         """See `Ops.append`."""
-        writer = self._writer
+        writer = self.writer
         if writer is not None and len(places) == 1 and writer.takes(k, v):
             writer.append(k, v, int(places[0]), first_position)
         else:

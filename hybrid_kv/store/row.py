@@ -84,6 +84,18 @@ class Row:
         sinks = place.sink_tokens // size + len(self.hot.pages) + 1
         self.full_tokens = sinks * size + place.window_tokens + place.spare_tokens
 
+    # New tokens ---------------------------------------------------------------------------------
+
+    def count_token(self) -> None:
+        """Counts a token that its table `takes` and whoever calls this stores there."""
+        self.table.count(self.length, 1)
+        self.length += 1
+
+    def uncount_token(self) -> None:
+        """Takes that back: the token could not be stored."""
+        self.length -= 1
+        self.table.count(self.length, -1)
+
     # What leaves the window ---------------------------------------------------------------------
 
     def outside(self) -> tuple[int, int]:

@@ -54,6 +54,25 @@ class PageTable:
         if first_position != before:
             self.in_order = False
 
+    def takes(self, k: Tensor, v: Tensor) -> bool:
+        """Whether one token's k, v [1, Hkv, 1, D] fit the last page, which is this row's alone, and
+        the pool's writer stores them from where they lie.
+        """
+        writer = self.pool.writer
+        room = self.tail_fill < self.pool.page_size and not self.pool.has_shared
+        return room and writer is not None and writer.takes(k, v)
+
+    def count(self, position: int, tokens: int) -> None:
+        """Counts one token more in the last page, which `takes` it, or for -1 one less.
+
+        Args:
+            position: of the token.
+        """
+        self.tail_fill += tokens
+        self.num_tokens += tokens
+        if position != self.num_tokens - max(0, tokens):
+            self.in_order = False
+
     def _reserve(self, count: int) -> npt.NDArray[np.int64] | range:
         """Token places for `count` new tokens: what the last page has left, then new pages."""
         pool, pages = self.pool, self.pages

@@ -1,6 +1,7 @@
 /* One decode step of one layer and batch row in one call: cold entries are searched, ranked exactly
  * and attended by the scores of their ranking; resident pages are attended where they lie, all of
- * them or those of the highest bounds; the parts are merged.
+ * them or those of the highest bounds; the parts are merged. The step's token is stored before, where
+ * it has not been yet.
  *
  * A layer is described once, when it changes; a step says what is new in each call.
  */
@@ -57,19 +58,22 @@ typedef struct hkv_layer {
   int64_t num_queries; /* of each KV head: the query heads of one token */
   hkv_resident resident;
   hkv_cold cold;
+  const hkv_pages *pages; /* the same pages as `resident.kv`, to store tokens in; or NULL */
 } hkv_layer;
 
 typedef struct hkv_step {
   const void *queries; /* [heads, num_queries, dim of keys] of `query_dtype` */
   int32_t query_dtype;
   int32_t out_dtype;
-  int64_t tail_fill; /* filled tokens of the newest page */
+  int64_t tail_fill; /* filled tokens of the newest page, the new one among them */
   float scale, softcap; /* as in hkv_attend */
   const int64_t *warm;  /* [heads, num_queries, num_warm] rows where graphs start; or NULL */
   int64_t num_warm;
   int64_t *ids; /* [heads, num_queries, cold.width] what is attended, best first, then -1 */
   void *out;    /* [heads, num_queries, dim of values] of `out_dtype` */
   float *lse;   /* [heads, num_queries] */
+  const void *new_keys, *new_values; /* of a token to store, of head h at h * step elements; or NULL */
+  int64_t new_key_step, new_value_step, new_position;
 } hkv_step;
 
 /* Seconds by part of the work, and counts. */
@@ -81,6 +85,9 @@ typedef struct hkv_step_report {
   int64_t rows_read;      /* cold values that were read, each once for the queries of its head */
 } hkv_step_report;
 
+/* Where it fails, no token was stored: its place in the newest page is still free, and its position is
+ * written last. HKV_NOT_FINITE: a key of the new token is NaN or infinite.
+ */
 HKV_API int hkv_attend_step(hkv_pool *pool, const hkv_layer *layer, const hkv_step *step,
                             hkv_step_report *report);
 

@@ -1,11 +1,11 @@
-// One new token of a layer: its key and value, its position, and the digest of its page.
+#include "append.h"
+
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 #include "convert.h"
 #include "error.h"
-#include "hybrid_kv_pages.h"
 #include "quantise.h"
 
 namespace hkv {
@@ -26,22 +26,32 @@ void digest(const Element *rows, int64_t count, int32_t dim, Element *lows, Elem
 }
 
 template <typename Element>
-void append(const hkv_pages &to, const Element *keys, int64_t key_step, const Element *values,
-            int64_t value_step, int64_t slot, int64_t offset) {
+void append(const hkv_pages &to, const NewToken &token) {
+  const auto *keys = static_cast<const Element *>(token.keys);
+  const auto *values = static_cast<const Element *>(token.values);
   for (int32_t head = 0; head < to.heads; ++head) {
-    const int64_t page = head * to.slots + slot, place = page * to.page_size + offset;
-    std::copy_n(keys + head * key_step, to.dim, static_cast<Element *>(to.keys) + place * to.dim);
-    std::copy_n(values + head * value_step, to.value_dim,
+    const int64_t page = head * to.slots + token.slot, place = page * to.page_size + token.offset;
+    std::copy_n(keys + head * token.key_step, to.dim,
+                static_cast<Element *>(to.keys) + place * to.dim);
+    std::copy_n(values + head * token.value_step, to.value_dim,
                 static_cast<Element *>(to.values) + place * to.value_dim);
     if (to.lows != nullptr)
-      digest(static_cast<const Element *>(to.keys) + page * to.page_size * to.dim, offset + 1,
-             to.dim, static_cast<Element *>(to.lows) + page * to.dim,
+      digest(static_cast<const Element *>(to.keys) + page * to.page_size * to.dim,
+             token.offset + 1, to.dim, static_cast<Element *>(to.lows) + page * to.dim,
              static_cast<Element *>(to.highs) + page * to.dim);
   }
 }
 
-void check(const hkv_pages *to, const void *keys, const void *values, int64_t slot,
-           int64_t offset) {
+template <typename Element>
+bool is_finite(const Element *row, int32_t dim) {
+  float sum = 0.0f;
+  for (int32_t d = 0; d < dim; ++d) sum += 0.0f * to_float(row[d]);  // NaN unless it is finite
+  return sum == 0.0f;
+}
+
+}  // namespace
+
+void NewToken::check(const hkv_pages *to) const {
   require(to != nullptr && keys != nullptr && values != nullptr, "arrays must not be NULL");
   require(to->keys != nullptr && to->values != nullptr && to->positions != nullptr,
           "pages must not be NULL");
@@ -52,19 +62,30 @@ void check(const hkv_pages *to, const void *keys, const void *values, int64_t sl
   require(offset >= 0 && offset < to->page_size, "offset must be 0..page_size - 1");
 }
 
-}  // namespace
+bool NewToken::has_finite_keys(int32_t heads, int32_t dim, int32_t dtype) const {
+  bool all = true;
+  with_dtype(dtype, [&](auto *element) {
+    const auto *first = static_cast<decltype(element)>(keys);
+    for (int32_t head = 0; head < heads; ++head) all &= is_finite(first + head * key_step, dim);
+  });
+  return all;
+}
+
+void NewToken::store(const hkv_pages &to) const {
+  with_dtype(to.dtype, [&](auto *element) {
+    append<std::remove_const_t<std::remove_pointer_t<decltype(element)>>>(to, *this);
+  });
+}
+
 }  // namespace hkv
 
 extern "C" int hkv_append(const hkv_pages *pages, const void *keys, int64_t key_step,
                           const void *values, int64_t value_step, int64_t slot, int64_t offset,
                           int64_t position) {
   return hkv::guarded([&] {
-    hkv::check(pages, keys, values, slot, offset);
-    hkv::with_dtype(pages->dtype, [&](auto *element) {
-      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-      hkv::append(*pages, static_cast<const Element *>(keys), key_step,
-                  static_cast<const Element *>(values), value_step, slot, offset);
-    });
-    pages->positions[slot * pages->page_size + offset] = position;
+    const hkv::NewToken token{keys, key_step, values, value_step, slot, offset};
+    token.check(pages);
+    token.store(*pages);
+    token.show(*pages, position);
   });
 }

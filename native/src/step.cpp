@@ -1,4 +1,5 @@
-// One decode step of one layer and batch row: search, choice of pages, attention of both tiers, merge.
+// One decode step of one layer and batch row: its token is stored, then search, choice of pages,
+// attention of both tiers, merge.
 #include "hybrid_kv_step.h"
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "append.h"
 #include "attend_checks.h"
 #include "few_queries.h"
 #include "merge.h"
@@ -76,8 +78,12 @@ class Step {
   int64_t rows() const { return layer_.heads * layer_.num_queries; }
   int32_t value_dim() const { return resident().kv.values.dim; }
   int64_t slices() const { return (layer_.num_queries + kSlice - 1) / kSlice; }
+  bool brings_token() const { return step_.new_keys != nullptr; }
+  NewToken token() const;
   const PageRuns &runs_of(int64_t head) const { return shared_.runs[chooses() ? head : 0]; }
 
+  void check_token() const;
+  int attend_all(hkv_step_report &report);
   void prepare();
   int choose_pages();
   void choose_of(int64_t head);
@@ -121,6 +127,7 @@ void Step::check() const {
   require(layer_.num_queries <= std::numeric_limits<int32_t>::max(), "there are too many queries");
   with_dtype(step_.out_dtype, [](auto *) {});
   check_resident(layer_, step_);
+  check_token();
   check_searches(layer_);
   require(step_.num_warm >= 0, "num_warm must be at least 0");
   if (!has_cold()) return;
@@ -132,7 +139,37 @@ void Step::check() const {
           "cold and resident entries must agree in dim");
 }
 
+/// The new token takes the last filled place of the newest page.
+NewToken Step::token() const {
+  const hkv_resident &of = resident();
+  return {step_.new_keys,   step_.new_key_step, step_.new_values,
+          step_.new_value_step, of.slots[of.num_pages - 1], step_.tail_fill - 1};
+}
+
+void Step::check_token() const {
+  if (!brings_token()) return;
+  require(resident().num_pages > 0, "a new token must have a page");
+  const hkv_pages *to = layer_.pages;
+  token().check(to);
+  const hkv_kv &kv = resident().kv;
+  require(to->keys == kv.keys.data && to->values == kv.values.data,
+          "pages must be those that are attended");
+  require(to->heads == layer_.heads && to->dim == kv.keys.dim && to->value_dim == kv.values.dim &&
+              to->dtype == kv.keys.dtype && to->page_size == resident().page_size &&
+              to->slots * to->page_size == kv.keys.count,
+          "pages must have the sizes of those that are attended");
+  if (!token().has_finite_keys(to->heads, to->dim, to->dtype))
+    throw NotFinite("keys of the new token must be finite, got NaN or infinity");
+}
+
 int Step::run(hkv_step_report &report) {
+  if (brings_token()) token().store(*layer_.pages);
+  const int status = attend_all(report);
+  if (status == HKV_OK && brings_token()) token().show(*layer_.pages, step_.new_position);
+  return status;
+}
+
+int Step::attend_all(hkv_step_report &report) {
   report = {};
   prepare();
   auto begin = Clock::now();

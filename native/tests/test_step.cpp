@@ -1,5 +1,7 @@
 // A step in one call against its parts: searches, attention of what they found, resident rows, merge.
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "graph_case.h"
@@ -406,6 +408,92 @@ CLAIM(a_step_chooses_the_pages_of_the_highest_bounds) {
     CHECK(got.report.scored ==
           sizes.heads * sizes.num_queries * (static_cast<int64_t>(of.slots.size()) + cold));
   }
+}
+
+/// A layer whose steps bring a token, which is read from rows that are further apart than they are long.
+struct WithToken {
+  explicit WithToken(const Sizes &sizes)
+      : of(sizes),
+        key_step(sizes.dim + 5),
+        value_step(sizes.value_dim + 2),
+        keys(random_floats(sizes.heads * key_step, 11)),
+        values(random_floats(sizes.heads * value_step, 12)),
+        positions(static_cast<size_t>(of.num_slots * sizes.page_size), -1),
+        got(sizes) {
+    of.add_digests();
+    const hkv_kv &kv = of.layer.resident.kv;
+    pages = {const_cast<void *>(kv.keys.data), const_cast<void *>(kv.values.data), positions.data(),
+             of.lows.data(), of.highs.data(), of.num_slots, sizes.page_size, sizes.heads, sizes.dim,
+             sizes.value_dim, sizes.dtype};
+    of.layer.pages = &pages;
+  }
+
+  int64_t place() const { return of.slots.back() * of.sizes.page_size + of.sizes.tail_fill - 1; }
+
+  int run(bool brings) {
+    const hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
+                        0.0f, nullptr, 0, got.ids.data(), got.out.data(), got.lse.data(),
+                        brings ? keys.data() : nullptr, values.data(), key_step, value_step, 77};
+    return hkv_attend_step(nullptr, &of.layer, &step, &got.report);
+  }
+
+  LayerCase of;
+  int64_t key_step, value_step;
+  std::vector<float> keys, values;
+  std::vector<int64_t> positions;
+  hkv_pages pages;
+  Given got;
+};
+
+CLAIM(a_step_stores_its_token_before_it_attends) {
+  for (const int64_t chosen : {3, 5}) {
+    Sizes sizes;
+    sizes.dtype = HKV_F32;
+    sizes.num_chosen = chosen;
+    WithToken one(sizes), apart(sizes);
+    CHECK_OK(one.run(true));
+    CHECK_OK(hkv_append(&apart.pages, apart.keys.data(), apart.key_step, apart.values.data(),
+                        apart.value_step, apart.of.slots.back(), sizes.tail_fill - 1, 77));
+    CHECK_OK(apart.run(false));
+    CHECK(one.got.out == apart.got.out && one.got.lse == apart.got.lse);
+    CHECK(one.positions == apart.positions);
+    CHECK(one.positions[static_cast<size_t>(one.place())] == 77);
+    CHECK(one.of.lows == apart.of.lows && one.of.highs == apart.of.highs);
+    const auto rows = static_cast<size_t>(sizes.heads * one.of.num_slots * sizes.page_size);
+    CHECK(std::memcmp(one.pages.keys, apart.pages.keys, 4 * rows * sizes.dim) == 0);
+    CHECK(std::memcmp(one.pages.values, apart.pages.values, 4 * rows * sizes.value_dim) == 0);
+  }
+}
+
+CLAIM(a_step_that_fails_stores_no_token) {
+  Sizes sizes;
+  sizes.dtype = HKV_F32;
+  WithToken with(sizes);
+  const std::vector<int64_t> none = with.positions;
+  const LayerCase before(sizes);
+  const auto is_untouched = [&] {
+    const auto rows = static_cast<size_t>(sizes.heads * with.of.num_slots * sizes.page_size);
+    return with.positions == none &&
+           std::memcmp(with.pages.keys, before.page_keys.keys().data, 4 * rows * sizes.dim) == 0;
+  };
+  for (const float bad : {std::nanf(""), -std::numeric_limits<float>::infinity()}) {
+    float &last = with.keys[static_cast<size_t>(with.key_step + sizes.dim - 1)];
+    const float good = last;
+    last = bad;
+    CHECK(with.run(true) == HKV_NOT_FINITE && is_untouched());
+    last = good;
+  }
+  with.pages.slots -= 1;
+  CHECK_REFUSED(with.run(true), "sizes of those that are attended");
+  with.pages.slots += 1;
+  with.of.searches[0].first_row = 1;  // found out when the token lies there already
+  CHECK_REFUSED(with.run(true), "not below the number of values");
+  CHECK(with.positions == none);
+  with.of.searches[0].first_row = 0;
+  with.of.layer.pages = nullptr;
+  CHECK_REFUSED(with.run(true), "must not be NULL");
+  with.of.layer.pages = &with.pages;
+  CHECK_OK(with.run(true));
 }
 
 CLAIM(a_step_refuses_what_does_not_fit) {

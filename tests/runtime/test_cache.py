@@ -362,11 +362,12 @@ def test_a_checkpoint_during_a_build_is_restored_after_it() -> None:
     kv.check_integrity()
 
 
-def test_a_key_that_is_not_finite_is_named_when_it_would_leave_the_window() -> None:
+def test_a_value_that_is_not_finite_is_named_when_it_would_leave_the_window() -> None:
+    """Where logits show it sooner, as in a model, nothing gets so far."""
     kv = cache(**SMALL)
     feed(kv, 30)
     q, (k, v) = tokens(1)
-    k[0, 1, 0, 3] = torch.nan
+    v[0, 1, 0, 3] = torch.nan
     kv.attend(0, q, (k, v), None, scale=0.3)
     with pytest.raises(NonFiniteError, match="KV head 1 at position 30"):
         feed(kv, *[1] * 16)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import CapacityError, NonFiniteError
 from hybrid_kv.index import sketch
 from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.runtime import KVCache, one_call
 from hybrid_kv.types import LayerShape, ModelInfo
@@ -175,6 +177,84 @@ def test_after_crop_and_fork_the_plan_is_that_of_what_is_left(apart: Any) -> Non
         kv.check_integrity()
 
 
+def stored(kv: KVCache) -> list[Tensor]:
+    """All that a layer's only row holds in its pages."""
+    row = kv.stores[0].rows[0]
+    table, (k, v) = row.table, row.table.view()
+    bounds = () if table.pool.key_min is None else table.bounds()
+    return [k, v, torch.tensor(table.positions()), torch.tensor(row.length), *bounds]
+
+
+@pytest.mark.parametrize("name", ["int8", "quest"])
+def test_the_call_stores_the_token_as_an_append_does(name: str, apart: Any) -> None:
+    one, parts = cache(SETTINGS[name]), apart(SETTINGS[name])
+    tokens, same = begin(one), Tokens()
+    same.next(PROMPT), same.next(1)
+    for _ in range(STEPS):
+        feed(one, *tokens.next(1))
+        feed(parts, *same.next(1))
+        one.check_integrity()
+        for found, expected in zip(stored(one), stored(parts), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_key_that_is_not_finite_is_not_stored(
+    value: float, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+    kv = cache(SETTINGS["int8"])
+    tokens = begin(kv)
+    feed(kv, *tokens.next(1))
+    before = stored(kv)
+    q, k, v = tokens.next(1)
+    k[0, 1, 0, 71] = value
+    with pytest.raises(NonFiniteError, match=r"^keys and values of layer 0 must be finite, got"):
+        feed(kv, q, k, v)
+    kv.check_integrity()
+    assert all(torch.equal(*pair) for pair in zip(stored(kv), before, strict=True))
+    feed(kv, *tokens.next(1))
+    kv.check_integrity()
+
+
+def test_a_call_that_fails_has_stored_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache(SETTINGS["int8"])
+    tokens = begin(kv)
+    feed(kv, *tokens.next(1))
+    before = stored(kv)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise CapacityError("the native engine has run out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerPlan, "attend", fail)
+        with pytest.raises(CapacityError):
+            feed(kv, *tokens.next(1))
+    kv.check_integrity()
+    assert all(torch.equal(*pair) for pair in zip(stored(kv), before, strict=True))
+
+
+def test_results_are_the_callers() -> None:
+    """They are made many at a time; writing to one changes no other, inside a block or outside."""
+    kv = cache(SETTINGS["int8"])
+    with torch.inference_mode():
+        tokens = begin(kv)
+        first = feed(kv, *tokens.next(1))
+        kept = first.out.clone(), first.lse.clone()
+    later = feed(kv, *tokens.next(1))
+    expected = later.out.clone(), later.lse.clone()
+    first.out.fill_(3)
+    first.lse.fill_(3)
+    assert torch.equal(later.out, expected[0])
+    assert torch.equal(later.lse, expected[1])
+    later.out.mul_(2)
+    for _ in range(20):
+        feed(kv, *tokens.next(1))
+    assert torch.equal(later.out, 2 * expected[0])
+    assert not torch.equal(first.out, kept[0])
+
+
 def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     for switch in ("1", "0"):
@@ -184,7 +264,7 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
         tokens = begin(kv)
         q, k, v = tokens.next(1)
         layer.append(k, v, None)
-        layer.attend(layer.step(q, 0.12, None, found))
+        layer.attend(layer.step(q, 0.12, None, found=found))
         budget, retrieved = found[0]
         assert (budget.top_k, len(retrieved.parts)) == (9, 1)
         assert is_one_call(kv) == (switch == "1")

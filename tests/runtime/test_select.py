@@ -112,7 +112,7 @@ def recalls(scene: Scene, steps: int) -> float:
         q = scene.later[:, :, scene.steps]
         scene.steps += 1
         layer = scene.cache.layers[0]
-        step = layer.step(q.flatten(0, 1)[None, :, None], SCALE, None, found)
+        step = layer.step(q.flatten(0, 1)[None, :, None], SCALE, None, found=found)
         layer.attend(step)
         (part,) = found[0][1].parts
         exact = (q @ part.extent.keys.mT).topk(20).indices

@@ -34,6 +34,8 @@ def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
 class PageWriter:
     """Appends tokens to pages, one by one.
 
+    struct: of the engine, for who stores a token in a larger call.
+
     Args:
         pages: on the host, each tensor contiguous, k and v of a dtype of DTYPES; kept by reference.
         engine: another library than the one in use.
@@ -44,26 +46,30 @@ class PageWriter:
 
     def __init__(self, pages: PagedKV, *, engine: ctypes.CDLL | None = None) -> None:
         self._engine = _declared(engine)
-        self._pages = pages
+        self.pages = pages
         heads, slots, size, dim = pages.k.shape
         self._size, self._dtype = size, pages.k.dtype
-        self._row, self._value_row = (heads, 1, dim), (heads, 1, pages.v.shape[3])
+        value_dim = pages.v.shape[3]
+        self._sizes = (
+            ((heads, 1, dim), (heads, 1, value_dim)),
+            (*((1, heads, 1, dim), (1, heads, 1, value_dim)),),
+        )
         lows, highs = (
             None if digests is None else digests.data_ptr()
             for digests in (pages.key_min, pages.key_max)
         )
-        self._struct = PagesStruct(
+        self.struct = PagesStruct(
             *(pages.k.data_ptr(), pages.v.data_ptr(), pages.positions.data_ptr(), lows, highs),
             *(slots, size, heads, dim, pages.v.shape[3], DTYPES[pages.k.dtype]),
         )
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
-        """Whether k, v [Hkv, 1, D] can be stored from where they lie."""
+        """Whether k, v [Hkv, 1, D], or [1, Hkv, 1, D], can be stored from where they lie."""
         dtype = self._dtype
-        if k.shape != self._row or v.shape != self._value_row or k.dtype != dtype:
+        if (k.shape, v.shape) not in self._sizes or k.dtype != dtype:
             return False
         near = k.is_cpu and v.is_cpu and v.dtype == dtype
-        return near and k.stride(2) == 1 == v.stride(2)
+        return near and k.stride(-1) == 1 == v.stride(-1)
 
     def append(self, k: Tensor, v: Tensor, place: int, position: int) -> None:
         """Stores a token k, v [Hkv, 1, D] that it `takes`, and its page's digest anew.
@@ -73,7 +79,7 @@ class PageWriter:
         """
         slot, offset = divmod(place, self._size)
         status = self._engine.hkv_append(
-            byref(self._struct),
+            byref(self.struct),
             *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(slot, offset, position),
         )

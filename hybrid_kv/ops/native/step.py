@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.append import PagesStruct, PageWriter
 from hybrid_kv.ops.native.attend import KVStruct, described
 from hybrid_kv.ops.native.pages import DigestStruct
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
@@ -21,6 +22,8 @@ from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
 
 FLAT, GRAPH, SKETCH = 0, 1, 2
+_STEPS_AT_ONCE = 16
+"""For so many steps results are made together."""
 
 
 class SearchStruct(Structure):
@@ -59,6 +62,7 @@ class LayerStruct(Structure):
     _fields_ = (
         *(("heads", c_int32), ("num_queries", c_int64)),
         *(("resident", ResidentStruct), ("cold", ColdStruct)),
+        ("pages", POINTER(PagesStruct)),
     )
 
 
@@ -69,7 +73,8 @@ class StepStruct(Structure):
         *(("queries", c_void_p), ("query_dtype", c_int32), ("out_dtype", c_int32)),
         *(("tail_fill", c_int64), ("scale", c_float), ("softcap", c_float)),
         *(("warm", c_void_p), ("num_warm", c_int64)),
-        *((name, c_void_p) for name in ("ids", "out", "lse")),
+        *((name, c_void_p) for name in ("ids", "out", "lse", "new_keys", "new_values")),
+        *((f"new_{name}", c_int64) for name in ("key_step", "value_step", "position")),
     )
 
 
@@ -148,7 +153,7 @@ class StepResult(NamedTuple):
 
     part: out as the queries, lse as these without their last axis, float32. ids: [Hkv, M, width]
     the cold entries that were attended, best first, then -1; None where nothing is cold. report:
-    times and counts.
+    times and counts, those of the plan's latest step.
     """
 
     part: PartialAttention
@@ -156,14 +161,29 @@ class StepResult(NamedTuple):
     report: ReportStruct
 
 
+class NewToken(NamedTuple):
+    """A token that its step stores.
+
+    k, v: [1, Hkv, 1, D], as the plan's writer takes them. position: in the row.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: int
+
+
 class LayerPlan:
     """A layer of one batch row, described once for the steps of one token until it changes.
+
+    Between two steps the rest of the model has emptied the caches, and every small operation waits
+    for memory. So what a step needs is made beforehand: arguments once, results many at a time.
 
     Not for several threads at once. begins_warm: whether a search begins at what was found before.
 
     Args:
         num_queries: M, query heads of a KV head.
         resident, cold: what is attended; no cold entries for None.
+        writer: of the same pages, where steps store their tokens; None for those that do not.
         engine: another library than the one in use.
 
     Raises:
@@ -177,14 +197,13 @@ class LayerPlan:
         resident: ResidentPages,
         cold: ColdEntries | None,
         *,
+        writer: PageWriter | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
         self._engine = _declared(engine)
         heads, slots, size, dim = resident.k.shape
         self._size, self._dim = (heads, num_queries), dim
-        self._numel = heads * num_queries * dim
-        self._step = StepStruct()
-        self._keeps: list[Any] = [resident, cold]
+        self._keeps: list[Any] = [resident, cold, writer]
         self._width = 0 if cold is None else cold.width
         searches = () if cold is None else cold.searches
         self.begins_warm = any(search.kind == GRAPH for search in searches)
@@ -199,7 +218,12 @@ class LayerPlan:
                 *_digests(resident),
             ),
             ColdStruct() if cold is None else self._cold(cold),
+            None if writer is None else ctypes.pointer(writer.struct),
         )
+        self._step, self._report = StepStruct(), ReportStruct()
+        self._arguments = byref(self.layer), byref(self._step), byref(self._report)
+        self._results: list[_Results] = []
+        self._shape, self._dtype = torch.Size(), torch.float32  # of the queries that came last
 
     def choose_pages(self, count: int, oldest: int, newest: int) -> None:
         """From now on a KV head attends so many pages, all or those of the highest bounds.
@@ -235,6 +259,7 @@ class LayerPlan:
         tail_fill: int,
         scale: float,
         softcap: float | None = None,
+        new: NewToken | None = None,
         warm: Tensor | None = None,
         pool: Pool | None = None,
     ) -> StepResult:
@@ -242,38 +267,80 @@ class LayerPlan:
 
         Args:
             queries: [..., D] of a dtype of DTYPES, as many as [Hkv, M] in that order.
-            tail_fill: filled tokens of the newest page.
+            tail_fill: filled tokens of the newest page, the new one among them.
+            new: the token, where it is stored by this; for plans with a writer. Where this fails it
+                was not stored.
             warm: [Hkv, M, W] int64, where graphs begin; None for none.
             pool: threads that share the work; None for the calling one.
 
         Raises:
             ShapeError, ConfigError: an argument does not fit.
+            NonFiniteError: a key of the new token is NaN or infinite.
         """
-        dtype, dim = DTYPES.get(queries.dtype), queries.shape[-1]
-        if dtype is None or dim != self._dim or queries.numel() != self._numel:
-            raise ShapeError(
-                f"queries must be {[*self._size, self._dim]} in float32, float16 or bfloat16, got "
-                f"{list(queries.shape)} {queries.dtype}"
-            )
-        queries = queries.contiguous()
-        out, lse = torch.empty_like(queries), torch.empty(queries.shape[:-1])
-        ids, step, report = None, self._step, ReportStruct()
-        if self._width:
-            ids = torch.empty((*self._size, self._width), dtype=torch.int64)
-            step.ids = ids.data_ptr()
+        if queries.shape != self._shape or queries.dtype != self._dtype:
+            self._take_shape(queries)
+        if not queries.is_contiguous():
+            queries = queries.contiguous()
+        if not self._results:
+            self._results = self._make_results()
+        step, results = self._step, self._results.pop()
+        step.queries = queries.data_ptr()
+        step.out, step.lse, step.ids = results.addresses
+        step.tail_fill, step.scale, step.softcap = tail_fill, scale, softcap or 0.0
         if warm is not None:
             warm = warm.contiguous()
             step.warm, step.num_warm = warm.data_ptr(), warm.shape[2]
         else:
             step.warm = None
-        step.queries, step.out, step.lse = queries.data_ptr(), out.data_ptr(), lse.data_ptr()
-        step.query_dtype = step.out_dtype = dtype
-        step.tail_fill, step.scale, step.softcap = tail_fill, scale, softcap or 0.0
+        if new is not None:
+            k, v, step.new_position = new
+            step.new_keys, step.new_values = k.data_ptr(), v.data_ptr()
+            step.new_key_step, step.new_value_step = k.stride(1), v.stride(1)
+        else:
+            step.new_keys = None
         handle = None if pool is None else pool.handle
-        status = self._engine.hkv_attend_step(handle, byref(self.layer), byref(step), byref(report))
+        status = self._engine.hkv_attend_step(handle, *self._arguments)
         if status:
             library.check(self._engine, status)
-        return StepResult(PartialAttention(out, lse), ids, report)
+        return StepResult(results.part, results.ids, self._report)
+
+    def _take_shape(self, queries: Tensor) -> None:
+        dtype, (heads, count) = DTYPES.get(queries.dtype), self._size
+        fits = queries.shape[-1] == self._dim and queries.numel() == heads * count * self._dim
+        if dtype is None or not fits:
+            raise ShapeError(
+                f"queries must be {[*self._size, self._dim]} in float32, float16 or bfloat16, got "
+                f"{list(queries.shape)} {queries.dtype}"
+            )
+        self._shape, self._dtype = queries.shape, queries.dtype
+        self._step.query_dtype = self._step.out_dtype = dtype
+        self._results = []
+
+    def _make_results(self) -> list[_Results]:
+        """Of some steps; whoever keeps one keeps the memory of all of them."""
+        count = _STEPS_AT_ONCE
+        ids: Sequence[Tensor | None] = [None] * count
+        with torch.inference_mode(False):  # who gets one may write to it anywhere
+            outs = torch.empty((count, *self._shape), dtype=self._dtype)
+            lses = torch.empty((count, *self._shape[:-1]))
+            if self._width:
+                ids = torch.empty((count, *self._size, self._width), dtype=torch.int64).unbind()
+        return [
+            _Results(
+                PartialAttention(out, lse),
+                found,
+                (out.data_ptr(), lse.data_ptr(), None if found is None else found.data_ptr()),
+            )
+            for out, lse, found in zip(outs.unbind(), lses.unbind(), ids, strict=True)
+        ]
+
+
+class _Results(NamedTuple):
+    """What one step will write."""
+
+    part: PartialAttention
+    ids: Tensor | None
+    addresses: tuple[int, int, int | None]
 
 
 def _address(array: ctypes.Array[Any] | None) -> int | None:
