@@ -35,6 +35,30 @@ def parse_count(value: object) -> object:
     return value
 
 
+def budget_tokens(budget: str, context_tokens: int) -> int:
+    """'2%' of 4096 -> 82; '512' -> 512.
+
+    Raises:
+        ConfigError: it is neither, or not above 0.
+    """
+    text = budget.strip()
+    try:
+        if text.endswith("%"):
+            share = float(text[:-1]) / 100
+            if not 0 < share <= 1:
+                raise ValueError
+            return max(1, round(share * context_tokens))
+        count = int(str(parse_count(text)))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"a budget must be a share of the context such as 5%, or tokens such as 512, got "
+            f"'{budget}'"
+        )
+    return count
+
+
 class Params(BaseModel):
     """Base of every parameter group: frozen, unknown keys refused."""
 
@@ -262,6 +286,24 @@ class HybridConfig(PluginConfig):
         """The same with the method's budgets opened so far that nothing is lost."""
         params = METHODS[self.method].factory.full_budget(self.params)
         return self.model_copy(update={"params": params})
+
+    def at_budget(self, budget: str, context_tokens: int) -> HybridConfig:
+        """The same where a decode step attends `budget` of so many tokens: "2%" or "512".
+
+        Raises:
+            ConfigError: it is neither, or the method has no use for so few.
+        """
+        tokens = budget_tokens(budget, context_tokens)
+        try:
+            params = METHODS[self.method].factory.at_budget(
+                self.params, tokens, context_tokens=context_tokens, page_size=self.page_size
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"budget {budget} of {context_tokens} tokens cannot be given to {self.method}: "
+                f"{error}"
+            ) from None
+        return HybridConfig(**self.model_dump(exclude={"params"}), params=params)
 
     @classmethod
     def from_settings(

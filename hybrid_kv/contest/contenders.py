@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_kv.config import HybridConfig, parse_count
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.plugins import METHODS
 
@@ -47,30 +47,6 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), settings
 
 
-def budget_tokens(budget: str, context_tokens: int) -> int:
-    """'2%' of 4096 -> 82; '512' -> 512.
-
-    Raises:
-        ConfigError: it is neither, or not above 0.
-    """
-    text = budget.strip()
-    try:
-        if text.endswith("%"):
-            share = float(text[:-1]) / 100
-            if not 0 < share <= 1:
-                raise ValueError
-            return max(1, round(share * context_tokens))
-        count = int(str(parse_count(text)))
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ConfigError(
-            f"a budget must be a share of the context such as 5%, or tokens such as 512, got "
-            f"'{budget}'"
-        )
-    return count
-
-
 def contenders(
     names: Sequence[str],
     budgets: Sequence[str],
@@ -91,7 +67,7 @@ def contenders(
     for name in dict.fromkeys((FULL, *names)):
         method, own = parse_spec(name)
         plain = _config(method, own, settings)
-        under = {b: _at_budget(name, plain, own, b, context_tokens) for b in budgets}
+        under = {b: plain.at_budget(b, context_tokens).replace(**own) for b in budgets}
         if all(config == plain for config in under.values()):
             yield Contender(name, None, plain)
             continue
@@ -115,19 +91,3 @@ def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) ->
     common = {key: value for key, value in settings.items() if HybridConfig.knows(method, key)}
     given = {"dense_extend_tokens": _LONG_QUESTION, "index_build": "wait", **common, **own}
     return HybridConfig.from_settings({"method": method, **given})
-
-
-def _at_budget(
-    name: str, plain: HybridConfig, own: Mapping[str, str], budget: str, context_tokens: int
-) -> HybridConfig:
-    tokens = budget_tokens(budget, context_tokens)
-    try:
-        params = plain.plugin().factory.at_budget(
-            plain.params, tokens, context_tokens=context_tokens, page_size=plain.page_size
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"budget {budget} of {context_tokens} tokens cannot be given to {name}: {error}"
-        ) from None
-    shared = plain.model_dump(exclude={"params"})
-    return HybridConfig(**shared, params=params).replace(**own)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from hybrid_kv.config import budget_tokens
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.contenders import budget_tokens, contenders, parse_spec
+from hybrid_kv.contest.contenders import contenders, parse_spec
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.plugins import METHODS
 
