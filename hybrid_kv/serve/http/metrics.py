@@ -1,0 +1,118 @@
+"""What /metrics shows, in Prometheus' text form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from hybrid_kv.serve.requests import EngineStats, Finished
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SHARES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.9, 0.95, 0.98, 0.99, 0.999, 1)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Histograms over the answers that were read to their end, and the engine's own figures."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._registry = own = CollectorRegistry()
+        own.register(_EngineFigures(stats))
+        self._ttft = Histogram(
+            "hybrid_kv_ttft_seconds", "Time to the first token", buckets=_SECONDS, registry=own
+        )
+        self._itl = Histogram(
+            "hybrid_kv_itl_seconds", "Time between tokens", buckets=_SECONDS, registry=own
+        )
+        self._queued = Histogram(
+            "hybrid_kv_queue_seconds", "Time in the queue", buckets=_SECONDS, registry=own
+        )
+        self._recall = Histogram(
+            "hybrid_kv_audit_recall", "Recall of audited requests", buckets=_SHARES, registry=own
+        )
+        self._missed = Histogram(
+            "hybrid_kv_audit_missed_mass",
+            "Softmax mass that audited requests did not attend",
+            buckets=_SHARES,
+            registry=own,
+        )
+        self._answers = Counter(
+            "hybrid_kv_http_responses", "Responses by status", ["status"], registry=own
+        )
+
+    def ended(self, end: Finished) -> None:
+        """Takes in an answer."""
+        report = end.report
+        if report.ttft_s is not None:
+            self._ttft.observe(report.ttft_s)
+        self._queued.observe(report.queue_s)
+        for each in report.itl_ms:
+            self._itl.observe(each / 1e3)
+        if report.recall is not None:
+            self._recall.observe(report.recall)
+        if report.missed_mass is not None:
+            self._missed.observe(report.missed_mass)
+
+    def responded(self, status: int) -> None:
+        """Takes in a response of any kind."""
+        self._answers.labels(status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+
+class _EngineFigures(Collector):
+    """The engine's figures as they are when somebody looks."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield from ()  # registering asks the engine nothing
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        stats = self._stats()
+        requests = GaugeMetricFamily(
+            "hybrid_kv_requests", "Requests of the engine now", labels=["state"]
+        )
+        for state in ("queued", "prefilling", "running"):
+            requests.add_metric([state], getattr(stats, state))
+        yield requests
+        ended = CounterMetricFamily(
+            "hybrid_kv_requests_ended", "Requests that ended", labels=["reason"]
+        )
+        for reason, number in stats.finished.items():
+            ended.add_metric([reason], number)
+        yield ended
+        tokens = CounterMetricFamily("hybrid_kv_tokens", "Tokens of requests", labels=["kind"])
+        for kind in ("prompt", "reused", "completion"):
+            tokens.add_metric([kind], getattr(stats, f"{kind}_tokens"))
+        yield tokens
+        memory = GaugeMetricFamily("hybrid_kv_memory_bytes", "Memory by tier", labels=["tier"])
+        for tier in ("device_kv", "host_kv", "host_index"):
+            memory.add_metric([tier], getattr(stats, f"{tier}_bytes"))
+        yield memory
+        for name, text, number in (
+            ("prefix_hits", "Requests that continued from a kept prefix", stats.prefix_hits),
+            ("decode_steps", "Decode steps", stats.steps),
+            ("decode_rows", "Requests that decode steps served, summed", stats.joined_rows),
+        ):
+            yield CounterMetricFamily(f"hybrid_kv_{name}", text, value=number)
+        for name, text, value in (
+            ("prefixes", "Prefixes that are kept", stats.prefixes),
+            ("prefix_bytes", "Bytes of prefixes that are kept", stats.prefix_bytes),
+            ("stall_seconds", "Longest wait of a stream for a prompt", stats.stall_ms / 1e3),
+            ("last_stall_seconds", "Latest such wait", stats.last_stall_ms / 1e3),
+        ):
+            yield GaugeMetricFamily(f"hybrid_kv_{name}", text, value=value)
+        for name, text, mean in (
+            ("recall_mean", "Mean recall over the audits", stats.recall),
+            ("missed_mass_mean", "Mean missed mass over the audits", stats.missed_mass),
+        ):
+            if mean is not None:
+                yield GaugeMetricFamily(f"hybrid_kv_{name}", text, value=mean)

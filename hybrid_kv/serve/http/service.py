@@ -1,0 +1,270 @@
+"""From what was asked to requests of the engine, and the tickets that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol
+
+from hybrid_kv.api import LLM
+from hybrid_kv.models.support import max_context
+from hybrid_kv.serve.http.errors import ApiError
+from hybrid_kv.serve.http.extensions import asked_config
+from hybrid_kv.serve.http.metrics import Metrics
+from hybrid_kv.serve.http.schemas import (
+    MOST_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    Extensions,
+    Generating,
+)
+from hybrid_kv.serve.http.texts import Texts
+from hybrid_kv.serve.requests import (
+    EngineStats,
+    Finished,
+    Limits,
+    Reason,
+    Request,
+    Sampling,
+    Ticket,
+)
+
+USUAL_CHAT_TOKENS = 1024
+"""Of an answer in a chat whose request says nothing, where the context has room."""
+
+USUAL_COMPLETION_TOKENS = 16
+"""Of a completion; what OpenAI's interface says."""
+
+
+class Serving(Protocol):
+    """What is needed of an engine."""
+
+    limits: Limits
+
+    def submit(self, request: Request) -> Ticket: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def drain(self, seconds: float) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What a request to the server became: `choices` engine requests for each prompt, in order."""
+
+    ident: str
+    created: int
+    requests: list[Request]
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What became of the requests that were in work when the server was asked to end."""
+
+    finished: list[str]
+    cancelled: list[str]
+
+
+class Service:
+    """One model behind one engine, under one name.
+
+    context: the longest prompt and answer together, in tokens; None where the model has no limit.
+    """
+
+    def __init__(self, llm: LLM, engine: Serving, name: str) -> None:
+        self.engine, self.name, self.created = engine, name, int(time.time())
+        self.config = llm.config
+        self.texts, self.metrics = Texts(llm), Metrics(engine.stats)
+        self.context = max_context(llm.model.config.get_text_config(decoder=True))
+        self.closing = False
+        self._open: dict[int, tuple[str, list[Ticket]]] = {}
+        self._numbers = count()
+
+    # Asking --------------------------------------------------------------------------------------
+
+    async def of_chat(self, asked: ChatRequest) -> Asking:
+        """Raises ConfigError or ApiError for what cannot be asked."""
+        self.check_model(asked.model)
+        ids = await self.texts.encode_chat([message.rendered() for message in asked.messages])
+        wanted = asked.max_completion_tokens or asked.max_tokens
+        room = self.check_room(len(ids), wanted or 1, "messages")
+        base = Request(
+            ids=ids,
+            max_new_tokens=wanted or min(room, USUAL_CHAT_TOKENS),
+            sampling=_sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None),
+            end_ids=self.texts.chat_end_ids,
+        )
+        return self._asking("chatcmpl", asked, [base])
+
+    async def of_completion(self, asked: CompletionRequest) -> Asking:
+        """Raises ConfigError or ApiError for what cannot be asked."""
+        self.check_model(asked.model)
+        prompts = asked.prompts
+        if not prompts or len(prompts) * (asked.n or 1) > MOST_CHOICES:
+            raise ApiError(
+                400,
+                f"prompts times n must be 1 to {MOST_CHOICES} answers, got {len(prompts)} times "
+                f"{asked.n or 1}; send more requests",
+                "prompt",
+            )
+        wanted = asked.max_tokens or USUAL_COMPLETION_TOKENS
+        sampling = _sampling(asked, asked.logprobs)
+        bases = []
+        for prompt in prompts:
+            ids = await self.texts.encode(prompt)
+            room = self.check_room(len(ids), asked.max_tokens or 1, "prompt")
+            bases.append(
+                Request(
+                    ids=ids,
+                    max_new_tokens=min(wanted, room),
+                    sampling=sampling,
+                    end_ids=self.texts.end_ids,
+                )
+            )
+        return self._asking("cmpl", asked, bases)
+
+    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> Asking:
+        choices = asked.n or 1
+        requests = []
+        for base in bases:
+            whole = self.extended(replace(base, stop=asked.stops), asked.hybrid_kv)
+            requests += [_nth(whole, number) for number in range(choices)]
+        return Asking(new_ident(kind), int(time.time()), requests, choices)
+
+    def extended(self, request: Request, asked: Extensions | None) -> Request:
+        """With what the `hybrid_kv` object says.
+
+        Raises:
+            ConfigError: method or settings are wrong.
+        """
+        if asked is None:
+            return request
+        total = len(request.ids) + request.max_new_tokens
+        config = asked_config(self.config, asked, total)
+        return replace(request, config=config, audit_every=asked.audit, places=asked.places)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError unless the name is the model's."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"model must be '{self.name}', the one that is served, got {name[:100]!r}",
+                "model",
+                "model_not_found",
+            )
+
+    def check_room(self, prompt: int, wanted: int, param: str) -> int:
+        """Tokens that an answer may have; ApiError where there is no room for `wanted`."""
+        most = self.engine.limits.max_prompt_tokens
+        if most is not None and prompt > most:
+            raise ApiError(
+                400,
+                f"a prompt must be at most {most:,} tokens on this server, got {prompt:,}; shorten "
+                "it",
+                param,
+                "context_length_exceeded",
+            )
+        room = 2**31 if self.context is None else self.context - prompt
+        if room < wanted:
+            raise ApiError(
+                400,
+                f"prompt and answer must fit into the model's context of {self.context:,} tokens, "
+                f"got {prompt:,} and {wanted:,}; shorten the prompt or ask for fewer tokens",
+                param,
+                "context_length_exceeded",
+            )
+        return room
+
+    # Answering -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def submitted(self, asking: Asking) -> Iterator[list[Ticket]]:
+        """The tickets, in the order of the requests; whichever is open at the end is cancelled.
+
+        Raises:
+            ApiError: the server is ending.
+            HybridKVError: the engine takes no more requests, or never one like this.
+        """
+        tickets = self.submit(asking)
+        try:
+            yield tickets
+        finally:
+            self.release(tickets)
+
+    def submit(self, asking: Asking) -> list[Ticket]:
+        """As `submitted`; `release` must follow."""
+        if self.closing:
+            raise ApiError(
+                503, "the server is shutting down; ask again later", code="shutting_down"
+            )
+        tickets: list[Ticket] = []
+        self._open[id(tickets)] = (asking.ident, tickets)
+        try:
+            for request in asking.requests:
+                tickets.append(self.engine.submit(request))
+        except BaseException:
+            self.release(tickets)
+            raise
+        return tickets
+
+    def release(self, tickets: list[Ticket]) -> None:
+        """Cancels what is unfinished; harmless when repeated."""
+        for ticket in tickets:
+            if not ticket.is_finished:
+                ticket.cancel()
+        if not self.closing:
+            self._open.pop(id(tickets), None)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not been answered."""
+        return len(self._open)
+
+    async def end(self, seconds: float) -> Ending:
+        """Takes no new requests and waits for those in work; what remains then is cancelled."""
+        self.closing = True
+        await asyncio.to_thread(self.engine.drain, seconds)
+        ending = Ending([], [])
+        for ident, tickets in self._open.values():
+            whole = all(_reason(ticket) in ("stop", "length") for ticket in tickets)
+            (ending.finished if whole else ending.cancelled).append(ident)
+        return ending
+
+
+def new_ident(kind: str) -> str:
+    """'cmpl' -> 'cmpl-3f0c...'."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def _sampling(asked: Generating, logprobs: int | None) -> Sampling:
+    return Sampling(
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=max(0, asked.top_k or 0),
+        seed=asked.seed,
+        logprobs=logprobs,
+    )
+
+
+def _nth(request: Request, number: int) -> Request:
+    """The same for one of several answers: a seed draws each another one."""
+    sampling = request.sampling
+    if number == 0 or sampling.seed is None:
+        return request
+    seed = (sampling.seed + number) % 2**64
+    return replace(request, sampling=replace(sampling, seed=seed))
+
+
+def _reason(ticket: Ticket) -> Reason | None:
+    """Why a ticket's request ended; None while it runs."""
+    if not ticket.is_finished:
+        return None
+    last = list(ticket.events())[-1]
+    assert isinstance(last, Finished)
+    return last.reason

@@ -1,0 +1,56 @@
+"""A tiny model that reads the needle language, with a chat template, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hybrid_kv.api import LLM, load
+from hybrid_kv.serve import Limits
+from tests.cli.support import save_model
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.running import CHAT, Running, serving
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> Iterator[LLM]:
+    with load(tiny_folder, config={"index_build": "wait"}) as llm:
+        llm.require_tokenizer().chat_template = CHAT
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def counting_server(tiny: LLM) -> Iterator[Running]:
+    """Serves an engine that counts; ask for `server`, `engine` and `client`."""
+    limits = Limits(max_running=4, max_queue=4)
+    with serving(tiny, FakeEngine(tiny.require_tokenizer(), limits)) as running:
+        yield running
+
+
+@pytest.fixture
+def server(counting_server: Running) -> Running:
+    engine = counting_server.service.engine
+    assert isinstance(engine, FakeEngine)
+    engine.drain(10)
+    engine.forget()
+    return counting_server
+
+
+@pytest.fixture
+def engine(server: Running) -> FakeEngine:
+    assert isinstance(server.service.engine, FakeEngine)
+    return server.service.engine
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client

@@ -1,0 +1,51 @@
+"""A server in a thread of this process, with an engine of the test's choice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_kv.api import LLM
+from hybrid_kv.serve.http.app import application
+from hybrid_kv.serve.http.guard import Rules
+from hybrid_kv.serve.http.server import Server, bound_socket
+from hybrid_kv.serve.http.service import Service
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@dataclass
+class Running:
+    """A server that answers at `url`."""
+
+    url: str
+    service: Service
+    server: Server
+
+
+@contextmanager
+def serving(
+    llm: LLM, engine: Any, rules: Rules | None = None, cors_origins: tuple[str, ...] = ()
+) -> Iterator[Running]:
+    service = Service(llm, engine, "tiny")
+    started = threading.Event()
+    app = application(service, rules or Rules(), cors_origins)
+    server = Server(app, service, started.set, lambda ending: None)
+    bound = bound_socket("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield Running(url, service, server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        bound.close()
+        assert not thread.is_alive()
