@@ -146,7 +146,7 @@ def first_problem(errors: list[Any]) -> tuple[str, str | None]:
     return f"{name}: {text[:1].lower()}{text[1:400]}{got}", ".".join(names) or None
 
 
-_MEMBERS = {"str", "int", "float", "bool", "list", "dict", "none", "Part"}
+_MEMBERS = {"str", "int", "float", "bool", "list", "dict", "none", "TextPart"}
 
 
 def _whole_characters(text: str) -> str:
@@ -219,7 +219,7 @@ class Generating(Asked):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class Part(Asked):
+class TextPart(Asked):
     """A piece of a message's content."""
 
     type: Literal["text"]
@@ -242,7 +242,7 @@ class ChatMessage(Asked):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Text | list[TextPart]
 
     def rendered(self) -> dict[str, str]:
         """As chat templates take it."""

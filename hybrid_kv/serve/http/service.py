@@ -41,7 +41,7 @@ USUAL_COMPLETION_TOKENS = 16
 """Of a completion; what OpenAI's interface says."""
 
 
-class Serving(Protocol):
+class AnyEngine(Protocol):
     """What is needed of an engine."""
 
     limits: Limits
@@ -77,7 +77,7 @@ class Service:
     context: the longest prompt and answer together, in tokens; None where the model has no limit.
     """
 
-    def __init__(self, llm: LLM, engine: Serving, name: str) -> None:
+    def __init__(self, llm: LLM, engine: AnyEngine, name: str) -> None:
         self.engine, self.name, self.created = engine, name, int(time.time())
         self.config = llm.config
         self.texts, self.metrics = Texts(llm), Metrics(engine.stats)
