@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ended_early
 from hybrid_kv.serve.http.forms import Form, Json, finish_of, report_of, usage_of
-from hybrid_kv.serve.http.service import Asking, Service
+from hybrid_kv.serve.http.service import Order, Service
 from hybrid_kv.serve.requests import Finished, Happening, Prefilled, Ticket, Token
 
 NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -22,7 +22,7 @@ NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 async def gathered(
-    service: Service, asking: Asking, forms: Sequence[Form], http: HttpRequest, extended: bool
+    service: Service, order: Order, forms: Sequence[Form], http: HttpRequest, extended: bool
 ) -> Response:
     """The whole answer, unless the client leaves before.
 
@@ -33,7 +33,7 @@ async def gathered(
     Raises:
         ApiError: a request ended without an answer.
     """
-    with service.submitted(asking) as tickets:
+    with service.submitted(order) as tickets:
         reading = asyncio.gather(*(_read(ticket) for ticket in tickets))
         leaving = asyncio.ensure_future(_left(http))
         try:
@@ -54,8 +54,8 @@ async def gathered(
         choice = {"index": number, **form.whole(tokens, finish_of(end.reason))}
         choices.append({**choice, "hybrid_kv": report_of(end)} if extended else choice)
     ends = [end for _, end in answers]
-    usage = _usage(asking, ends)
-    return JSONResponse({**_head(service, asking, forms[0].name), "choices": choices, **usage})
+    usage = _usage(order, ends)
+    return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
 
 
 async def _read(ticket: Ticket) -> tuple[list[Token], Finished]:
@@ -80,13 +80,13 @@ def _check_end(tokens: Sequence[Token], end: Finished) -> None:
         raise ended_early(end.reason, end.error)
 
 
-def _usage(asking: Asking, ends: Sequence[Finished]) -> Json:
+def _usage(order: Order, ends: Sequence[Finished]) -> Json:
     usages = [end.usage for end in ends]
-    return {"usage": usage_of(usages[:: asking.choices], usages)}
+    return {"usage": usage_of(usages[:: order.choices], usages)}
 
 
-def _head(service: Service, asking: Asking, name: str) -> Json:
-    head = {"id": asking.ident, "object": name, "created": asking.created, "model": service.name}
+def _head(service: Service, order: Order, name: str) -> Json:
+    head = {"id": order.ident, "object": name, "created": order.created, "model": service.name}
     return {**head, "system_fingerprint": None}
 
 
@@ -115,27 +115,27 @@ async def _lines(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 def streamed(
     service: Service,
-    asking: Asking,
+    order: Order,
     forms: Sequence[Form],
     *,
     include_usage: bool,
     extended: bool,
 ) -> EventStream:
     """The answer in chunks; prefill shows as comments, which clients pass over."""
-    tickets = service.submit(asking)
-    events = _chunks(service, asking, forms, tickets, include_usage, extended)
+    tickets = service.submit(order)
+    events = _chunks(service, order, forms, tickets, include_usage, extended)
     return EventStream(service, tickets, events)
 
 
 async def _chunks(
     service: Service,
-    asking: Asking,
+    order: Order,
     forms: Sequence[Form],
     tickets: list[Ticket],
     include_usage: bool,
     extended: bool,
 ) -> AsyncIterator[str]:
-    head = _head(service, asking, forms[0].chunk_name)
+    head = _head(service, order, forms[0].chunk_name)
     if include_usage:
         head["usage"] = None
 
@@ -172,7 +172,7 @@ async def _chunks(
                 yield chunk(number, last)
     if include_usage:
         in_order = [ends[number] for number in range(len(forms))]
-        yield event({**head, "choices": [], **_usage(asking, in_order)})
+        yield event({**head, "choices": [], **_usage(order, in_order)})
     yield "data: [DONE]"
 
 

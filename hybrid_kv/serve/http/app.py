@@ -26,7 +26,7 @@ from hybrid_kv.serve.http.schemas import (
     TokenizeRequest,
     first_problem,
 )
-from hybrid_kv.serve.http.service import Asking, Service
+from hybrid_kv.serve.http.service import Order, Service
 
 _OPEN = {"/health"}
 """Paths that need no key: they tell nothing of a model or a request."""
@@ -93,26 +93,26 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
         """Answers messages."""
-        asking = await service.of_chat(asked)
+        order = await service.of_chat(asked)
         piece = service.texts.piece if asked.logprobs else None
-        return await answer(asked, asking, [ChatForm(piece) for _ in asking.requests], http)
+        return await answer(asked, order, [ChatForm(piece) for _ in order.requests], http)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest, http: HttpRequest) -> Response:
         """Continues one or more prompts."""
-        asking = await service.of_completion(asked)
+        order = await service.of_completion(asked)
         piece = None if asked.logprobs is None else service.texts.piece
-        return await answer(asked, asking, [CompletionForm(piece) for _ in asking.requests], http)
+        return await answer(asked, order, [CompletionForm(piece) for _ in order.requests], http)
 
     async def answer(
-        asked: Generating, asking: Asking, forms: Sequence[Form], http: HttpRequest
+        asked: Generating, order: Order, forms: Sequence[Form], http: HttpRequest
     ) -> Response:
         extended = asked.hybrid_kv is not None
         if not asked.stream:
-            return await gathered(service, asking, forms, http, extended)
+            return await gathered(service, order, forms, http, extended)
         options = asked.stream_options
         wants_usage = options is not None and bool(options.include_usage)
-        return streamed(service, asking, forms, include_usage=wants_usage, extended=extended)
+        return streamed(service, order, forms, include_usage=wants_usage, extended=extended)
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:

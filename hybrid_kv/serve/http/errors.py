@@ -19,7 +19,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _NEVER_AGAIN = {"x-should-retry": "false"}
-"""Keeps OpenAI's client from asking again what will fail again."""
+"""Keeps OpenAI's client from order again what will fail again."""
 
 
 @dataclass

@@ -124,7 +124,7 @@ class Guard:
             )
 
     def _check_type(self, headers: Headers, path: str) -> None:
-        """A page of somebody else's can send plain text without asking; JSON it cannot."""
+        """A page of somebody else's can send plain text without order; JSON it cannot."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         expected = "application/octet-stream" if path in self._documents else "application/json"
         if kind != expected:

@@ -66,7 +66,7 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
 """Settings of others, with the values (None apart) that ask for what is done anyway."""
 
 
-class Asked(BaseModel):
+class StrictSchema(BaseModel):
     """A part of a request; unknown names are refused with the nearest known one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -160,7 +160,7 @@ def _whole_characters(text: str) -> str:
 Text: TypeAlias = Annotated[str, AfterValidator(_whole_characters)]
 
 
-class StreamOptions(Asked):
+class StreamOptions(StrictSchema):
     """include_usage: a last chunk has the usage."""
 
     unserved = {"include_obfuscation": (False, True)}
@@ -168,7 +168,7 @@ class StreamOptions(Asked):
     include_usage: bool | None = None
 
 
-class Extensions(Asked):
+class Extensions(StrictSchema):
     """What OpenAI's interface has no words for, under `hybrid_kv`.
 
     method, set: in place of the server's; set has dotted names as `--set`. budget: tokens that a
@@ -186,7 +186,7 @@ class Extensions(Asked):
 Stops: TypeAlias = Text | Annotated[list[Text], Field(max_length=16)]
 
 
-class Generating(Asked):
+class Generating(StrictSchema):
     """What chats and completions share."""
 
     unserved = _UNSERVED
@@ -219,14 +219,14 @@ class Generating(Asked):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class TextPart(Asked):
+class TextPart(StrictSchema):
     """A piece of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(Asked):
+class ChatMessage(StrictSchema):
     """A message: text, whole or in parts."""
 
     unserved = {
@@ -292,7 +292,7 @@ class CompletionRequest(Generating):
         return [many] if single else many
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(StrictSchema):
     """POST /tokenize: a prompt or messages."""
 
     model: str | None = None

@@ -54,7 +54,7 @@ class AnyEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class Order:
     """What a request to the server became: `choices` engine requests for each prompt, in order."""
 
     ident: str
@@ -86,9 +86,9 @@ class Service:
         self._open: dict[int, tuple[str, list[Ticket]]] = {}
         self._numbers = count()
 
-    # Asking --------------------------------------------------------------------------------------
+    # Order --------------------------------------------------------------------------------------
 
-    async def of_chat(self, asked: ChatRequest) -> Asking:
+    async def of_chat(self, asked: ChatRequest) -> Order:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
         ids = await self.texts.encode_chat([message.rendered() for message in asked.messages])
@@ -102,7 +102,7 @@ class Service:
         )
         return self._asking("chatcmpl", asked, [base])
 
-    async def of_completion(self, asked: CompletionRequest) -> Asking:
+    async def of_completion(self, asked: CompletionRequest) -> Order:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
         prompts = asked.prompts
@@ -129,13 +129,13 @@ class Service:
             )
         return self._asking("cmpl", asked, bases)
 
-    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> Asking:
+    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> Order:
         choices = asked.n or 1
         requests = []
         for base in bases:
             whole = self.extended(replace(base, stop=asked.stops), asked.hybrid_kv)
             requests += [_nth(whole, number) for number in range(choices)]
-        return Asking(new_ident(kind), int(time.time()), requests, choices)
+        return Order(new_ident(kind), int(time.time()), requests, choices)
 
     def extended(self, request: Request, asked: Extensions | None) -> Request:
         """With what the `hybrid_kv` object says.
@@ -184,29 +184,29 @@ class Service:
     # Answering -----------------------------------------------------------------------------------
 
     @contextmanager
-    def submitted(self, asking: Asking) -> Iterator[list[Ticket]]:
+    def submitted(self, order: Order) -> Iterator[list[Ticket]]:
         """The tickets, in the order of the requests; whichever is open at the end is cancelled.
 
         Raises:
             ApiError: the server is ending.
             HybridKVError: the engine takes no more requests, or never one like this.
         """
-        tickets = self.submit(asking)
+        tickets = self.submit(order)
         try:
             yield tickets
         finally:
             self.release(tickets)
 
-    def submit(self, asking: Asking) -> list[Ticket]:
+    def submit(self, order: Order) -> list[Ticket]:
         """As `submitted`; `release` must follow."""
         if self.closing:
             raise ApiError(
                 503, "the server is shutting down; ask again later", code="shutting_down"
             )
         tickets: list[Ticket] = []
-        self._open[id(tickets)] = (asking.ident, tickets)
+        self._open[id(tickets)] = (order.ident, tickets)
         try:
-            for request in asking.requests:
+            for request in order.requests:
                 tickets.append(self.engine.submit(request))
         except BaseException:
             self.release(tickets)
