@@ -215,6 +215,9 @@ class HybridConfig(PluginConfig):
     page_size: tokens per page, the unit of spilling and of page selection.
     prefill_chunk_tokens: tokens per chunk of the layer-major prefill; "auto" is an eighth of the
         prompt, at least 256 and at most 4096.
+    prefill_states: where a prompt's hidden states wait between two layers: on the "device", or in
+        "host" memory, where a layer's keys and values also leave before the next layer begins;
+        "auto" takes the host for prompts that would leave a GPU too little memory.
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
@@ -233,6 +236,7 @@ class HybridConfig(PluginConfig):
     method: str = "hybrid"
     page_size: Count = 16
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
+    prefill_states: Literal["auto", "device", "host"] = "auto"
     dense_extend_tokens: Tokens = 32
     compile_decode: bool = False
     backend: str = "auto"

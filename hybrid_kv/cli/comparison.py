@@ -112,6 +112,7 @@ def compare(
         method="full",
         page_size=config.page_size,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
+        prefill_states=config.prefill_states,
         compile_decode=config.compile_decode,
         backend=config.backend,
     )

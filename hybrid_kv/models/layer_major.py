@@ -4,6 +4,7 @@ A plain forward pass holds several full-length temporaries per layer; here only 
 tensor has full length and the layer's KV can leave before the next layer begins. Decoder layers
 work token by token outside attention, and attention sees the layer's earlier chunks in the cache,
 so the result is that of one pass. Works for any model whose decoder layers have a `self_attn`.
+That tensor too may lie on the host (`prompt_states`), from the token embeddings to the head.
 """
 
 from __future__ import annotations
@@ -11,15 +12,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.prompt_states import (
+    StatesPlace,
+    arrived,
+    bring,
+    free_bytes,
+    host_states,
+    lie_on_host,
+    put,
+    token_table,
+)
 from hybrid_kv.models.widening import widened, widened_bytes
+from hybrid_kv.types import bytes_per_token
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
+_Forward: TypeAlias = Callable[..., Any]
+_Way: TypeAlias = Callable[..., Any]
+"""Serves a call of a module: takes it, its own forward, and what that one takes."""
 
 
 def chunk_size(setting: int | Literal["auto"], num_tokens: int) -> int:
@@ -30,59 +47,141 @@ def chunk_size(setting: int | Literal["auto"], num_tokens: int) -> int:
 
 
 class LayerMajorPrefill:
-    """Wraps the forward methods of one model's decoder layers; `close` puts them back."""
+    """Wraps the forward methods of one model's decoder layers; `close` puts them back.
 
-    def __init__(self, model: nn.Module, chunk_tokens: int | Literal["auto"]) -> None:
-        self._chunk_tokens = chunk_tokens
+    cache: of the forward that runs. in_place: chunks may be written over the states they came from.
+
+    Args:
+        states: where the hidden states of a prompt lie; "auto" is the host for those that would
+            leave a GPU too little memory.
+
+    Raises:
+        ConfigError: they cannot lie on the host, which was asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk_tokens: int | Literal["auto"],
+        states: StatesPlace = "auto",
+    ) -> None:
+        self._chunk_tokens, self._states = chunk_tokens, states
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self.cache: TieredCache | None = None
+        self._cache: TieredCache | None = None
+        self._home: torch.device | None = None  # of the weights, while states lie on the host
         self.in_place = True
-        for owner, layers in _decoder_stacks(model):
+        stacks = _decoder_stacks(model)
+        table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
+        if table is None and states == "host":
+            raise ConfigError(
+                "prefill_states must be 'auto' or 'device' for this model, got 'host': its hidden "
+                "states do not begin in one table on one device; leave the setting out"
+            )
+        for owner, layers in stacks:
             for layer in layers:
-                self._wrap(layer)
-            if isinstance(norm := getattr(owner, "norm", None), nn.Module):
-                self._wrap(norm)
+                self._wrap(layer, self._layer_forward)
+            for child in _between(owner, layers, table):
+                self._wrap(child, self._layer_forward)
+        if table is not None:
+            self._wrap(table, self._table_forward)
+            head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+            if isinstance(head, nn.Module):
+                self._wrap(head, self._head_forward)
 
-    def _wrap(self, module: nn.Module) -> None:
+    @property
+    def cache(self) -> TieredCache | None:
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: TieredCache | None) -> None:
+        self._cache, self._home = cache, None
+
+    def _wrap(self, module: nn.Module, way: _Way) -> None:
         # An instance attribute may be there already (accelerate's hooks): it is what we call and
         # what `close` restores.
         self._wrapped.append((module, module.__dict__.get("forward")))
         inner = module.forward
 
         @wraps(inner)
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.cache is None or (torch.is_grad_enabled() and hidden.requires_grad):
-                return inner(hidden, *args, **kwargs)
-            size = chunk_size(self._chunk_tokens, hidden.shape[1])
-            with widened(module, hidden.shape[0] * hidden.shape[1]):
-                if hidden.shape[1] <= size:
-                    return inner(hidden, *args, **kwargs)
-                return self._in_chunks(module, inner, size, hidden, args, kwargs)
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._cache is None or (torch.is_grad_enabled() and x.requires_grad):
+                return inner(x, *args, **kwargs)
+            return way(module, inner, x, *args, **kwargs)
 
         module.forward = forward
+
+    # What is wrapped ----------------------------------------------------------------------------
+
+    def _table_forward(
+        self, table: nn.Embedding, inner: _Forward, ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Token embeddings; on the host where the prompt's hidden states are to lie there."""
+        total = ids.shape[-1]
+        size = chunk_size(self._chunk_tokens, total)
+        if ids.ndim != 2 or total <= size or not self._go_to_host(ids, table.weight):
+            return inner(ids, *args, **kwargs)
+        self._home = home = ids.device
+        states: Tensor | None = None
+        for start in range(0, total, size):
+            piece = inner(ids[:, start : start + size], *args, **kwargs)
+            states = host_states(piece, total) if states is None else states
+            put(states, start, piece)
+        arrived(home)
+        return states
+
+    def _go_to_host(self, ids: Tensor, weight: Tensor) -> bool:
+        if self._states != "auto" or ids.device.type != "cuda" or self._cache is None:
+            return self._states == "host"
+        layers = self._cache.kv.info.layers
+        layer_kv = max(bytes_per_token(shape, weight.dtype) for shape in layers)
+        states, free = weight[0].nbytes * ids.numel(), free_bytes(ids.device)
+        return lie_on_host(self._states, states, layer_kv * ids.numel(), free)
+
+    def _layer_forward(
+        self, module: nn.Module, inner: _Forward, hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        size = chunk_size(self._chunk_tokens, hidden.shape[1])
+        with widened(module, hidden.shape[0] * hidden.shape[1]):
+            if hidden.shape[1] <= size:
+                return inner(hidden, *args, **kwargs)
+            return self._in_chunks(module, inner, size, hidden, args, kwargs)
+
+    def _head_forward(
+        self, module: nn.Module, inner: _Forward, hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        hidden = hidden if self._home is None else bring(hidden, self._home)
+        return inner(hidden, *args, **kwargs)
 
     def _in_chunks(
         self,
         module: nn.Module,
-        inner: Callable[..., Any],
+        inner: _Forward,
         size: int,
         hidden: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        total = hidden.shape[1]
+        total, home = hidden.shape[1], self._home
         target = hidden if self.in_place else torch.empty_like(hidden)
         result: Any = None
         with self._prompt_in_pieces(module):
             for start in range(0, total, size):
                 stop = min(total, start + size)
-                cut_args = [_slice(arg, total, start, stop) for arg in args]
-                cut = {name: _slice(arg, total, start, stop, name) for name, arg in kwargs.items()}
-                result = inner(hidden[:, start:stop], *cut_args, **cut)
+                cut = _slice((hidden, *args), total, start, stop)
+                named = {name: _slice(x, total, start, stop, name) for name, x in kwargs.items()}
+                if home is not None:
+                    cut = bring(cut, home)
+                    named = {name: bring(x, home) for name, x in named.items()}
+                result = inner(*cut, **named)
                 out = result[0] if isinstance(result, tuple) else result
+                if home is not None:
+                    put(target, start, out)
+                    continue
                 if start == 0 and out.device != target.device:  # what follows is there as well
                     target = out.new_empty(target.shape)
                 target[:, start:stop] = out
+        if home is not None:
+            arrived(home)
         return (target, *result[1:]) if isinstance(result, tuple) else target
 
     @contextmanager
@@ -98,7 +197,8 @@ class LayerMajorPrefill:
             kv.more_prompt = False
         layer_idx = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if layer_idx is not None:
-            kv.seal_if_open(layer_idx)
+            # States go to the host where memory is short: then no two layers' KV shares it.
+            kv.seal_if_open(layer_idx, wait=self._home is not None)
 
     def widened_bytes(self, num_tokens: int) -> int:
         """Bytes of the largest layer that is widened while so many tokens pass; 0 if none is."""
@@ -124,6 +224,16 @@ def _decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
         and len(child)
         and all(hasattr(layer, "self_attn") for layer in child)
     ]
+
+
+def _between(
+    owner: nn.Module, layers: nn.ModuleList, table: nn.Embedding | None
+) -> Iterator[nn.Module]:
+    """The other modules that hidden states pass: the last norm, whatever it is called."""
+    for name, child in owner.named_children():
+        weighs = next(child.parameters(), None) is not None
+        if name == "norm" or (table is not None and weighs and child not in (layers, table)):
+            yield child
 
 
 def _slice(value: Any, total: int, start: int, stop: int, name: str = "") -> Any:

@@ -42,7 +42,8 @@ class Serving:
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
-        self._prefill = LayerMajorPrefill(model, config.prefill_chunk_tokens)
+        chunk, states = config.prefill_chunk_tokens, config.prefill_states
+        self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
         self._few = FewTokens(model)
         for part in text_parts(model, self._text_config):

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.index.pages import with_room
+from hybrid_kv.models.prompt_states import lie_on_host
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.rates import Rates
@@ -66,6 +67,11 @@ class ModelFacts:
     def largest_layer_bytes(self) -> int:
         """K and V of one token in the widest tiered layer."""
         return max((self.kv_bytes(layer) for layer in self.layers), default=0)
+
+    @property
+    def states_bytes(self) -> int:
+        """Hidden states of one token."""
+        return self.dtype_bytes * self.hidden_size
 
     def kv_bytes(self, layer: LayerShape) -> int:
         """K and V of one token in one layer."""
@@ -150,24 +156,39 @@ def prefill_peak_bytes(facts: ModelFacts, num_tokens: int, chunk_tokens: int) ->
     were read off live storages of a Llama (benchmarks/prefill_memory) and bound them from above;
     merging by the plain definition, without engine or Triton, takes 2.25 query widths more.
     """
-    held, working = _prefill_parts(facts, num_tokens, chunk_tokens)
-    return held + working
+    parts = _Prefill.of(facts, num_tokens, chunk_tokens)
+    return parts.waiting + parts.ids + max(parts.making_rotary, parts.working)
 
 
-def _prefill_parts(facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> tuple[int, int]:
-    """What is held all the time, and the most of what comes and goes."""
-    size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
-    head_dim = max((layer.head_dim for layer in facts.layers), default=0)
-    q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
-    kv_width = max((layer.num_kv_heads * layer.head_dim for layer in facts.layers), default=0)
-    mlp = size * (3 * facts.intermediate_size + 3.25 * facts.hidden_size)
-    attention = size * (2.5 * facts.hidden_size + 5.75 * q_width + 3 * kv_width)
-    making_rotary = 15 * num_tokens * head_dim
-    keeping_rotary = 2 * size * num_tokens * head_dim
-    ids = 4 * 8 * num_tokens
-    full_length = size * num_tokens * facts.hidden_size
-    held = full_length + ids + keeping_rotary
-    return int(held), int(max(making_rotary, chunk * max(mlp, attention)))
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """Bytes of a prompt that is being computed.
+
+    waiting: hidden states and rotary tables of full length, which may lie on the host; making them
+    takes `making_rotary` more, once. ids: token ids, positions and masks. working: the most that a
+    chunk takes.
+    """
+
+    waiting: int
+    making_rotary: int
+    ids: int
+    working: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> _Prefill:
+        size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
+        head_dim = max((layer.head_dim for layer in facts.layers), default=0)
+        q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
+        kv_width = max((layer.num_kv_heads * layer.head_dim for layer in facts.layers), default=0)
+        mlp = size * (3 * facts.intermediate_size + 3.25 * facts.hidden_size)
+        attention = size * (2.5 * facts.hidden_size + 5.75 * q_width + 3 * kv_width)
+        states, rotary = facts.states_bytes, 2 * size * head_dim
+        return cls(
+            waiting=num_tokens * (states + rotary),
+            making_rotary=15 * num_tokens * head_dim,
+            ids=4 * 8 * num_tokens,
+            working=int(chunk * max(mlp, attention)),
+        )
 
 
 def make_plan(
@@ -242,12 +263,19 @@ class _Planner:
             tokens, getattr(config, "sink_tokens", 0) + getattr(config, "window_tokens", 0)
         )
         learning = self._learning(tokens)
-        # Two layers' KV while one leaves and the next is computed. Earlier layers hold their
-        # resident pages by then, so that prefill's memory comes on top of them. When a layer ends,
-        # its best keys are searched for in what its last chunk has left.
-        held, working = _prefill_parts(facts, tokens, self._chunk(tokens))
-        prefill = held + max(working, learning.sealing) + learning.collecting
-        prefill += 2 * tokens * facts.largest_layer_bytes
+        # Earlier layers hold their resident pages while the last ones are computed, so that
+        # prefill's memory comes on top of them. When a layer ends, its best keys are searched for
+        # in what its last chunk has left.
+        on_host = self._states_on_host(tokens)
+        parts = _Prefill.of(facts, tokens, self._chunk(tokens))
+        working = max(parts.working, learning.sealing)
+        # Two layers' KV while one leaves and the next is computed, if the states leave room.
+        layer_kv = tokens * facts.largest_layer_bytes
+        if on_host:
+            prefill = parts.ids + layer_kv + working + learning.collecting
+        else:
+            working = max(working, parts.making_rotary)
+            prefill = parts.ids + parts.waiting + 2 * layer_kv + working + learning.collecting
         resident = pinned * per_token + facts.window_bytes
         taken = facts.weight_bytes + resident + prefill
         rest = tokens - pinned
@@ -275,9 +303,21 @@ class _Planner:
             device["codes"], settings["cold.select"] = select.num_bytes, "device"
             ms = self._selected_ms(ms, select.code_bytes, cold)
         host = {"kv": cold * per_token, "index": index}
+        if on_host:
+            host["prefill"] = parts.waiting
         host |= self._host_extras(cold, learning, sum(host.values()))
         option = self._place("hybrid", device, host, ms, settings)
         return option if select is None else replace(option, select=select.why)
+
+    def _states_on_host(self, tokens: int) -> bool:
+        """Where a prompt's hidden states lie, which the running model decides by what is free."""
+        facts = self._facts
+        if self._machine.device_bytes is None:
+            return False
+        layer_kv = tokens * facts.largest_layer_bytes
+        free = self._device_free() - facts.weight_bytes
+        setting = self._config.prefill_states
+        return lie_on_host(setting, tokens * facts.states_bytes, layer_kv, free)
 
     def _select(self, cold: int, taken: int) -> DeviceSelect | None:
         """Who finds cold entries, where there is a device beside the host."""

@@ -246,12 +246,18 @@ class KVCache:
 
     # The prompt's end ---------------------------------------------------------------------------
 
-    def seal_if_open(self, layer_idx: int) -> None:
-        """Ends a layer's prompt unless that has happened or the layer is not tiered."""
+    def seal_if_open(self, layer_idx: int, *, wait: bool = False) -> None:
+        """Ends a layer's prompt unless that has happened or the layer is not tiered; see `seal`."""
         if layer_idx in self.layers and self.layers[layer_idx].is_open:
-            self.seal(layer_idx)
+            self.seal(layer_idx, wait=wait)
 
-    def seal(self, layer_idx: int, evidence: tuple[Evidence, ...] | None = None) -> None:
+    def seal(
+        self,
+        layer_idx: int,
+        evidence: tuple[Evidence, ...] | None = None,
+        *,
+        wait: bool = False,
+    ) -> None:
         """Ends a layer's prompt: its entries move to where the method wants them.
 
         Called by whoever knows that the prompt is complete; else the first short input does it. On
@@ -259,11 +265,14 @@ class KVCache:
 
         Args:
             evidence: see `TieredLayer.seal`.
+            wait: until they have left, so that no two layers' prompts share a GPU's memory.
         """
         self._settle_all()
         pinned = self.means.pinned
         pinned.begin()
         self.layers[layer_idx].seal(evidence)
+        if wait:
+            self.layers[layer_idx].settle()
         if self._unsealed():
             pinned.repeat()
         else:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models import layer_major
 from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size
+from hybrid_kv.models.prompt_states import lie_on_host
 from tests.contracts.architectures import PAD, VOCAB, build
 
 PROMPT = 37
@@ -156,6 +160,91 @@ def test_close_restores_every_forward_that_of_an_instance_too() -> None:
 )
 def test_automatic_chunks_are_an_eighth_within_limits(setting: Any, tokens: int, size: int) -> None:
     assert chunk_size(setting, tokens) == size
+
+
+@pytest.mark.parametrize("chunk", [7, 36])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_states_on_the_host_give_the_same_logits(
+    model: PreTrainedModel, chunk: int, rows: int
+) -> None:
+    prompt = ids(rows=rows)
+    with hkv.attach(model, config(chunk)) as runtime:
+        want = model(prompt, past_key_values=runtime.cache()).logits
+    on_host = hkv.HybridConfig(prefill_chunk_tokens=chunk, prefill_states="host", **ALL)
+    with hkv.attach(model, on_host) as runtime:
+        cache = runtime.cache()
+        assert torch.equal(model(prompt, past_key_values=cache).logits, want)
+        cache.check_integrity()
+        assert model(ids(1, rows), past_key_values=cache).logits.shape[:2] == (rows, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "glm4", "olmo2"],
+)
+def test_each_chunk_goes_to_the_weights_and_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights on "meta" stand for a GPU: what mixes it with the host's memory is refused there."""
+    model, pieces = deepcopy(build(name)), []
+    buffers = [(m, *named) for m in model.modules() for named in m.named_buffers(recurse=False)]
+    model.to("meta")
+    for module, buffer_name, buffer in buffers:  # of rotary embeddings: they follow their inputs
+        setattr(module, buffer_name, buffer)
+
+    def put(states: Tensor, start: int, piece: Tensor) -> None:
+        assert (states.device.type, piece.device.type) == ("cpu", "meta")
+        pieces.append((start, piece.shape[1]))
+
+    def host_states(like: Tensor, num_tokens: int) -> Tensor:
+        return torch.zeros(like.shape[0], num_tokens, like.shape[2])
+
+    monkeypatch.setattr(layer_major, "put", put)
+    monkeypatch.setattr(layer_major, "host_states", host_states)
+    sealed = []
+    kv = SimpleNamespace(
+        more_prompt=False, seal_if_open=lambda idx, *, wait: sealed.append((idx, wait))
+    )
+    AttentionInterface.register("test_own_value", _attend_own_value)
+    model.config.get_text_config()._attn_implementation = "test_own_value"
+    prefill = LayerMajorPrefill(model, 16, "host")
+    prefill.cache = SimpleNamespace(kv=kv)
+    logits = model(ids().to("meta"), use_cache=False, logits_to_keep=1).logits
+    prefill.close()
+    assert logits.device.type == "meta"
+    layers = model.config.num_hidden_layers
+    assert pieces == [(0, 16), (16, 16), (32, 5)] * (layers + 2)  # table, layers, norm
+    assert sealed == [(idx, True) for idx in range(layers)]
+
+
+def _attend_own_value(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    own = (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return (query + own).transpose(1, 2).contiguous(), None
+
+
+def test_states_that_cannot_lie_on_the_host_are_refused() -> None:
+    stack = nn.Module()
+    stack.layers = nn.ModuleList([_Elsewhere("cpu")])
+    with pytest.raises(ConfigError, match="prefill_states must be 'auto' or 'device'"):
+        LayerMajorPrefill(stack, 5, "host")
+
+
+@pytest.mark.parametrize(
+    ("setting", "states", "layer_kv", "free", "on_host"),
+    [
+        ("auto", 4, 1, 9, False),
+        ("auto", 4, 1, 8, True),
+        ("auto", 1, 3, 8, True),
+        ("device", 9, 9, 1, False),
+        ("host", 1, 1, 99, True),
+    ],
+)
+def test_states_lie_on_the_host_where_they_leave_too_little(
+    setting: Any, states: int, layer_kv: int, free: int, on_host: bool
+) -> None:
+    assert lie_on_host(setting, states, layer_kv, free) == on_host
 
 
 class _Elsewhere(nn.Module):

@@ -105,6 +105,22 @@ def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
     assert scanned.host_bytes.keys() == {"kv", "index", "room"}
 
 
+def test_states_of_long_prompts_wait_on_the_host() -> None:
+    machine = replace(DESKTOP, host_bytes=256 * GIB)
+    short = option_of(128 << 10, "hybrid", machine)
+    assert "prefill" not in short.host_bytes
+    for tokens in (512 << 10, 1 << 20):
+        option = option_of(tokens, "hybrid", machine)
+        assert option.fits, option.why
+        # Hidden states and two rotary tables; the device holds one layer's KV.
+        assert option.host_bytes["prefill"] == tokens * 2 * (4096 + 2 * 128)
+        assert 0 < option.device_bytes["prefill"] - tokens * 4096 < 0.7 * GIB
+        held = option_of(tokens, "hybrid", machine, prefill_states="device")
+        assert not held.fits
+        more = held.device_bytes["prefill"] - option.device_bytes["prefill"]
+        assert more >= tokens * (2 * 4096 + 4096)
+
+
 def test_digests_that_serve_until_the_graph_is_ready_are_counted_where_they_fit() -> None:
     tokens = 128 << 10
     option = option_of(tokens, "hybrid", cold=HOST_FINDS)
