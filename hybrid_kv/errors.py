@@ -123,6 +123,10 @@ class PinnedMemoryWarning(RuntimeWarning):
     """Host memory could not be page-locked; everything works, with slower transfers."""
 
 
+class ContextWarning(RuntimeWarning):
+    """A context on disk could not be used or left there; everything works, more slowly."""
+
+
 class GgufWarning(UserWarning):
     """Weights were unpacked from a GGUF file and take more memory than it does."""
 

@@ -114,7 +114,8 @@ def check_source(model: object) -> None:
 
 def check_load_options(given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that `load` does not have, or whose numbers are none."""
-    refuse_unknown("load", given, {"model", "config", "tokenizer", *LoadOptions.__annotations__})
+    known = {"model", "config", "tokenizer", "cache_dir", "cache_limit"}
+    refuse_unknown("load", given, known | LoadOptions.__annotations__.keys())
     if given.get("layers") is not None:
         whole_number("layers", given["layers"])
     random_seed(given.get("seed"))

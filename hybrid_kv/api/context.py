@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -102,8 +102,10 @@ class Context:
         with _new_cache(llm) as cache:
             check_room(llm, cache, ids.shape[1])
             cache.kv.reserve(ids.shape[1])
-            with torch.inference_mode():
-                llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            shared = nullcontext(0) if llm.prefixes is None else llm.prefixes.context(cache, ids)
+            with shared as reused, torch.inference_mode():
+                if (rest := ids[:, reused:]).numel():
+                    llm.model(rest, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cls(llm, cache, ids, messages)
 
     @classmethod

@@ -110,6 +110,8 @@ class Conversation:
 class _RememberedTurn(Turn):
     """A turn that enters its conversation's history when it is over, streamed or not."""
 
+    shares_prompt = True
+
     def __init__(
         self,
         conversation: Conversation,

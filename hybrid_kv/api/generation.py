@@ -36,6 +36,7 @@ class Generation:
     whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
     what of a search's softmax mass its trial lost; empty for methods that never do. chat_template:
     the first digits of the SHA-256 of the template that rendered the prompt, "none" for raw text.
+    reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Generation:
     audit: Audit | None = field(default=None, repr=False)
     look_ahead: list[dict[str, Any]] = field(default_factory=list, repr=False)
     chat_template: str = NO_TEMPLATE
+    reused_tokens: int = 0
 
 
 class TokenClock(BaseStreamer):

@@ -21,6 +21,7 @@ from hybrid_kv.api.arguments import (
 from hybrid_kv.api.context import AskedMessages, Context
 from hybrid_kv.api.conversation import Conversation
 from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.prefixes import Prefixes
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message, checked, is_chat
 from hybrid_kv.api.turn import Turn
@@ -30,6 +31,8 @@ from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.load import load_model, load_tokenizer
 from hybrid_kv.models.support import check_model
+from hybrid_kv.saved import ContextRegistry
+from hybrid_kv.saved.registry import DEFAULT_LIMIT
 
 Prompt: TypeAlias = str | Sequence[int] | Tensor | Sequence[Message]
 
@@ -39,6 +42,8 @@ class LLM:
 
     Calls are independent of each other; `conversation` keeps its cache between turns. One call is
     served at a time: a second one, from another thread, raises BusyError.
+
+    prefixes: what is known on disk of prompts (`cache_dir` of `load`); None for nothing.
     """
 
     def __init__(
@@ -48,10 +53,14 @@ class LLM:
         config: HybridConfig,
         *,
         no_tokenizer: str = "",
+        contexts: ContextRegistry | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._no_tokenizer = no_tokenizer  # why there is none
         self.runtime: Attachment = attach(model, config)
+        self.prefixes = None
+        if contexts is not None:
+            self.prefixes = Prefixes(self, self.runtime.device, contexts)
 
     @overload
     def generate(
@@ -206,6 +215,8 @@ class LLM:
 class _OnlyTurn(Turn):
     """A turn after which nobody needs its cache."""
 
+    shares_prompt = True
+
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
         try:
             return super().run(pieces)
@@ -218,6 +229,8 @@ def load(
     *,
     config: ConfigLike = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    cache_dir: str | Path | None = None,
+    cache_limit: int | str = DEFAULT_LIMIT,
     **options: Unpack[LoadOptions],
 ) -> LLM:
     """A model ready to generate from a tiered KV cache.
@@ -228,6 +241,11 @@ def load(
         config: how the cache is kept and read: a HybridConfig, a dict of its settings, or the name
             of a method; the default is the `hybrid` method.
         tokenizer: in place of the one beside the weights, which is then not read; text needs one.
+        cache_dir: a folder of contexts on disk, made where there is none. `generate`, `context` and
+            the first turn of a `conversation` take from it what their prompt begins with, to the
+            token, and leave their prompts there. Several processes may use one folder. See
+            docs/context-file.md for what each method can take.
+        cache_limit: bytes of all contexts in it ('20GiB'); those used least recently go.
         options: `device`, `dtype`, `layers`, `quantization_config`, `seed`; see `load_model`.
 
     Raises:
@@ -238,6 +256,7 @@ def load(
     """
     check_load_options(options)
     wanted = HybridConfig.of(config)
+    contexts = None if cache_dir is None else ContextRegistry(cache_dir, cache_limit)
     if not (tokenizer is None or callable(tokenizer)):
         raise ConfigError(
             f"tokenizer must be a loaded one, got {said(tokenizer)}; load it with "
@@ -253,11 +272,11 @@ def load(
                 f"options {', '.join(sorted(options))} apply when a model is loaded by name, got a "
                 "loaded model; prepare it before passing it in"
             )
-        return LLM(model, tokenizer, wanted)
+        return LLM(model, tokenizer, wanted, contexts=contexts)
     loaded, reason = load_model(model, **options), ""
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(model)
         except ModelNotFoundError as error:  # token ids do without; text will be refused with this
             reason = str(error)
-    return LLM(loaded, tokenizer, wanted, no_tokenizer=reason)
+    return LLM(loaded, tokenizer, wanted, no_tokenizer=reason, contexts=contexts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import nan
 from queue import SimpleQueue
 from time import perf_counter
@@ -23,6 +23,7 @@ from hybrid_kv.api.arguments import (
 )
 from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode_text
 from hybrid_kv.api.prefill import PrefillCancelled, PrefillProgress, PrefillWatch
+from hybrid_kv.api.prefixes import Prefixes
 from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import NO_TEMPLATE, ChatTemplate
 from hybrid_kv.errors import ConfigError
@@ -41,6 +42,7 @@ class Model(Protocol):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     runtime: Attachment
+    prefixes: Prefixes | None
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase: ...
 
@@ -63,6 +65,9 @@ class Turn:
     Args:
         template: what rendered the prompt, None for raw text; its end of a message ends the answer.
     """
+
+    shares_prompt = False
+    """Whether an empty cache takes what the registry has, and the prompt is left there."""
 
     def __init__(
         self,
@@ -120,6 +125,18 @@ class Turn:
 
     def _run(self, work: Work, pieces: SimpleQueue[Any] | None) -> Generation:
         clock = TokenClock(self._llm.tokenizer, pieces, self._begin_phases)
+        with self._sharing() as reused:
+            output = self._compute(clock)
+        return self._result(output, clock, work, reused)
+
+    def _sharing(self) -> AbstractContextManager[int]:
+        """A block in which the prompt is computed from the tokens on that were taken from disk."""
+        prefixes = self._llm.prefixes if self.shares_prompt else None
+        if prefixes is None or self._options.get("num_beams", 1) != 1:
+            return nullcontext(0)
+        return prefixes.begun(self.cache, self._ids)
+
+    def _compute(self, clock: TokenClock) -> Tensor:
         self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
         watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancels)
@@ -128,10 +145,9 @@ class Turn:
                 torch.manual_seed(self._seed)
             try:
                 with watch, memory_errors(lambda: self._stage(clock)):
-                    output = self._generate(clock)
+                    return self._generate(clock)
             except PrefillCancelled:
-                output = self._ids
-        return self._result(output, clock, work)
+                return self._ids
 
     def _generate(self, clock: TokenClock) -> Tensor:
         model: Any = self._llm.model
@@ -177,7 +193,7 @@ class Turn:
         lacking = [token for token in self._template.end_ids() if token not in ends]
         return {"eos_token_id": ends + lacking} if lacking else {}
 
-    def _result(self, output: Tensor, clock: TokenClock, work: Work) -> Generation:
+    def _result(self, output: Tensor, clock: TokenClock, work: Work, reused: int) -> Generation:
         self.cache.kv.finite.look(wait=True)
         token_ids = output[0, self._ids.shape[1] :].tolist()
         tokenizer, times = self._llm.tokenizer, clock.times
@@ -195,6 +211,7 @@ class Turn:
             text=text,
             token_ids=token_ids,
             prompt_tokens=self._ids.shape[1],
+            reused_tokens=reused,
             ttft_s=times[0] if times else nan,
             prefill_s=times[0] - waited_in_prefill if times else nan,
             index_build_s=self.cache.kv.builds.clock.seconds - self._built_before,

@@ -70,7 +70,7 @@ def _check_target(target: Path, path: str | Path) -> None:
 def _staging(target: Path) -> Iterator[Path]:
     staging = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
     with _locked(target.parent):
-        _remove_abandoned(target)
+        remove_abandoned(target.parent, target.name)
         staging.mkdir()
         lock = os.open(staging, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -81,9 +81,11 @@ def _staging(target: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """What others left who wanted to write the same and were killed: nobody locks it any more."""
-    for left in target.parent.glob(f".{_literal(target.name)}.*.part"):
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """What others left in a folder who wanted to write a context of this name, or of any, and were
+    killed: nobody locks it any more.
+    """
+    for left in folder.glob(f".{'*' if name is None else _literal(name)}.*.part"):
         with suppress(OSError):
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -64,6 +64,23 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
+def identity_hash(model: PreTrainedModel, tokenizer: str | None, config: HybridConfig) -> str:
+    """SHA-256 over all that `check_identity` compares: equal where a context of the one can be
+    opened with the other.
+
+    Args:
+        tokenizer: its `tokenizer_identity`.
+    """
+    made_with = [
+        model_identity(model).model_dump(mode="json"),
+        tokenizer,
+        name_of(model.dtype),
+        {name: value for name, value in _flat(config.flat()).items() if name not in _READING},
+        [config.method, config.page_size],
+    ]
+    return sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()
+
+
 def ids_hash(ids: Tensor) -> str:
     """SHA-256 over token ids."""
     return sha256(_bytes_of(ids.cpu().long().contiguous())).hexdigest()

@@ -81,6 +81,7 @@ class Manifest(_Part):
     """All of a saved context but its tensors and text.
 
     folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
+    prefill_s: what computing it took, None where nobody measured.
     """
 
     package: str
@@ -94,6 +95,7 @@ class Manifest(_Part):
     config: dict[str, Any]
     dtype: Literal["float16", "bfloat16", "float32"]
     page_size: int = Field(ge=1)
+    prefill_s: float | None = Field(default=None, ge=0)
     layers: list[SavedLayer]
     blocks: dict[str, Block]
 

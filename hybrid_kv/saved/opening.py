@@ -112,11 +112,23 @@ def _refusing(root: Path) -> Iterator[None]:
         raise damaged(root, str(error).partition("\n")[0]) from None
 
 
+def read_ids(root: Path, manifest: Manifest) -> Tensor:
+    """The token ids [tokens] int64 of a saved context.
+
+    Raises:
+        FileFormatError: they are damaged.
+        ReadError: they cannot be read.
+    """
+    with _refusing(root):
+        tensors, _ = mapped(manifest.path_of(root, manifest.ids))
+        ids = tensors["ids"].long()
+        if ids.shape != (manifest.num_tokens,) or ids_hash(ids) != manifest.ids_sha256:
+            raise ValueError("its token ids are not those that were saved")
+        return ids
+
+
 def _read_text(root: Path, manifest: Manifest) -> Opened:
-    tensors, _ = mapped(manifest.path_of(root, manifest.ids))
-    ids, messages = tensors["ids"].long()[None], None
-    if ids.shape != (1, manifest.num_tokens) or ids_hash(ids) != manifest.ids_sha256:
-        raise ValueError("its token ids are not those that were saved")
+    ids, messages = read_ids(root, manifest)[None], None
     if manifest.messages is not None:
         _check(root, manifest, manifest.messages)
         messages = json.loads(manifest.path_of(root, manifest.messages).read_bytes())

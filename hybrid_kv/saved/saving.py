@@ -46,6 +46,8 @@ def save_context(
     ids: Tensor,
     messages: Sequence[Any] | None,
     maker: Maker,
+    *,
+    prefill_s: float | None = None,
 ) -> None:
     """Writes what a cache of one row holds.
 
@@ -53,6 +55,7 @@ def save_context(
         path: a new folder, or a saved context, which is replaced.
         ids: [1, tokens], of which the cache holds all.
         messages: JSON-ready, what the ids were rendered from; None for raw text.
+        prefill_s: what computing them took.
 
     Raises:
         ConfigError: something else lies there, or something here has no form in a file.
@@ -83,6 +86,7 @@ def save_context(
             "config": kv.config.flat(),
             "dtype": dtype,
             "page_size": kv.config.page_size,
+            "prefill_s": prefill_s,
             "layers": layers,
             "blocks": writer.blocks,
         }

@@ -73,7 +73,11 @@ def test_a_setting_of_the_cache_is_shown_where_it_belongs(llm: Any, name: str) -
 @pytest.mark.parametrize(
     ("name", "keyword", "text"),
     [
-        ("load", "devcie", "load has no keyword 'devcie'; did you mean 'device'? known: config, "),
+        (
+            "load",
+            "devcie",
+            "load has no keyword 'devcie'; did you mean 'device'? known: cache_dir, ",
+        ),
         (
             "load",
             "page_tokens",
