@@ -38,11 +38,16 @@ def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
 
 
 def agreement(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """A prompt's last logits against SDPA's, and greedy tokens with everything opened."""
+    """A prompt's last logits against SDPA's, and with states on the host; greedy tokens with
+    everything opened.
+    """
     ids = prompt(sizes, sizes.looked_tokens).to(device)
     model = _model(device, sizes)
     with torch.inference_mode():
-        ours = _last_logits(model, ids, hkv.HybridConfig())
+        ours, by_host = (
+            _last_logits(model, ids, hkv.HybridConfig(prefill_states=place))
+            for place in ("device", "host")
+        )
         with _attention(model, "sdpa"):
             theirs = model(ids, logits_to_keep=1).logits
     opened = {"cold": {"top_k": "all"}, "page_budget": "all"}
@@ -53,6 +58,7 @@ def agreement(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     same = sum(a == b for a, b in zip(*tokens, strict=True))
     return {
         "logits_largest_difference": float((ours - theirs).abs().max()),
+        "states_on_host_largest_difference": float((ours - by_host).abs().max()),
         "logits_deviation": float(theirs.float().std()),
         "same_first_token": bool(ours.argmax() == theirs.argmax()),
         "same_tokens": same,
@@ -104,10 +110,10 @@ def prefill(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     plain = KVCache.seal
 
-    def seal(self: KVCache, layer_idx: int, *arguments: Any) -> None:
+    def seal(self: KVCache, layer_idx: int, *arguments: Any, **named: Any) -> None:
         before = dict(self.phases.seconds)
         begin = perf_counter()
-        plain(self, layer_idx, *arguments)
+        plain(self, layer_idx, *arguments, **named)
         took = {k: v - before[k] for k, v in self.phases.seconds.items() if v > before[k]}
         rows.append({"seal_s": perf_counter() - begin, **took, **_memory(device)})
 

@@ -210,6 +210,7 @@ def test_every_look_of_a_first_run_is_taken(look: str, device: str) -> None:
     values = row["values"]
     if look == "agreement":
         assert values["same_tokens"] == values["tokens"] == REHEARSAL.new_tokens
+        assert values["states_on_host_largest_difference"] == 0
         assert values["logits_largest_difference"] < 1e-3 * values["logits_deviation"]
     if look == "integrity":
         assert values["checked"] == ["prompt and steps", "crop", "fork"]
