@@ -41,20 +41,32 @@ class Attended:
         kept = self.kept[row]
         if kept is None:
             return torch.zeros(0, device=self.q.device)
+        masses = torch.zeros(len(kept.positions), device=kept.positions.device)
+        dense = kept.dense(masses)
+        weights = self.weights(row)
+        if isinstance(weights, Tensor) and dense is not None:
+            dense.copy_(weights.sum(1))
+            return masses
+        for into, head in zip(kept.split(masses), weights, strict=True):
+            into.copy_(head.sum(0))
+        return masses
+
+    def weights(self, row: int) -> Tensor | Sequence[Tensor]:
+        """Softmax weights that each of the M = G * T queries of a KV head gave to what is kept.
+
+        [Hkv, M, N] float32 where heads keep equally many; by KV head [M, N_h] where they do not.
+        """
+        kept = self.kept[row]
+        if kept is None:
+            return torch.zeros(0, 0, 0, device=self.q.device)
         q, lse = self._grouped(row, kept.num_heads)
         k = kept.read()[0]
-        masses = torch.zeros(len(k), device=k.device)
-        keys, into = kept.dense(k), kept.dense(masses)
-        if keys is not None and into is not None:
-            bias = None if kept.bias is None else kept.dense(kept.bias)
-            into.copy_(self._weights(q, lse, keys, bias).sum(1))
-            return masses
+        keys = kept.dense(k)
+        if keys is not None:
+            return self._weights(q, lse, keys, None if kept.bias is None else kept.dense(kept.bias))
         biases = [None] * kept.num_heads if kept.bias is None else kept.split(kept.bias)
-        for h, (keys, into, bias) in enumerate(
-            zip(kept.split(k), kept.split(masses), biases, strict=True)
-        ):
-            into.copy_(self._weights(q[h], lse[h], keys, bias).sum(0))
-        return masses
+        heads = zip(q, lse, kept.split(k), biases, strict=True)
+        return [self._weights(*head) for head in heads]
 
     def window_mass(self, row: int) -> tuple[Tensor, Tensor]:
         """Masses [Hkv, W] float32 of a row's resident entries, the new tokens included, and their
@@ -62,12 +74,16 @@ class Attended:
 
         Summed as in `mass`; 0 where a slot is empty, whose position is HIDDEN.
         """
+        weights, positions = self.window_weights(row)
+        return weights.sum(1), positions
+
+    def window_weights(self, row: int) -> tuple[Tensor, Tensor]:
+        """As `weights`, [Hkv, M, W], of a row's resident entries, and their positions [W]."""
         keys, positions = self.window(row)
         new = self.q.shape[2]
         asked = torch.arange(self.lengths[row] - new, self.lengths[row], device=positions.device)
         weights = self._weights(*self._grouped(row, len(keys)), keys).unflatten(1, (-1, new))
-        weights.masked_fill_(positions > asked[:, None], 0.0)
-        return weights.sum((1, 2)), positions
+        return weights.masked_fill_(positions > asked[:, None], 0.0).flatten(1, 2), positions
 
     def _grouped(self, row: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
         """Queries [Hkv, M, D] and their log-sum-exp [Hkv, M], M = G * T with row g * T + t."""

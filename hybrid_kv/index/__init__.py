@@ -10,6 +10,7 @@ from hybrid_kv.index import (
     hnsw,
     ivf,
     label_channels,
+    landmarks,
     lsh,
     pages,
     pca,

@@ -10,6 +10,7 @@ from hybrid_kv.methods.d2o import D2O
 from hybrid_kv.methods.double_sparsity import DoubleSparsity
 from hybrid_kv.methods.duo_attention import DuoAttention
 from hybrid_kv.methods.elastic_cache import ElasticCache
+from hybrid_kv.methods.fastgen import FastGen
 from hybrid_kv.methods.full import Full
 from hybrid_kv.methods.gear import GEAR
 from hybrid_kv.methods.h2o import H2O
@@ -17,10 +18,13 @@ from hybrid_kv.methods.headkv import HeadKV
 from hybrid_kv.methods.hybrid import Hybrid
 from hybrid_kv.methods.infinigen_proxy import InfiniGenProxy
 from hybrid_kv.methods.infllm import InfLLM
+from hybrid_kv.methods.keyformer import Keyformer
 from hybrid_kv.methods.kivi import Kivi
+from hybrid_kv.methods.kvmerger import KVMerger
 from hybrid_kv.methods.kvquant import KVQuant
 from hybrid_kv.methods.lm_infinite import LMInfinite
 from hybrid_kv.methods.loki import Loki
+from hybrid_kv.methods.look_m import LookM
 from hybrid_kv.methods.magic_pig import MagicPig
 from hybrid_kv.methods.matryoshka_kv import MatryoshkaKV
 from hybrid_kv.methods.pqcache import PQCache
@@ -33,6 +37,7 @@ from hybrid_kv.methods.retroinfer import RetroInfer
 from hybrid_kv.methods.rotate_kv import RotateKV
 from hybrid_kv.methods.saq import SAQ
 from hybrid_kv.methods.scissorhands import Scissorhands
+from hybrid_kv.methods.shadowkv import ShadowKV
 from hybrid_kv.methods.shadowkv_keys import ShadowKVKeys
 from hybrid_kv.methods.snapkv import SnapKV
 from hybrid_kv.methods.sparq import SparQ
@@ -58,6 +63,7 @@ __all__ = [
     "DoubleSparsity",
     "DuoAttention",
     "ElasticCache",
+    "FastGen",
     "Flat",
     "Full",
     "HeadKV",
@@ -66,10 +72,13 @@ __all__ = [
     "InfLLM",
     "InfiniGenProxy",
     "Ivf",
+    "KVMerger",
     "KVQuant",
+    "Keyformer",
     "Kivi",
     "LMInfinite",
     "Loki",
+    "LookM",
     "MagicPig",
     "MatryoshkaKV",
     "PQCache",
@@ -81,6 +90,7 @@ __all__ = [
     "RetroInfer",
     "RotateKV",
     "Scissorhands",
+    "ShadowKV",
     "ShadowKVKeys",
     "SnapKV",
     "SparQ",

@@ -30,17 +30,25 @@ def nearest(gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([one.indices for one in found], 1), torch.cat([one.values for one in found], 1)
 
 
-def merged(kept: Entries, gone: Entries, into: Tensor, own: Tensor, weights: Tensor) -> Entries:
+def merged(
+    kept: Entries,
+    gone: Entries,
+    into: Tensor,
+    own: Tensor,
+    weights: Tensor,
+    total: Tensor | None = None,
+) -> Entries:
     """Kept entries, to each of which a weighted sum of others is added.
 
-    Keys and values become (own * kept + sum of weights * gone) / (own + sum of weights), in
-    float32.
+    Keys and values become (own * kept + sum of weights * gone) / total, in float32.
 
     Args:
         kept, gone: as many for all heads. into: [H, n] places among the kept of those gone.
         own: [H, m] weights of the kept. weights: [H, n] of those gone, 0 for one that is lost.
+        total: [H, m]; None for own + sum of weights.
     """
-    total = own.scatter_add(1, into, weights)
+    if total is None:
+        total = own.scatter_add(1, into, weights)
     columns = {}
     for name in ("k", "v"):
         old, others = (torch.stack(one.split(name)).float() for one in (kept, gone))

@@ -16,7 +16,7 @@ from hybrid_kv.methods.planes import PlaneEntries, channel_sizes
 from hybrid_kv.plugins import METHODS
 
 
-@METHODS.register("saq", paper="The Nature of Mathematical Modeling, section on SAQ")
+@METHODS.register("saq", paper="Li 2024, arXiv:2410.18441, section on SAQ")
 class SAQ(LearnedCodec):
     """Keeps the window whole, so many tokens before it in 4 bits, all older ones in 2; ROUNDS.
 

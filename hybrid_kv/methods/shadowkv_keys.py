@@ -15,8 +15,7 @@ class ShadowKVKeys(LowRank):
 
     K = (K B^T) B, B the first right singular vectors of the prompt's keys before RoPE, all heads
     behind each other (the paper: 160 of 1024). ShadowKV's other half, values in host memory found
-    by landmarks, is not here: everything is attended on the device; index `frames` or `pages` of a
-    retrieval method selects by such landmarks.
+    by landmarks, is not here (see shadowkv): everything is attended on the device.
 
     Deviations: that other half.
     """

@@ -13,8 +13,6 @@ from hybrid_kv.plugins import INDEXES, METHODS
 from tests.cli.support import call, report_of
 
 DOCS = Path(__file__).parents[2] / "docs"
-WITHOUT_NUMBER = {"saq"}
-"""Of a paper whose arXiv number is not known."""
 FLAT = re.compile(r"\s+")
 
 
@@ -31,7 +29,7 @@ def test_a_method_says_all_that_a_page_has(name: str) -> None:
     page = page_of(METHODS[name])
     assert page.how, "the formula"
     assert list(page.sections) == list(LABELS)
-    assert (re.search(r"\d{4}\.\d{4,5}", page.paper) is None) == (name in WITHOUT_NUMBER)
+    assert re.search(r"arXiv:\d{4}\.\d{4,5}", page.paper)
     assert all(parameter.range for parameter in page.parameters)
 
 

@@ -21,6 +21,7 @@ OPENED: dict[str, dict[str, Any]] = {
     "blocks": {"page_size": 1},
     "lsh": {"num_bits": 1},
     "frames": {"page_size": 1, "shared": False},
+    "landmarks": {"page_size": 1, "shared": False, "outlier_chunks": 0},
     "clusters": {"cluster_tokens": 1},
     "query_lists": {"num_centroids": 3, "list_tokens": 4096},
     "query_channels": {"num_channels": DIM},

@@ -38,7 +38,9 @@ def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> Hyb
     return HybridConfig(method=name, page_size=page_size, params=params)
 
 
-KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"}
+KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"} | {
+    *("fastgen", "kvmerger", "look_m"),
+}
 """Their budget is that of the prompt: a step attends all of the answer beside it."""
 
 
