@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
-from hybrid_kv.models.hf_cache import HybridLayer, layer_of
+from hybrid_kv.models.hf_cache import SlidingLayer, layer_of
 from hybrid_kv.ops import get_ops
 from hybrid_kv.types import PartialAttention
 
@@ -91,7 +91,7 @@ def hybrid_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = layer_of(key)
     causal = getattr(module, "is_causal", True)
-    if isinstance(layer, HybridLayer):
+    if layer is not None and not isinstance(layer, SlidingLayer):
         if layer_of(value) is not layer or not causal:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to other values than it caches, or not causally, "

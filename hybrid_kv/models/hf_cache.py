@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -78,13 +78,23 @@ class CacheState:
         return None if self._mask_is_plain else newest
 
 
-def tag(tensor: Tensor, layer: HybridLayer | SlidingLayer) -> Tensor:
+class AttendingLayer(Protocol):
+    """A cache layer that attends by itself: ours, or several of them joined."""
+
+    def attend(
+        self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
+    ) -> PartialAttention:
+        """Stores what `update` brought and attends; q [B, Hq, T, D], mask [B, tokens seen]."""
+        ...
+
+
+def tag(tensor: Tensor, layer: AttendingLayer | SlidingLayer) -> Tensor:
     """Hangs a handle to its cache layer on a tensor that goes to the attention function."""
     tensor.hybrid_kv_layer = layer  # type: ignore[attr-defined]
     return tensor
 
 
-def layer_of(tensor: Tensor) -> HybridLayer | SlidingLayer | None:
+def layer_of(tensor: Tensor) -> AttendingLayer | SlidingLayer | None:
     """The cache layer that a key or value came from; None where the model made another tensor."""
     return getattr(tensor, "hybrid_kv_layer", None)
 
@@ -153,6 +163,10 @@ class HybridLayer(CacheLayerMixin):
     def is_pending(self) -> bool:
         """Whether new tokens came that no attention has asked for yet."""
         return self._pending is not None
+
+    def forget_pending(self) -> None:
+        """Drops them: this forward has failed."""
+        self._pending = None
 
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None

@@ -190,13 +190,13 @@ class LayerMajorPrefill:
         if self.cache is None:
             raise RuntimeError("chunks are for forward passes with a tiered cache")
         kv = self.cache.kv
-        kv.more_prompt = True
+        before, kv.more_prompt = kv.more_prompt, True
         try:
             yield
         finally:
-            kv.more_prompt = False
+            kv.more_prompt = before
         layer_idx = getattr(getattr(module, "self_attn", None), "layer_idx", None)
-        if layer_idx is not None:
+        if layer_idx is not None and not before:  # else this is a piece of a longer prompt
             # States go to the host where memory is short: then no two layers' KV shares it.
             kv.seal_if_open(layer_idx, wait=self._home is not None)
 

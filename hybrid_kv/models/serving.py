@@ -20,6 +20,7 @@ from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
@@ -38,7 +39,7 @@ class Serving:
         self.info, self._text_config = info, text_config(model)
         self._model, self._dtype = model, model.dtype
         self._lock = threading.RLock()  # held by the thread whose forward runs
-        self._cache: TieredCache | None = None  # of the forward that runs
+        self._cache: TieredCache | JoinedCache | None = None  # of the forward that runs
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
@@ -73,11 +74,16 @@ class Serving:
             with self._lock:
                 inputs = {**dict(zip(names, args, strict=False)), **kwargs}
                 cache = inputs.get("past_key_values")
-                if not isinstance(cache, TieredCache) or cache is self._cache:
+                if not isinstance(cache, (TieredCache, JoinedCache)) or cache is self._cache:
                     return inner(*args, **kwargs)
                 with self._turned_on(cache, inputs):
-                    if self._steps is not None and self._steps.serves(module, inputs):
-                        output = self._steps.forward(cache, inputs)
+                    steps = self._steps
+                    if (
+                        steps is not None
+                        and isinstance(cache, TieredCache)
+                        and steps.serves(module, inputs)
+                    ):
+                        output = steps.forward(cache, inputs)
                     else:
                         with self._few.served(_num_tokens(inputs)):
                             output = inner(*args, **kwargs)
@@ -87,14 +93,19 @@ class Serving:
         module.forward = forward
 
     @contextmanager
-    def _turned_on(self, cache: TieredCache, inputs: dict[str, Any]) -> Iterator[None]:
+    def _turned_on(
+        self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
+    ) -> Iterator[None]:
         """Our attention instead of the model's own."""
         if self._cache is not None:
             raise BusyError(
                 "the model is computing with another cache in this thread; call it again when that "
                 "forward has returned"
             )
-        self._check(cache, inputs)
+        if isinstance(cache, JoinedCache):
+            self._check_joined(cache, inputs)
+        else:
+            self._check(cache, inputs)
         text, prefill = self._text_config, self._prefill
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
@@ -107,12 +118,25 @@ class Serving:
             text._attn_implementation = previous
             self._set_cache(None)
 
-    def _set_cache(self, cache: TieredCache | None) -> None:
-        self._cache = self._prefill.cache = cache
+    def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
+        self._cache = cache
+        # A joined step is no prompt, and its rows are not searched ahead.
+        self._prefill.cache = None if isinstance(cache, JoinedCache) else cache
         if self._early is not None:
-            self._early.cache = cache
+            self._early.cache = self._prefill.cache
 
-    def _check(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
+    def _check_joined(self, cache: JoinedCache, inputs: dict[str, Any]) -> None:
+        for row in cache.caches:
+            self._check_belongs(row, inputs)
+        source = _source(inputs)
+        if source is None or source.shape[:2] != (len(cache.caches), 1):
+            raise ConfigError(
+                f"joined caches take one new token for each of their {len(cache.caches)} rows, got "
+                f"{None if source is None else list(source.shape)}; prompts go one by one"
+            )
+        check_context(self._text_config, cache.get_seq_length() + 1)
+
+    def _check_belongs(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
         if cache.kv.info.layers is not self.info.layers:
             raise ConfigError(
                 "this cache was made for another model; take it from this attachment's cache()"
@@ -121,6 +145,9 @@ class Serving:
             raise ConfigError(
                 "output_attentions must be off: a tiered KV cache computes no attention weights"
             )
+
+    def _check(self, cache: TieredCache, inputs: dict[str, Any]) -> None:
+        self._check_belongs(cache, inputs)
         source = _source(inputs)
         if source is None:
             return
@@ -172,14 +199,19 @@ def _num_tokens(inputs: dict[str, Any]) -> int:
     return 0 if source is None else source.shape[0] * source.shape[1]
 
 
-def _watch_logits(cache: TieredCache, output: Any) -> None:
+def _watch_logits(cache: TieredCache | JoinedCache, output: Any) -> None:
     """Lets the cache look at the last token's logits.
 
     Raises:
-        NonFiniteError: they are not finite, or those of the step before were not.
+        NonFiniteError: they are not finite, or those of the step before were not; of joined caches
+            the row keeps the error.
     """
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if isinstance(values, Tensor) and values.numel():
         # The largest: a token that a model rules out by minus infinity is no error.
-        cache.kv.finite.watch("logits", torch.isfinite(values[:, -1].amax(-1)).all())
+        are_finite = torch.isfinite(values[:, -1].amax(-1))
+        if isinstance(cache, JoinedCache):
+            cache.watch_logits(are_finite)
+        else:
+            cache.kv.finite.watch("logits", are_finite.all())
