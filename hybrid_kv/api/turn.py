@@ -31,8 +31,8 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
-from hybrid_kv.store import LayerKV
-from hybrid_kv.types import Work, bytes_per_token
+from hybrid_kv.store import tier_bytes
+from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import INDEX_BUILD, PHASES
 
 
@@ -204,7 +204,7 @@ class Turn:
             text = text.split(stop)[0]
         if (auditor := self.cache.kv.auditor) is not None:
             auditor.settle()
-        layers = self.cache.kv.stores.values()
+        held = tier_bytes(self.cache.kv.stores.values())
         phases = self.cache.kv.phases.seconds
         waited_in_prefill = self._phases_before[INDEX_BUILD] - self._waited_before
         return Generation(
@@ -219,9 +219,9 @@ class Turn:
             token_times_s=times,
             phases_s={name: phases[name] - self._phases_before[name] for name in PHASES},
             work=work,
-            device_kv_bytes=sum(_resident_bytes(layer) for layer in layers),
-            host_kv_bytes=sum(layer.cold.kv_bytes + layer.cold.overhead_bytes for layer in layers),
-            host_index_bytes=sum(layer.cold.index_bytes for layer in layers),
+            device_kv_bytes=held.device_kv,
+            host_kv_bytes=held.host_kv,
+            host_index_bytes=held.host_index,
             backends=dict(self.cache.kv.ops.served),
             index=[
                 {"layer": layer_idx, **head}
@@ -242,9 +242,3 @@ class Turn:
         closed = threading.Event()
         self._cancels.append(closed)
         return TextStream(self.run, closed, self._stop)
-
-
-def _resident_bytes(layer: LayerKV) -> int:
-    per_token = bytes_per_token(layer.shape, layer.cold.dtype)
-    pages = per_token * sum(row.table.num_tokens for row in layer.rows)
-    return pages + sum(row.kept.nbytes for row in layer.rows if row.kept is not None)

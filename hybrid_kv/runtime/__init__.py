@@ -6,6 +6,7 @@ from hybrid_kv.runtime.capacity import (
     check_host_memory,
     check_weights_memory,
     memory_errors,
+    spare_host_memory,
 )
 from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.runtime.layer import TieredLayer
@@ -20,4 +21,5 @@ __all__ = [
     "check_weights_memory",
     "make_executor",
     "memory_errors",
+    "spare_host_memory",
 ]

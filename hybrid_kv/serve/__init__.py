@@ -1,5 +1,6 @@
-"""Many requests to one model: what is asked and answered."""
+"""Many requests to one model: an engine that serves them, what it is asked and what it answers."""
 
+from hybrid_kv.serve.engine import Drained, Engine
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -15,6 +16,8 @@ from hybrid_kv.serve.requests import (
 )
 
 __all__ = [
+    "Drained",
+    "Engine",
     "EngineStats",
     "Finished",
     "Happening",

@@ -7,6 +7,7 @@ from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row
 from hybrid_kv.store.table import PageTable
+from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
 __all__ = [
     "ColdChain",
@@ -22,6 +23,8 @@ __all__ = [
     "SelectFor",
     "Span",
     "StandInFor",
+    "TierBytes",
     "best_of",
     "check_finite",
+    "tier_bytes",
 ]

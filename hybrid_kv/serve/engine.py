@@ -1,0 +1,189 @@
+"""The engine's front door: many threads ask, one serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+
+from hybrid_kv.api.arguments import token_ids
+from hybrid_kv.api.llm import LLM
+from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
+from hybrid_kv.models.joined import why_alone
+from hybrid_kv.models.support import check_context
+from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.serve.requests import EngineStats, Limits, Request, Ticket
+from hybrid_kv.serve.rounds import Rounds, needed_bytes
+
+_log = logging.getLogger(__name__)
+
+_PUBLISH_S = 0.25
+"""How old the figures may be while requests run."""
+
+
+class Drained(NamedTuple):
+    """What became of the requests that an ending engine still had."""
+
+    finished: int
+    cancelled: int
+
+
+class Engine:
+    """Serves requests to a model until it is closed; a context manager.
+
+    One thread owns the model meanwhile: `llm.generate` raises BusyError. Everything here may be
+    called from any thread.
+
+    alone: why decode steps of this model are not joined; empty where they are.
+
+    Raises:
+        BusyError: the model generates in another thread.
+    """
+
+    def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
+        self._llm, self.limits = llm, limits or Limits()
+        self.alone = why_alone(llm.model)
+        self._changed = threading.Condition()
+        self._queue: deque[Ticket] = deque()
+        self._open: set[Ticket] = set()  # queued or admitted, and not ended
+        self._is_ending = self._is_closed = False
+        self._rounds = Rounds(llm, self.limits, self._ended)
+        self._stats = EngineStats()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="hybrid-kv-engine", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    # For any thread ------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Ticket:
+        """Queues a request; its events come through the ticket.
+
+        Raises:
+            ConfigError: it can never be served as it is.
+            CapacityError: it does not fit into this machine's memory.
+            QueueFullError: too many wait already.
+            BusyError: the engine is ending.
+        """
+        self._check(request)
+        ticket = Ticket(request, self._wake)
+        given = (request.timeout_s, self.limits.request_timeout_s)
+        seconds = min((limit for limit in given if limit is not None), default=None)
+        ticket.deadline = None if seconds is None else monotonic() + seconds
+        running, waiting = self.limits.max_running, self.limits.max_queue
+        with self._changed:
+            if self._is_ending:
+                raise BusyError("the engine is ending and takes no new requests; ask another one")
+            if len(self._open) >= running + waiting:
+                raise QueueFullError(
+                    f"at most {waiting} requests may wait while {running} run, got one more; try "
+                    "again later",
+                    self._rounds.tally.retry_after_s(running),
+                )
+            self._open.add(ticket)
+            self._queue.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def _check(self, request: Request) -> None:
+        prompt, limit = len(request.ids), self.limits.max_prompt_tokens
+        if limit is not None and prompt > limit:
+            raise ConfigError(
+                f"prompt must have at most {limit} tokens on this server, got {prompt}; shorten it"
+            )
+        token_ids(request.ids, self._llm.model)
+        total = prompt + request.max_new_tokens
+        check_context(self._llm.model.config.get_text_config(decoder=True), total)
+        if request.stop and self._llm.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and the model has none")
+        # What others hold now is free before this one would have to be refused.
+        now = self._stats
+        held = now.device_kv_bytes + now.host_kv_bytes + now.host_index_bytes
+        check_host_memory(needed_bytes(self._llm, request) - held, total)
+
+    def stats(self) -> EngineStats:
+        """How the engine stands, as it was a moment ago."""
+        return self._stats
+
+    def drain(self, seconds: float) -> Drained:
+        """Takes no more requests, lets those there are finish for so long, then cancels the others.
+
+        What is cancelled ends after the piece of work in progress.
+        """
+        with self._changed:
+            self._is_ending, before = True, len(self._open)
+            self._changed.wait_for(lambda: not self._open, max(0.0, seconds))
+            left = list(self._open)
+        for ticket in left:
+            ticket.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open)
+        return Drained(before - len(left), len(left))
+
+    def close(self) -> None:
+        """Cancels what there is and gives the model back, after the piece of work in progress."""
+        self.drain(0)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # The engine's thread -------------------------------------------------------------------------
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            with self._llm.runtime.generating(), torch.inference_mode():
+                started.set_result(None)
+                self._serve()
+        except Exception as error:
+            if not started.done():
+                started.set_exception(error)
+            else:  # a bug of ours: nobody shall wait for ever
+                _log.exception("the engine failed")
+                self._fail(error)
+
+    def _serve(self) -> None:
+        published = 0.0
+        while True:
+            with self._changed:
+                if not self._queue and not self._rounds.runs:
+                    self._publish()
+                    self._changed.wait_for(lambda: self._queue or self._is_closed)
+                if self._is_closed:
+                    return
+                self._rounds.admit(self._queue)
+            self._rounds.round()
+            if monotonic() - published >= _PUBLISH_S:
+                self._publish()
+                published = monotonic()
+
+    def _publish(self) -> None:
+        self._stats = self._rounds.stats(len(self._queue))
+
+    def _ended(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._open.discard(ticket)
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._is_ending = True
+            queued, self._queue = list(self._queue), deque()
+        self._rounds.end_all(queued, error)

@@ -1,0 +1,52 @@
+"""How much of a prompt fits into the time for which others can be held up."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import sqrt
+
+import numpy as np
+
+_KNOWN = 24
+"""Chunks that are looked back on: the machine may be busier now than it was."""
+_FIRST, _LEAST = 128, 16
+"""Tokens of the very first chunk, and of the smallest."""
+_CARE = 0.85
+"""Share of the time that is planned for."""
+
+
+class Pace:
+    """Predicts by the chunks before: a token takes some time, and more for each one before it."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KNOWN)
+
+    def note(self, first: int, count: int, seconds: float) -> None:
+        """A chunk of `count` tokens took so long, behind `first` others."""
+        self._chunks.append((first, count, seconds))
+
+    def tokens(self, first: int, seconds: float, most: int) -> int:
+        """How many tokens behind `first` others take no more than `seconds`, at most `most`.
+
+        At least a few, whatever they take, for else a prompt would never end.
+        """
+        if not self._chunks:
+            return min(most, _FIRST)
+        each, before = self._costs()
+        # count * (each + before * (first + count / 2)) = seconds
+        own, time = each + before * first, _CARE * seconds
+        count = 2 * time / (own + sqrt(own**2 + 2 * before * time))
+        return max(min(_LEAST, most), min(most, int(count)))
+
+    def _costs(self) -> tuple[float, float]:
+        """Seconds of a token, and of a pair of tokens of which one attends to the other."""
+        first, count, seconds = np.array(self._chunks, dtype=np.float64).T
+        pairs = count * (first + count / 2)
+        parts = np.stack([count, pairs], 1)
+        found, *_ = np.linalg.lstsq(parts / seconds[:, None], np.ones(len(seconds)), rcond=None)
+        each, before = float(found[0]), float(found[1])
+        if before <= 0:  # too few chunks, or too much alike, to tell the two apart
+            return float((seconds / count).max()), 0.0
+        if each <= 0:
+            return 1e-9, float((seconds / pairs).max())
+        return each, before

@@ -1,0 +1,183 @@
+"""One request while it is computed: its cache, its place in the prompt, its answer so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.api.llm import LLM
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.runtime import Stage
+from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, Token, Usage
+from hybrid_kv.serve.sampling import Sampler
+from hybrid_kv.serve.text import AnswerText
+from hybrid_kv.store import tier_bytes
+
+
+class Run:
+    """A request that was admitted; only the engine's thread touches it.
+
+    ids: prompt and answer. done: tokens of the prompt that are computed; reused: of those the ones
+    that a prefix had. times: when each token of the answer came.
+
+    Args:
+        needed_bytes: of host memory when it is at its longest.
+    """
+
+    def __init__(self, llm: LLM, ticket: Ticket, needed_bytes: int) -> None:
+        self.ticket, self.request = ticket, ticket.request
+        self.needed_bytes = needed_bytes
+        self.ids = list(self.request.ids)
+        self.done = self.reused = 0
+        self.began: float | None = None
+        self.times: list[float] = []
+        self._llm = llm
+        self._cache: TieredCache | None = None
+        self._unsealed: deque[int] = deque()
+        self._first: Tensor | None = None  # the logits after the prompt
+        self._sampler = Sampler(self.request.sampling, llm.runtime.device)
+        self._text = AnswerText(llm.tokenizer, self.request.stop)
+
+    def begin(self, cache: TieredCache, reused: int) -> None:
+        """Takes a cache that holds the first `reused` tokens of the prompt."""
+        self._cache, self.began = cache, monotonic()
+        self.done = self.reused = reused
+        cache.kv.reserve(len(self.ids) + self.request.max_new_tokens)
+        self._unsealed.extend(cache.kv.layers)
+
+    @property
+    def cache(self) -> TieredCache:
+        """What it has computed, once it has begun."""
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def has_begun(self) -> bool:
+        return self._cache is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt is computed."""
+        return self.done == len(self.request.ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its answer has begun."""
+        return bool(self.times)
+
+    @property
+    def stage(self) -> Stage:
+        return "decode" if self.times else "prefill"
+
+    # The prompt ----------------------------------------------------------------------------------
+
+    def compute(self, count: int) -> None:
+        """Computes the next `count` tokens of the prompt."""
+        stop = self.done + count
+        new = torch.tensor([self.ids[self.done : stop]], device=self._llm.runtime.device)
+        kv = self.cache.kv
+        kv.more_prompt = (
+            True  # however short the piece is, and whoever has computed what was before
+        )
+        try:
+            self._first = self._forward(new)
+        finally:
+            kv.more_prompt = False
+        self.done = stop
+        self.ticket.put(Prefilled(self.done, len(self.request.ids), self.reused))
+
+    def seal(self, seconds: float) -> Tensor | None:
+        """Moves layers of the prompt to where their method wants them, until time is up.
+
+        Returns:
+            Logits [V] of the first token, when all of them are there.
+        """
+        end = monotonic() + seconds
+        while self._unsealed:
+            self.cache.kv.seal_if_open(self._unsealed.popleft())
+            if monotonic() >= end and self._unsealed:
+                return None
+        first, self._first = self._first, None
+        return first
+
+    # The answer ----------------------------------------------------------------------------------
+
+    def step(self) -> Tensor:
+        """Computes the next logits [V] by itself."""
+        return self._forward(torch.tensor([self.ids[-1:]], device=self._llm.runtime.device))
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        model: Any = self._llm.model
+        output = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+    def take(self, logits: Tensor) -> Reason | None:
+        """Chooses the next token and hands it out; says why the answer ends with it, if it does."""
+        choice = self._sampler.choose(logits)
+        self.times.append(monotonic())
+        self.ids.append(choice.id)
+        ends = choice.id in self.request.end_ids
+        full = len(self.times) == self.request.max_new_tokens
+        text = self._text.add(choice.id, last=ends or full)
+        self.ticket.put(Token(choice.id, text, choice.logprob, choice.top))
+        if ends or self._text.is_stopped:
+            return "stop"
+        return "length" if full else None
+
+    # The end -------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Waits for what is looked at beside the steps.
+
+        Raises:
+            NonFiniteError, AuditError: it was found to be wrong.
+        """
+        self.cache.kv.finite.look(wait=True)
+        if (auditor := self.cache.kv.auditor) is not None:
+            auditor.settle()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the needed bytes those that are taken already, about."""
+        total = len(self.request.ids) + self.request.max_new_tokens
+        return self.needed_bytes * (self.done + len(self.times)) // total
+
+    def usage(self) -> Usage:
+        return Usage(len(self.request.ids), len(self.times), self.reused)
+
+    def report(self, alone: str) -> RequestReport:
+        """What it took. alone: see `RequestReport`."""
+        times, submitted = self.times, self.ticket.submitted
+        waited = (self.began or monotonic()) - submitted
+        ttft = times[0] - submitted if times else None
+        itl = [1e3 * (new - old) for old, new in pairwise(times)]
+        if not self.has_begun:
+            return RequestReport(ttft, itl, waited, alone=alone)
+        kv = self.cache.kv
+        work, audit = kv.work, None if kv.auditor is None else kv.auditor.audit
+        held = tier_bytes(kv.stores.values())
+        recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())
+        return RequestReport(
+            ttft_s=ttft,
+            itl_ms=itl,
+            queue_s=waited,
+            attended_per_token=work.attended / work.steps if work.steps else 0.0,
+            prompt_share=work.attended / work.visible if work.visible else 1.0,
+            recall=None if recall is None else recall.mean,
+            missed_mass=None if missed is None else missed.mean,
+            device_kv_bytes=held.device_kv,
+            host_kv_bytes=held.host_kv,
+            host_index_bytes=held.host_index,
+            alone=alone,
+        )
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        if self._cache is not None:
+            self._cache.close()

@@ -1,0 +1,474 @@
+"""Many requests to one model: answers, order, ends, errors and limits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import BusyError, CapacityError, ConfigError, NonFiniteError, QueueFullError
+from hybrid_kv.ops.host_memory import FreeMemory
+from hybrid_kv.runtime import capacity
+from hybrid_kv.serve import (
+    Engine,
+    Finished,
+    Limits,
+    Prefilled,
+    Request,
+    Sampling,
+    Ticket,
+    Token,
+)
+from hybrid_kv.serve.rounds import needed_bytes
+from tests.contracts.architectures import build, scale_weights
+from tests.models.folder import tokenizer
+
+VOCAB = 12
+GREEDY = Sampling(temperature=0)
+NEW = 9
+UNJUDGED = {"audit.max_missed_mass": None, "audit.max_output_error": None}
+
+
+def small_model(seed: int = 11) -> PreTrainedModel:
+    """Groups of three query heads of 72 channels."""
+    config = LlamaConfig(
+        **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1},
+        **{"head_dim": 72, "max_position_embeddings": 1024, "tie_word_embeddings": False},
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        scale_weights(model)
+        with torch.no_grad():
+            model.lm_head.weight[:3] = 0
+    return model.eval()
+
+
+def tiered(page_size: int, **changes: Any) -> hkv.HybridConfig:
+    place = {"sink_tokens": page_size, "window_tokens": page_size, "index_build": "wait"}
+    return hkv.HybridConfig(page_size=page_size, **{**place, **changes})
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return small_model()
+
+
+@pytest.fixture(params=[16, 37])
+def llm(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[hkv.LLM]:
+    config = tiered(request.param).opened()
+    with hkv.load(model, tokenizer=tokenizer(), config=config) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def one(model: PreTrainedModel) -> Iterator[hkv.LLM]:
+    with hkv.load(model, tokenizer=tokenizer(), config=tiered(16).opened()) as loaded:
+        yield loaded
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    draw = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(3, VOCAB, (length,), generator=draw).tolist())
+
+
+def asked(length: int, seed: int = 0, **changes: Any) -> Request:
+    given: dict[str, Any] = {"max_new_tokens": NEW, "sampling": GREEDY, **changes}
+    return Request(prompt(length, seed), **given)
+
+
+def read(ticket: Ticket) -> tuple[list[int], Finished]:
+    """The tokens of an answer and its end, after the order of its events."""
+    events = list(ticket.events())
+    kinds = [type(event) for event in events]
+    assert kinds == sorted(kinds, key=[Prefilled, Token, Finished].index)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    tokens = [event.id for event in events if isinstance(event, Token)]
+    assert end.usage.completion_tokens == len(tokens)
+    return tokens, end
+
+
+def alone(llm: hkv.LLM, request: Request) -> list[int]:
+    """What transformers' generate gives with a cache of the request's configuration."""
+    cache = llm.runtime.cache(request.config)
+    model: Any = llm.model
+    ids = torch.tensor([request.ids])
+    new = request.max_new_tokens
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+    return list(out[0, ids.shape[1] :].tolist())
+
+
+@contextmanager
+def slow(llm: hkv.LLM, seconds: float = 0.02) -> Iterator[None]:
+    """A model whose every forward takes so long at least."""
+    hook = llm.model.register_forward_pre_hook(lambda *_: sleep(seconds))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+    end = monotonic() + seconds
+    while not what():
+        assert monotonic() < end, "it did not happen"
+        sleep(0.005)
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def test_together_requests_answer_as_alone(llm: hkv.LLM) -> None:
+    page = llm.config.page_size
+    methods = [
+        None,
+        hkv.HybridConfig(method="full", page_size=page),
+        hkv.HybridConfig(method="quest", page_size=page).opened(),
+        tiered(page, spare_tokens=2 * page).opened(),
+    ]
+    requests = [
+        asked(length, config=methods[number % 4])
+        for number, length in enumerate((300, 5, 90, 41, 170, 33, 64))
+    ]
+    want = [alone(llm, request) for request in requests]
+    with Engine(llm, Limits(prefill_chunk_tokens=50, prefix_bytes=0)) as engine:
+        tickets = [engine.submit(request) for request in requests]
+        found = [read(ticket) for ticket in tickets]
+        assert [tokens for tokens, _ in found] == want
+        assert {end.reason for _, end in found} == {"length"}
+        until(lambda: not engine.stats().running)
+        stats = engine.stats()
+    assert stats.joined_rows > stats.steps, "some steps had several rows"
+    assert stats.alone == {}
+    assert stats.completion_tokens == 7 * NEW
+    assert stats.prompt_tokens == sum(len(request.ids) for request in requests)
+    assert stats.finished == {"length": 7}
+
+
+def test_prompts_are_computed_between_steps_of_others(one: hkv.LLM) -> None:
+    limits = Limits(prefill_chunk_tokens=20, prefix_bytes=0)
+    with slow(one, 0.002), Engine(one, limits) as engine:
+        first = engine.submit(asked(30, max_new_tokens=60))
+        until(lambda: any(isinstance(event, Token) for event in first._happened))
+        second = engine.submit(asked(400))
+        read(second)
+        between = [e for e in first._happened if isinstance(e, Token)]
+        assert len(between) >= 20, "one token for each piece of the other prompt"
+        assert not first.is_finished
+        pieces = [event.done for event in second._happened if isinstance(event, Prefilled)]
+        assert max(b - a for a, b in zip([0, *pieces], pieces, strict=False)) <= 20
+        assert pieces[-1] == 400
+        read(first)
+        until(lambda: not engine.stats().running)
+        stats = engine.stats()
+    assert stats.stall_ms >= stats.last_stall_ms > 2
+
+
+def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
+    model: Any = build("gemma2")
+    with hkv.load(model, config=tiered(16).opened()) as llm:
+        requests = [asked(40), asked(25)]
+        want = [alone(llm, request) for request in requests]
+        with Engine(llm) as engine:
+            found = [read(engine.submit(request)) for request in requests]
+            until(lambda: not engine.stats().running)
+            assert [tokens for tokens, _ in found] == want
+            (reason,) = engine.stats().alone
+        assert "transformers' own" in reason
+        assert all(end.report.alone == reason for _, end in found)
+
+
+def test_a_seed_draws_what_generate_draws(one: hkv.LLM) -> None:
+    how: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "top_k": 7}
+    sampled = [Sampling(**how, seed=seed) for seed in (1, 2)]
+    want = [
+        one.generate(
+            list(prompt(50)), max_new_tokens=NEW, do_sample=True, seed=sampling.seed, **how
+        ).token_ids
+        for sampling in sampled
+    ]
+    assert want[0] != want[1]
+    with Engine(one) as engine:
+        tickets = [engine.submit(asked(50, sampling=sampling)) for sampling in sampled]
+        assert [read(ticket)[0] for ticket in tickets] == want
+
+
+def test_answers_end_at_end_ids_and_stop_strings(one: hkv.LLM) -> None:
+    with Engine(one) as engine:
+        tokens, end = read(engine.submit(asked(50, max_new_tokens=20)))
+        assert end.reason == "length"
+        words = one.require_tokenizer().decode(tokens).split()
+        place = next(n for n in range(3, 20) if tokens[n] not in tokens[:n])
+        ended, end = read(engine.submit(asked(50, max_new_tokens=20, end_ids=(tokens[place],))))
+        assert (ended, end.reason) == (tokens[: place + 1], "stop")
+        stop = f"{words[place - 1]} {words[place]}"
+        ticket = engine.submit(asked(50, max_new_tokens=20, stop=(stop,)))
+        stopped, end = read(ticket)
+        text = "".join(event.text for event in ticket.events() if isinstance(event, Token))
+        assert (stopped, end.reason) == (tokens[: place + 1], "stop")
+        assert text == " ".join(words).partition(stop)[0]
+
+
+def test_logprobs_are_those_of_the_model(one: hkv.LLM) -> None:
+    model: Any = one.model
+    request = asked(30, sampling=Sampling(temperature=0, logprobs=3))
+    with Engine(one) as engine:
+        events = [event for event in engine.submit(request).events() if isinstance(event, Token)]
+    ids = torch.tensor([[*request.ids, *(event.id for event in events)]])
+    with torch.inference_mode():
+        logprobs = model(ids).logits.log_softmax(-1)[0, 29:-1]
+    for event, row in zip(events, logprobs, strict=True):
+        values, best = row.topk(3)
+        assert event.id == best[0]
+        assert event.logprob == pytest.approx(float(values[0]), abs=1e-3)
+        assert [token for token, _ in event.top] == best.tolist()
+        assert [value for _, value in event.top] == pytest.approx(values.tolist(), abs=1e-3)
+
+
+def test_a_report_says_what_an_answer_took_and_read(one: hkv.LLM) -> None:
+    config = tiered(16, **{"cold.top_k": 8, "audit.min_recall": 0.0, **UNJUDGED})
+    with Engine(one, Limits(prefix_bytes=0)) as engine:
+        _, end = read(engine.submit(asked(300, max_new_tokens=40, config=config, audit_every=1)))
+    report = end.report
+    assert len(report.itl_ms) == 39
+    assert report.ttft_s is not None
+    assert 0 <= report.queue_s <= report.ttft_s
+    assert 8 < report.attended_per_token < 60
+    assert report.prompt_share == pytest.approx(report.attended_per_token / 320, rel=0.1)
+    assert report.recall is not None
+    assert 0 < report.recall <= 1
+    assert report.missed_mass is not None
+    assert 0 < report.missed_mass < 1
+    assert report.device_kv_bytes > 0
+    assert report.host_kv_bytes > report.device_kv_bytes
+    assert report.host_index_bytes > 0
+
+
+# Ends ---------------------------------------------------------------------------------------------
+
+
+def test_cancelling_in_prefill_and_in_decode_ends_that_request_only(one: hkv.LLM) -> None:
+    limits = Limits(prefill_chunk_tokens=16, prefix_bytes=0)
+    want = alone(one, asked(60, max_new_tokens=80))
+    with slow(one, 0.003), Engine(one, limits) as engine:
+        kept = engine.submit(asked(60, max_new_tokens=80))
+        decoding = engine.submit(asked(20, max_new_tokens=500))
+        prefilling = engine.submit(asked(900))
+        waiting = engine.submit(asked(901))
+        until(lambda: any(isinstance(event, Token) for event in decoding._happened))
+        until(lambda: prefilling._happened)
+        for ticket in (decoding, prefilling, waiting):
+            ticket.cancel()
+        ends = [read(ticket) for ticket in (decoding, prefilling, waiting)]
+        assert [end.reason for _, end in ends] == ["cancelled"] * 3
+        assert 0 < len(ends[0][0]) < 500
+        assert ends[1][0] == ends[2][0] == []
+        assert read(kept)[0] == want
+        until(lambda: not engine.stats().running)
+        assert engine.stats().device_kv_bytes == 0
+
+
+def test_time_limits_end_requests_wherever_they_are(one: hkv.LLM) -> None:
+    limits = Limits(max_running=1, prefill_chunk_tokens=16, request_timeout_s=0.5)
+    with slow(one), Engine(one, limits) as engine:
+        begin = monotonic()
+        tickets = [
+            engine.submit(asked(20, max_new_tokens=900)),
+            engine.submit(asked(20, max_new_tokens=900, timeout_s=0.2)),
+        ]
+        reasons = [read(ticket)[1].reason for ticket in tickets]
+        assert reasons == ["timeout", "timeout"]
+        assert 0.4 < monotonic() - begin < 5
+        assert len(read(tickets[1])[0]) == 0, "it waited all the time"
+
+
+def test_a_full_queue_says_when_to_come_back(one: hkv.LLM) -> None:
+    with slow(one), Engine(one, Limits(max_running=1, max_queue=1)) as engine:
+        tickets = [engine.submit(asked(20, max_new_tokens=100)) for _ in range(2)]
+        with pytest.raises(QueueFullError, match="at most 1 requests may wait while 1 run") as full:
+            engine.submit(asked(20))
+        assert full.value.retry_after_s >= 1
+        tickets[0].cancel()
+        read(tickets[0])
+        read(engine.submit(asked(20)))
+
+
+def test_an_error_ends_its_own_request_only(one: hkv.LLM) -> None:
+    want = alone(one, asked(40))
+    config = tiered(16, **{"audit.action": "raise", "cold.top_k": 1, "audit.min_recall": 0.0})
+    strict = config.replace(**{"audit.max_missed_mass": 1e-6, "audit_every": 1})
+    with Engine(one, Limits(prefix_bytes=0)) as engine:
+        failing = engine.submit(asked(300, max_new_tokens=400, config=strict))
+        others = [engine.submit(asked(40)) for _ in range(2)]
+        _, end = read(failing)
+        assert end.reason == "error"
+        assert type(end.error).__name__ == "AuditError"
+        assert [read(ticket)[0] for ticket in others] == [want, want]
+
+
+def test_weights_that_give_nan_are_an_error_of_each_request(model: PreTrainedModel) -> None:
+    broken: Any = small_model()
+    broken.model.norm.weight.data[0] = torch.nan
+    with hkv.load(broken, config=tiered(16)) as llm, Engine(llm) as engine:
+        ends = [read(engine.submit(asked(length)))[1] for length in (20, 40)]
+    assert [type(end.error) for end in ends] == [NonFiniteError] * 2
+
+
+def test_an_unexpected_error_is_named(one: hkv.LLM) -> None:
+    def break_down(*_: Any) -> None:
+        raise ZeroDivisionError("of a hook")
+
+    with Engine(one) as engine:
+        hook = one.model.register_forward_pre_hook(break_down)
+        _, end = read(engine.submit(asked(20)))
+        hook.remove()
+        assert "ZeroDivisionError: of a hook" in str(end.error)
+        assert read(engine.submit(asked(20)))[1].reason == "length"
+
+
+def test_a_joined_step_that_fails_is_taken_row_by_row(one: hkv.LLM) -> None:
+    requests = [asked(20), asked(30), asked(50)]
+    want = [alone(one, request) for request in requests]
+
+    def no_batches(_: Any, args: tuple[Any, ...]) -> None:
+        if args[0].shape[0] > 1:
+            raise MemoryError("a batch is too much")
+
+    inner: Any = one.model
+    hook = inner.model.layers[1].mlp.register_forward_pre_hook(no_batches)
+    try:
+        with Engine(one) as engine:
+            tickets = [engine.submit(request) for request in requests]
+            assert [read(ticket)[0] for ticket in tickets] == want
+    finally:
+        hook.remove()
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (asked(1020), "context must be at most 1024 tokens"),
+        (Request((3, 99), 4), "token ids must be 0..11, got 3..99"),
+        (asked(600), "prompt must have at most 500 tokens on this server, got 600"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    one: hkv.LLM, request_: Request, said: str
+) -> None:
+    limits = Limits(max_prompt_tokens=500 if "500" in said else None)
+    with Engine(one, limits) as engine, pytest.raises(ConfigError, match=said):
+        engine.submit(request_)
+
+
+def test_stop_strings_need_a_tokenizer(model: PreTrainedModel) -> None:
+    needed = pytest.raises(ConfigError, match="stop strings need a tokenizer")
+    with hkv.load(model) as llm, Engine(llm) as engine, needed:
+        engine.submit(asked(20, stop=("a",)))
+
+
+def test_what_fits_into_no_memory_is_refused_at_once(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(one) as engine:
+        monkeypatch.setattr(capacity, "free_memory", lambda: FreeMemory(100_000))
+        with pytest.raises(CapacityError, match="context of 909 tokens needs"):
+            engine.submit(asked(900))
+        assert read(engine.submit(asked(20)))[1].reason == "length"
+
+
+def test_requests_wait_for_memory_that_others_hold(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [asked(500) for _ in range(3)]
+    room, most = int(2.5 * needed_bytes(one, requests[0])), 0
+    with slow(one, 0.003), Engine(one, Limits(prefix_bytes=0)) as engine:
+        runs = engine._rounds.runs
+
+        def left() -> FreeMemory:
+            return FreeMemory(room - sum(run.held_bytes for run in runs))
+
+        monkeypatch.setattr(capacity, "free_memory", left)
+        tickets = [engine.submit(request) for request in requests]
+        while not tickets[-1].is_finished:
+            most = max(most, len(runs))
+            sleep(0.001)
+        assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
+    assert most == 2
+
+
+# The end of an engine -----------------------------------------------------------------------------
+
+
+def test_the_model_is_the_engines_until_it_is_closed(one: hkv.LLM) -> None:
+    with Engine(one), pytest.raises(BusyError):
+        one.generate([3, 4, 5], max_new_tokens=2)
+    assert len(one.generate([3, 4, 5], max_new_tokens=2).token_ids) == 2
+
+
+def test_a_busy_model_gets_no_engine(one: hkv.LLM) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with one.runtime.generating():
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    with pytest.raises(BusyError):
+        Engine(one)
+    leave.set()
+    holder.join()
+
+
+def test_draining_finishes_or_cancels_and_says_which(one: hkv.LLM) -> None:
+    with slow(one, 0.005), Engine(one) as engine:
+        short, long = engine.submit(asked(20)), engine.submit(asked(20, max_new_tokens=900))
+        drained = engine.drain(1.0)
+        assert drained == (1, 1)
+        assert [read(ticket)[1].reason for ticket in (short, long)] == ["length", "cancelled"]
+        with pytest.raises(BusyError, match="takes no new requests"):
+            engine.submit(asked(20))
+
+
+def test_closing_during_work_is_soon_and_ends_everything(one: hkv.LLM) -> None:
+    with slow(one, 0.01):
+        engine = Engine(one, Limits(max_running=2, prefill_chunk_tokens=16))
+        tickets = [engine.submit(asked(n, max_new_tokens=500)) for n in (20, 400, 30)]
+        until(lambda: any(isinstance(event, Token) for event in tickets[0]._happened))
+        begin = monotonic()
+        engine.close()
+        assert monotonic() - begin < 2
+    assert [read(ticket)[1].reason for ticket in tickets] == ["cancelled"] * 3
+    engine.close()
+
+
+def test_a_bug_in_the_loop_leaves_nobody_waiting(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slow(one, 0.01), Engine(one) as engine:
+        ticket = engine.submit(asked(20, max_new_tokens=500))
+        until(lambda: ticket._happened)
+
+        def fail() -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(engine._rounds, "_decode", fail)
+        _, end = read(ticket)
+        assert "KeyError" in str(end.error)
+        with pytest.raises(BusyError):
+            engine.submit(asked(20))
