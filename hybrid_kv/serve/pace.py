@@ -15,7 +15,7 @@ _CARE = 0.85
 """Share of the time that is planned for."""
 
 
-class Pace:
+class PrefillPace:
     """Predicts by the chunks before: a token takes some time, and more for each one before it."""
 
     def __init__(self) -> None:

@@ -21,7 +21,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.runtime import check_host_memory, memory_errors, spare_host_memory
-from hybrid_kv.serve.pace import Pace
+from hybrid_kv.serve.active import ActiveRequest
+from hybrid_kv.serve.pace import PrefillPace
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -32,8 +33,7 @@ from hybrid_kv.serve.requests import (
     Ticket,
     Usage,
 )
-from hybrid_kv.serve.run import Run
-from hybrid_kv.serve.tally import Tally
+from hybrid_kv.serve.tally import EngineTally
 from hybrid_kv.store import tier_bytes
 
 _log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Rounds:
     def __init__(self, llm: LLM, limits: Limits, on_end: Callable[[Ticket], None]) -> None:
         self._llm, self._limits, self._on_end = llm, limits, on_end
         self._alone = why_alone(llm.model)
-        self.runs: list[Run] = []
-        self.tally, self._pace = Tally(), Pace()
+        self.runs: list[ActiveRequest] = []
+        self.tally, self._pace = EngineTally(), PrefillPace()
         self._step_s = 0.0  # of the latest decode step
         self._held_up = False  # a prompt was computed since
 
@@ -78,7 +78,7 @@ class Rounds:
             if self.runs and needed > self._spare_bytes():
                 return
             queue.popleft()
-            self.runs.append(Run(self._llm, ticket, needed))
+            self.runs.append(ActiveRequest(self._llm, ticket, needed))
 
     def _spare_bytes(self) -> int:
         """Of the host's free memory, what is not promised to requests that run."""
@@ -118,12 +118,12 @@ class Rounds:
             return _UNDISTURBED_S
         return max(0.0, self._limits.max_stall_ms / 1e3 - self._step_s)
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: ActiveRequest) -> None:
         total = len(run.request.ids) + run.request.max_new_tokens
         check_host_memory(run.needed_bytes, total)
         run.begin(self._llm.runtime.cache(config_of(self._llm, run.request)), 0)
 
-    def _compute(self, run: Run, budget: float) -> None:
+    def _compute(self, run: ActiveRequest, budget: float) -> None:
         left = len(run.request.ids) - run.done
         most = min(left, self._limits.prefill_chunk_tokens)
         count = self._pace.tokens(run.done, budget, most)
@@ -156,7 +156,7 @@ class Rounds:
             self.tally.stall(monotonic() - min(before))
             self._held_up = False
 
-    def _step_alone(self, run: Run) -> None:
+    def _step_alone(self, run: ActiveRequest) -> None:
         try:
             with memory_errors(lambda: "decode"):
                 logits = run.step()
@@ -165,7 +165,7 @@ class Rounds:
         else:
             self._take(run, logits)
 
-    def _step_joined(self, runs: list[Run]) -> None:
+    def _step_joined(self, runs: list[ActiveRequest]) -> None:
         cache = JoinedCache([run.cache for run in runs])
         try:
             logits = self._forward(cache, [run.ids[-1] for run in runs])
@@ -194,7 +194,7 @@ class Rounds:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _take(self, run: Run, logits: Tensor) -> None:
+    def _take(self, run: ActiveRequest, logits: Tensor) -> None:
         """The next token of an answer, with which it may end."""
         try:
             reason = run.take(logits)
@@ -206,7 +206,7 @@ class Rounds:
 
     # Ends ----------------------------------------------------------------------------------------
 
-    def _end(self, run: Run, reason: Reason, error: Exception | None = None) -> None:
+    def _end(self, run: ActiveRequest, reason: Reason, error: Exception | None = None) -> None:
         """Hands out the last event of a request and lets go of what it holds."""
         self.runs.remove(run)
         if error is None and run.has_begun:

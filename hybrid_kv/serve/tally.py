@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.requests import EngineStats, Finished
-from hybrid_kv.serve.run import Run
 from hybrid_kv.store import TierBytes
 
 _SHARE = 0.2
 """Of a new request's time in the mean of all."""
 
 
-class Tally:
+class EngineTally:
     """Counters that only grow, and a few means."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Tally:
         return max(1.0, (self._served_s or 0.0) / slots)
 
     def stats(
-        self, queued: int, runs: Sequence[Run], chunk_tokens: int, held: TierBytes
+        self, queued: int, runs: Sequence[ActiveRequest], chunk_tokens: int, held: TierBytes
     ) -> EngineStats:
         """Everything at once."""
         return EngineStats(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_kv.serve.pace import Pace
+from hybrid_kv.serve.pace import PrefillPace
 
 
-def taking(pace: Pace, each: float, before: float, chunks: list[tuple[int, int]]) -> None:
+def taking(pace: PrefillPace, each: float, before: float, chunks: list[tuple[int, int]]) -> None:
     for first, count in chunks:
         pace.note(first, count, count * (each + before * (first + count / 2)))
 
 
 def test_the_first_piece_is_small() -> None:
-    assert Pace().tokens(0, 1.0, 4096) == 128
-    assert Pace().tokens(0, 1.0, 50) == 50
+    assert PrefillPace().tokens(0, 1.0, 4096) == 128
+    assert PrefillPace().tokens(0, 1.0, 50) == 50
 
 
 @pytest.mark.parametrize("first", [0, 1000, 5000])
 def test_a_piece_fits_into_its_time_wherever_it_stands(first: int) -> None:
-    pace, each, before = Pace(), 1e-3, 1e-6
+    pace, each, before = PrefillPace(), 1e-3, 1e-6
     taking(pace, each, before, [(0, 128), (128, 400), (528, 300), (828, 512)])
     count = pace.tokens(first, 0.5, 4096)
     took = count * (each + before * (first + count / 2))
@@ -27,13 +27,13 @@ def test_a_piece_fits_into_its_time_wherever_it_stands(first: int) -> None:
 
 
 def test_costs_that_do_not_grow_are_learned_as_such() -> None:
-    pace = Pace()
+    pace = PrefillPace()
     taking(pace, 1e-3, 0.0, [(0, 128), (128, 256)])
     assert 380 <= pace.tokens(10_000, 0.5, 4096) <= 450
 
 
 def test_there_is_a_least_and_a_most() -> None:
-    pace = Pace()
+    pace = PrefillPace()
     taking(pace, 1.0, 0.0, [(0, 128)])
     assert pace.tokens(0, 0.0, 4096) == 16
     assert pace.tokens(0, 0.0, 5) == 5
@@ -41,7 +41,7 @@ def test_there_is_a_least_and_a_most() -> None:
 
 
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
-    pace = Pace()
+    pace = PrefillPace()
     taking(pace, 1e-3, 1e-7, [(100 * n, 100) for n in range(30)])
     fast = pace.tokens(0, 0.5, 4096)
     taking(pace, 4e-3, 1e-7, [(100 * n, 100) for n in range(24)])

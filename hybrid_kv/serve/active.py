@@ -19,7 +19,7 @@ from hybrid_kv.serve.text import AnswerText
 from hybrid_kv.store import tier_bytes
 
 
-class Run:
+class ActiveRequest:
     """A request that was admitted; only the engine's thread touches it.
 
     ids: prompt and answer. done: tokens of the prompt that are computed; reused: of those the ones
