@@ -34,9 +34,11 @@ class Generation:
     "failed: ..."), the `searches` of the cache so far and those before the index was built. audit:
     what was found to be missing during this call, None without `audit_every`. look_ahead: by layer
     whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
-    what of a search's softmax mass its trial lost; empty for methods that never do. chat_template:
-    the first digits of the SHA-256 of the template that rendered the prompt, "none" for raw text.
-    reused_tokens: of the prompt, taken from `cache_dir` and not computed.
+    what of a search's softmax mass its trial lost; empty for methods that never do. steps: by layer
+    whether its last decode step was one call of the engine, and why not ("reason", None where there
+    was no step). chat_template: the first digits of the SHA-256 of the template that rendered the
+    prompt, "none" for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not
+    computed.
     """
 
     text: str
@@ -56,6 +58,7 @@ class Generation:
     index: list[dict[str, Any]] = field(default_factory=list, repr=False)
     audit: Audit | None = field(default=None, repr=False)
     look_ahead: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    steps: list[dict[str, Any]] = field(default_factory=list, repr=False)
     chat_template: str = NO_TEMPLATE
     reused_tokens: int = 0
 

@@ -13,7 +13,7 @@ from hybrid_kv.index.crossover import read_crossovers
 from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
 from hybrid_kv.ops.devices import backends_on
-from hybrid_kv.ops.dispatch import why_unavailable
+from hybrid_kv.ops.dispatch import get_ops, why_unavailable
 from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
@@ -51,6 +51,8 @@ def examine() -> DoctorReport:
             *(check_package(name) for name in PACKAGES),
             *check_backends(),
             check_engine(),
+            check_steps(),
+            check_look_ahead(),
             *check_pinned_memory(),
             *check_crossovers(),
             check_needle(),
@@ -130,6 +132,32 @@ def check_engine() -> Check:
     return Check(
         name="native engine", state="absent" if state.isa is None else "ok", detail=state.detail
     )
+
+
+def check_steps() -> Check:
+    """Whether a layer's decode step on the CPU is one call of the engine."""
+    try:
+        reason = get_ops("auto").why_op_by_op
+    except (ConfigError, BackendUnavailable) as error:
+        reason = str(error)
+    if reason is None:
+        detail = (
+            "on the CPU a layer's step is one call of the engine (Generation.steps says where not)"
+        )
+        return Check(name="decode step", state="ok", detail=detail)
+    return Check(name="decode step", state="absent", detail=f"made op by op, more slowly: {reason}")
+
+
+def check_look_ahead() -> Check:
+    """Whether layers are searched ahead by themselves, which needs a device to search beside."""
+    if torch.cuda.is_available():
+        detail = "a layer is searched while the one before computes, where a trial loses little"
+        return Check(name="look-ahead", state="ok", detail=f"{detail} (Generation.look_ahead)")
+    detail = (
+        "off by itself: the CPU computes and searches, and nothing would be hidden; "
+        "cold.look_ahead='always' does it still"
+    )
+    return Check(name="look-ahead", state="absent", detail=detail)
 
 
 def check_pinned_memory() -> Iterator[Check]:

@@ -472,11 +472,17 @@ class Ops:
     # The choice ---------------------------------------------------------------------------------
 
     def _engine_alone(self) -> frozenset[str]:
-        """What may do the work of several ops at once: the engine, unless a device's back end was
-        asked for by name, or `HYBRID_KV_ONE_CALL=0` wants each op by itself.
-        """
-        apart = self.backend in DEVICE_BACKENDS or os.environ.get("HYBRID_KV_ONE_CALL") == "0"
-        return frozenset() if apart else _NATIVE
+        """What may do the work of several ops at once: the engine, or nothing."""
+        return _NATIVE if self.why_op_by_op is None else frozenset()
+
+    @property
+    def why_op_by_op(self) -> str | None:
+        """Why the engine makes no decode step of a layer in one call; None where it may."""
+        if self.backend in ("reference", *FUSED, *DEVICE_BACKENDS):
+            return f"backend '{self.backend}' computes each op"
+        if os.environ.get("HYBRID_KV_ONE_CALL") == "0":
+            return "HYBRID_KV_ONE_CALL=0"
+        return why_unavailable("native")
 
     def _here(self, tensor: Tensor) -> frozenset[str]:
         return backends_on(tensor.device.type, self.backend)

@@ -228,6 +228,10 @@ class KVCache:
         if isinstance(read.cold, TokenBudget):
             ahead.begin(layer, queries, read.cold)
 
+    def describe_steps(self) -> list[dict[str, Any]]:
+        """By layer how its last step was made; see `TieredLayer.describe_step`."""
+        return [layer.describe_step() for layer in self.layers.values()]
+
     def describe_look_ahead(self) -> list[dict[str, Any]]:
         """By layer what came of it; see `LookAhead.describe`."""
         ahead = self.means.look_ahead

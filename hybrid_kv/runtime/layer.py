@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,6 +189,11 @@ class TieredLayer:
             logits = step.scale, step.softcap
             self._follow(self._keeper, step.q, part.lse, *logits)
         return part
+
+    def describe_step(self) -> dict[str, Any]:
+        """JSON-ready: whether the last decode step was one call of the engine, and why not."""
+        reason = self._one_call.reason
+        return {"layer": self.shape.layer_idx, "one_call": reason == "", "reason": reason}
 
     def _store(self, step: Step) -> None:
         """Stores a step's tokens before the rest of it."""

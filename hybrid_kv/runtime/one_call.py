@@ -37,9 +37,13 @@ def storable(step: Step) -> bool:
 
 
 class OneCall:
-    """The plan of a layer's only row, made anew when what it describes has changed."""
+    """The plan of a layer's only row, made anew when what it describes has changed.
+
+    reason: why the last step was made op by op; "" where it was not, None before the first.
+    """
 
     def __init__(self) -> None:
+        self.reason: str | None = None
         self._plan: LayerPlan | None = None
         self._state: tuple[Any, ...] = ()
         self._keeps: tuple[Any, ...] = ()  # what is known by its id
@@ -55,15 +59,19 @@ class OneCall:
         """
         rows = step.layer.rows
         if step.new != 1 or len(rows) != 1 or not step.at_home or step.ahead is not None:
+            self.reason = _why_not_described(step)
             return None
         row, searched = rows[0], None
         if read.cold is not None and row.chain.num_tokens:
             searched = _searched(row, read.cold)
             if searched is None:
+                self.reason = "its cold entries are not found by a plain search of one index"
                 return None
         plan = self._plan_of(step, row, searched)
         if plan is None:
+            self.reason = step.ops.why_op_by_op or "its method or index is asked by Python"
             return None
+        self.reason = ""
         begin = step.phases.now()
         new = None
         if step.unstored is not None:
@@ -106,6 +114,14 @@ class OneCall:
             self._plan = _make_plan(step, row, searched)
             self._state, self._keeps = state, (pages, slots, searched)
         return self._plan
+
+
+def _why_not_described(step: Step) -> str:
+    if not step.at_home:
+        return "the model computes on a device"
+    if step.ahead is not None:
+        return "it was searched ahead"
+    return "several rows" if len(step.layer.rows) > 1 else "several new tokens"
 
 
 def _searched(row: Row, budget: TokenBudget | str) -> _Searched | None:

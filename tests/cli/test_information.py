@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import hybrid_kv
 from hybrid_kv.cli import examination, measurements
@@ -85,6 +86,26 @@ def test_doctor_reports_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["backend reference"].state == "ok"
     assert report.ram_free_bytes > 0
     assert report.devices
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_doctor_says_how_a_step_is_made_and_searched(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+    monkeypatch.setattr(examination, "check_needle", lambda: examination.check_package("torch"))
+    report = report_of(call("doctor", "--no-measure", "--json", "-"))
+    checks = {check.name: check for check in report.checks}
+    step, engine = checks["decode step"], checks["native engine"].state == "ok"
+    assert (step.state == "ok") == (engine and switch == "1")
+    said = "one call of the engine" if step.state == "ok" else "op by op"
+    assert said in step.detail
+    assert ("HYBRID_KV_ONE_CALL=0" in step.detail) == (switch == "0")
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_gpu: found)
+        ahead = examination.check_look_ahead()
+        assert (ahead.state == "ok") == has_gpu
+        assert ("cold.look_ahead='always'" in ahead.detail) == (not has_gpu)
 
 
 def test_doctor_and_plan_count_within_the_limit_of_the_process(

@@ -239,6 +239,22 @@ def test_tokens_and_logits_equal_those_of_eager_attention(
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("call", ["greedy", "later_turns"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("method", ["full", "quest", "streaming_llm", "hybrid"])
+def test_both_ways_of_making_a_step_equal_eager_attention(
+    architecture: str, call: str, method: str, way: str
+) -> None:
+    """All that is resident: with a cold tier that is attended wholly a step is made op by op."""
+    settings = variants(method)["resident"]
+    model = build(architecture)
+    with hkv.attach(model, hkv.HybridConfig.from_settings(settings).opened()) as runtime:
+        cache = runtime.cache()
+        found = generate(model, call, cache, check=cache.check_integrity)
+        assert (cache.kv.ops.served["plan_step"] == "native") == (way == "one call")
+    assert_equal(found, reference(architecture, call))
+
+
 ADAPTIVE = [
     method
     for method in METHODS

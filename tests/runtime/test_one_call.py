@@ -255,6 +255,24 @@ def test_results_are_the_callers() -> None:
     assert not torch.equal(first.out, kept[0])
 
 
+@pytest.mark.parametrize("name", ["streaming_llm", "int8"])
+def test_a_page_that_has_left_is_in_no_plan(name: str, apart: Any) -> None:
+    """A page leaves when the last one is full, and the next token changes the table once more; a
+    layer that shares its keys attends between the two.
+    """
+    one, parts = (
+        cache({**SETTINGS[name], "page_size": 16}),
+        apart({**SETTINGS[name], "page_size": 16}),
+    )
+    tokens, same = begin(one), Tokens()
+    same.next(PROMPT), same.next(1)
+    for _ in range(2 * 16):
+        given, expected = tokens.next(1), same.next(1)
+        compare(feed(one, *given), feed(parts, *expected))
+        compare(*(kv.attend(0, given[0], None, None, scale=0.12) for kv in (one, parts)))
+        one.check_integrity()
+
+
 def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     for switch in ("1", "0"):
@@ -288,6 +306,34 @@ def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:
         tokens = begin(kv)
         feed(kv, *tokens.next(1))
         assert not is_one_call(kv), settings
+        (how,) = kv.describe_steps()
+        assert (how["one_call"], bool(how["reason"])) == (False, True)
+
+
+def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache(SETTINGS["int8"])
+    assert kv.describe_steps() == [{"layer": 0, "one_call": False, "reason": None}]
+    tokens = begin(kv)
+    assert kv.describe_steps() == [{"layer": 0, "one_call": True, "reason": ""}]
+    feed(kv, *tokens.next(3))
+    assert kv.describe_steps()[0]["reason"] == "several new tokens"
+    feed(kv, *tokens.next(1))
+    assert kv.describe_steps()[0]["one_call"]
+    kv.layers[0].fork([0, 0])
+    feed(kv, *tokens.next(1, rows=2))
+    assert kv.describe_steps()[0]["reason"] == "several rows"
+    for settings, reason in (
+        ({"backend": "torch_cpu"}, "backend 'torch_cpu' computes each op"),
+        ({"cold": {"top_k": "all"}}, "not found by a plain search"),
+        ({"cold": {"index": "flat"}}, "asked by Python"),
+    ):
+        kv = cache({**RETRIEVING, **settings})
+        begin(kv)
+        assert reason in kv.describe_steps()[0]["reason"]
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")
+    kv = cache(SETTINGS["int8"])
+    begin(kv)
+    assert kv.describe_steps()[0]["reason"] == "HYBRID_KV_ONE_CALL=0"
 
 
 def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(

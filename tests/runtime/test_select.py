@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
 from hybrid_kv.index import _device_learn, device_sketch
 from hybrid_kv.plugins import Placement
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime import KVCache, select
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes
 from hybrid_kv.runtime.stand_in import resident_bytes
 from hybrid_kv.store import LayerKV
@@ -203,14 +205,19 @@ def test_a_step_asks_nothing_of_the_device_and_sends_nothing(
 
 
 class Operations(TorchDispatchMode):
-    """The names of all that torch is told."""
+    """The names of all that torch is told, views aside: each of the others is a launch, or some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func.overloadpacket))
+        if not func.is_view:
+            self.counts[str(func.overloadpacket)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -311,6 +318,25 @@ def test_hot_pages_and_copies_are_the_host_s_business() -> None:
     cold = {"select": "device", "index": "sketch"}
     with pytest.raises(ConfigError, match="keeps entries of its choice"):
         HybridConfig(method="snapkv", demote="offload", cold=cold)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_where_pinned_memory_was_refused_the_host_searches(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels would not reach the keys, and copying what counts would be waited for; with "device"
+    that is what was asked for.
+    """
+    made = object()
+    monkeypatch.setattr(select, "sketch_of", lambda *_: made)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda *_: is_pinned)
+    store, keys = FakeDevice(2**40, monkeypatch).store, torch.zeros(HEADS, 2**15, DIM)
+    assert store.placement is not None
+    for wanted, found in (("auto", made if is_pinned else None), ("device", made)):
+        store.placement = replace(store.placement, select=wanted)
+        learn = Selectors(1).of(store)
+        assert learn is not None
+        assert learn(keys, keys[:, None, :64], keys) is found
 
 
 class FakeDevice:

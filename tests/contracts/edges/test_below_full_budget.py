@@ -48,6 +48,7 @@ def test_a_prompt_is_exact_whatever_the_budget(
 
 
 TOP_K = 5
+EXACT = {"kind": "flat", "precision": "stored"}
 ColdRuns = list[dict[int, tuple[int, int]]]
 
 
@@ -96,11 +97,11 @@ def top_k_attention(runs: ColdRuns) -> Callable[..., tuple[Tensor, None]]:
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "mistral"])
 @pytest.mark.parametrize("method", ["flat", "hybrid"])
 def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+    name: str, method: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids, first = build(name), prompt(length=48), 29
     runs: ColdRuns = []
-    settings = {**TIERED, "cold": {"top_k": TOP_K, "index": {"kind": "flat"}}}
+    settings = {**TIERED, "cold": {"top_k": TOP_K, "index": EXACT}}
     if method == "flat":
         del settings["spare_tokens"], settings["page_budget"]
     with hkv.attach(model, hkv.HybridConfig(**{**settings, "method": method})) as runtime:
@@ -114,6 +115,7 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
             found.append(model(token, past_key_values=cache).logits)
     assert all(last - start > TOP_K for run in runs for start, last in run.values())
     assert all(runs)
+    assert (cache.kv.ops.served["plan_step"] == "native") == (way == "one call")
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "top_k", top_k_attention(runs))
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "top_k", eager_mask)
     monkeypatch.setattr(model.config, "_attn_implementation", "top_k")
