@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.api.arguments import GenerateOptions, token_ids
+from hybrid_kv.api.arguments import GenerateOptions, check_watchers, token_ids, whole_number
 from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.prefill import PrefillCancelled, PrefillProgress, PrefillWatch
 from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import ChatTemplate, Message, checked, common_length
+from hybrid_kv.api.template import ChatTemplate, Message, checked, common_length, is_chat
 from hybrid_kv.api.turn import Model, Turn, check_room
-from hybrid_kv.errors import ConfigError, said
+from hybrid_kv.errors import ConfigError, MethodError, said
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.rollback import rolled_back
+from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved import open_context, save_context
 
@@ -28,23 +30,75 @@ class _ForgottenTurn(Turn):
     """A turn that leaves no trace in its cache."""
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
-        with (
-            self._llm.runtime.generating(),
-            memory_errors(lambda: "prefill"),
-            rolled_back(self.cache),
-        ):
-            return super().run(pieces)
+        with self._llm.runtime.generating(), memory_errors(lambda: "prefill"):
+            if self.has_beams:  # rows that are rearranged do not come back by cropping
+                with self._on_fork():
+                    return super().run(pieces)
+            with rolled_back(self.cache):
+                return super().run(pieces)
+
+
+class _KeptTurn(Turn):
+    """A turn whose question and answer become part of its context, streamed or not."""
+
+    def __init__(
+        self,
+        context: Context,
+        question: str | Sequence[int] | Tensor,
+        whole: Tensor,
+        options: Mapping[str, Any],
+        template: ChatTemplate | None,
+    ) -> None:
+        super().__init__(context._llm, context._cache, whole, options, template)
+        self._context, self._question = context, question
+
+    def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        context = self._context
+        with self._llm.runtime.generating():
+            if self.has_beams:
+                with self._on_fork():
+                    answer = super().run(pieces)
+                context._advance(*context._with_answer(self._question, self._ids, answer))
+                return answer
+            with memory_errors(lambda: "prefill"):
+                mark = ReturnPoint(self.cache)
+            try:
+                answer = super().run(pieces)
+                is_kept = bool(answer.token_ids) and self._keep(answer)
+            except BaseException:
+                context._put_back(mark)
+                raise
+            if is_kept:
+                mark.keep()
+                return answer
+            context._put_back(mark)
+            if answer.token_ids:  # else it was given up while the question was computed
+                context._advance(*context._with_answer(self._question, self._ids, answer))
+            return answer
+
+    def _keep(self, answer: Generation) -> bool:
+        """False where the cached tokens are not those that the context shall have."""
+        context = self._context
+        ids, messages = context._with_answer(self._question, self._ids, answer)
+        cached = [*self._ids[0].tolist(), *answer.token_ids][: self.cache.get_seq_length()]
+        if common_length(cached, ids[0].tolist()) < len(cached):
+            return False
+        with memory_errors(lambda: "prefill"):
+            context._compute(ids)
+        context.ids, context._messages = ids, messages
+        return True
 
 
 class AskedMessages:
     """Messages of which the last is to end with a question that is not known yet.
 
     The question follows the text in the same message: a message of its own would be a second one of
-    the user in a row, which many templates refuse and few models know.
+    the user in a row, which many templates refuse and few models know. Behind an answer it is a
+    message of its own.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[Message]) -> None:
-        if messages[-1]["role"] != "user":
+        if messages[-1]["role"] not in ("user", "assistant"):
             raise ConfigError(
                 "the last message of a context must be the user's, because questions follow in it, "
                 f"got one of {messages[-1]['role']}; put the text there"
@@ -54,15 +108,35 @@ class AskedMessages:
     def before_question(self) -> list[int]:
         """The tokens that come out the same whatever is asked."""
         # What follows the text may change how its last word is taken apart, so neither this ending
-        # nor that one is kept.
-        asked, ended = self.with_question("a"), self.template.encode(self.messages)
-        return asked[: common_length(asked, ended)]
+        # nor that one is kept. An answer that nothing follows would be one to be continued.
+        is_answer = self.messages[-1]["role"] == "assistant"
+        ended = self._followed_by("") if is_answer else self.messages
+        asked = self.with_question("a")
+        return asked[: common_length(asked, self.template.encode(ended))]
 
     def with_question(self, question: str) -> list[int]:
         """All tokens up to where the answer begins."""
+        return self.template.encode(self._followed_by(f"\n\n{question}", question))
+
+    def with_text(self, text: str) -> AskedMessages:
+        """More of the text."""
+        return AskedMessages(self.template, self._followed_by(text))
+
+    def with_messages(self, messages: Sequence[Message]) -> AskedMessages:
+        """Further messages."""
+        return AskedMessages(self.template, [*self.messages, *messages])
+
+    def with_answer(self, question: str, answer: str) -> AskedMessages:
+        """A question and what came of it."""
+        asked = self._followed_by(f"\n\n{question}", question)
+        return AskedMessages(self.template, [*asked, {"role": "assistant", "content": answer}])
+
+    def _followed_by(self, more: str, alone: str | None = None) -> list[Message]:
+        """With more in the user's last message, or `alone` in a new one behind an answer."""
         last = self.messages[-1]
-        content = f"{last['content']}\n\n{question}"
-        return self.template.encode([*self.messages[:-1], {**last, "content": content}])
+        if last["role"] == "user":
+            return [*self.messages[:-1], {**last, "content": f"{last['content']}{more}"}]
+        return [*self.messages, {"role": "user", "content": more if alone is None else alone}]
 
 
 @contextmanager
@@ -78,9 +152,10 @@ def _new_cache(llm: Model) -> Iterator[TieredCache]:
 
 
 class Context:
-    """A long text, prefilled once; every `ask` continues from its end and leaves no trace.
+    """A long text, prefilled once: asked as often as wanted, continued, forked, cut and saved.
 
-    It ends with `close`, with its `with` block, or when nobody has it any more.
+    Where a call fails, the context is as it was before. It ends with `close`, with its `with`
+    block, or when nobody has it any more.
 
     ids: [1, tokens].
 
@@ -103,9 +178,8 @@ class Context:
             check_room(llm, cache, ids.shape[1])
             cache.kv.reserve(ids.shape[1])
             shared = nullcontext(0) if llm.prefixes is None else llm.prefixes.context(cache, ids)
-            with shared as reused, torch.inference_mode():
-                if (rest := ids[:, reused:]).numel():
-                    llm.model(rest, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            with shared as reused:
+                _read(llm, cache, ids[:, reused:])
         return cls(llm, cache, ids, messages)
 
     @classmethod
@@ -176,11 +250,73 @@ class Context:
         with self._llm.runtime.generating():
             save_context(path, self._cache, self.ids, messages, self._llm)
 
+    def append(
+        self,
+        more: str | Sequence[int] | Tensor | Sequence[Message],
+        *,
+        on_prefill: PrefillProgress | None = None,
+        cancel: Event | None = None,
+    ) -> int:
+        """Continues the text, which the model reads now: exactly, whatever the method.
+
+        Args:
+            more: text or token ids that follow the context's; of messages, text that follows in the
+                user's last message, or begins one behind an answer, or further messages.
+            on_prefill, cancel: as in `generate`.
+
+        Returns:
+            How many tokens the context has grown by; 0 where it was cancelled and is as before.
+
+        Raises:
+            ConfigError: it is empty, or of another kind than the context, or does not fit into the
+                model's context, or the context is closed.
+            CapacityError, DeviceMemoryError: memory ran out.
+            BusyError: the model generates in another thread.
+        """
+        self._check_open()
+        check_watchers(on_prefill, cancel)
+        ids, messages = self._with_more(more)
+        before, new = self.ids.shape[1], ids.shape[1] - self._cache.get_seq_length()
+        cancels = [] if cancel is None else [cancel]
+        with self._llm.runtime.generating():
+            watch = PrefillWatch(self._llm.model, new, on_prefill, cancels)
+            try:
+                with watch:
+                    self._advance(ids, messages)
+            except PrefillCancelled:
+                return 0
+        return self.ids.shape[1] - before
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets all but the first tokens.
+
+        Args:
+            tokens: how many stay, at least 1; as many as there are, or more, forget nothing.
+
+        Raises:
+            ConfigError: the context is one of messages, or closed, or what came before its newest
+                tokens is gone: in sliding windows, or dropped by the method.
+            BusyError: the model generates in another thread.
+        """
+        self._check_open()
+        keep, before = whole_number("tokens", tokens), self.ids.shape[1]
+        if self._messages is not None:
+            raise ConfigError(
+                "a context of messages cannot be cut between two tokens; fork it before you append "
+                "or keep, and go on from the fork"
+            )
+        if keep >= before:
+            return
+        with self._llm.runtime.generating():
+            self._crop(keep)
+            self.ids = self.ids[:, :keep]
+
     @overload
     def ask(
         self,
         question: str | Sequence[int] | Tensor,
         *,
+        keep: bool = False,
         stream: Literal[False] = False,
         **options: Unpack[GenerateOptions],
     ) -> Generation: ...
@@ -190,6 +326,7 @@ class Context:
         self,
         question: str | Sequence[int] | Tensor,
         *,
+        keep: bool = False,
         stream: Literal[True],
         **options: Unpack[GenerateOptions],
     ) -> TextStream: ...
@@ -198,16 +335,19 @@ class Context:
         self,
         question: str | Sequence[int] | Tensor,
         *,
+        keep: bool = False,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Generation | TextStream:
         """The continuation of context and question; `stream` and options as in `generate`.
 
         A context of messages is answered as `generate` answers it with two line breaks and the
-        question at the end of the last message.
+        question at the end of the last message, or in a message of its own behind an answer.
 
         Args:
             question: text, token ids, or a tensor [tokens] or [1, tokens]; of messages, text only.
+            keep: question and answer become part of the context, an answer that is cut short as far
+                as it came; else the context stays what it is.
 
         Raises:
             ConfigError: the question is empty or does not fit into the model's context, or the
@@ -217,15 +357,19 @@ class Context:
         self._check_open()
         template = None if self._messages is None else self._messages.template
         whole = self._raw(question) if self._messages is None else self._rendered(question)
-        turn = _ForgottenTurn(self._llm, self._cache, whole, options, template)
+        turn: Turn
+        if keep:
+            turn = _KeptTurn(self, question, whole, options, template)
+        else:
+            turn = _ForgottenTurn(self._llm, self._cache, whole, options, template)
         return turn.stream() if stream else turn.run()
 
-    def _raw(self, question: str | Sequence[int] | Tensor) -> Tensor:
-        """Context and question [1, tokens], one behind the other."""
-        if isinstance(question, str):
-            encoded = self._llm.require_tokenizer()(question, add_special_tokens=False)
-            question = encoded["input_ids"]
-        ids = token_ids(question, self._llm.model, "question")
+    def _raw(self, more: str | Sequence[int] | Tensor, what: str = "question") -> Tensor:
+        """Context and what follows [1, tokens], one behind the other."""
+        if isinstance(more, str):
+            encoded = self._llm.require_tokenizer()(more, add_special_tokens=False)
+            more = encoded["input_ids"]
+        ids = token_ids(more, self._llm.model, what)
         return torch.cat([self.ids, ids.to(self.ids)], 1)
 
     def _rendered(self, question: str | Sequence[int] | Tensor) -> Tensor:
@@ -246,3 +390,95 @@ class Context:
                 "context"
             )
         return torch.tensor([ids]).to(self.ids)
+
+    # Growing, and going back --------------------------------------------------------------------
+
+    def _with_more(
+        self, more: str | Sequence[int] | Tensor | Sequence[Message]
+    ) -> tuple[Tensor, AskedMessages | None]:
+        """What the context is with more of its text."""
+        if self._messages is None:
+            if is_chat(more):
+                raise ConfigError(
+                    "a context of raw text grows by text or token ids, got messages; make the "
+                    "context of messages"
+                )
+            return self._raw(more, "text"), None  # type: ignore[arg-type]
+        if isinstance(more, str):
+            if not more:
+                raise ConfigError("text is empty; pass at least one word")
+            messages = self._messages.with_text(more)
+        elif is_chat(more):
+            messages = self._messages.with_messages(checked(more))
+        else:
+            raise ConfigError(
+                f"a context of messages grows by text or messages, got {said(more)}; make the "
+                "context of token ids to append token ids"
+            )
+        return self._before_question(messages), messages
+
+    def _with_answer(
+        self, question: str | Sequence[int] | Tensor, asked: Tensor, answer: Generation
+    ) -> tuple[Tensor, AskedMessages | None]:
+        """What the context is with a question, asked [1, tokens] with all before it, and answer."""
+        if self._messages is None:
+            return torch.cat([asked, torch.tensor([answer.token_ids]).to(asked)], 1), None
+        assert isinstance(question, str)
+        messages = self._messages.with_answer(question, answer.text)
+        return self._before_question(messages), messages
+
+    def _before_question(self, messages: AskedMessages) -> Tensor:
+        return torch.tensor([messages.before_question()]).to(self.ids)
+
+    def _advance(self, ids: Tensor, messages: AskedMessages | None) -> None:
+        """The context becomes ids [1, tokens]."""
+        check_room(self._llm, self._cache, ids.shape[1])
+        with memory_errors(lambda: "prefill"):
+            mark = ReturnPoint(self._cache)
+            try:
+                self._compute(ids)
+            except BaseException:
+                self._put_back(mark)
+                raise
+        mark.keep()
+        self.ids, self._messages = ids, messages
+
+    def _compute(self, ids: Tensor) -> None:
+        """Lets the cache, which holds the first of ids [1, tokens] or those of the context, hold
+        all of them.
+        """
+        cached = self._cache.get_seq_length()
+        if cached == self.ids.shape[1]:
+            same = common_length(self.ids[0].tolist(), ids[0].tolist())
+            if same < cached:
+                self._crop(same)
+        _read(self._llm, self._cache, ids[:, self._cache.get_seq_length() :])
+
+    def _crop(self, tokens: int) -> None:
+        if not self._cache.can_crop:
+            raise ConfigError(
+                f"a context must still have what came before token {tokens} to be cut there, got "
+                "one whose method or sliding windows have lost it; make a new context, or fork it "
+                "earlier"
+            )
+        try:
+            self._cache.crop(tokens - self._cache.get_seq_length())
+        except MethodError as error:
+            raise ConfigError(f"the context cannot be cut to {tokens} tokens: {error}") from error
+
+    def _put_back(self, mark: ReturnPoint) -> None:
+        """To where it was before a call that failed; closes it where that fails, too."""
+        if not mark.go_back():
+            self.close()
+
+
+def _read(llm: Model, cache: TieredCache, ids: Tensor) -> None:
+    """Lets the model read ids [1, tokens] behind what a cache holds, exactly, however few."""
+    if not ids.numel():
+        return
+    cache.kv.more_prompt = True
+    try:
+        with torch.no_grad():  # inference mode would leave tensors that nobody can write later
+            llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        cache.kv.more_prompt = False

@@ -157,7 +157,7 @@ class Turn:
             past_key_values=self.cache,
             max_new_tokens=self._max_new,
             # Beams are rearranged as a whole, so they cannot be handed out token by token.
-            streamer=clock if self._options.get("num_beams", 1) == 1 else None,
+            streamer=None if self.has_beams else clock,
             stopping_criteria=self._stopping(),
             # A model's own defaults may ask for more than one answer, or for more than tokens.
             num_return_sequences=1,
@@ -167,6 +167,22 @@ class Turn:
             **self._options,
         )
         return output
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether rows of the cache are rearranged, of which several are left."""
+        return bool(self._options.get("num_beams", 1) != 1)
+
+    @contextmanager
+    def _on_fork(self) -> Iterator[None]:
+        """A block in which the turn runs on a fork of its cache, with a row for each beam."""
+        whole, self.cache = self.cache, self.cache.fork()
+        try:
+            self.cache.batch_repeat_interleave(self._options["num_beams"])
+            yield
+        finally:
+            fork, self.cache = self.cache, whole
+            fork.close()
 
     def _stage(self, clock: TokenClock) -> Stage:
         beyond = self.cache.get_seq_length() > self._ids.shape[1]  # beams pass no clock
@@ -238,7 +254,7 @@ class Turn:
         """Yields text as it comes; closing the iterator ends the generation."""
         if self._llm.tokenizer is None:
             raise ConfigError("stream=True yields text, and the model has no tokenizer")
-        if self._options.get("num_beams", 1) != 1:
+        if self.has_beams:
             raise ConfigError("stream=True works without beams; set num_beams=1")
         closed = threading.Event()
         self._cancels.append(closed)

@@ -78,10 +78,18 @@ class Following(Evicting):
             positions = left.split("positions")[0]
             scores = of_window(state, positions, left.num_heads, self.parts)
         left = scored(left, scores)
-        both = left if kept is None else kept.extended(left)
+        both = left if kept is None else self._evened(kept).extended(left)
         ranked = self.ranked(torch.stack(both.split("score")))
         chosen = best(ranked, self.room(ranked.shape[1]))
         return self.settled(both.select(chosen).with_state(**state), both, chosen)
+
+    def _evened(self, kept: Entries) -> Entries:
+        """As many entries of every head: where a row was cropped, heads had kept others of it."""
+        if len(set(kept.lengths)) < 2:
+            return kept
+        fewest, own = min(kept.lengths), kept.split("score")
+        chosen = [best(self.ranked(head[None]), fewest)[0].sort().values for head in own]
+        return kept.select(torch.stack(chosen))
 
     def after(self, layer_idx: int, attended: Attended) -> Sequence[Entries]:
         watched = self.watched(attended)

@@ -1,0 +1,84 @@
+"""Every method: a context that is asked, continued and cut equals fresh eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError
+from tests.contracts.architectures import build, strict_torch
+from tests.contracts.edges.test_forks import CELLS, drawn
+
+NEW = 9
+
+
+@pytest.fixture(autouse=True)
+def _strict() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with strict_torch():
+        yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def fresh(architecture: str, ids: tuple[int, ...], new: int = NEW) -> list[int]:
+    """Greedy tokens behind ids, by transformers alone."""
+    model = build(architecture)
+    prompt = torch.tensor([ids])
+    found = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=DynamicCache(config=model.config),
+        max_new_tokens=new,
+        do_sample=False,
+    )
+    return found[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(("method", "settings", "architecture"), CELLS)
+def test_what_a_context_grows_by_counts_as_if_it_had_been_there(
+    method: str, settings: dict[str, Any], architecture: str
+) -> None:
+    config = hkv.HybridConfig.from_settings(settings).opened()
+    with hkv.load(build(architecture), config=config) as llm:
+        ids = drawn(0, 37)[0].tolist()
+        context = llm.context(ids)
+
+        def ask(seed: int, keep: bool) -> None:
+            nonlocal ids
+            question = drawn(seed, 4)[0].tolist()
+            answer = context.ask(question, keep=keep, max_new_tokens=NEW).token_ids
+            assert answer == fresh(architecture, (*ids, *question))
+            ids = [*ids, *question, *answer] if keep else ids
+            assert context.ids[0].tolist() == ids
+            assert context._cache.get_seq_length() == len(ids)
+            context._cache.check_integrity()
+
+        ask(1, keep=True)
+        more = drawn(2, 23)[0].tolist()
+        assert context.append(more) == 23
+        ids += more
+        ask(3, keep=False)
+        ask(4, keep=True)
+        assert context.append([5]) == 1  # a single token is exact as well
+        ids.append(5)
+        ask(3, keep=False)
+        fork = context.fork()
+        if context._cache.can_crop:
+            context.truncate(len(ids) - 21)
+            del ids[-21:]
+            ask(6, keep=True)
+            assert context.append(more) == 23
+            ids += more
+            ask(7, keep=False)
+        else:
+            with pytest.raises(ConfigError, match="must still have what came before token"):
+                context.truncate(5)
+        fork._cache.check_integrity()
