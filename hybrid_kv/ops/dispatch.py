@@ -429,9 +429,9 @@ class Ops:
     def score_candidates(self, q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
         """See `sketch_select.exact_scores`."""
         if _reaches(q, k) and self._chosen_triton("find_by_sketch", q):
-            from hybrid_kv.ops.triton import sketch_find
+            from hybrid_kv.ops.triton import sketch_rank
 
-            return sketch_find.exact_scores(q, k, ids)
+            return sketch_rank.exact_scores(q, k, ids)
         self.served["find_by_sketch"] = "reference"
         return sketch_select.exact_scores(q, k, ids)
 
@@ -455,9 +455,9 @@ class Ops:
     def best_limit(self, scores: Tensor, top_k: int) -> Tensor:
         """See `sketch_select.best_limit`."""
         if self._choose("attend_candidates", scores, here=self._here(scores)) == "triton":
-            from hybrid_kv.ops.triton import sketch_find
+            from hybrid_kv.ops.triton import sketch_limit
 
-            return sketch_find.best_limit(scores, top_k)
+            return sketch_limit.best_limit(scores, top_k)
         return sketch_select.best_limit(scores, top_k)
 
     # Building an index --------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from hybrid_kv.ops.triton import (
     sketch_attend,
     sketch_encode,
     sketch_find,
+    sketch_limit,
 )
 from hybrid_kv.types import PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
@@ -106,7 +107,7 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
     keys, q = keys.to(dtype), queries(shape, dtype)
     sketch_encode.encode(codes, keys, 0)
     found = sketch_find.find(codes, q, keys, new=shape.new, width=1024)
-    limit = sketch_find.best_limit(found.scores, 100)
+    limit = sketch_limit.best_limit(found.scores, 100)
     for softcap in (None, 30.0):
         sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_kv.index._device_learn import SelectGoal, learn
 from hybrid_kv.ops import sketch_select
@@ -75,12 +81,12 @@ def test_codes_of_keys_are_those_of_the_definition(
 def test_what_lies_above_the_limit_is_found(
     ops: Ops, device: str, size: int, new: int, dtype: torch.dtype
 ) -> None:
-    from hybrid_kv.ops.triton import sketch_find
+    from hybrid_kv.ops.triton import sketch_query
 
     codes, keys, q = scene(device, dtype, size, new=new)
     found = ops.find_by_sketch(codes, q, keys, new=new, width=512)
     assert ops.served == {"find_by_sketch": "triton"}
-    own, scales = sketch_find.quantise(codes, q)
+    own, scales = sketch_query.quantise(codes, q)
     queries = QueryCodes(own.float(), *(part.contiguous() for part in scales.unbind(-1)))
     defined = sketch_select.quantise(codes, q)
     assert int((queries.codes - defined.codes).abs().max()) <= 1
@@ -151,6 +157,70 @@ def test_the_best_are_attended_as_defined(
     exact = sketch_select.attend(found, v, limit, scale=0.1, softcap=softcap)
     torch.testing.assert_close(part.out, exact.out, **tolerance)
     torch.testing.assert_close(part.lse, exact.lse, **FLOAT32)
+
+
+_TAKES_MEMORY = ("aten.empty", "aten.empty_like", "aten.new_empty")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device is told while this is entered: kernels, and torch's operations beside
+    them, but for views and memory that is taken.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.others: list[str] = []
+        self._within = False
+        names = ("query", "scan", "limit", "find", "rank", "attend")
+        for name in (*(f"sketch_{name}" for name in names), "paged"):
+            module = import_module(f"hybrid_kv.ops.triton.{name}")
+            for kernel, value in vars(module).copy().items():
+                if kernel.endswith("_kernel"):
+                    monkeypatch.setattr(module, kernel, self._counted(kernel, value))
+
+    def _counted(self, name: str, kernel: Any) -> Any:
+        def launch(*args: Any, grid: Any, **options: Any) -> None:
+            self.kernels[name] += 1
+            self._within = True  # the interpreter is made of torch as well
+            try:
+                kernel[grid](*args, **options)
+            finally:
+                self._within = False
+
+        launcher = MagicMock()
+        launcher.__getitem__.side_effect = lambda grid: partial(launch, grid=grid)
+        return launcher
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if not (self._within or func.is_view or name in _TAKES_MEMORY):
+            self.others.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_is_ten_kernels_and_nothing_that_waits(
+    ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but kernels is launched; torch is not asked for a value, a copy or another tensor."""
+    codes, keys, q = scene(device, torch.float32, 32)
+    v, q = torch.randn(HEADS, keys.shape[1], 40).to(device), q.contiguous()
+    with Launches(monkeypatch) as seen:
+        found = ops.find_by_sketch(codes, q, keys, new=1, width=300)
+        limit = ops.best_limit(found.scores, 20)
+        part = ops.attend_candidates(found, v, limit, scale=0.1)
+    assert seen.kernels == {
+        "_quantise_kernel": 1,
+        "_scan_kernel": 2,  # of the sample, and of all
+        "_limit_kernel": 2,  # of the sample, and of what is attended
+        "_prepare_kernel": 1,
+        "_recent_kernel": 1,
+        "_rank_kernel": 1,
+        "_attend_kernel": 1,
+        "_reduce_kernel": 1,
+    }
+    assert seen.others == []
+    assert all(tensor.device.type == device for tensor in (*found, limit, *part))
 
 
 def test_an_empty_list_is_attended_as_nothing(ops: Ops, device: str) -> None:

@@ -1,0 +1,257 @@
+"""Keys above a limit: by the scores of their codes, and by their own where they have none yet."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_kv.ops.sketch_select import SAMPLE_RUN, DeviceCodes
+from hybrid_kv.ops.triton._common import MIN_DOT, padded, upcast
+
+_TILE_KEYS = 128
+
+
+def scan(
+    by: DeviceCodes,
+    q: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    limit: Tensor,
+    sample: Tensor,
+    ids: Tensor,
+    count: Tensor,
+    *,
+    new: int,
+    is_sample: bool,
+) -> None:
+    """Writes the scores of a sample of the codes, or adds those above the limit to the lists.
+
+    Args:
+        codes, scales: the queries, see `sketch_query.quantise`.
+        limit: [Hkv, M]. sample: [Hkv, M, samples]. ids: [Hkv, T, width]; count: [Hkv, T].
+        is_sample: which of the two; the other one's tensors are not touched.
+    """
+    heads, rows, _ = q.shape
+    capacity = by.codes.shape[1]
+    dims = {bits: num_dims for num_dims, bits in by.plan.groups}
+    total = by.num_samples if is_sample else capacity
+    sizes = {bits: dims.get(bits, 0) * bits // 8 for bits in (8, 4, 2)}
+    _scan_kernel[(triton.cdiv(total, _TILE_KEYS), heads * new)](
+        by.codes,
+        codes,
+        scales,
+        limit,
+        by.state,
+        sample,
+        ids,
+        count,
+        new,
+        capacity,
+        by.num_samples,
+        by.sample_stride,
+        GROUP=rows // new,
+        BLOCK_ROWS=padded(rows // new, MIN_DOT),
+        CODE_DIMS=by.plan.num_dims,
+        CODE_BYTES=by.plan.code_bytes,
+        BYTES_8=sizes[8],
+        BYTES_4=sizes[4],
+        BYTES_2=sizes[2],
+        BLOCK_8=padded(sizes[8], MIN_DOT),
+        BLOCK_4=padded(sizes[4], MIN_DOT),
+        BLOCK_2=padded(sizes[2], MIN_DOT),
+        WIDTH=ids.shape[2],
+        TILE=_TILE_KEYS,
+        RUN=SAMPLE_RUN,
+        IS_SAMPLE=is_sample,
+        num_warps=4,
+    )
+
+
+def find_recent(
+    by: DeviceCodes,
+    q: Tensor,
+    scales: Tensor,
+    limit: Tensor,
+    ids: Tensor,
+    count: Tensor,
+    *,
+    new: int,
+) -> None:
+    """Adds the keys that have no codes yet and lie above the limit, by their exact scores."""
+    heads, rows, _ = q.shape
+    width = ids.shape[2]
+    _recent_kernel[(triton.cdiv(by.recent.shape[1], _TILE_KEYS), heads * new)](
+        q,
+        by.recent,
+        scales,
+        limit,
+        by.state,
+        ids,
+        count,
+        new,
+        by.recent.shape[1],
+        GROUP=rows // new,
+        DIM=q.shape[2],
+        WIDTH=width,
+        BLOCK_ROWS=padded(rows // new, MIN_DOT),
+        BLOCK_DIM=padded(q.shape[2], MIN_DOT),
+        TILE=_TILE_KEYS,
+        UPCAST=upcast(q, by.recent),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _products(
+    base,
+    codes,
+    at,
+    rows,
+    there,
+    members,
+    FIRST_BYTE: tl.constexpr,
+    FIRST_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+):
+    """Sums over one group of dims: [BLOCK_ROWS, TILE] float32, whole numbers."""
+    byte = tl.arange(0, BLOCK_BYTES)
+    in_group = byte < BYTES
+    from_ = rows.to(tl.int64)[:, None] * CODE_BYTES + FIRST_BYTE + byte[None, :]
+    some = tl.load(base + from_, mask=there[:, None] & in_group[None, :], other=0).to(tl.int32)
+    total = tl.zeros((at.shape[0], rows.shape[0]), tl.float32)
+    for part in tl.static_range(8 // BITS):
+        dims = FIRST_DIM + (byte // 4) * (32 // BITS) + 4 * part + byte % 4
+        wanted = members[:, None] & in_group[None, :]
+        query = tl.load(codes + at[:, None] + dims[None, :], mask=wanted, other=0.0)
+        values = ((some >> (BITS * part)) & ((1 << BITS) - 1)).to(tl.float16)
+        total += tl.dot(query, tl.trans(values))
+    return total
+
+
+@triton.jit
+def _keep(above, rows, ids, count, list_, WIDTH: tl.constexpr):
+    """Adds the rows [TILE] that are above to a list, as far as it has room; counts them all."""
+    found = tl.sum(above.to(tl.int32), 0)
+    if found > 0:
+        first = tl.atomic_add(count + list_, found)
+        place = first + tl.cumsum(above.to(tl.int32), 0) - 1
+        tl.store(ids + list_ * WIDTH + place, rows, mask=above & (place < WIDTH))
+
+
+@triton.jit
+def _scan_kernel(
+    base,
+    codes,
+    scales,
+    limit,
+    state,
+    sample,
+    ids,
+    count,
+    new,
+    capacity,
+    num_samples,
+    sample_stride,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CODE_DIMS: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    BYTES_8: tl.constexpr,
+    BYTES_4: tl.constexpr,
+    BYTES_2: tl.constexpr,
+    BLOCK_8: tl.constexpr,
+    BLOCK_4: tl.constexpr,
+    BLOCK_2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    IS_SAMPLE: tl.constexpr,
+):
+    list_ = tl.program_id(1).to(tl.int64)
+    head, token = list_ // new, list_ % new
+    number = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = number
+    if IS_SAMPLE:
+        rows = (number // RUN) * (RUN * sample_stride) + number % RUN
+    # A row that was cropped sees fewer keys than have codes.
+    coded = tl.minimum(tl.load(state), tl.load(state + 1))
+    there = rows < coded
+    member = tl.arange(0, BLOCK_ROWS)
+    members = member < GROUP
+    queries = (head * GROUP + member) * new + token
+    at = queries * CODE_DIMS
+    base += head * capacity * CODE_BYTES
+    total = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+    if tl.min(rows, 0) < coded:
+        if BYTES_8 > 0:
+            total += _products(
+                base, codes, at, rows, there, members, 0, 0, 8, BYTES_8, BLOCK_8, CODE_BYTES
+            )
+        if BYTES_4 > 0:
+            total += _products(
+                base, codes, at, rows, there, members,
+                BYTES_8, BYTES_8, 4, BYTES_4, BLOCK_4, CODE_BYTES,
+            )  # fmt: skip
+        if BYTES_2 > 0:
+            total += _products(
+                base, codes, at, rows, there, members,
+                BYTES_8 + BYTES_4, BYTES_8 + 2 * BYTES_4, 2, BYTES_2, BLOCK_2, CODE_BYTES,
+            )  # fmt: skip
+    half_scale = tl.load(scales + queries * 3, mask=members, other=0.0)
+    twice_zero = tl.load(scales + queries * 3 + 1, mask=members, other=0.0)
+    scores = (2.0 * total - twice_zero[:, None]) * half_scale[:, None]
+    if IS_SAMPLE:
+        scores = tl.where(there[None, :], scores, -float("inf"))
+        to = queries[:, None] * num_samples + number[None, :]
+        tl.store(sample + to, scores, mask=members[:, None] & (number < num_samples)[None, :])
+    else:
+        least = tl.load(limit + queries, mask=members, other=float("inf"))
+        above = (scores >= least[:, None]) & members[:, None] & there[None, :]
+        _keep(tl.max(above.to(tl.int32), 0) > 0, rows, ids, count, list_, WIDTH)
+
+
+@triton.jit
+def _recent_kernel(
+    q,
+    recent,
+    scales,
+    limit,
+    state,
+    ids,
+    count,
+    new,
+    room,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    list_ = tl.program_id(1).to(tl.int64)
+    head, token = list_ // new, list_ % new
+    slots = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    length, coded = tl.load(state), tl.load(state + 1)
+    # Key n lies in slot n % room, and there are those from `coded` on.
+    rows = coded + (slots - coded % room + room) % room
+    there = (slots < room) & (rows < length)
+    if tl.max(there.to(tl.int32), 0) > 0:
+        member, channels = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+        members, in_dim = member < GROUP, channels < DIM
+        queries = (head * GROUP + member) * new + token
+        real = members[:, None] & in_dim[None, :]
+        some = tl.load(q + queries[:, None] * DIM + channels[None, :], mask=real, other=0.0)
+        at = (head * room + slots)[:, None] * DIM + channels[None, :]
+        keys = tl.load(recent + at, mask=there[:, None] & in_dim[None, :], other=0.0)
+        if UPCAST:
+            some, keys = some.to(tl.float32), keys.to(tl.float32)
+        scores = tl.dot(some, tl.trans(keys), input_precision="ieee")
+        shift = tl.load(scales + queries * 3 + 2, mask=members, other=0.0)
+        least = tl.load(limit + queries, mask=members, other=float("inf"))
+        above = (scores - shift[:, None] >= least[:, None]) & members[:, None] & there[None, :]
+        _keep(tl.max(above.to(tl.int32), 0) > 0, rows, ids, count, list_, WIDTH)
