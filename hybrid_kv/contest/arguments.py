@@ -21,13 +21,14 @@ class EvalArguments(Params):
     """One comparison of methods.
 
     model, device, dtype: as `load_model`. tasks: names of `TASKS` with settings of their own, such
-    as key_value:records=32; "ruler" for its thirteen, "all" for all that the model's language has.
-    contexts: tokens of context and question. methods: registered names with settings of their own,
-    such as quest:dense_layers=2; "all" stands for each of them once; full attention always takes
-    part. budgets: shares of the context (5%) or tokens that a query head attends in a step.
-    question: when it comes, "after" the eviction, "before" it, or "both". samples: contexts of
-    each task and length. settings: for all methods that know them. text: a file to read on in; None
-    for English prose that every Python brings. raw: leaves out the chat template.
+    as key_value:records=32; "ruler" for its thirteen, "all" for all that the model's language has
+    and that need no file. contexts: tokens of context and question. methods: registered names with
+    settings of their own, such as quest:dense_layers=2; "all" stands for each of them once; full
+    attention always takes part. budgets: shares of the context (5%) or tokens that a query head
+    attends in a step. question: when it comes, "after" the eviction, "before" it, or "both".
+    samples: contexts of each task and length. settings: for all methods that know them. text: a
+    file to read on in; None for English prose that every Python brings. raw: leaves out the chat
+    template.
     """
 
     model: str
@@ -71,7 +72,7 @@ class EvalArguments(Params):
         check_settings(asked.methods, asked.settings)
         for task in asked.tasks:
             if task != "all":
-                asked.task(task)
+                asked.check_task(task)
         for context in asked.contexts:
             asked.contenders(context)
         return asked
@@ -87,7 +88,8 @@ class EvalArguments(Params):
             ConfigError: one of them is not written in the language of the model.
         """
         if "all" in self.tasks:
-            return [name for name in TASKS if self.task(name).speaks(language)]
+            drawn = [name for name in TASKS if not TASKS[name].factory.recorded]
+            return [name for name in drawn if self.task(name).speaks(language)]
         for name in self.tasks:
             if not self.task(name).speaks(language):
                 known = [task for task in TASKS if self.task(task).speaks(language)]
@@ -97,6 +99,15 @@ class EvalArguments(Params):
                     f"choose among {', '.join(known)}"
                 )
         return list(self.tasks)
+
+    def check_task(self, spec: str) -> None:
+        """Raises ConfigError for a task that is unknown, or cannot be asked so often."""
+        most = self.task(spec).num_contexts
+        if most is not None and self.samples > most:
+            raise ConfigError(
+                f"samples must be at most {most} for task '{spec}', whose file has "
+                f"no more contexts, got {self.samples}; lower samples"
+            )
 
     @staticmethod
     def task(spec: str) -> Task:

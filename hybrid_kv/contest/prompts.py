@@ -60,7 +60,8 @@ class Contains:
     def is_over(self, answer: list[int]) -> bool:
         if len(answer) >= self.question.max_new_tokens or answer[-1] in self.ends:
             return True
-        return len(answer) > 1 and self.score(answer) == 1
+        text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+        return len(answer) > 1 and self.question.is_settled(text)
 
 
 @dataclass(frozen=True, slots=True)

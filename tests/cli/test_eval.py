@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_kv.cli import evaluate
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.prompts import Writer
+from hybrid_kv.contest.prompts import Contains, Writer
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.tasks import TaskConfig
+from hybrid_kv.eval.tasks import TaskConfig, TextQuestion
+from hybrid_kv.eval.tasks.measures import rouge_l
 from hybrid_kv.report.schema import EvalReport, parse_report
 from tests.cli.support import call, refused
 
@@ -148,6 +149,26 @@ def test_a_model_without_a_chat_template_is_asked_with_raw_only() -> None:
     prompt = Writer(english_tokenizer(), raw=True).prompt("passkey", task, 301, 0, 1, 0)
     (asked,) = prompt.asked
     assert 250 <= len(prompt.context) + len(asked.ids) <= 301
+
+
+def test_more_samples_than_a_file_has_contexts_are_refused(model: Path, tmp_path: Path) -> None:
+    row = {"input": "A text.\nAnd what is asked?", "outputs": ["4"]}
+    path = tmp_path / "validation.jsonl"
+    path.write_text(json.dumps(row))
+    task = f"ruler_files:path={path}"
+    error = refused("eval", model, "--tasks", task, "--samples", "2", "-o", tmp_path / "results")
+    assert f"samples must be at most 1 for task '{task}'" in error
+    error = refused("eval", model, "--tasks", f"longbench:path={path}", "-o", tmp_path / "results")
+    assert f"line 1 of '{path}' must be a JSON object with input, context, answers" in error
+
+
+def test_an_answer_ends_early_only_where_more_would_not_lower_its_score() -> None:
+    tokenizer = english_tokenizer()
+    said: list[int] = tokenizer("the the")["input_ids"]
+    for measure, over in ((None, True), (rouge_l, False)):
+        question = TextQuestion("", "", ("the the",), measure=measure)
+        judge = Contains(question, tokenizer, frozenset())
+        assert judge.is_over(said) is over
 
 
 def test_a_method_that_fails_is_named_with_its_reason(

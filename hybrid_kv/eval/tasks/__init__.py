@@ -11,6 +11,8 @@ from hybrid_kv.eval.tasks.base import (
 )
 from hybrid_kv.eval.tasks.counting import CommonWords, FrequentWords, MostFrequent
 from hybrid_kv.eval.tasks.documents import OneStep, TwoSteps
+from hybrid_kv.eval.tasks.infinite_bench import InfiniteBench
+from hybrid_kv.eval.tasks.longbench import LongBench
 from hybrid_kv.eval.tasks.needles import (
     KeyValue,
     MultiKey1,
@@ -24,6 +26,8 @@ from hybrid_kv.eval.tasks.needles import (
     Single3,
 )
 from hybrid_kv.eval.tasks.perplexity import Perplexity
+from hybrid_kv.eval.tasks.recorded import Recorded
+from hybrid_kv.eval.tasks.ruler_files import RulerFiles
 from hybrid_kv.eval.tasks.tracking import VariableTracking
 
 RULER = (
@@ -38,8 +42,10 @@ __all__ = [
     "TASKS",
     "CommonWords",
     "FrequentWords",
+    "InfiniteBench",
     "KeyValue",
     "Language",
+    "LongBench",
     "MostFrequent",
     "MultiKey1",
     "MultiKey2",
@@ -49,7 +55,9 @@ __all__ = [
     "OneStep",
     "Passkey",
     "Perplexity",
+    "Recorded",
     "Room",
+    "RulerFiles",
     "Single1",
     "Single2",
     "Single3",

@@ -7,7 +7,7 @@ was trained for it. It knows no tokenizer: a `Room` counts tokens for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from hybrid_kv.config import Params, PluginConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Sample as NeedleSample
+from hybrid_kv.eval.tasks.measures import Measure
 from hybrid_kv.registry import Registry
 
 Language = Literal["english", "needle"]
@@ -28,7 +29,7 @@ class TextQuestion:
     lead: how the answer begins; the model is given it and goes on. answers: what a right answer
     contains, all of them, or any of them; case does not count. depth: where in the context the
     answer stands, 0 for its beginning and 1 for its end; None where it stands in many places.
-    max_new_tokens: after so many the answer is over.
+    max_new_tokens: after so many the answer is over. measure: what scores an answer instead.
     """
 
     text: str
@@ -37,11 +38,22 @@ class TextQuestion:
     any_of: bool = False
     depth: float | None = None
     max_new_tokens: int = 48
+    measure: Measure | None = None
 
     def score(self, answer: str) -> float:
         """The share of the answers that the text contains, or whether it contains any."""
+        if self.measure is not None:
+            return self.measure(answer, self.answers)
         found = [known.lower() in answer.lower() for known in self.answers]
         return float(any(found)) if self.any_of else sum(found) / len(found)
+
+    def is_settled(self, answer: str) -> bool:
+        """Whether more of it would change no score: what was said stays said."""
+        return self.measure is None and self.score(answer) == 1
+
+    def at(self, depth: float) -> TextQuestion:
+        """With this depth."""
+        return replace(self, depth=depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +81,31 @@ class Task:
     """One kind of question; one object makes all of its samples.
 
     reads: it asks nothing, but lets the model read on (see `hybrid_kv.eval.tasks.perplexity`).
+    recorded: it asks what stands in a file of the user's (`hybrid_kv.eval.tasks.recorded`).
     """
 
     Params: ClassVar[type[BaseModel]] = Params
     reads: ClassVar[bool] = False
+    recorded: ClassVar[bool] = False
 
     def __init__(self, params: Any) -> None:
         self.params = params
+
+    @property
+    def num_contexts(self) -> int | None:
+        """How many different samples there are; None for as many as one likes.
+
+        Raises:
+            ConfigError: they stand in a file that cannot be used.
+        """
+        return None
 
     def english(self, room: Room, rng: np.random.Generator, depth: float) -> TextSample:
         """A context in plain English that fills the room.
 
         Args:
-            depth: where in the context the one that is asked for should stand, in tasks of one.
+            depth: where in the context the one that is asked for should stand, in tasks of one;
+                samples have depths at equal distances between 0 and 1.
 
         Raises:
             ConfigError: the room is too small, or the task is not written in English.
