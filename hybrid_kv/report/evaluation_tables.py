@@ -86,6 +86,35 @@ class Sheet:
         return [f"{name}nats beyond", "KL", "top-1"]
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetTable:
+    """What one task loses by budget: methods downwards, budgets to the right."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def budget_tables(sheet: Sheet) -> Iterator[BudgetTable]:
+    """One for each task of a sheet with several budgets; the last column is of what has none."""
+    budgets = [*dict.fromkeys(line.budget for line in sheet.lines if line.budget is not None)]
+    if len(budgets) < 2:
+        return
+    own = [None] if any(line.budget is None for line in sheet.lines) else []
+    shown = "nats beyond · KL · top-1" if sheet.asking == "none" else "score"
+    for number, task in enumerate(sheet.tasks):
+        found = {(line.method, line.budget): line.rows[number] for line in sheet.lines}
+        rows = tuple(
+            (name, *(_budget_cell(found.get((name, budget))) for budget in (*budgets, *own)))
+            for name in dict.fromkeys(line.method for line in sheet.lines)
+        )
+        yield BudgetTable(
+            f"{short_count(sheet.context_tokens)} tokens, {task}: {shown}, {_SAID[sheet.asking]}",
+            ("method", *budgets, *("no budget" for _ in own)),
+            rows,
+        )
+
+
 def sheets(rows: Sequence[EvalRow]) -> Iterator[Sheet]:
     """A table for each context and way of asking; methods in the rows' order, by budget."""
     for asking in ("after", "before", "none"):
@@ -145,6 +174,12 @@ def short_bytes(count: float | None) -> str:
 
 def _mean(row: EvalRow) -> float | None:
     return None if row.score is None else row.score.mean
+
+
+def _budget_cell(row: EvalRow | None) -> str:
+    if row is None or row.score is None:
+        return failed(row) or NOTHING
+    return _share(row.score.mean) if row.nats_beyond is None else " · ".join(_reading_cells(row))
 
 
 def _reading_cells(row: EvalRow | None) -> list[str]:

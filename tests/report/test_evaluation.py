@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
-from hybrid_kv.report.evaluation_tables import sheets, short_bytes, to_csv
+from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
 from hybrid_kv.report.html.evaluation import render_evaluation
 from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier
 from hybrid_kv.report.html.palette import looks
@@ -53,6 +53,26 @@ def report(rows: tuple[EvalRow, ...] = ROWS) -> EvalReport:
     return EvalReport(
         environment=environment(), arguments={"model": HOSTILE}, model=HOSTILE, rows=rows
     )
+
+
+def test_budgets_stand_side_by_side() -> None:
+    asked, reading = (next(iter(budget_tables(sheet))) for sheet in sheets(ROWS))
+    assert asked.title == "4K tokens, key_value: score, question after the eviction"
+    assert asked.head == reading.head == ("method", "5%", "10%", "no budget")
+    assert asked.rows == (
+        ("full", "-", "-", "1.000"),
+        ("quest", "0.250", "0.500", "-"),
+        ("hybrid", "0.750", "-", "-"),
+        (HOSTILE, "failed", "-", "-"),
+    )
+    assert reading.rows[1] == (
+        "quest",
+        "+0.2500 · 0.2500 · 0.250",
+        "+0.5000 · 0.5000 · 0.500",
+        "-",
+    )
+    assert asked.title in render_evaluation(report())
+    assert not [*budget_tables(next(sheets([one for one in ROWS if one.budget != "10%"])))]
 
 
 def test_a_sheet_has_methods_down_by_budget_and_tasks_across() -> None:

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from hybrid_kv.report.evaluation import EvalRow
-from hybrid_kv.report.evaluation_tables import ScoreLine, Sheet, sheets
+from hybrid_kv.report.evaluation_tables import (
+    BudgetTable,
+    ScoreLine,
+    Sheet,
+    budget_tables,
+    sheets,
+)
 from hybrid_kv.report.html.elements import Child, Html, el, join
 from hybrid_kv.report.html.figures.depths import DepthMap, depths_figure
 from hybrid_kv.report.html.figures.pareto import ParetoMark, pareto_figure
@@ -88,7 +94,12 @@ def _lead(found: Sequence[Sheet]) -> Html | None:
 
 
 def _tables(found: Sequence[Sheet]) -> Html:
-    return join(*(_table(sheet) for sheet in found), note(_COLUMNS))
+    by_budget = (_budget_table(one) for sheet in found for one in budget_tables(sheet))
+    return join(*by_budget, *(_table(sheet) for sheet in found), note(_COLUMNS))
+
+
+def _budget_table(found: BudgetTable) -> Html:
+    return table(found.title, found.head, [[*map(_cell, row)] for row in found.rows])
 
 
 def _table(sheet: Sheet) -> Html:
