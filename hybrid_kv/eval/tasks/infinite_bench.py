@@ -8,12 +8,12 @@ from typing import ClassVar, NamedTuple
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks.base import TASKS, TextQuestion
 from hybrid_kv.eval.tasks.measures import Measure, f1, letter, rouge_l
-from hybrid_kv.eval.tasks.recorded import Asked, Recorded, Row
+from hybrid_kv.eval.tasks.recorded import AskedRow, JsonRow, Recorded
 
 _LETTERS = "ABCD"
 
 
-class _Kind(NamedTuple):
+class _BenchFile(NamedTuple):
     """What one of the tasks says first, how it is measured, and how long answers may be."""
 
     intro: str
@@ -24,16 +24,18 @@ class _Kind(NamedTuple):
 _FIND = "The following text hides something. Remember it, you will be asked."
 _BOOK = "Read the following book, you will be asked about it."
 KINDS = {
-    "passkey": _Kind(_FIND, None, 6),
-    "number_string": _Kind(_FIND, None, 12),
-    "kv_retrieval": _Kind("Remember the values of the following JSON object.", None, 50),
-    "longbook_qa_eng": _Kind(_BOOK, f1, 40),
-    "longbook_sum_eng": _Kind(_BOOK, rouge_l, 1200),
-    "longbook_choice_eng": _Kind(_BOOK, letter, 40),
-    "longdialogue_qa_eng": _Kind("One name in the following dialogue is hidden.", None, 40),
-    "math_find": _Kind("Read the following list of numbers.", None, 3),
-    "code_debug": _Kind("Read the following code, one function of it has an error.", letter, 5),
-    "code_run": _Kind("Read the following functions.", None, 5),
+    "passkey": _BenchFile(_FIND, None, 6),
+    "number_string": _BenchFile(_FIND, None, 12),
+    "kv_retrieval": _BenchFile("Remember the values of the following JSON object.", None, 50),
+    "longbook_qa_eng": _BenchFile(_BOOK, f1, 40),
+    "longbook_sum_eng": _BenchFile(_BOOK, rouge_l, 1200),
+    "longbook_choice_eng": _BenchFile(_BOOK, letter, 40),
+    "longdialogue_qa_eng": _BenchFile("One name in the following dialogue is hidden.", None, 40),
+    "math_find": _BenchFile("Read the following list of numbers.", None, 3),
+    "code_debug": _BenchFile(
+        "Read the following code, one function of it has an error.", letter, 5
+    ),
+    "code_run": _BenchFile("Read the following functions.", None, 5),
 }
 
 
@@ -47,7 +49,7 @@ class InfiniteBench(Recorded):
 
     fields: ClassVar[tuple[str, ...]] = ("context", "input", "answer")
 
-    def asked(self, row: Row, path: Path) -> Asked:
+    def asked(self, row: JsonRow, path: Path) -> AskedRow:
         kind = KINDS.get(path.stem)
         if kind is None:
             raise ConfigError(
@@ -68,7 +70,7 @@ class InfiniteBench(Recorded):
             max_new_tokens=kind.max_new_tokens,
             measure=kind.measure,
         )
-        return Asked(kind.intro, str(row["context"]), question)
+        return AskedRow(kind.intro, str(row["context"]), question)
 
 
 def _listed(answer: object) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from hybrid_kv.eval.tasks.measures import (
     one_of,
     rouge_l,
 )
-from hybrid_kv.eval.tasks.recorded import Asked, Recorded, Row
+from hybrid_kv.eval.tasks.recorded import AskedRow, JsonRow, Recorded
 
 
-class _Kind(NamedTuple):
+class _DataSet(NamedTuple):
     """How a data set is asked and measured; None: by the names of all its classes.
 
     ask: the question, with {} for the row's own.
@@ -31,8 +31,8 @@ class _Kind(NamedTuple):
     max_new_tokens: int
 
 
-def _read(tokens: int, what: str = "text") -> _Kind:
-    return _Kind(
+def _read(tokens: int, what: str = "text") -> _DataSet:
+    return _DataSet(
         f"Answer the question by the following {what}, in as few words as you can.",
         "Question: {}\nAnswer in as few words as you can.",
         f1,
@@ -40,11 +40,11 @@ def _read(tokens: int, what: str = "text") -> _Kind:
     )
 
 
-def _sum_up(what: str, ask: str = "Write a summary of one page of it all.") -> _Kind:
-    return _Kind(f"Read the following {what}.", ask, rouge_l, 512)
+def _sum_up(what: str, ask: str = "Write a summary of one page of it all.") -> _DataSet:
+    return _DataSet(f"Read the following {what}.", ask, rouge_l, 512)
 
 
-_CODE = _Kind("Complete the following code.", "{}\nWrite the next line of code.", code, 64)
+_CODE = _DataSet("Complete the following code.", "{}\nWrite the next line of code.", code, 64)
 KINDS = {
     "narrativeqa": _read(128, "story"),
     "qasper": _read(128, "article"),
@@ -55,18 +55,20 @@ KINDS = {
     "gov_report": _sum_up("report of a government"),
     "qmsum": _sum_up("meeting", "Question about the meeting: {}"),
     "multi_news": _sum_up("news"),
-    "trec": _Kind("Name the type of the question, as in these examples.", "{}", None, 64),
-    "triviaqa": _Kind(
+    "trec": _DataSet("Name the type of the question, as in these examples.", "{}", None, 64),
+    "triviaqa": _DataSet(
         "Answer the question by the passage, as in these examples.", "{}", first_line(f1), 32
     ),
-    "samsum": _Kind("Sum up the dialogue, as in these examples.", "{}", first_line(rouge_l), 128),
-    "passage_count": _Kind(
+    "samsum": _DataSet(
+        "Sum up the dialogue, as in these examples.", "{}", first_line(rouge_l), 128
+    ),
+    "passage_count": _DataSet(
         "Some of the following paragraphs may be repeated.",
         "How many different paragraphs are there? Say the number alone.",
         numbers,
         32,
     ),
-    "passage_retrieval_en": _Kind(
+    "passage_retrieval_en": _DataSet(
         "Remember the following paragraphs.",
         "This is the abstract of one of them: {}\nSay the number of that paragraph alone.",
         numbers,
@@ -87,7 +89,7 @@ class LongBench(Recorded):
 
     fields: ClassVar[tuple[str, ...]] = ("input", "context", "answers", "dataset")
 
-    def asked(self, row: Row, path: Path) -> Asked:
+    def asked(self, row: JsonRow, path: Path) -> AskedRow:
         name = str(row["dataset"]).removesuffix("_e")
         kind = KINDS.get(name)
         if kind is None:
@@ -104,4 +106,4 @@ class LongBench(Recorded):
             max_new_tokens=kind.max_new_tokens,
             measure=kind.measure or classes,
         )
-        return Asked(kind.intro, str(row["context"]), question)
+        return AskedRow(kind.intro, str(row["context"]), question)

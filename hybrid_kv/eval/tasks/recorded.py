@@ -16,11 +16,11 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks.base import Room, Task, TextQuestion, TextSample
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 _MOST_NAMED = 20
 
 
-class Asked(NamedTuple):
+class AskedRow(NamedTuple):
     """A row of a data set: what is said before a context, the context, and a question about it."""
 
     intro: str
@@ -49,7 +49,7 @@ class Recorded(Task):
         questions: Count = 4
 
     @abstractmethod
-    def asked(self, row: Row, path: Path) -> Asked:
+    def asked(self, row: JsonRow, path: Path) -> AskedRow:
         """What a row asks.
 
         Raises:
@@ -113,12 +113,12 @@ class Recorded(Task):
 
 
 @lru_cache(maxsize=4)
-def _rows(path: Path, changed: int, fields: tuple[str, ...]) -> tuple[Row, ...]:
+def _rows(path: Path, changed: int, fields: tuple[str, ...]) -> tuple[JsonRow, ...]:
     """The objects of a file that has not changed since, each with these fields."""
     return tuple(_parsed(path, fields))
 
 
-def _parsed(path: Path, fields: tuple[str, ...]) -> Iterator[Row]:
+def _parsed(path: Path, fields: tuple[str, ...]) -> Iterator[JsonRow]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

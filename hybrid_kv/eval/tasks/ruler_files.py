@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks.base import TASKS, TextQuestion
-from hybrid_kv.eval.tasks.recorded import Asked, Recorded, Row
+from hybrid_kv.eval.tasks.recorded import AskedRow, JsonRow, Recorded
 
 _MOST = 128
 """Tokens of an answer, as RULER allows for its longest."""
@@ -24,7 +24,7 @@ class RulerFiles(Recorded):
     cuts: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ("input", "outputs")
 
-    def asked(self, row: Row, path: Path) -> Asked:
+    def asked(self, row: JsonRow, path: Path) -> AskedRow:
         context, line, question = str(row["input"]).strip().rpartition("\n")
         if not line:
             raise ConfigError(
@@ -39,4 +39,4 @@ class RulerFiles(Recorded):
             max_new_tokens=_MOST,
         )
         intro, _, text = context.partition("\n")
-        return Asked(intro, text.strip("\n"), question_of)
+        return AskedRow(intro, text.strip("\n"), question_of)
