@@ -40,6 +40,7 @@ from hybrid_kv.types import (
 from hybrid_kv.watch.audit import Look
 from hybrid_kv.watch.auditor import Auditor
 from hybrid_kv.watch.phases import ATTENTION, Phases
+from hybrid_kv.watch.places import Places
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class KVCache:
     `TieredLayer`. Not safe for use from several threads at once.
 
     layers: by index, from the beginning. more_prompt: set while a prompt comes in pieces, however
-        short the last one.
+        short the last one. places: takes where steps of one row and token look; None for nobody.
 
     Args:
         executor: shared with other caches, whose owner closes it; None for one of its own, as
@@ -88,6 +89,7 @@ class KVCache:
         )
         self.layers = self._new_layers()
         self.auditor = self._new_auditor()
+        self.places: Places | None = None
 
     def _of_one_conversation(self) -> dict[str, Any]:
         """What the layers share until `reset`."""
@@ -142,6 +144,13 @@ class KVCache:
     def reserve(self, num_tokens: int) -> None:
         """Announces how many tokens will come, so that memory is taken once."""
         self.means.reserved_tokens = max(self.means.reserved_tokens, num_tokens)
+
+    def look_every(self, steps: int) -> None:
+        """From now on audits look every so many decode steps, 0 for never; they begin anew."""
+        if self.auditor is not None:
+            self.auditor.close()
+        self.config = self.config.model_copy(update={"audit_every": steps})
+        self.auditor = self._new_auditor()
 
     def watch(self, needs: Needs) -> None:
         """Collects, from the first token on, more evidence than the method needs, and keeps it."""
@@ -201,14 +210,17 @@ class KVCache:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
         auditor, ahead = self.auditor, self.means.look_ahead
         foreseen = ahead.take(layer.shape.layer_idx) if ahead and ahead.under_way else None
-        if auditor is None:
+        places = self.places if q.shape[2] == 1 else None
+        if auditor is None and places is None:
             return layer.attend(layer.step(q, scale, softcap, new=new, ahead=foreseen))
-        target = auditor.due(layer.shape.layer_idx) if q.shape[2] == 1 else None
-        found: Found | None = None if target is None else {}
+        target = auditor.due(layer.shape.layer_idx) if auditor and q.shape[2] == 1 else None
+        found: Found | None = None if target is None and places is None else {}
         step = layer.step(q, scale, softcap, new=new, found=found, ahead=foreseen)
-        part = layer.attend(step, auditor.factor(layer.shape.layer_idx))
-        if target is not None:
+        part = layer.attend(step, 1 if auditor is None else auditor.factor(layer.shape.layer_idx))
+        if auditor is not None and target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
+        if places is not None:
+            places.add(step, part)
         return part
 
     def search_ahead(self, layer_idx: int, predict: Callable[[], Tensor]) -> None:
@@ -336,7 +348,7 @@ class KVCache:
             look_ahead=None if ahead is None else ahead.fork(),
         )
         new.layers = {idx: layer.forked(new.means) for idx, layer in self.layers.items()}
-        new.auditor = new._new_auditor()
+        new.auditor, new.places = new._new_auditor(), None
         return new
 
     def checkpoint(self) -> Checkpoint:

@@ -17,6 +17,10 @@ from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, T
 from hybrid_kv.serve.sampling import Sampler
 from hybrid_kv.serve.text import AnswerText
 from hybrid_kv.store import tier_bytes
+from hybrid_kv.watch.places import Places
+
+_PLACES = 64
+"""That are reported at most."""
 
 
 class ActiveRequest:
@@ -46,9 +50,12 @@ class ActiveRequest:
     def begin(self, cache: TieredCache, reused: int) -> None:
         """Takes a cache that holds the first `reused` tokens of the prompt."""
         self._cache, self.began = cache, monotonic()
-        self.done = self.reused = reused
         cache.kv.reserve(len(self.ids) + self.request.max_new_tokens)
+        cache.kv.places = Places() if self.request.places else None
         self._unsealed.extend(cache.kv.layers)
+        if reused:
+            self.done = self.reused = reused
+            self.ticket.put(Prefilled(reused, len(self.request.ids), reused))
 
     @property
     def cache(self) -> TieredCache:
@@ -174,6 +181,7 @@ class ActiveRequest:
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,
+            places=[] if kv.places is None else kv.places.heaviest(_PLACES, len(self.request.ids)),
             alone=alone,
         )
 

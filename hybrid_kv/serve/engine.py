@@ -17,6 +17,7 @@ from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, Ticket
 from hybrid_kv.serve.rounds import Rounds, needed_bytes
 
@@ -41,18 +42,27 @@ class Engine:
 
     alone: why decode steps of this model are not joined; empty where they are.
 
+    Args:
+        contexts: saved ones, with which prompts may begin; new ones are left there when nobody
+            waits.
+
     Raises:
         BusyError: the model generates in another thread.
     """
 
-    def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        limits: Limits | None = None,
+        contexts: ContextRegistry | None = None,
+    ) -> None:
         self._llm, self.limits = llm, limits or Limits()
         self.alone = why_alone(llm.model)
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
         self._open: set[Ticket] = set()  # queued or admitted, and not ended
         self._is_ending = self._is_closed = False
-        self._rounds = Rounds(llm, self.limits, self._ended)
+        self._rounds = Rounds(llm, self.limits, contexts, self._ended)
         self._stats = EngineStats()
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -152,6 +162,7 @@ class Engine:
             with self._llm.runtime.generating(), torch.inference_mode():
                 started.set_result(None)
                 self._serve()
+                self._rounds.close()
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
@@ -162,10 +173,12 @@ class Engine:
     def _serve(self) -> None:
         published = 0.0
         while True:
+            if self._is_idle():
+                self._publish()
+                while self._is_idle() and self._rounds.save_some():
+                    pass
             with self._changed:
-                if not self._queue and not self._rounds.runs:
-                    self._publish()
-                    self._changed.wait_for(lambda: self._queue or self._is_closed)
+                self._changed.wait_for(lambda: not self._is_idle() or self._is_closed)
                 if self._is_closed:
                     return
                 self._rounds.admit(self._queue)
@@ -173,6 +186,9 @@ class Engine:
             if monotonic() - published >= _PUBLISH_S:
                 self._publish()
                 published = monotonic()
+
+    def _is_idle(self) -> bool:
+        return not self._queue and not self._rounds.runs
 
     def _publish(self) -> None:
         self._stats = self._rounds.stats(len(self._queue))

@@ -8,8 +8,10 @@ the weights.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -19,10 +21,13 @@ from torch import Tensor
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, HybridKVError
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.runtime import check_host_memory, memory_errors, spare_host_memory
+from hybrid_kv.saved.registry import ContextRegistry, keeps_all
 from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.pace import PrefillPace
+from hybrid_kv.serve.prefixes import Prefix, Prefixes
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -48,11 +53,19 @@ class Rounds:
     runs: in the order of their submission.
 
     Args:
+        contexts: saved ones, with which prompts may begin, and where new ones are left.
         on_end: called with the ticket of each request that has ended.
     """
 
-    def __init__(self, llm: LLM, limits: Limits, on_end: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        limits: Limits,
+        contexts: ContextRegistry | None,
+        on_end: Callable[[Ticket], None],
+    ) -> None:
         self._llm, self._limits, self._on_end = llm, limits, on_end
+        self._contexts, self._prefixes = contexts, Prefixes(limits.prefix_bytes)
         self._alone = why_alone(llm.model)
         self.runs: list[ActiveRequest] = []
         self.tally, self._pace = EngineTally(), PrefillPace()
@@ -75,6 +88,8 @@ class Rounds:
         while queue and len(self.runs) < self._limits.max_running:
             ticket = queue[0]
             needed = needed_bytes(self._llm, ticket.request)
+            while self._prefixes and needed > self._spare_bytes():
+                self._prefixes.drop_oldest()
             if self.runs and needed > self._spare_bytes():
                 return
             queue.popleft()
@@ -109,9 +124,11 @@ class Rounds:
                     first = run.seal(budget - (monotonic() - begin))
         except Exception as error:
             self._end(run, "error", error)
-        else:
-            if first is not None:
-                self._take(run, first)
+            return
+        if first is not None:
+            twins = self._begin_twins(run)
+            for one in (run, *twins):
+                self._take(one, first)
 
     def _time_for_a_piece(self) -> float:
         if not any(run.is_ready for run in self.runs):
@@ -120,8 +137,45 @@ class Rounds:
 
     def _begin(self, run: ActiveRequest) -> None:
         total = len(run.request.ids) + run.request.max_new_tokens
-        check_host_memory(run.needed_bytes, total)
-        run.begin(self._llm.runtime.cache(config_of(self._llm, run.request)), 0)
+        config, ids = config_of(self._llm, run.request), run.request.ids
+        going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
+        found = self._prefixes.best(ids, config, going_on)
+        if found is None:
+            while self._prefixes and run.needed_bytes > self._spare_bytes():
+                self._prefixes.drop_oldest()
+            check_host_memory(run.needed_bytes, total)
+            found = self._opened(ids, config)
+        cache, reused = found
+        if cache.kv.config.audit_every != config.audit_every:
+            cache.kv.look_every(config.audit_every)
+        run.begin(cache, reused)
+
+    def _continuable(self) -> Iterator[ActiveRequest]:
+        """Requests that decode and have lost nothing of their prompts."""
+        return (run for run in self.runs if run.is_ready and keeps_all(run.cache))
+
+    def _opened(self, ids: Sequence[int], config: HybridConfig) -> tuple[TieredCache, int]:
+        """A new cache with what a saved context has of ids, but for the last one."""
+        cache, device = self._llm.runtime.cache(config), self._llm.runtime.device
+        if self._contexts is None or len(ids) < 2:
+            return cache, 0
+        return cache, self._contexts.take(cache, torch.tensor([ids[:-1]]), self._llm, device)
+
+    def _begin_twins(self, run: ActiveRequest) -> list[ActiveRequest]:
+        """Requests for the same, which have not begun: they go on from where this one stands."""
+        config, twins = config_of(self._llm, run.request), []
+        for twin in [one for one in self.runs if not one.has_begun]:
+            asked = twin.request
+            if asked.ids == run.request.ids and config_of(self._llm, asked) == config:
+                try:
+                    with memory_errors(lambda: "prefill"):
+                        twin.begin(run.cache.fork(), len(asked.ids))
+                        twin.seal(math.inf)
+                except Exception as error:
+                    self._end(twin, "error", error)
+                else:
+                    twins.append(twin)
+        return twins
 
     def _compute(self, run: ActiveRequest, budget: float) -> None:
         left = len(run.request.ids) - run.done
@@ -215,7 +269,8 @@ class Rounds:
             except Exception as late:
                 reason, error = "error", late
         report, usage = run.report(self._alone), run.usage()
-        run.close()
+        if error is not None or not run.is_ready or not self._prefixes.keep(run.cache, run.ids):
+            run.close()
         self._finish(run.ticket, reason, usage, report, error)
 
     def _finish(
@@ -243,9 +298,26 @@ class Rounds:
 
     def stats(self, queued: int) -> EngineStats:
         """How things stand."""
-        caches = [run.cache for run in self.runs if run.has_begun]
+        caches = [run.cache for run in self.runs if run.has_begun] + self._prefixes.caches
         held = tier_bytes(store for cache in caches for store in cache.kv.stores.values())
-        return self.tally.stats(queued, self.runs, self.chunk_tokens, held)
+        stats = self.tally.stats(queued, self.runs, self.chunk_tokens, held)
+        kept = sum(self._prefixes.held())
+        return replace(stats, prefixes=len(self._prefixes), prefix_bytes=kept)
+
+    def save_some(self) -> bool:
+        """Leaves one context of an ended request in the registry; False where there is none.
+
+        For when nobody waits: it takes as long as the disk does.
+        """
+        if self._contexts is None or (prefix := self._prefixes.unsaved()) is None:
+            return False
+        ids = torch.from_numpy(prefix.ids)[None]
+        self._contexts.add(prefix.cache, ids, self._llm)
+        return True
+
+    def close(self) -> None:
+        """Gives back what is kept for later requests."""
+        self._prefixes.close()
 
 
 def _early_end(ticket: Ticket) -> Reason | None:

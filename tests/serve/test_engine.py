@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, CapacityError, ConfigError, NonFiniteError, QueueFullError
@@ -18,44 +17,27 @@ from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.runtime import capacity
 from hybrid_kv.serve import (
     Engine,
-    Finished,
     Limits,
     Prefilled,
     Request,
     Sampling,
-    Ticket,
     Token,
 )
 from hybrid_kv.serve.rounds import needed_bytes
-from tests.contracts.architectures import build, scale_weights
+from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
-
-VOCAB = 12
-GREEDY = Sampling(temperature=0)
-NEW = 9
-UNJUDGED = {"audit.max_missed_mass": None, "audit.max_output_error": None}
-
-
-def small_model(seed: int = 11) -> PreTrainedModel:
-    """Groups of three query heads of 72 channels."""
-    config = LlamaConfig(
-        **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1},
-        **{"head_dim": 72, "max_position_embeddings": 1024, "tie_word_embeddings": False},
-        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        scale_weights(model)
-        with torch.no_grad():
-            model.lm_head.weight[:3] = 0
-    return model.eval()
-
-
-def tiered(page_size: int, **changes: Any) -> hkv.HybridConfig:
-    place = {"sink_tokens": page_size, "window_tokens": page_size, "index_build": "wait"}
-    return hkv.HybridConfig(page_size=page_size, **{**place, **changes})
+from tests.serve.asking import (
+    NEW,
+    UNJUDGED,
+    alone,
+    asked,
+    prompt,
+    read,
+    slow,
+    small_model,
+    tiered,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,55 +56,6 @@ def llm(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[hkv.
 def one(model: PreTrainedModel) -> Iterator[hkv.LLM]:
     with hkv.load(model, tokenizer=tokenizer(), config=tiered(16).opened()) as loaded:
         yield loaded
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    draw = torch.Generator().manual_seed(1000 * seed + length)
-    return tuple(torch.randint(3, VOCAB, (length,), generator=draw).tolist())
-
-
-def asked(length: int, seed: int = 0, **changes: Any) -> Request:
-    given: dict[str, Any] = {"max_new_tokens": NEW, "sampling": GREEDY, **changes}
-    return Request(prompt(length, seed), **given)
-
-
-def read(ticket: Ticket) -> tuple[list[int], Finished]:
-    """The tokens of an answer and its end, after the order of its events."""
-    events = list(ticket.events())
-    kinds = [type(event) for event in events]
-    assert kinds == sorted(kinds, key=[Prefilled, Token, Finished].index)
-    end = events[-1]
-    assert isinstance(end, Finished)
-    tokens = [event.id for event in events if isinstance(event, Token)]
-    assert end.usage.completion_tokens == len(tokens)
-    return tokens, end
-
-
-def alone(llm: hkv.LLM, request: Request) -> list[int]:
-    """What transformers' generate gives with a cache of the request's configuration."""
-    cache = llm.runtime.cache(request.config)
-    model: Any = llm.model
-    ids = torch.tensor([request.ids])
-    new = request.max_new_tokens
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
-    return list(out[0, ids.shape[1] :].tolist())
-
-
-@contextmanager
-def slow(llm: hkv.LLM, seconds: float = 0.02) -> Iterator[None]:
-    """A model whose every forward takes so long at least."""
-    hook = llm.model.register_forward_pre_hook(lambda *_: sleep(seconds))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def until(what: Callable[[], object], seconds: float = 10.0) -> None:
-    end = monotonic() + seconds
-    while not what():
-        assert monotonic() < end, "it did not happen"
-        sleep(0.005)
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -436,9 +369,10 @@ def test_a_busy_model_gets_no_engine(one: hkv.LLM) -> None:
 
 
 def test_draining_finishes_or_cancels_and_says_which(one: hkv.LLM) -> None:
-    with slow(one, 0.005), Engine(one) as engine:
-        short, long = engine.submit(asked(20)), engine.submit(asked(20, max_new_tokens=900))
-        drained = engine.drain(1.0)
+    with slow(one, 0.02), Engine(one) as engine:
+        short = engine.submit(asked(20, max_new_tokens=2))
+        long = engine.submit(asked(30, max_new_tokens=900))
+        drained = engine.drain(5.0)
         assert drained == (1, 1)
         assert [read(ticket)[1].reason for ticket in (short, long)] == ["length", "cancelled"]
         with pytest.raises(BusyError, match="takes no new requests"):

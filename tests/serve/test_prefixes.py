@@ -1,0 +1,169 @@
+"""Requests that begin like others continue from them, and answer as if they had computed it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.saved.registry import ContextRegistry
+from hybrid_kv.serve import Engine, Limits, Request, Sampling, Ticket, Token
+from tests.models.folder import tokenizer
+from tests.serve.asking import NEW, alone, asked, prompt, read, slow, small_model, tiered, until
+
+METHODS: dict[str, dict[str, Any]] = {
+    "hybrid": {"sink_tokens": 16, "window_tokens": 32},
+    "full": {},
+    "quest": {},
+    "snapkv": {"budget_tokens": 64, "observed_tokens": 16},
+    "streaming_llm": {"sink_tokens": 16, "window_tokens": 32},
+}
+LOSSY = {"snapkv", "streaming_llm"}
+
+
+def config(method: str) -> hkv.HybridConfig:
+    own = hkv.HybridConfig(method=method, page_size=16, index_build="wait", **METHODS[method])
+    return own if method in LOSSY else own.opened()
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return small_model()
+
+
+@pytest.fixture
+def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
+    with hkv.load(model, tokenizer=tokenizer(), config=tiered(16).opened()) as loaded:
+        yield loaded
+
+
+def answering(ticket: Ticket) -> bool:
+    return any(isinstance(event, Token) for event in ticket._happened)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_prompt_several_times_is_computed_once(llm: hkv.LLM, method: str) -> None:
+    request = asked(200, config=config(method))
+    want = alone(llm, request)
+    with slow(llm), Engine(llm) as engine:
+        tickets = [engine.submit(request) for _ in range(3)]
+        found = [read(ticket) for ticket in tickets]
+    assert [tokens for tokens, _ in found] == [want] * 3
+    assert [end.usage.reused_tokens for _, end in found] == [0, 200, 200]
+
+
+def test_different_seeds_give_different_answers_to_one_prompt(llm: hkv.LLM) -> None:
+    with Engine(llm) as engine:
+        asked_for = [
+            asked(200, sampling=Sampling(temperature=2.0, seed=seed), max_new_tokens=30)
+            for seed in (1, 2, 1)
+        ]
+        tickets = [engine.submit(request) for request in asked_for]
+        one, other, again = (read(ticket)[0] for ticket in tickets)
+    assert one == again != other
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_goes_on_from_an_ended_one(llm: hkv.LLM, method: str) -> None:
+    first = asked(200, config=config(method))
+    with Engine(llm) as engine:
+        answer = read(engine.submit(first))[0]
+        ids = (*first.ids, *answer, *prompt(30, seed=9))
+        later = Request(ids, NEW, first.sampling, config=first.config)
+        tokens, end = read(engine.submit(later))
+        until(lambda: engine.stats().finished.get("length") == 2)
+        stats = engine.stats()
+    # What was lost of the first prompt was chosen by its own end: it is computed anew.
+    kept = 0 if method in LOSSY else 200 + NEW - 1
+    assert end.usage.reused_tokens == kept
+    assert tokens == alone(llm, later)
+    assert stats.prefix_hits == (kept > 0)
+    assert stats.reused_tokens == kept
+    assert stats.prefixes == (0 if method in LOSSY else 1), "the longer one replaces the shorter"
+
+
+@pytest.mark.parametrize("method", ["hybrid", "full", "quest"])
+def test_prompts_share_what_they_begin_with_while_the_first_one_runs(
+    llm: hkv.LLM, method: str
+) -> None:
+    own = config(method)
+    document = prompt(170)
+    requests = [
+        Request((*document, *prompt(20 + n, seed=n)), 40, asked(1).sampling, config=own)
+        for n in (1, 2, 3)
+    ]
+    want = [alone(llm, request) for request in requests]
+    with slow(llm, 0.005), Engine(llm) as engine:
+        tickets = [engine.submit(requests[0])]
+        until(lambda: answering(tickets[0]))
+        tickets += [engine.submit(request) for request in requests[1:]]
+        found = [read(ticket) for ticket in tickets]
+    assert [tokens for tokens, _ in found] == want
+    assert [end.usage.reused_tokens >= 170 for _, end in found] == [False, True, True]
+
+
+def test_other_settings_share_nothing_but_audits_do(llm: hkv.LLM) -> None:
+    with Engine(llm) as engine:
+        read(engine.submit(asked(200)))
+        other = read(engine.submit(asked(200, config=config("full"))))[1]
+        audited = read(engine.submit(asked(200, audit_every=1)))[1]
+    assert other.usage.reused_tokens == 0
+    assert audited.usage.reused_tokens == 199
+    assert audited.report.missed_mass == pytest.approx(0, abs=1e-4)
+
+
+def test_kept_contexts_stay_within_their_bytes(llm: hkv.LLM) -> None:
+    with Engine(llm, Limits(prefix_bytes=0)) as engine:
+        read(engine.submit(asked(200)))
+        assert read(engine.submit(asked(200)))[1].usage.reused_tokens == 0
+    with Engine(llm) as engine:
+        read(engine.submit(asked(200)))
+        until(lambda: engine.stats().prefixes == 1)
+        each = engine.stats().prefix_bytes
+    limits = Limits(prefix_bytes=int(2.5 * each))
+    with Engine(llm, limits) as engine:
+        for seed in (1, 2, 1, 3):  # the second is the least recently used one
+            read(engine.submit(asked(200, seed=seed)))
+        until(lambda: engine.stats().finished.get("length") == 4)
+        assert engine.stats().prefixes == 2
+        assert engine.stats().prefix_bytes <= limits.prefix_bytes
+        reused = [read(engine.submit(asked(200, seed=s)))[1].usage.reused_tokens for s in (1, 2)]
+    assert reused == [199, 0]
+
+
+def test_a_saved_context_serves_the_next_engine(llm: hkv.LLM, tmp_path: Path) -> None:
+    request = asked(600)
+    longer = Request((*request.ids, *prompt(25, seed=3)), NEW, request.sampling)
+    want = alone(llm, longer)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(request))
+        until(lambda: ContextRegistry(tmp_path).counters.added == 1)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        tokens, end = read(engine.submit(longer))
+    assert tokens == want
+    assert end.usage.reused_tokens >= 500
+
+
+def test_places_are_where_exact_attention_looks(llm: hkv.LLM) -> None:
+    with Engine(llm) as engine:
+        full = read(engine.submit(asked(200, places=True, config=config("full"))))[1]
+        cold = read(engine.submit(asked(200, places=True)))[1]
+        none = read(engine.submit(asked(200)))[1]
+        few = tiered(16, **{"cold.top_k": 4})
+        found = read(engine.submit(asked(200, places=True, config=few)))[1]
+    assert none.report.places == []
+    everywhere = dict(full.report.places)
+    assert sum(everywhere.values()) <= 1
+    places = cold.report.places
+    assert len(places) == 64
+    assert places == sorted(places, key=lambda place: -place[1])
+    assert all(16 <= position < 200 for position, _ in places), "sinks are no places"
+    alike = [position for position in dict(places) if position in everywhere]
+    assert len(alike) > 32
+    for position in alike:
+        assert dict(places)[position] == pytest.approx(everywhere[position], rel=1e-3)
+    assert {position for position, _ in found.report.places[:5]} <= {p for p, _ in places}
