@@ -65,7 +65,7 @@ def prefix_key(config: HybridConfig) -> dict[str, Any]:
     return {**config.flat(), "audit_every": 0, "audit": None}
 
 
-class Prefixes:
+class KeptPrefixes:
     """What is kept, least recently used first, within a limit of bytes.
 
     One that loses entries as its prompt ends is not kept: what it would be for a shorter prompt is

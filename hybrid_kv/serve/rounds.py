@@ -27,7 +27,7 @@ from hybrid_kv.runtime import check_host_memory, memory_errors, spare_host_memor
 from hybrid_kv.saved.registry import ContextRegistry, keeps_all
 from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.pace import PrefillPace
-from hybrid_kv.serve.prefixes import Prefix, Prefixes
+from hybrid_kv.serve.prefixes import KeptPrefixes, Prefix
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -65,7 +65,7 @@ class Rounds:
         on_end: Callable[[Ticket], None],
     ) -> None:
         self._llm, self._limits, self._on_end = llm, limits, on_end
-        self._contexts, self._prefixes = contexts, Prefixes(limits.prefix_bytes)
+        self._contexts, self._prefixes = contexts, KeptPrefixes(limits.prefix_bytes)
         self._alone = why_alone(llm.model)
         self.runs: list[ActiveRequest] = []
         self.tally, self._pace = EngineTally(), PrefillPace()
