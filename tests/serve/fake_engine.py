@@ -44,6 +44,7 @@ class FakeEngine:
         self.seen: list[Request] = []
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None
+        self.places = [(1, 0.5), (3, 0.25)]
         self._tickets: list[Ticket] = []
 
     def submit(self, request: Request) -> Ticket:
@@ -87,7 +88,7 @@ class FakeEngine:
             itl_ms=[2.0] * max(0, made - 1),
             attended_per_token=12.5,
             recall=0.99 if request.audit_every else None,
-            places=[(1, 0.5), (3, 0.25)] if request.places else [],
+            places=self.places if request.places else [],
         )
         ticket.put(Finished(reason, Usage(total, made, min(2, total)), report=report))  # type: ignore[arg-type]
 

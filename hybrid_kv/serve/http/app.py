@@ -19,6 +19,7 @@ from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.forms import ChatForm, CompletionForm, Form
 from hybrid_kv.serve.http.guard import Guard, Rules
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE
+from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
 from hybrid_kv.serve.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -28,7 +29,7 @@ from hybrid_kv.serve.http.schemas import (
 )
 from hybrid_kv.serve.http.service import Order, Service
 
-_OPEN = {"/health"}
+_OPEN = {"/health", *PARTS}
 """Paths that need no key: they tell nothing of a model or a request."""
 
 
@@ -48,11 +49,12 @@ def application(service: Service, rules: Rules, cors_origins: Sequence[str] = ()
     _add_refusals(app)
     _add_answers(app, service)
     _add_facts(app, service)
+    add_page(app, service)
     guarded: ASGIApp = Guard(
         app,
         rules,
         is_open=_OPEN.__contains__,
-        documents=(),
+        documents=(UPLOAD,),
         responded=service.metrics.responded,
     )
     if cors_origins:

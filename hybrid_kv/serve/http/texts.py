@@ -46,7 +46,7 @@ class Texts:
         Raises:
             ConfigError: it is empty, or has ids that are none of the model's.
         """
-        return await self._in_thread(self._encode, prompt)
+        return await self.in_thread(self._encode, prompt)
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Of messages and of what begins the answer.
@@ -60,11 +60,16 @@ class Texts:
                 "messages need a chat template, and the model's tokenizer has none; send the whole "
                 "prompt to /v1/completions"
             )
-        return await self._in_thread(lambda: self._checked(template.encode(messages)))
+        return await self.in_thread(lambda: self._checked(template.encode(messages)))
+
+    async def encode_more(self, text: str) -> list[int]:
+        """Of text that follows other text: without special tokens at its beginning."""
+        ids, _ = await self.encode_with_offsets(text)
+        return ids
 
     async def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text alone, and where in it each one begins and ends (characters)."""
-        return await self._in_thread(self._encode_with_offsets, text)
+        return await self.in_thread(self._encode_with_offsets, text)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -89,7 +94,8 @@ class Texts:
         with self._decoding:
             return str(self._decoder.decode([token]))  # type: ignore[union-attr]
 
-    async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls what uses the tokenizer, in its thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, partial(call, *args, **kwargs))
 
