@@ -26,6 +26,7 @@ from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
 from hybrid_kv.cli.profile import profile
 from hybrid_kv.cli.report import report
+from hybrid_kv.cli.serve import serve
 
 
 class Verbs(TyperGroup):
@@ -100,6 +101,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     plan: "hybrid-kv plan random:llama-3-8b --context 128k --card rtx-4090 --host-memory 64GiB",
     evaluate: "hybrid-kv eval smollm2 --tasks key_value,perplexity --methods hybrid,quest "
     "--budget 2%,10% -o results",
+    serve: "hybrid-kv serve smollm2 --port 8000 --set cold.top_k=128",
     report: "hybrid-kv report before.json after.json --html report.html",
     methods: "hybrid-kv methods hybrid",
     heads: "hybrid-kv heads smollm2 --text book.txt -o heads.json",

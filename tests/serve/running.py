@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from hybrid_kv.api import LLM
 from hybrid_kv.serve.http.app import application
 from hybrid_kv.serve.http.guard import Rules
 from hybrid_kv.serve.http.server import Server, bound_socket
-from hybrid_kv.serve.http.service import Service
+from hybrid_kv.serve.http.service import Ending, Service
 
 CHAT = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -31,12 +31,16 @@ class Running:
 
 @contextmanager
 def serving(
-    llm: LLM, engine: Any, rules: Rules | None = None, cors_origins: tuple[str, ...] = ()
+    llm: LLM,
+    engine: Any,
+    rules: Rules | None = None,
+    cors_origins: tuple[str, ...] = (),
+    on_end: Callable[[Ending], None] = lambda ending: None,
 ) -> Iterator[Running]:
     service = Service(llm, engine, "tiny")
     started = threading.Event()
     app = application(service, rules or Rules(), cors_origins)
-    server = Server(app, service, started.set, lambda ending: None)
+    server = Server(app, service, started.set, on_end)
     bound = bound_socket("127.0.0.1", 0)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

@@ -62,7 +62,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Protocol(H11Protocol):
+class Connection(H11Protocol):
     """HTTP/1.1 whose clients may not hang: neither in a request's head nor in reading an answer."""
 
     head_seconds, stall_seconds, max_connections = HEAD_SECONDS, STALL_SECONDS, MAX_CONNECTIONS
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=Connection,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

@@ -1,0 +1,288 @@
+"""`hybrid-kv serve`: the model behind OpenAI's interface, and a page."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybrid_kv.cli.display import note
+from hybrid_kv.cli.ending import INTERRUPTED
+from hybrid_kv.cli.options import (
+    LayersOption,
+    ModelArgument,
+    ModelOptions,
+    OutputOptions,
+    count,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.serve import Limits
+    from hybrid_kv.serve.http.guard import Rules
+    from hybrid_kv.serve.http.service import Ending
+
+_ADDRESS, _LIMITS = "Address", "Limits"
+_KEY = "HYBRID_KV_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class AddressOptions:
+    """Where it is found, under which name, and by whom."""
+
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="127.0.0.1 serves this machine alone, 0.0.0.0 all others too.",
+            rich_help_panel=_ADDRESS,
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="N", help="0 takes a free one.", rich_help_panel=_ADDRESS
+        ),
+    ] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar=_KEY,
+            show_envvar=True,
+            help="Must come with every request; other users see it in the list of processes unless "
+            "the environment has it.",
+            rich_help_panel=_ADDRESS,
+        ),
+    ] = None
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What the model is called. [dim]default: as MODEL, of a path the last part[/]",
+            rich_help_panel=_ADDRESS,
+        ),
+    ] = None
+    cors_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Pages of this origin may ask from a browser; repeatable.",
+            rich_help_panel=_ADDRESS,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """How much is taken on."""
+
+    max_running: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Requests computed at a time.", rich_help_panel=_LIMITS
+        ),
+    ] = 16
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Requests that wait beside them; more are told to come back (429).",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 64
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="N",
+            help="Of one prompt. [dim]default: the model's context[/]",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
+    max_body: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Of one request or document.", rich_help_panel=_LIMITS),
+    ] = "32MiB"
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Of one request, from its arrival to its end; 0 for none.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 600.0
+    max_stall: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            metavar="MS",
+            help="Chunks of prompts are cut so that streams wait no longer for one.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 500.0
+    prefix_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="Host memory for contexts of ended requests, which later ones continue.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = "1GiB"
+
+    def as_limits(self) -> Limits:
+        """As the engine takes them."""
+        from hybrid_kv.serve import Limits
+
+        return Limits(
+            max_running=self.max_running,
+            max_queue=self.max_queue,
+            max_stall_ms=self.max_stall,
+            request_timeout_s=self.timeout or None,
+            max_prompt_tokens=self.max_prompt_tokens,
+            prefix_bytes=_bytes("--prefix-memory", self.prefix_memory),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TalkOptions:
+    """What is said."""
+
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel="Output"
+        ),
+    ] = False
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show what the library logs, and the traceback of an error.",
+            rich_help_panel="Output",
+        ),
+    ] = False
+
+    def as_output(self) -> OutputOptions:
+        """As notes take them."""
+        return OutputOptions(quiet=self.quiet, debug=self.debug)
+
+
+def serve(
+    model: ModelArgument,
+    *,
+    address: AddressOptions,
+    limits: LimitOptions,
+    options: ModelOptions,
+    cut: LayersOption,
+    output: TalkOptions,
+) -> None:
+    """Serve a model to the interfaces people use: OpenAI's over HTTP, and a page for documents."""
+    from hybrid_kv.cli.prompts import has_no_tokenizer
+    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.errors import ConfigError
+
+    _check_extra()
+    config = build_config(options)
+    asked, rules = limits.as_limits(), _rules(address, limits)
+    if has_no_tokenizer(model):
+        raise ConfigError(f"serving needs a tokenizer, and model '{model}' has none")
+
+    from hybrid_kv.serve import Engine
+    from hybrid_kv.serve.http.app import application
+    from hybrid_kv.serve.http.server import Server, bound_socket
+    from hybrid_kv.serve.http.service import Service
+
+    told = output.as_output()
+    bound = bound_socket(address.host, address.port)  # before a long loading
+    with (
+        bound,
+        opened(model, options, config, told, cut.layers) as llm,
+        Engine(llm, asked) as engine,
+    ):
+        service = Service(llm, engine, address.name or _name_of(model))
+        app = application(service, rules, address.cors_origins or ())
+        host, port = bound.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+        def started() -> None:
+            note(f"serving {service.name} at {url} (page), {url}/v1; Ctrl-C ends it", told)
+            if rules.api_key is None and rules.hosts is None:
+                note("whoever reaches this address may ask: --api-key asks for a key", told)
+
+        server = Server(app, service, started, lambda ending: note(_farewell(ending), told))
+        server.run([bound])
+    if server.signal == signal.SIGINT:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _check_extra() -> None:
+    """Raises ConfigError where what the extra `serve` brings is missing."""
+    from hybrid_kv.errors import ConfigError
+
+    packages = ("fastapi", "uvicorn", "prometheus_client")
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serving needs {', '.join(missing)}, got an environment without; "
+            "pip install 'hybrid-kv[serve]'"
+        )
+
+
+def _rules(address: AddressOptions, limits: LimitOptions) -> Rules:
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.serve.http.guard import LOCAL_HOSTS, Rules
+
+    if address.api_key is not None and not address.api_key.strip():
+        raise ConfigError(f"--api-key is empty; write a word, or leave it and {_KEY} out for none")
+    local = address.host in LOCAL_HOSTS
+    longest = _bytes("--max-body", limits.max_body)
+    return Rules(
+        api_key=address.api_key,
+        hosts=LOCAL_HOSTS if local else None,
+        max_body_bytes=longest,
+        max_bodies_bytes=8 * longest,
+    )
+
+
+def _bytes(option: str, text: str) -> int:
+    """'32MiB' -> 2**25.
+
+    Raises:
+        ConfigError: it is no number of bytes.
+    """
+    from hybrid_kv.config import parse_count
+    from hybrid_kv.errors import ConfigError
+
+    number = parse_count(text)
+    try:
+        count = int(str(number))
+    except ValueError:
+        count = -1
+    if count < 0:
+        raise ConfigError(f"{option} must be bytes such as 512MiB, got '{text}'")
+    return count
+
+
+def _name_of(model: str) -> str:
+    """'./models/llama' -> 'llama'; a name or hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+def _farewell(ending: Ending) -> str:
+    """What became of the requests in work."""
+    if not ending.finished and not ending.cancelled:
+        return "ended; no request was in work"
+    parts = []
+    for word, names in (("finished", ending.finished), ("cancelled", ending.cancelled)):
+        if names:
+            parts.append(f"{word} {len(names)} ({', '.join(names)})")
+    return f"ended; of the requests in work {' and '.join(parts)}"
