@@ -25,7 +25,7 @@ VERBS = ("generate", "chat", "demo", "profile", "plan", "report", "methods", "do
 
 def test_help_lists_the_verbs_and_only_those() -> None:
     text = call("--help").output
-    listed = [*VERBS, "eval", "heads"]
+    listed = [*VERBS, "eval", "heads", "serve"]
     assert all(f"│ {verb} " in text for verb in listed)
     assert len(app.registered_commands) == len(listed)
 

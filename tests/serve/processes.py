@@ -47,7 +47,7 @@ class ServeProcess:
     def interrupt(self) -> int:
         """Ctrl-C; its exit code."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""A server process with the shipped model, asked by OpenAI's own client and by the documentation."""
+"""A server process with the shipped model: OpenAI's own client and the documentation ask it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -155,7 +156,7 @@ def test_extensions_report_what_was_read(client: openai.OpenAI) -> None:
     )
     report = got.choices[0].hybrid_kv
     assert got.choices[0].text == ANSWER
-    assert 0 < report["attended_per_token"]
+    assert report["attended_per_token"] > 0
     assert report["ended_by"] == "length"
     assert report["places"]
     assert all(0 <= place["position"] < got.usage.prompt_tokens for place in report["places"])
@@ -225,8 +226,11 @@ def test_ctrl_c_ends_within_five_seconds_and_says_which(folder: Path) -> None:
         thread.start()
         time.sleep(1)
         began = time.monotonic()
-        assert running.interrupt() == 130
-        assert time.monotonic() - began < 7  # five, and the interpreter's own end
+        running.process.send_signal(signal.SIGINT)
+        while not running.lines[-1].startswith("ended") and time.monotonic() - began < 20:
+            time.sleep(0.05)
+        assert time.monotonic() - began < 6  # what the interpreter's own end takes comes later
+        assert running.process.wait(60) == 130
         thread.join(10)
         last = running.lines[-1]
         assert re.fullmatch(r"ended; of the requests in work cancelled 1 \(cmpl-\w+\)", last), last
