@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
@@ -67,6 +68,7 @@ class LayerMajorPrefill:
     ) -> None:
         self._chunk_tokens, self._states = chunk_tokens, states
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._hooks: list[RemovableHandle] = []
         self._cache: TieredCache | None = None
         self._home: torch.device | None = None  # of the weights, while states lie on the host
         self.in_place = True
@@ -86,7 +88,8 @@ class LayerMajorPrefill:
             self._wrap(table, self._table_forward)
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             if isinstance(head, nn.Module):
-                self._wrap(head, self._head_forward)
+                # A hook leaves its forward to those who multiply few tokens by its large matrix.
+                self._hooks.append(head.register_forward_pre_hook(self._bring_home))
 
     @property
     def cache(self) -> TieredCache | None:
@@ -146,11 +149,9 @@ class LayerMajorPrefill:
                 return inner(hidden, *args, **kwargs)
             return self._in_chunks(module, inner, size, hidden, args, kwargs)
 
-    def _head_forward(
-        self, module: nn.Module, inner: _Forward, hidden: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        hidden = hidden if self._home is None else bring(hidden, self._home)
-        return inner(hidden, *args, **kwargs)
+    def _bring_home(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the head: hidden states that lie on the host go to where its weights are."""
+        return None if self._home is None else (bring(args[0], self._home), *args[1:])
 
     def _in_chunks(
         self,
@@ -205,7 +206,10 @@ class LayerMajorPrefill:
         return max((widened_bytes(module, num_tokens) for module, _ in self._wrapped), default=0)
 
     def close(self) -> None:
-        """Restores every forward method to what it was."""
+        """Restores every forward method to what it was, and takes the hook off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for module, previous in self._wrapped:
             if previous is None:
                 module.__dict__.pop("forward", None)
