@@ -15,6 +15,11 @@ from hybrid_kv.report.run import (
     WorkReport,
 )
 
+CACHE_PHASES = (
+    *("search", "cold_attention", "resident_attention", "select", "merge", "transfer", "wait"),
+)
+"""Phases of a step that are the cache's and not the model's."""
+
 
 class BytesPerToken(Group):
     """What one decode step reads, by purpose."""
@@ -35,7 +40,8 @@ class ProfileRow(Group):
     place, which is no TTFT. ttft_s, prefill_s: of a prompt that was computed, prefill_s without the
     index builds that were waited for. step_ms: each measured decode step, wall time; tpot_ms is
     their mean. audit: of a pass of its own. limit_ms: bytes_per_token at the machine's
-    measured bandwidths. predicted_ms: by tier, as `plan` says. recorder_ratio: share of a step that
+    measured bandwidths; cache_limit_ms: those of the cache alone, without weights. predicted_ms: by
+    tier, as `plan` says. recorder_ratio: share of a step that
     measuring took. device_phases_ms: the device's own time by phase, null without one.
     resident_kv_bytes: KV of the resident tier, which is host memory too where there is no device.
     config: the flat configuration.
@@ -64,9 +70,17 @@ class ProfileRow(Group):
     resident_kv_bytes: int | None = None
     bytes_per_token: BytesPerToken = BytesPerToken()
     limit_ms: float | None = None
+    cache_limit_ms: float | None = None
     predicted_ms: dict[str, float] = Field(default_factory=dict)
     backends: dict[str, str] = Field(default_factory=dict)
     index: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def cache_ms(self) -> float | None:
+        """The cache's part of a step, all its phases; None where none was measured."""
+        parts = [getattr(self.phases_ms, phase) for phase in CACHE_PHASES]
+        known = [part for part in parts if part is not None]
+        return sum(known) if known else None
 
     @property
     def planned_ms(self) -> float | None:

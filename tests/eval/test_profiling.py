@@ -145,7 +145,10 @@ def test_rows_say_what_was_measured(fill: str) -> None:
     assert row.memory_bytes.host_kv
     assert row.predicted_ms["search"] > 0
     assert row.limit_ms is not None
-    assert row.limit_ms > 0
+    assert row.cache_limit_ms is not None
+    assert 0 < row.cache_limit_ms < row.limit_ms
+    weights = 1e-6 * (row.bytes_per_token.weights or 0) / 50
+    assert row.limit_ms - row.cache_limit_ms == pytest.approx(weights)
     assert row.recorder_ratio is not None
     assert row.recorder_ratio > 0
     assert row.audit is not None

@@ -276,6 +276,8 @@ class RowMeasurement:
             )
             row.bytes_per_token = BytesPerToken(**read)
             row.limit_ms = limit_ms(read, kv, self._around.rates)
+            of_cache = {what: count for what, count in read.items() if what != "weights"}
+            row.cache_limit_ms = limit_ms(of_cache, kv, self._around.rates)
 
     def _conclude(self, peak: PeakMemory) -> None:
         """What is known at the end, which an error or the user may have brought about."""
