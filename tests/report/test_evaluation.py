@@ -9,8 +9,9 @@ import pytest
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
 from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
 from hybrid_kv.report.html.evaluation import render_evaluation
-from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier
+from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier, pareto_figure
 from hybrid_kv.report.html.palette import looks
+from hybrid_kv.report.html.scene import Dot, Text
 from hybrid_kv.report.schema import EvalReport, parse_report, to_json
 from tests.report.profiles import HOSTILE, environment
 from tests.report.test_html_page import Page
@@ -129,6 +130,17 @@ def test_the_frontier_is_what_nobody_beats() -> None:
     look = looks(["a"])["a"]
     marks = [ParetoMark("a", None, look, b, s) for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
     assert frontier(marks) == marks[:2]
+
+
+@pytest.mark.parametrize(("count", "named"), [(12, 12), (13, 1)])
+def test_of_many_methods_only_those_that_nobody_beats_are_named(count: int, named: int) -> None:
+    names = [f"m{number}" for number in range(count)]
+    look = looks(names)
+    marks = [ParetoMark(name, None, look[name], 9 + i, 0.5) for i, name in enumerate(names)]
+    scene = pareto_figure("p", "title", "bytes", marks, 640.0)
+    words = [item.text for item in scene.marks if isinstance(item, Text)]
+    assert [name for name in names if name in words] == names[:named]
+    assert len([item for item in scene.marks if isinstance(item, Dot)]) == count
 
 
 @pytest.mark.parametrize(

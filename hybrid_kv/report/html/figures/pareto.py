@@ -13,6 +13,8 @@ from hybrid_kv.report.html.palette import SeriesLook
 from hybrid_kv.report.html.scene import Dot, Line, Scene, Text, text_width
 
 _MIB = 2**20
+_MOST_NAMED = 12
+"""With more methods than these only those that no other beats are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,10 @@ class ParetoMark:
 def pareto_figure(
     name: str, title: str, axis: str, marks: Sequence[ParetoMark], width: float
 ) -> Scene:
-    """Up and left is better; markers of a method are joined, the best of all by a thin line."""
+    """Up and left is better; markers of a method are joined, the best of all by a thin line.
+
+    Of many methods only those on that line have a name and a colour; a marker's tip names its own.
+    """
     height = 380.0
     scene = Scene(name, title, _describe(axis, marks), width, height)
     left, right, top, bottom = 46.0, width - 12.0, 28.0, height - 42.0
@@ -48,22 +53,26 @@ def pareto_figure(
         Line(((left, bottom), (right, bottom)), "rule"),
     )
     at = {mark: (x_scale(mark.bytes / _MIB), y_scale(mark.score)) for mark in marks}
-    front = tuple(at[mark] for mark in frontier(marks))
-    if len(front) > 1:
-        scene.add(Line(front, "soft", 1.0, (2, 3)))
+    best, methods = frontier(marks), dict.fromkeys(mark.method for mark in marks)
+    if len(best) > 1:
+        scene.add(Line(tuple(at[mark] for mark in best), "soft", 1.0, (2, 3)))
+    named = {mark.method for mark in best} if len(methods) > _MOST_NAMED else set(methods)
     taken: list[Rectangle] = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
-    for method in dict.fromkeys(mark.method for mark in marks):
+    for method in sorted(methods, key=lambda method: method in named):  # those on top
         own = sorted((m for m in marks if m.method == method), key=lambda mark: mark.bytes)
+        colour = own[0].look.colour if method in named else "rule"
         if len(own) > 1:
-            scene.add(Line(tuple(at[mark] for mark in own), own[0].look.colour, 1.2))
+            scene.add(Line(tuple(at[mark] for mark in own), colour, 1.2))
         for mark in own:
             x, y = at[mark]
-            scene.add(Dot(x, y, mark.look.shape, mark.look.colour, 9, tip=mark.tip))
+            scene.add(Dot(x, y, mark.look.shape, colour, 9, tip=mark.tip))
+        if method not in named:
+            continue
         x, y = at[max(own, key=lambda mark: mark.score)]
         room = (left, top - 8, right, bottom)
         box = place(text_width(method, SMALL, bold=True), x, y, taken, room)
         taken.append(box)
-        scene.add(Text(box[0], box[3] - 4, method, own[0].look.colour, SMALL, bold=True))
+        scene.add(Text(box[0], box[3] - 4, method, colour, SMALL, bold=True))
     return scene
 
 
