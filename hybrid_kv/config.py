@@ -191,6 +191,30 @@ class IndexConfig(PluginConfig):
         super().__init__(**data)
 
 
+class MethodConfig(PluginConfig):
+    """A method that another one composes, with its parameters; a name alone, or a group."""
+
+    registry: ClassVar[Registry[Any]] = METHODS
+    name_field: ClassVar[str] = "method"
+
+    method: str = "full"
+
+    def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by method
+        super().__init__(**data)
+
+
+def composed(params: BaseModel) -> list[MethodConfig]:
+    """The methods that a method of these parameters composes, and those that they compose."""
+    found = []
+    for name in type(params).model_fields:
+        value = getattr(params, name)
+        several = value.values() if isinstance(value, Mapping) else (value,)
+        for part in several:
+            if isinstance(part, MethodConfig):
+                found += [part, *composed(part.params)]
+    return found
+
+
 class AuditParams(Params):
     """What the audit is judged by, and what follows when it is worse, with 95% confidence.
 
@@ -251,14 +275,15 @@ class HybridConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
-        for name in ("sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"):
-            tokens = getattr(self.params, name, 0)
-            if tokens % self.page_size:
-                below = tokens // self.page_size * self.page_size
-                raise ValueError(
-                    f"{name} must be a multiple of page_size {self.page_size}, got {tokens}; "
-                    f"use {below} or {below + self.page_size}"
-                )
+        for params in (self.params, *(part.params for part in composed(self.params))):
+            for name in ("sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"):
+                tokens = getattr(params, name, 0)
+                if tokens % self.page_size:
+                    below = tokens // self.page_size * self.page_size
+                    raise ValueError(
+                        f"{name} must be a multiple of page_size {self.page_size}, got {tokens}; "
+                        f"use {below} or {below + self.page_size}"
+                    )
         return self
 
     @classmethod
@@ -365,6 +390,8 @@ def _paths(model: type[BaseModel], prefix: str = "") -> set[str]:
         for group in (field.annotation, *get_args(field.annotation)):
             if not (isinstance(group, type) and issubclass(group, BaseModel)):
                 continue
+            if issubclass(group, MethodConfig):
+                continue  # written as a group: methods compose each other without end
             paths |= _paths(group, f"{path}.")
             if issubclass(group, PluginConfig):
                 paths.remove(f"{path}.params")

@@ -335,6 +335,13 @@ class Method(ABC):
     def open(self, info: ModelInfo) -> None:  # noqa: B027 (neutral on purpose)
         """Called once before the first token: head masks, calibration, state per layer."""
 
+    def of_layer(self, layer_idx: int) -> Method:
+        """Who answers for a layer: this method, unless it gives layers to others (by_layer).
+
+        Asked for once, when the first token of the layer is stored, after `open`.
+        """
+        return self
+
     def write(
         self, layer_idx: int, k: Tensor, v: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hybrid_kv.config import HybridConfig, PluginConfig
+from hybrid_kv.config import HybridConfig, MethodConfig, PluginConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Parameter:
     @property
     def shown(self) -> str:
         """The default as a user would write it."""
+        if isinstance(self.default, Mapping):
+            parts = self.default.items()
+            named = [f"{k}: {one if isinstance(one, str) else one['method']}" for k, one in parts]
+            return "; ".join(named)
         listed = isinstance(self.default, tuple)
         return ",".join(map(str, self.default)) if listed else str(self.default)
 
@@ -47,7 +51,12 @@ def common_parameters() -> list[Parameter]:
 def _walk(group: BaseModel, prefix: str) -> Iterator[Parameter]:
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
-        if isinstance(value, PluginConfig):
+        if isinstance(value, MethodConfig):
+            yield Parameter(prefix + name, _said(value), meaning(type(group), name), "a method")
+        elif isinstance(value, Mapping):
+            said = {key: _said(one) for key, one in value.items()}
+            yield Parameter(prefix + name, said, meaning(type(group), name), "a method for each")
+        elif isinstance(value, PluginConfig):
             kind = getattr(value, value.name_field)
             known = ", ".join(value.registry)
             yield Parameter(prefix + name, kind, meaning(type(group), name), f"one of {known}")
@@ -56,6 +65,13 @@ def _walk(group: BaseModel, prefix: str) -> Iterator[Parameter]:
             yield from _walk(value, f"{prefix}{name}.")
         else:
             yield Parameter(prefix + name, value, meaning(type(group), name), range_of(field))
+
+
+def _said(part: MethodConfig) -> Any:
+    """A method as a user would write it: its name, or a group where something is set."""
+    usual = type(part.params)().model_dump()
+    own = {key: one for key, one in part.params.model_dump().items() if one != usual[key]}
+    return {"method": part.method, **own} if own else part.method
 
 
 def range_of(field: FieldInfo) -> str:

@@ -4,6 +4,9 @@ from hybrid_kv.methods.a2sf import A2SF
 from hybrid_kv.methods.accurate_block import AccurateBlock
 from hybrid_kv.methods.ada_pyramid import AdaPyramid
 from hybrid_kv.methods.ada_snapkv import AdaSnapKV
+from hybrid_kv.methods.by_head import ByHead
+from hybrid_kv.methods.by_layer import ByLayer
+from hybrid_kv.methods.chain import Chain
 from hybrid_kv.methods.cskv import CSKV
 from hybrid_kv.methods.ctkvr import CTkvr
 from hybrid_kv.methods.d2o import D2O
@@ -39,6 +42,7 @@ from hybrid_kv.methods.saq import SAQ
 from hybrid_kv.methods.scissorhands import Scissorhands
 from hybrid_kv.methods.shadowkv import ShadowKV
 from hybrid_kv.methods.shadowkv_keys import ShadowKVKeys
+from hybrid_kv.methods.share import Share
 from hybrid_kv.methods.snapkv import SnapKV
 from hybrid_kv.methods.sparq import SparQ
 from hybrid_kv.methods.streaming_llm import StreamingLLM
@@ -59,7 +63,10 @@ __all__ = [
     "AccurateBlock",
     "AdaPyramid",
     "AdaSnapKV",
+    "ByHead",
+    "ByLayer",
     "CTkvr",
+    "Chain",
     "DoubleSparsity",
     "DuoAttention",
     "ElasticCache",
@@ -92,6 +99,7 @@ __all__ = [
     "Scissorhands",
     "ShadowKV",
     "ShadowKVKeys",
+    "Share",
     "SnapKV",
     "SparQ",
     "StreamingLLM",

@@ -54,7 +54,8 @@ class TieredLayer:
         self.leaving: Departure | None = None
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
-        self._stores_as_is = type(means.method).write is Method.write
+        self.method = means.method.of_layer(shape.layer_idx)
+        self._stores_as_is = type(self.method).write is Method.write
         self._one_call = OneCall()
 
     @property
@@ -99,7 +100,7 @@ class TieredLayer:
             raise ShapeError(
                 f"batch must stay at {len(store.rows)} rows, got {k.shape[0]}; use a new cache"
             )
-        method = self.means.method
+        method = self.method
         if k.shape[2] == 1:
             self.means.finite.watch_new(self.shape.layer_idx, k, v, valid)
         if not self._stores_as_is:
@@ -119,7 +120,7 @@ class TieredLayer:
             *(self.shape, means.page_size, rows, k.dtype, k.device, capacity, means.ops),
             pinned=means.pinned if k.device.type == "cuda" else None,
         )
-        needs = means.method.needs | means.watched
+        needs = self.method.needs | means.watched
         if needs.sampled_queries or needs.last_queries or needs.column_sums:
             self._collectors = [EvidenceCollector(needs) for _ in range(rows)]
         return self.store
@@ -172,7 +173,7 @@ class TieredLayer:
         means = self.means
         if step.unstored is not None and not (self._stores_as_is and storable(step)):
             self._store(step)
-        read = means.method.read(self.shape.layer_idx, step.q)
+        read = self.method.read(self.shape.layer_idx, step.q)
         if widening != 1:
             read = read.widened(widening)
         part = self._one_call.attend(step, read)
@@ -298,7 +299,7 @@ class TieredLayer:
             evidence = self.evidence()
             if means.watched != Needs():
                 self._kept_evidence = evidence
-        placement = means.method.seal(self.shape.layer_idx, evidence)
+        placement = self.method.seal(self.shape.layer_idx, evidence)
         shadows = means.audits and placement.drops
         store.seal(placement.shadowed() if shadows else placement, shadows=shadows)
         self._begin_decoding(store, placement)
@@ -310,7 +311,7 @@ class TieredLayer:
         """Makes what serves the entries of a sealed store as they leave its window."""
         means, pool = self.means, store.resident.pool
         if placement.rest is Demotion.ABSORB:
-            self._keeper = Keeper(means.method, self.shape, pool.dtype, pool.device)
+            self._keeper = Keeper(self.method, self.shape, pool.dtype, pool.device)
         store.stand_in = means.stand_ins.of(store)
         store.select = means.selectors.of(store)
 
@@ -355,7 +356,7 @@ class TieredLayer:
         Args:
             evidence: of the prompt, one per row; empty after it.
         """
-        means, horizon = self.means, self.means.method.needs.horizon_tokens
+        means, horizon = self.means, self.method.needs.horizon_tokens
         asked = [self._samples(seen, horizon) for seen in evidence]
         nearest = self.finder()
         absorb = None if self._keeper is None else self._absorbs(self._keeper, evidence, is_prompt)
@@ -415,12 +416,12 @@ class TieredLayer:
     def finder(self) -> FindNearest | None:
         """What finds the best keys of a new index's samples; on the host the index is quicker."""
         far = self.held.resident.pool.device.type != "cpu"
-        return self.nearest_keys if far and self.means.method.needs.nearest_keys else None
+        return self.nearest_keys if far and self.method.needs.nearest_keys else None
 
     def nearest_keys(self, samples: Tensor, keys: Tensor) -> Tensor:
         """The best of keys [Hkv, N, D] for samples [Hkv, G, M, D]: [Hkv, G, M, K] int32."""
         means = self.means
-        count = min(means.method.needs.nearest_keys, keys.shape[1])
+        count = min(self.method.needs.nearest_keys, keys.shape[1])
         found = means.ops.nearest_keys(samples.flatten(1, 2), keys, count)
         return found.view(*samples.shape[:3], count)
 
