@@ -25,7 +25,8 @@ class A2SF(RecentHalf):
     entry n in a KV head's group.
 
     Deviations: those of h2o; tokens that come together are of one age; queries of the prompt whose
-    factor is below 1e-7 are not looked at.
+    factor is below 1e-7 are not looked at; the default of forgetting is of this project, for the
+    authors search a factor.
     """
 
     class Params(RecentHalfParams):

@@ -26,7 +26,8 @@ class D2O(H2O):
     "offload" nothing.
     Deviations: layers have even budgets (the paper's follow the variance of their attention, which
     is known of all layers too late here); entries of the window take part once they have left it;
-    with demote "offload" nothing is lost and nothing merged.
+    with demote "offload" nothing is lost and nothing merged; the default of mean_ratio and the
+    weights e and exp(u) are not confirmed by a text that we have.
     """
 
     class Params(HeavyParams):

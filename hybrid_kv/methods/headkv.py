@@ -34,7 +34,8 @@ class HeadKV(SnapKV):
     Deviations: the paper's scores come from retrieval and reasoning probes of query heads; here
     they are given for KV heads (hybrid-kv heads makes such a file), or, by "prompt", a head's is
     the sum of its SnapKV scores, and heads of a layer share their pool. A head keeps no more than
-    there is.
+    there is; 1.2 is one of the values of beta that the authors try (1.005 to 10), who round b /
+    beta down.
     """
 
     Params = HeadKVParams
