@@ -473,12 +473,17 @@ class Context:
 
 
 def _read(llm: Model, cache: TieredCache, ids: Tensor) -> None:
-    """Lets the model read ids [1, tokens] behind what a cache holds, exactly, however few."""
+    """Lets the model read ids [1, tokens] behind what a cache holds, exactly, however few.
+
+    The cache's prompt ends with the first of them, so that no more than its window stays resident.
+    """
     if not ids.numel():
         return
     cache.kv.more_prompt = True
     try:
         with torch.no_grad():  # inference mode would leave tensors that nobody can write later
             llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for layer_idx in cache.kv.layers:
+                cache.kv.seal_if_open(layer_idx)
     finally:
         cache.kv.more_prompt = False

@@ -111,6 +111,7 @@ class GraphIndex(SavedIndex):
         self._beams: list[int] = []
         self._walks: list[int] = []
         self._group_size = 0  # query heads, 0 if not known
+        self._learned_keys = 0
         self._growth: GraphGrowth | None = None
 
     @classmethod
@@ -127,8 +128,10 @@ class GraphIndex(SavedIndex):
 
     @property
     def relearn_keys(self) -> int:
-        has_graph = any(len(graph) for graph in self._graphs)
-        return int(self.params.horizon_tokens) if has_graph or not self.reports else 0
+        horizon = int(self.params.horizon_tokens)
+        if any(len(graph) for graph in self._graphs) or not self.reports or not horizon:
+            return horizon
+        return max(horizon, self._learned_keys)  # scanned: once more when there are twice as many
 
     @property
     def memory_bytes(self) -> int:
@@ -143,6 +146,7 @@ class GraphIndex(SavedIndex):
         return None if self._why_flat(keys, samples) else StandIn()
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        self._learned_keys = len(self)
         if (reason := self._why_flat(self._keys, samples)) is not None:
             self._serve_flat(reason)
             return
@@ -177,6 +181,7 @@ class GraphIndex(SavedIndex):
         """An index over keys [Hkv, N, D] of graphs that are there already, one per head."""
         index = cls(params)
         index._known, index.reports, index._group_size = keys, tuple(reports), group_size
+        index._learned_keys = keys.shape[1]
         index._serve(tuple(graphs))
         return index
 

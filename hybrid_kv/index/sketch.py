@@ -89,6 +89,7 @@ class SketchIndex(SavedIndex):
         self._sketches: dict[int, HeadSketch] = {}  # by KV head
         self._searcher: TierSearcher | None = None
         self._scans: list[tuple[slice, KeyScan]] = []  # of consecutive heads without a sketch
+        self._learned_keys = 0
         self._encoded = 0  # rows; later ones are scored one and all
         self._later: LaterKeys | None = None  # where they are many
 
@@ -104,7 +105,10 @@ class SketchIndex(SavedIndex):
 
     @property
     def relearn_keys(self) -> int:
-        return int(self.params.horizon_tokens) if self._sketches or not self.reports else 0
+        horizon = int(self.params.horizon_tokens)
+        if self._sketches or not self.reports or not horizon:
+            return horizon
+        return max(horizon, self._learned_keys)  # scanned: once more when there are twice as many
 
     @property
     def memory_bytes(self) -> int:
@@ -132,6 +136,7 @@ class SketchIndex(SavedIndex):
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         self.reports, sketches = self.learn(self._keys, samples)
+        self._learned_keys = len(self)
         self._serve(sketches)
 
     def learn(
@@ -156,6 +161,7 @@ class SketchIndex(SavedIndex):
         """An index of what `learn` gave, or of a part of it; heads without a sketch are scanned."""
         index = cls(params)
         index._known, index.reports = keys, tuple(reports)
+        index._learned_keys = keys.shape[1]
         index._serve(dict(sketches))
         return index
 

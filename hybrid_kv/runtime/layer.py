@@ -31,6 +31,8 @@ from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttent
 
 _log = logging.getLogger(__name__)
 
+_NOTED_TOKENS = 64
+"""Of a chunk of a long later turn so many queries are kept, spread evenly, to learn from."""
 _FOLLOWED_TOKENS = 128
 """Of a long later turn a method is told of so many at a time."""
 
@@ -50,6 +52,7 @@ class TieredLayer:
         self.shape, self.rotary, self.means = shape, rotary, means
         self.store: LayerKV | None = None
         self._collectors: list[EvidenceCollector] = []
+        self._samples_left: Sequence[Samples | None] = ()  # of a prompt of which nothing has left
         self._kept_evidence: tuple[Evidence, ...] | None = None
         self.leaving: Departure | None = None
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
@@ -253,9 +256,27 @@ class TieredLayer:
                 if collector.wants_sums:
                     lse, (keys, _) = part.lse[row.number][:, new], row.owned_view()
                     collector.add_masses(own, lse, keys, scale=scale, softcap=softcap)
-        elif self._keeper is not None and self._keeper.follows:
-            self._follow_many(self._keeper, q, part.lse, valid, scale, softcap)
+        else:
+            if valid is None:
+                self._note(q)
+            if self._keeper is not None and self._keeper.follows:
+                self._follow_many(self._keeper, q, part.lse, valid, scale, softcap)
         return part
+
+    def _note(self, q: Tensor) -> None:
+        """Lets the indexes learn later from some queries of a long later turn."""
+        count, heads = q.shape[2], self.shape.num_kv_heads
+        some = range(count - 1, -1, -max(1, count // _NOTED_TOKENS))[::-1]
+        for row in self.held.rows:
+            indexes = [span.extent.index for span in row.chain.spans]
+            known = [index.aging for index in indexes if index is not None]
+            agings = [aging for aging in known if aging is not None]
+            if not agings:
+                continue
+            asked = q[row.number][:, some].unflatten(0, (heads, -1)).cpu()
+            for place, token in enumerate(some):
+                for aging in agings:
+                    aging.ask(asked[:, :, place].clone(), row.length - count + token)
 
     def _follow_many(
         self,
@@ -358,6 +379,11 @@ class TieredLayer:
         """
         means, horizon = self.means, self.method.needs.horizon_tokens
         asked = [self._samples(seen, horizon) for seen in evidence]
+        if is_prompt:
+            self._samples_left = asked
+        elif self._samples_left:
+            some = zip(self.held.rows, self._samples_left, strict=False)
+            asked = [None if row.chain.spans else samples for row, samples in some]
         nearest = self.finder()
         absorb = None if self._keeper is None else self._absorbs(self._keeper, evidence, is_prompt)
         with means.phases.measure("transfer"):
@@ -368,6 +394,8 @@ class TieredLayer:
                 is_prompt=is_prompt,
             )
         if leaving:
+            if all(row.chain.spans or row.overflow() is not None for row in self.held.rows):
+                self._samples_left = ()
             self.leaving = leaving
             if leaving.arrived:
                 self.settle()
@@ -407,6 +435,7 @@ class TieredLayer:
     def reset(self) -> None:
         """Forgets all entries."""
         self.store, self._collectors, self._kept_evidence, self.leaving = None, [], None, None
+        self._samples_left = ()
         self._keeper = None
 
     def forget_leaving(self) -> None:
@@ -479,3 +508,5 @@ class TieredLayer:
         if self._collectors:
             # Observation is over once rows fork, so rows may share what was observed.
             self._collectors = [self._collectors[source] for source in sources]
+        if self._samples_left:
+            self._samples_left = [self._samples_left[source] for source in sources]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.rotary import Rotary
 from hybrid_kv.saved.manifest import Block
 
 _ALIGNMENT = 64
@@ -118,7 +119,7 @@ def entries_tensors(kept: Entries) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "kind": type(kept).__name__,
         "lengths": list(kept.lengths),
         "tables": tables,
-        "own": {name: getattr(kept, name) for name in sorted(own)},
+        "own": {name: _plain(getattr(kept, name)) for name in sorted(own)},
     }
 
 
@@ -137,9 +138,22 @@ def entries_of(
             for name, lengths in meta["tables"].items()
         }
         kind = next(kind for kind in _kinds(Entries) if kind.__name__ == meta["kind"])
-        more = {"tables": tables, "state": _below(here, "state."), **meta["own"]}
+        own = {name: _of_plain(value) for name, value in meta["own"].items()}
+        more = {"tables": tables, "state": _below(here, "state."), **own}
         kept: Entries = _ragged(kind, _below(here, "columns."), meta["lengths"], **more)
         return kept.copied()
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready: how positions turn is told by its fields."""
+    return {"rotary": asdict(value)} if isinstance(value, Rotary) else value
+
+
+def _of_plain(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    fields_of = dict(value["rotary"])
+    return Rotary(**{**fields_of, "frequencies": tuple(fields_of["frequencies"])})
 
 
 def _ragged(kind: Any, columns: dict[str, Tensor], lengths: list[int], **more: Any) -> Any:

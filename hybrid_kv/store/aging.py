@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -33,6 +34,17 @@ class Aging:
         self.prompt_keys = num_keys if prompt_keys is None else prompt_keys
         self.group = samples.queries.shape[1]
         self.asked: deque[tuple[Tensor, int]] = deque(maxlen=KEPT_POSITIONS)
+
+    def behind(self, count: int) -> Aging:
+        """The same for an index of the entries that follow the first `count` of this one's."""
+        new = copy(self)
+        new.num_keys, new.prompt_keys = 0, self.prompt_keys - count
+        new.asked = deque(((asked, keys - count) for asked, keys in self.asked), KEPT_POSITIONS)
+        return new
+
+    def ask(self, queries: Tensor, position: int) -> None:
+        """Takes queries [Hkv, G, D], whose memory it owns from now on, asked at a position."""
+        self.asked.append((queries, position - self.prompt.first + self.prompt_keys))
 
     def renew(self, num_keys: int) -> Samples:
         """What to learn from now that so many keys are there, turned to where decoding is."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
+from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
@@ -110,13 +111,26 @@ class ColdChain:
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
-            runner = runner or InlineRunner()
-            extent.index = LiveIndex(make_index, extent.keys, samples, runner, nearest, stand_in)
+            own = samples, runner or InlineRunner(), nearest, stand_in
+            extent.index = LiveIndex(make_index, extent.keys, *own, self._aging())
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
             self.spans.append(span)
         self.num_tokens += stop - span.length
         span.length = stop
+
+    def _aging(self) -> Aging | None:
+        """What an extent learns from that begins behind all others: what the nearest of them does.
+
+        None where nothing is learned from.
+        """
+        behind = 0
+        for span in reversed(self.spans):
+            behind += span.length
+            index = span.extent.index
+            if index is not None and index.aging is not None:
+                return index.aging.behind(behind)
+        return None
 
     def append(
         self,

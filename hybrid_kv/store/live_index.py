@@ -114,6 +114,7 @@ class LiveIndex:
         nearest: [Hkv, G, M, K] int32, their best keys where a device has found them.
         runner: where builds run; a finished one takes over at once, a later one in `settle`.
         make_stand_in: what serves while it is built, instead of what the index itself names.
+        aging: what it learns from when there are enough keys, where it has no samples yet.
 
     Raises:
         Exception: what the build raises while it is waited for. Memory that runs out while an index
@@ -131,6 +132,7 @@ class LiveIndex:
         runner: BuildRunner,
         nearest: Tensor | None = None,
         make_stand_in: MakeIndex | None = None,
+        aging: Aging | None = None,
     ) -> None:
         index = make()
         self._begin(make, index, runner, keys.shape[1])
@@ -139,6 +141,8 @@ class LiveIndex:
         build = partial(index.build, keys, asked, nearest)
         if samples is not None and index.relearn_keys:
             self._aging = Aging(samples, keys.shape[1])
+        elif aging is not None and index.relearn_keys:
+            self._aging = aging
         _log.debug("index build begins: %d KV heads of %d keys", *keys.shape[:2])
         if stand_in is None:
             runner.here(build)
@@ -365,13 +369,17 @@ class LiveIndex:
                 del error, build
 
     def rebuild(self, keys: Tensor) -> None:
-        """Indexes other keys [Hkv, N, D]; nothing is learned from queries that asked for others."""
+        """Indexes other keys [Hkv, N, D]: they are scanned until an index has learned again, from
+        the prompt's samples; the latest queries asked for others.
+        """
         self.cancel()
-        self._aging = None
         index = self._make()
         self._runner.here(partial(index.build, keys, None))
         self._serve(index)
         self._num_keys, self._state = keys.shape[1], "done"
+        if self._aging is not None:
+            self._aging.asked.clear()
+            self._learn_again(keys, self._aging)
 
     def cancel(self) -> None:
         """Gives up a build; what serves goes on."""

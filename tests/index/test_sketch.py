@@ -223,10 +223,12 @@ def test_few_keys_are_all_ranked() -> None:
     assert recall(index.search(flat(later), 16), flat(later), keys, 16) == 1
 
 
-def test_what_was_learned_ages_with_the_horizon_unless_all_is_scanned() -> None:
+def test_what_was_learned_ages_with_the_horizon_and_a_scan_when_it_has_doubled() -> None:
     keys, samples, _ = seen_heads(1, 700)
     assert sketch(keys, samples, horizon_tokens=500).relearn_keys == 500
-    assert sketch(keys, None).relearn_keys == 0
+    # Scanned: when there are twice as many, or a horizon more.
+    assert sketch(keys, None, horizon_tokens=500).relearn_keys == max(500, keys.shape[1])
+    assert sketch(keys, None, horizon_tokens=0).relearn_keys == 0
     needs = SketchIndex.needs(SketchIndex.Params(sampled_queries=7, recent_queries=5))
     assert (needs.sampled_queries, needs.last_queries, needs.horizon_tokens) == (7, 5, 4096)
 

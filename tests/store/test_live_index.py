@@ -438,9 +438,17 @@ def test_what_served_serves_on_where_learning_again_fails() -> None:
     check_result(live.search(queries, 7), queries, grown, 7)
 
 
-def test_an_index_over_other_keys_has_nothing_to_learn_from() -> None:
-    live, _, keys, made = ageing()
+def test_an_index_over_other_keys_is_learned_again_from_the_prompt_alone() -> None:
+    live, runner, keys, made = ageing()
+    live.search(torch.randn(len(keys), 2, keys.shape[2]), 3)
     live.rebuild(keys[:, :100])
+    assert live.aging is not None
+    assert not live.aging.asked
+    assert live.is_building
     live.add(keys)
-    assert not live.is_building
-    assert len(made) == 2
+    runner.finish()
+    live.settle(keys)
+    assert len(made) == 3  # what scans meanwhile, and what was learned
+    assert live.serving is made[-1]
+    queries = torch.randn(len(keys), 2, keys.shape[2])
+    check_result(live.search(queries, 7), queries, keys, 7)

@@ -1,0 +1,78 @@
+"""Every method: a context that was asked and continued is saved as it stands, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.plugins import METHODS
+from hybrid_kv.types import Needs
+from tests.contracts.test_generate_matrix import _parameters_of
+from tests.saved.scene import SMALL, TEXT, loaded, long_model
+
+BUILT_AGAIN = {"loki", "magic_pig"}
+"""Over all keys, where the context's own index had learned from the first ones: it finds others."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    torch.set_num_threads(1)
+    return long_model()
+
+
+def learns_without_file(context: hkv.Context) -> bool:
+    """Whether an index learns from the prompt's queries and has no form in a file."""
+    stores = context._cache.kv.stores.values()
+    spans = [span for store in stores for span in store.cold.spans()]
+    found = [span.extent.index.serving for span in spans if span.extent.index is not None]
+    return any(
+        type(index).needs(index.params) != Needs() and not isinstance(index, SavedIndex)
+        for index in found
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_grown_context_answers_the_same_from_its_file(
+    plain: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    settings = {name: SMALL[name] for name in SMALL if name in _parameters_of(method)}
+    with loaded(plain, method, **{"page_size": 16, **settings}) as llm:
+        context = llm.context(" ".join(TEXT.split()[:200]))
+        context.ask("oak fox", keep=True, max_new_tokens=40)
+        context.append(" ".join(TEXT.split()[200:350]))
+        if learns_without_file(context):
+            with pytest.raises(ConfigError, match="choose one of kind auto, sketch or graph"):
+                context.save(tmp_path / "a.hkv")
+            assert list(tmp_path.iterdir()) == []
+            return
+        context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        opened._cache.check_integrity()
+        assert torch.equal(opened.ids, context.ids)
+        if method in BUILT_AGAIN:
+            assert len(opened.ask("sea owl", max_new_tokens=6).token_ids) == 6
+            return
+        expected = context.ask("sea owl", max_new_tokens=6).token_ids
+        assert opened.ask("sea owl", max_new_tokens=6).token_ids == expected
+        opened.append("elm ice sky")
+        context.append("elm ice sky")
+        expected = context.ask("bee", max_new_tokens=6).token_ids
+        assert opened.ask("bee", max_new_tokens=6).token_ids == expected
+
+
+def test_a_context_that_was_cut_is_saved(plain: PreTrainedModel, tmp_path: Path) -> None:
+    with loaded(plain, "hybrid", **SMALL, cold={"top_k": "all"}) as llm:
+        context: hkv.Context = llm.context(TEXT)
+        context.truncate(300)
+        context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        opened._cache.check_integrity()
+        fresh = llm.context(" ".join(TEXT.split()[:300]))
+        expected = fresh.ask("sea owl", max_new_tokens=20).token_ids
+        assert opened.ask("sea owl", max_new_tokens=20).token_ids == expected
