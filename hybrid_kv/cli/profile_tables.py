@@ -13,8 +13,6 @@ from hybrid_kv.cli.display import console, human_bytes, human_seconds
 from hybrid_kv.cli.tables import Column, TextCell, print_columns
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.quantities import (
-    CACHE,
-    CACHE_LIMIT,
     DEVICE_PEAK,
     FILL,
     GAPS,
@@ -181,10 +179,7 @@ def _breakdown(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
     columns = [
         *(Column(name, [_ms(_phase(row, key)) for row in rows]) for name, key in phases.items()),
         Column("total", [Text(_ms(row.tpot_ms), "bold") for row in rows]),
-        *(
-            _column(quantity, rows)
-            for quantity in (*GAPS, LIMIT, CACHE, CACHE_LIMIT, PLANNED, RECORDER)
-        ),
+        *(_column(quantity, rows) for quantity in (*GAPS, LIMIT, PLANNED, RECORDER)),
     ]
     return _methods(rows), columns
 

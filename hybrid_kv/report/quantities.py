@@ -41,8 +41,6 @@ def _part(title: str, unit: Unit, group: str, name: str) -> Quantity:
 TPOT = _own("TPOT", "ms", "tpot_ms")
 GAPS = tuple(_part(name, "ms", "itl_ms", name) for name in ("p50", "p90", "p99"))
 LIMIT = _own("limit", "ms", "limit_ms")
-CACHE = _own("cache", "ms", "cache_ms")
-CACHE_LIMIT = _own("its limit", "ms", "cache_limit_ms")
 PLANNED = _own("plan says", "ms", "planned_ms")
 RECORDER = _own("recorder", "share", "recorder_ratio")
 

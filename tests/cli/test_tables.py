@@ -53,7 +53,6 @@ def shown_numbers(row: ProfileRow) -> Iterator[str]:
     assert row.itl_ms is not None
     phases = row.phases_ms.model_dump().values()
     times = (row.tpot_ms, *row.itl_ms.model_dump().values(), row.limit_ms, *phases)
-    times = (*times, row.cache_ms, row.cache_limit_ms)
     yield f"{row.tpot_ms:.1f}"
     yield from (f"{ms:.2f}" for ms in times if ms)
     yield f"{sum(row.predicted_ms.values()):.2f}" if row.predicted_ms else "-"

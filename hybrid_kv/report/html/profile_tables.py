@@ -180,10 +180,17 @@ def limit_table(title: str, entries: Sequence[Entry]) -> Html:
     profiled = [entry for entry in entries if isinstance(entry.row, ProfileRow)]
     more = {
         "over limit": lambda entry: _times(entry.row, LIMIT),
+        "cache over its limit": lambda entry: _times_of_cache(entry.row),
         "over prediction": lambda entry: _times(entry.row, PLANNED),
         "prediction by tier, ms": _by_tier,
     }
     return quantities_table(title, profiled, (TPOT, LIMIT, PLANNED), more)
+
+
+def _times_of_cache(row: MeasuredRun) -> str:
+    if not isinstance(row, ProfileRow):
+        return numbers.NOTHING
+    return times(row.cache_ms, row.cache_limit_ms) or numbers.NOTHING
 
 
 def _times(row: MeasuredRun, base: Quantity) -> str:
