@@ -2,8 +2,8 @@
 
     python -m tests.saved.killed KILLS
 
-saves a small context, again and again, in a process that is killed (SIGKILL) after a random time,
-and each time looks at what is there.
+saves a small context and one that grew out of it, in turn, in a process that is killed (SIGKILL)
+after a random time, and each time looks at what is there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def main(kills: int, calls: bool) -> None:
     try:
         with loaded(long_model(), "streaming_llm", **SMALL) as llm:
             words = TEXT.split()
-            contexts = [llm.context(" ".join(words[:count])) for count in (400, 900)]
+            short = llm.context(" ".join(words[:400]))
+            grown = short.fork()
+            grown.append(" ".join(words[400:900]))
+            contexts = [short, grown]
             found = at_random(contexts, root, kills)
             seen = at_every_call(contexts, root) if calls else []
             contexts[0].save(root)  # takes away what the killed left behind
