@@ -135,6 +135,14 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = "1GiB"
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Contexts on disk: prompts may begin with one, and new ones are left there.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
 
     def as_limits(self) -> Limits:
         """As the engine takes them."""
@@ -195,17 +203,19 @@ def serve(
     if has_no_tokenizer(model):
         raise ConfigError(f"serving needs a tokenizer, and model '{model}' has none")
 
+    from hybrid_kv.saved.registry import ContextRegistry
     from hybrid_kv.serve import Engine
     from hybrid_kv.serve.http.app import application
     from hybrid_kv.serve.http.server import Server, bound_socket
     from hybrid_kv.serve.http.service import Service
 
     told = output.as_output()
+    contexts = None if limits.cache_dir is None else ContextRegistry(limits.cache_dir)
     bound = bound_socket(address.host, address.port)  # before a long loading
     with (
         bound,
         opened(model, options, config, told, cut.layers) as llm,
-        Engine(llm, asked) as engine,
+        Engine(llm, asked, contexts) as engine,
     ):
         service = Service(llm, engine, address.name or _name_of(model))
         app = application(service, rules, address.cors_origins or ())

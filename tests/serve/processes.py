@@ -68,7 +68,7 @@ def serve_process(*words: object) -> Iterator[ServeProcess]:
 
     threading.Thread(target=follow, daemon=True).start()
     try:
-        assert ready.wait(120)
+        assert ready.wait(300)
         assert running.url, running.lines
         yield running
     finally:

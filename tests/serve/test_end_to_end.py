@@ -234,3 +234,24 @@ def test_ctrl_c_ends_within_five_seconds_and_says_which(folder: Path) -> None:
         thread.join(10)
         last = running.lines[-1]
         assert re.fullmatch(r"ended; of the requests in work cancelled 1 \(cmpl-\w+\)", last), last
+
+
+def test_a_killed_server_knows_its_contexts_again(folder: Path, tmp_path: Path) -> None:
+    words = (folder, "--name", "needle", "--cache-dir", tmp_path / "contexts")
+    words += ("--set", "index_build=wait")
+    prompt = RECORDS * 150 + QUESTION
+    body = {"model": "needle", "prompt": prompt, **GREEDY}
+    with serve_process(*words) as running:
+        first = httpx.post(running.url + "/v1/completions", json=body, timeout=120).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        end = time.monotonic() + 60
+        while not list((tmp_path / "contexts").glob("*.hkv")) and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(1)
+        running.process.kill()
+        running.process.wait(30)
+    with serve_process(*words) as running:
+        again = httpx.post(running.url + "/v1/completions", json=body, timeout=120).json()
+    usage = again["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.95 * usage["prompt_tokens"]
+    assert again["choices"][0]["text"] == first["choices"][0]["text"] == ANSWER

@@ -1,0 +1,81 @@
+"""Half an hour of everything at once: the server's memory stays flat. `HYBRID_KV_SOAK=30` runs it.
+
+Its figures are printed: `HYBRID_KV_SOAK=30 pytest -s tests/serve/test_soak.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from statistics import median
+
+import httpx
+import psutil
+import pytest
+
+from tests.serve.processes import serve_process
+
+MINUTES = float(os.environ.get("HYBRID_KV_SOAK", "0"))
+CLIENTS = 8
+TEXT = "the river. key 3f a0: 11 5c 9e 07. the hill. "
+
+
+def client(url: str, seed: int, end: float, seen: Counter[str]) -> None:
+    """Asks what a client may ask, and leaves as clients leave."""
+    dice = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=300) as wire:
+        while time.monotonic() < end:
+            body = {
+                "model": "needle",
+                "prompt": f"{TEXT * dice.choice((1, 5, 40, 200))}? key {dice.randrange(99):02d} a0",
+                "max_tokens": dice.choice((4, 16, 64)),
+                "temperature": dice.choice((0, 1)),
+            }
+            kind = dice.choice(("whole", "stream", "leave", "wrong", "broken"))
+            if kind == "whole":
+                seen[f"{wire.post('/v1/completions', json=body).status_code}"] += 1
+            elif kind in ("stream", "leave"):
+                asked = {**body, "stream": True}
+                with wire.stream("POST", "/v1/completions", json=asked) as stream:
+                    seen[f"{stream.status_code}"] += 1
+                    for _ in stream.iter_lines():
+                        if kind == "leave" and dice.random() < 0.2:
+                            break
+            elif kind == "wrong":
+                answer = wire.post("/v1/completions", json={**body, "n": "many"})
+                seen[f"{answer.status_code}"] += 1
+            else:
+                head = {"content-type": "application/json"}
+                answer = wire.post("/v1/completions", content=b'{"model', headers=head)
+                seen[f"{answer.status_code}"] += 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MINUTES, reason="takes half an hour: HYBRID_KV_SOAK=30 runs it")
+def test_memory_stays_flat() -> None:
+    model = "needle"
+    with serve_process(model, "--max-running", "8", "--set", "index_build=wait") as running:
+        end = time.monotonic() + 60 * MINUTES
+        seen: Counter[str] = Counter()
+        threads = [
+            threading.Thread(target=client, args=(running.url, seed, end, seen))
+            for seed in range(CLIENTS)
+        ]
+        for thread in threads:
+            thread.start()
+        process, sizes = psutil.Process(running.process.pid), []
+        while time.monotonic() < end:
+            time.sleep(min(5.0, MINUTES))
+            sizes.append(process.memory_info().rss / 2**20)
+        for thread in threads:
+            thread.join(300)
+        half = len(sizes) // 2
+        before, after = median(sizes[half // 2 : half]), median(sizes[half + half // 2 :])
+        print(f"answers {dict(seen)}; RSS in MiB: {before:.0f} then {after:.0f}, at most", end=" ")
+        print(f"{max(sizes):.0f}; lines {running.lines[1:]}")
+        assert not any(status.startswith("5") for status in seen)
+        assert httpx.get(running.url + "/health").status_code == 200
+        assert after < 1.1 * before + 32
