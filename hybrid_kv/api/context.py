@@ -24,6 +24,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved import open_context, save_context
+from hybrid_kv.saved.rounding import Compression, checked_compression
 
 
 class _ForgottenTurn(Turn):
@@ -230,7 +231,7 @@ class Context:
                 "a context must be open, got one that was closed; make a new one, or fork it before"
             )
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, compress: Compression | None = None) -> None:
         """Writes the context to a folder, by custom `NAME.hkv`, from which `LLM.open` opens it.
 
         Whatever happens, the folder holds the whole context, or what it held before. An index that
@@ -238,6 +239,9 @@ class Context:
 
         Args:
             path: a new folder, or one with a saved context, which is replaced.
+            compress: "int8" writes keys and values in 8 bits, each token and head with a scale:
+                about half of what 16 bits take. What is opened has lost what the manifest says
+                (`k_error`, `v_error`), and lies in memory rather than in the file.
 
         Raises:
             ConfigError: the folder holds something else, the model or index has state that no file
@@ -247,8 +251,9 @@ class Context:
         """
         self._check_open()
         messages = None if self._messages is None else self._messages.messages
+        rounding = checked_compression(compress)
         with self._llm.runtime.generating():
-            save_context(path, self._cache, self.ids, messages, self._llm)
+            save_context(path, self._cache, self.ids, messages, self._llm, compress=rounding)
 
     def append(
         self,

@@ -43,7 +43,8 @@ class LLM:
     Calls are independent of each other; `conversation` keeps its cache between turns. One call is
     served at a time: a second one, from another thread, raises BusyError.
 
-    prefixes: what is known on disk of prompts (`cache_dir` of `load`); None for nothing.
+    source: where the model was loaded from, a folder or file by its whole path; None where it came
+    loaded. prefixes: what is known on disk of prompts (`cache_dir` of `load`); None for nothing.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class LLM:
         *,
         no_tokenizer: str = "",
         contexts: ContextRegistry | None = None,
+        source: str | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.source = source
         self._no_tokenizer = no_tokenizer  # why there is none
         self.runtime: Attachment = attach(model, config)
         self.prefixes = None
@@ -279,4 +282,5 @@ def load(
             tokenizer = load_tokenizer(model)
         except ModelNotFoundError as error:  # token ids do without; text will be refused with this
             reason = str(error)
-    return LLM(loaded, tokenizer, wanted, no_tokenizer=reason, contexts=contexts)
+    source = str(Path(model).resolve()) if Path(model).exists() else str(model)
+    return LLM(*(loaded, tokenizer, wanted), no_tokenizer=reason, contexts=contexts, source=source)

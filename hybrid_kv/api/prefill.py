@@ -22,6 +22,9 @@ class PrefillWatch:
     """Counts what the attention layers have seen, by hooks that leave with the prompt's last token.
 
     Without a report or a cancel event nothing is registered and nothing is paid.
+
+    Args:
+        done_layers: how many have seen it already.
     """
 
     def __init__(
@@ -30,11 +33,12 @@ class PrefillWatch:
         new_tokens: int,
         report: PrefillProgress | None,
         cancels: Sequence[threading.Event],
+        done_layers: int = 0,
     ) -> None:
         layers = [getattr(module, "self_attn", None) for module in model.modules()]
         self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
         self._report, self._cancels = report, cancels
-        self._done, self._total = 0, new_tokens * len(self._layers)
+        self._done, self._total = new_tokens * done_layers, new_tokens * len(self._layers)
         self._thread = threading.get_ident()  # others may run the model as well
         self._hooks: list[Any] = []
 

@@ -41,6 +41,7 @@ class Model(Protocol):
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    source: str | None
     runtime: Attachment
     prefixes: Prefixes | None
 

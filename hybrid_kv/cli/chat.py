@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_kv.cli.display import note, stats_line
 from hybrid_kv.cli.options import (
+    CacheOptions,
     ChatOptions,
     LayersOption,
     ModelArgument,
@@ -18,8 +19,9 @@ from hybrid_kv.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hybrid_kv.api import Conversation
+    from hybrid_kv.api import LLM
     from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.report.schema import ChatReport
 
 _HELP = "/reset forgets the conversation, /stats tells what the last answer cost, /quit leaves"
 
@@ -30,11 +32,12 @@ def chat(
     talk: ChatOptions,
     sampling: SamplingOptions,
     options: ModelOptions,
+    cache: CacheOptions,
     cut: LayersOption,
     output: OutputOptions,
 ) -> None:
     """Talk to a model; /reset, /stats and /quit are commands, Ctrl-C ends an answer."""
-    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.documents import check_target
     from hybrid_kv.cli.prompts import has_no_tokenizer
     from hybrid_kv.cli.running import opened
     from hybrid_kv.cli.settings import build_config
@@ -46,24 +49,38 @@ def chat(
     check_target(output)
     if has_no_tokenizer(model):
         raise ConfigError(f"a conversation needs a tokenizer, and model '{model}' has none")
-    with opened(model, options, config, output, cut.layers) as llm:
+    with opened(model, options, config, output, cut.layers, cache) as llm:
         llm.require_tokenizer()
         begin = partial(llm.conversation, system=talk.system, raw=talk.raw)
-        session = Session(begin, sampling, output)
-        if sys.stdin.isatty():
-            note(_HELP, output)
-        try:
-            session.run()
-        finally:
-            turns = tuple(describe_run(llm, model, outcome) for outcome in session.outcomes)
-            write_report(ChatReport(environment=environment_of(llm), turns=turns), output)
+        talk_with(Session(begin, sampling, output), llm, model, output, ChatReport)
+
+
+def talk_with(
+    session: Session, llm: LLM, model: str, output: OutputOptions, kind: type[ChatReport]
+) -> None:
+    """Runs a session and reports what was said in it, however it ends."""
+    from hybrid_kv.cli.documents import describe_run, environment_of, write_report
+
+    if sys.stdin.isatty():
+        note(_HELP, output)
+    try:
+        session.run()
+    finally:
+        turns = tuple(describe_run(llm, model, outcome) for outcome in session.outcomes)
+        write_report(kind(environment=environment_of(llm), turns=turns), output)
+
+
+class Talk(Protocol):
+    """Somebody who answers."""
+
+    def send(self, text: str, **options: Any) -> Any: ...
 
 
 class Session:
     """Reads messages and commands until the end of stdin."""
 
     def __init__(
-        self, begin: Callable[[], Conversation], sampling: SamplingOptions, output: OutputOptions
+        self, begin: Callable[[], Talk], sampling: SamplingOptions, output: OutputOptions
     ) -> None:
         self._begin, self._output = begin, output
         self._options = sampling.as_options()

@@ -12,6 +12,7 @@ import typer
 from hybrid_kv.cli.display import note, stats_line
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
+    CacheOptions,
     ChatOptions,
     LayersOption,
     ModelArgument,
@@ -65,6 +66,7 @@ def generate(
     ] = False,
     sampling: SamplingOptions,
     options: ModelOptions,
+    cache: CacheOptions,
     cut: LayersOption,
     output: OutputOptions,
 ) -> None:
@@ -80,11 +82,11 @@ def generate(
     found.check(model)
     talk.check(text=found.text is not None)
     check_target(output)
-    with opened(model, options, config, output, cut.layers) as llm:
+    with opened(model, options, config, output, cut.layers, cache) as llm:
         streaming = not no_stream and num_beams == 1
         start = partial(llm.generate, found.for_model(llm, talk.system, raw=talk.raw))
         asked = {**sampling.as_options(), "num_beams": num_beams}
-        outcome = _answer(llm, start, asked, streaming, output)
+        outcome = answer(llm, start, asked, streaming, output)
         got = outcome.generation
         note(stats_line(got, interrupted=outcome.interrupted), output)
         notice = exactness_notice(given_settings(options), got.work, got.prompt_tokens)
@@ -97,7 +99,7 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _answer(
+def answer(
     llm: LLM,
     start: Callable[..., Any],
     options: dict[str, Any],

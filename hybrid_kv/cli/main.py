@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from hybrid_kv.cli.chat import chat
 from hybrid_kv.cli.completion import asked_for
+from hybrid_kv.cli.context import app as context
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
 from hybrid_kv.cli.ending import ENDED, INTERRUPTED
@@ -113,3 +114,5 @@ _NAMES = {evaluate: "eval"}
 
 for _verb, _example in _EXAMPLES.items():
     app.command(_NAMES.get(_verb), epilog=f"Example: {_example}")(grouped(_verb))
+
+app.add_typer(context, name="context", help="Build, ask and look at contexts in files.")

@@ -131,6 +131,45 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Where prompts are kept, so that others can begin with them."""
+
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir",
+            metavar="FOLDER",
+            help="Take from it what the prompt begins with, and leave the prompt there.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    cache_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-limit",
+            metavar="BYTES",
+            help="Of all in it; what was used least recently goes. [dim]default: 20GiB[/]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+
+    def as_options(self) -> dict[str, Any]:
+        """Keyword arguments of `load`.
+
+        Raises:
+            ConfigError: a limit without a folder.
+        """
+        from hybrid_kv.errors import ConfigError
+
+        if self.cache_dir is None:
+            if self.cache_limit is not None:
+                raise ConfigError("--cache-limit needs --cache-dir; give both or leave it out")
+            return {}
+        limit = {} if self.cache_limit is None else {"cache_limit": self.cache_limit}
+        return {"cache_dir": self.cache_dir, **limit}
+
+
+@dataclass(frozen=True, slots=True)
 class LayersOption:
     """How far a random model is cut down."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybrid_kv.api import LLM, Generation, load
 from hybrid_kv.cli.display import prefill_bar, waiting
-from hybrid_kv.cli.options import ModelOptions, OutputOptions
+from hybrid_kv.cli.options import CacheOptions, ModelOptions, OutputOptions
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import GgufWarning
 
@@ -38,13 +38,16 @@ def opened(
     config: HybridConfig,
     output: OutputOptions,
     layers: int | None = None,
+    cache: CacheOptions | None = None,
 ) -> Iterator[LLM]:
     """The model, loaded and attached."""
+    more = {} if cache is None else cache.as_options()
     silence_transformers(output)
     # Bars of a download are the hub's own; a spinner would draw over them.
     local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
     with waiting(f"loading {model}", output) if local else _nothing(), _told_in_a_line(output):
-        llm = load(model, config=config, device=options.device, dtype=options.dtype, layers=layers)
+        own = {"device": options.device, "dtype": options.dtype, "layers": layers}
+        llm = load(model, config=config, **own, **more)
     with llm:
         yield llm
 

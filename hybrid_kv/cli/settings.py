@@ -21,6 +21,25 @@ def build_config(options: ModelOptions) -> HybridConfig:
     return HybridConfig.from_settings(given_settings(options))
 
 
+def config_of_context(saved: Mapping[str, Any], options: ModelOptions) -> HybridConfig:
+    """What a context was made with, but for what the user gives.
+
+    Args:
+        saved: the settings in its manifest.
+
+    Raises:
+        ConfigError: another method is given, or a setting is unknown or out of range.
+    """
+    given, known = given_settings(options), dict(_flatten(saved))
+    if given.get("method", known["method"]) != known["method"]:
+        raise ConfigError(
+            f"a context must be read by the method that it was made with, '{known['method']}', got "
+            f"'{given['method']}'; leave the method out"
+        )
+    kept = {key: value for key, value in known.items() if not any(_covers(f, key) for f in given)}
+    return HybridConfig.from_settings({**kept, **given})
+
+
 def given_settings(options: ModelOptions) -> dict[str, object]:
     """What the user set, by dotted name, defaults left out."""
     flags = parse_settings(options.settings or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,12 @@ class SavedIndex(KeyIndex):
     """
 
     file_kind: ClassVar[str]
+
+    def over(self, keys: Tensor) -> Self:
+        """This index over keys [Hkv, N, D] that differ by rounding, to be saved with them."""
+        new = copy(self)
+        new._known = keys
+        return new
 
     def save(self, path: str | Path) -> None:
         """Writes all but the keys.

@@ -347,6 +347,13 @@ class AutoIndex(SavedIndex):
         ]
         return joined(queries, parts, sum(rows))
 
+    def over(self, keys: Tensor) -> AutoIndex:
+        """See `SavedIndex`."""
+        new = super().over(keys)
+        parts = self._parts
+        new._parts = tuple(Part(part.heads, part.index.over(keys[part.heads])) for part in parts)
+        return new
+
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: what serves the heads, part by part."""
         parts: list[dict[str, Any]] = []

@@ -72,7 +72,7 @@ class LayerMajorPrefill:
         self._cache: TieredCache | None = None
         self._home: torch.device | None = None  # of the weights, while states lie on the host
         self.in_place = True
-        stacks = _decoder_stacks(model)
+        stacks = decoder_stacks(model)
         table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
         if table is None and states == "host":
             raise ConfigError(
@@ -218,7 +218,7 @@ class LayerMajorPrefill:
         self._wrapped.clear()
 
 
-def _decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
+def decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
     """Each list of decoder layers with the module that owns it."""
     return [
         (owner, child)

@@ -37,6 +37,52 @@ class ChatReport(_Envelope):
     turns: tuple[Run, ...]
 
 
+class AskReport(Run, _Envelope):
+    """`context ask`: as `generate`; the prompt is the context and the question."""
+
+    command: Literal["context ask"] = "context ask"
+
+
+class ContextChatReport(_Envelope):
+    """`context chat`: one run per answer."""
+
+    command: Literal["context chat"] = "context chat"
+    turns: tuple[Run, ...]
+
+
+class ContextReport(_Envelope):
+    """`context info` and `context build`: what a saved context holds.
+
+    source: where its model was loaded from; null where nobody said. prefill_s: what computing it
+    took; null where nobody measured. num_bytes: of its files, by part: keys and values, indexes,
+    the queries that they learn from again, what the method keeps of evicted tokens, all else.
+    dropped_tokens: that a method keeps nothing of, in the layer with most. indexed_keys: of all
+    layers, those that a saved index finds; unindexed_keys: those whose index is built when the
+    context is opened, or that need none. compress: null for keys and values as they were; k_error,
+    v_error: relative, the worst layer's.
+    """
+
+    command: Literal["context info"] = "context info"
+    path: str
+    package: str
+    source: str | None
+    method: str
+    config: dict[str, Any]
+    dtype: str
+    page_size: int
+    num_layers: int
+    num_tokens: int
+    is_chat: bool
+    prefill_s: float | None
+    num_bytes: dict[str, int]
+    dropped_tokens: int
+    indexed_keys: int
+    unindexed_keys: int
+    compress: Literal["int8"] | None
+    k_error: float
+    v_error: float
+
+
 class LayerRun(Group):
     """Decode steps of one attention layer under a method.
 
@@ -269,6 +315,9 @@ class PageReport(_Envelope):
 Report = Annotated[
     RunReport
     | ChatReport
+    | AskReport
+    | ContextChatReport
+    | ContextReport
     | DemoReport
     | MethodsReport
     | DoctorReport

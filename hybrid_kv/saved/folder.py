@@ -32,15 +32,14 @@ def replacing(path: str | Path) -> Iterator[tuple[Path, str]]:
         WriteError: it cannot be written; what was there before still is.
     """
     target, blocks = Path(os.path.realpath(path)), f"blocks-{os.urandom(8).hex()}"
-    _check_target(target, path)
+    check_target(target, path)
     try:
         with _staging(target) as staging:
             (staging / blocks).mkdir()
             yield staging, blocks
             for folder in (staging / blocks, staging):
-                _sync(folder)
-            with _locked(target.parent):
-                _publish(staging, target, blocks)
+                sync(folder)
+            publish(staging, target, blocks)
     except OSError as error:
         if isinstance(error, WriteError):
             raise
@@ -50,7 +49,8 @@ def replacing(path: str | Path) -> Iterator[tuple[Path, str]]:
         ) from error
 
 
-def _check_target(target: Path, path: str | Path) -> None:
+def check_target(target: Path, path: str | Path) -> None:
+    """Raises ConfigError unless a context can be put at `target`, which the user calls `path`."""
     if not target.parent.is_dir():
         raise ConfigError(
             f"a context is saved in an existing folder, got '{path}'; make its folder"
@@ -69,7 +69,7 @@ def _check_target(target: Path, path: str | Path) -> None:
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
     staging = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-    with _locked(target.parent):
+    with one_at_a_time(target.parent):
         remove_abandoned(target.parent, target.name)
         staging.mkdir()
         lock = os.open(staging, os.O_RDONLY)
@@ -100,22 +100,28 @@ def _literal(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def _publish(staging: Path, target: Path, blocks: str) -> None:
-    if not target.exists():
-        os.rename(staging, target)
-        _sync(target.parent)
-        return
-    os.rename(staging / blocks, target / blocks)
-    _sync(target)
-    os.replace(staging / MANIFEST, target / MANIFEST)
-    _sync(target)
-    for old in target.glob("blocks-*"):
-        if old.name != blocks:
-            shutil.rmtree(old, ignore_errors=True)  # what is left is removed the next time
+def publish(staging: Path, target: Path, blocks: str) -> None:
+    """Puts a folder with a manifest and its folder of blocks, all forced to the disk, in its place.
+
+    Raises:
+        OSError: it cannot be; what was there before still is.
+    """
+    with one_at_a_time(target.parent):
+        if not target.exists():
+            os.rename(staging, target)
+            sync(target.parent)
+            return
+        os.rename(staging / blocks, target / blocks)
+        sync(target)
+        os.replace(staging / MANIFEST, target / MANIFEST)
+        sync(target)
+        for old in target.glob("blocks-*"):
+            if old.name != blocks:
+                shutil.rmtree(old, ignore_errors=True)  # what is left is removed the next time
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def one_at_a_time(folder: Path) -> Iterator[None]:
     """A block that one process at a time is in, for a folder."""
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -125,7 +131,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Makes names in a folder last."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -26,18 +26,20 @@ _FOLDER = r"^blocks-[0-9a-f]{16}$"
 _HASH = r"^[0-9a-f]{64}$"
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A part of what is written: nothing unknown, nothing converted."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Block(_Part):
+class Block(Part):
     """A file: its size, and the SHA-256 of all that is in it."""
 
     num_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=_HASH)
 
 
-class SavedSamples(_Part):
+class SavedSamples(Part):
     """Queries that an index learns from again; see `Samples` and `Aging`."""
 
     block: str = Field(pattern=_BLOCK)
@@ -47,7 +49,7 @@ class SavedSamples(_Part):
     num_keys: int
 
 
-class SavedExtent(_Part):
+class SavedExtent(Part):
     """A run of cold entries; index: the block of what finds them, None where it is built anew."""
 
     length: int = Field(ge=1)
@@ -55,8 +57,15 @@ class SavedExtent(_Part):
     samples: SavedSamples | None = None
 
 
-class SavedLayer(_Part):
-    """See `HeldLayer`; kv, kept: blocks."""
+class SavedRounding(Part):
+    """Keys and values in 8 bits; k_error, v_error: relative, root mean square over all entries."""
+
+    k_error: float = Field(ge=0)
+    v_error: float = Field(ge=0)
+
+
+class SavedLayer(Part):
+    """See `HeldLayer`; kv, kept: blocks. int8: None where keys and values are as they were."""
 
     layer_idx: int = Field(ge=0)
     num_kv_heads: int = Field(ge=1)
@@ -68,20 +77,22 @@ class SavedLayer(_Part):
     extents: list[SavedExtent]
     kept: str | None = Field(default=None, pattern=_BLOCK)
     shadows: bool
+    int8: SavedRounding | None = None
 
 
-class SavedModel(_Part):
+class SavedModel(Part):
     """facts: of its configuration, by name. weights: SHA-256 over a sample of all weights."""
 
     facts: dict[str, Any]
     weights: str = Field(pattern=_HASH)
 
 
-class Manifest(_Part):
+class Manifest(Part):
     """All of a saved context but its tensors and text.
 
     folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
-    prefill_s: what computing it took, None where nobody measured.
+    source: where the model was loaded from, None where nobody said. prefill_s: what computing it
+    took, None where nobody measured.
     """
 
     package: str
@@ -90,6 +101,7 @@ class Manifest(_Part):
     ids: str = Field(pattern=_BLOCK)
     ids_sha256: str = Field(pattern=_HASH)
     messages: str | None = Field(default=None, pattern=_BLOCK)
+    source: str | None = None
     model: SavedModel
     tokenizer: str | None = Field(default=None, pattern=_HASH)
     config: dict[str, Any]

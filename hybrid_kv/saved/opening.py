@@ -30,6 +30,7 @@ from hybrid_kv.saved.manifest import (
     read_manifest,
     unreadable,
 )
+from hybrid_kv.saved.rounding import unrounded
 from hybrid_kv.store.aging import Aging
 
 
@@ -172,9 +173,12 @@ class _Reader:
 
     def _keys_and_values(self, saved: SavedLayer) -> tuple[Tensor, Tensor]:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.kv))
+        dtype = getattr(torch, self._manifest.dtype)
+        if saved.int8 is not None:
+            for name in ("k", "v"):
+                tensors[name] = unrounded(tensors[name], tensors[f"{name}_scales"], dtype)
         shape = self._kv.layers[saved.layer_idx].shape
         expected = (shape.num_kv_heads, saved.num_entries, shape.head_dim)
-        dtype = getattr(torch, self._manifest.dtype)
         for name in ("k", "v"):
             if tensors[name].shape != expected or tensors[name].dtype != dtype:
                 raise ValueError(

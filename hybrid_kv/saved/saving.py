@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,18 +26,21 @@ from hybrid_kv.saved.manifest import (
     Manifest,
     SavedExtent,
     SavedLayer,
+    SavedRounding,
     SavedSamples,
     write_manifest,
 )
+from hybrid_kv.saved.rounding import Compression, relative_error, rounded, unrounded
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.types import Needs
 
 
 class Maker(Protocol):
-    """What a context was made with."""
+    """What a context was made with; source: where the model was loaded from, None if unknown."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    source: str | None
 
 
 @torch.no_grad()
@@ -48,6 +52,7 @@ def save_context(
     maker: Maker,
     *,
     prefill_s: float | None = None,
+    compress: Compression | None = None,
 ) -> None:
     """Writes what a cache of one row holds.
 
@@ -56,44 +61,63 @@ def save_context(
         ids: [1, tokens], of which the cache holds all.
         messages: JSON-ready, what the ids were rendered from; None for raw text.
         prefill_s: what computing them took.
+        compress: "int8" for keys and values in 8 bits.
 
     Raises:
         ConfigError: something else lies there, or something here has no form in a file.
         WriteError: it cannot be written; what was there before still is.
     """
     kv = cache.kv
-    _check_layers(cache)
+    check_layers(cache)
     for layer_idx in kv.layers:
         kv.seal_if_open(layer_idx)
     with replacing(path) as (root, folder):
         writer, layers = BlockWriter(root / folder), []
         for layer_idx, store in sorted(kv.stores.items()):
-            held = HeldLayer.of(store)
-            layers.append(_write_layer(writer, layer_idx, held))
-            dtype = name_of(held.k.dtype)
-        told = None
-        if messages is not None:
-            told = writer.raw("messages.json", json.dumps(messages).encode())
-        manifest = {
-            "package": version("hybrid-kv"),
-            "folder": folder,
-            "num_tokens": ids.shape[1],
-            "ids": writer.tensors("tokens.safetensors", {"ids": ids[0].int()}),
-            "ids_sha256": ids_hash(ids),
-            "messages": told,
-            "model": model_identity(maker.model),
-            "tokenizer": tokenizer_identity(maker.tokenizer),
-            "config": kv.config.flat(),
-            "dtype": dtype,
-            "page_size": kv.config.page_size,
-            "prefill_s": prefill_s,
-            "layers": layers,
-            "blocks": writer.blocks,
-        }
-        write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
+            layers.append(write_layer(writer, layer_idx, HeldLayer.of(store), compress))
+        write_rest(root, writer, cache, ids, messages, maker, layers, prefill_s)
 
 
-def _check_layers(cache: TieredCache) -> None:
+def write_rest(
+    root: Path,
+    writer: BlockWriter,
+    cache: TieredCache,
+    ids: Tensor,
+    messages: Sequence[Any] | None,
+    maker: Maker,
+    layers: Sequence[SavedLayer],
+    prefill_s: float | None,
+) -> None:
+    """Writes what a context has beside its layers, and the manifest of both.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    told = None
+    if messages is not None:
+        told = writer.raw("messages.json", json.dumps(messages).encode())
+    manifest = {
+        "package": version("hybrid-kv"),
+        "folder": writer.folder.name,
+        "num_tokens": ids.shape[1],
+        "ids": writer.tensors("tokens.safetensors", {"ids": ids[0].int()}),
+        "ids_sha256": ids_hash(ids),
+        "messages": told,
+        "source": maker.source,
+        "model": model_identity(maker.model),
+        "tokenizer": tokenizer_identity(maker.tokenizer),
+        "config": cache.kv.config.flat(),
+        "dtype": name_of(next(iter(cache.kv.stores.values())).cold.dtype),
+        "page_size": cache.kv.config.page_size,
+        "prefill_s": prefill_s,
+        "layers": list(layers),
+        "blocks": writer.blocks,
+    }
+    write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
+
+
+def check_layers(cache: TieredCache) -> None:
+    """Raises ConfigError where a layer has state that no file holds."""
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, HybridLayer):
             raise ConfigError(
@@ -103,33 +127,62 @@ def _check_layers(cache: TieredCache) -> None:
             )
 
 
-def _write_layer(writer: BlockWriter, layer_idx: int, held: HeldLayer) -> SavedLayer:
-    name = f"layer-{layer_idx:04d}"
-    kept = None
+def write_layer(
+    writer: BlockWriter, layer_idx: int, held: HeldLayer, compress: Compression | None = None
+) -> SavedLayer:
+    """Writes what a layer holds.
+
+    Raises:
+        ConfigError: its index has no form in a file.
+        OSError: it cannot be written.
+    """
+    name, kept, loss = f"layer-{layer_idx:04d}", None, None
+    tensors = {"k": held.k, "v": held.v}
+    if compress is not None:
+        held, tensors, loss = _rounded(held)
     if held.kept is not None:
-        tensors, meta = entries_tensors(held.kept)
-        kept = writer.tensors(f"{name}-kept.safetensors", tensors, {"kept": json.dumps(meta)})
-    extents = [
-        _write_extent(writer, f"{name}-extent-{number}", extent)
-        for number, extent in enumerate(held.extents)
-    ]
+        own, meta = entries_tensors(held.kept)
+        kept = writer.tensors(f"{name}-kept.safetensors", own, {"kept": json.dumps(meta)})
+    extents, start = [], held.num_first
+    for number, extent in enumerate(held.extents):
+        keys = None if loss is None else held.k[:, start : start + extent.length]
+        extents.append(_write_extent(writer, f"{name}-extent-{number}", extent, keys))
+        start += extent.length
     return SavedLayer(
         layer_idx=layer_idx,
         num_kv_heads=held.k.shape[0],
         head_dim=held.k.shape[2],
-        kv=writer.tensors(f"{name}.safetensors", {"k": held.k, "v": held.v}),
+        kv=writer.tensors(f"{name}.safetensors", tensors),
         num_entries=held.k.shape[1],
         length=held.length,
         num_first=held.num_first,
         extents=extents,
         kept=kept,
         shadows=held.shadows,
+        int8=loss,
     )
 
 
-def _write_extent(writer: BlockWriter, name: str, extent: HeldExtent) -> SavedExtent:
+def _rounded(held: HeldLayer) -> tuple[HeldLayer, dict[str, Tensor], SavedRounding]:
+    """A layer as it comes back, what is written of it, and what that has lost."""
+    tensors, back = {}, {}
+    for name, x in (("k", held.k), ("v", held.v)):
+        codes, scales = rounded(x)
+        tensors |= {name: codes, f"{name}_scales": scales}
+        back[name] = unrounded(codes, scales, x.dtype)
+    loss = SavedRounding(
+        k_error=relative_error(held.k, back["k"]), v_error=relative_error(held.v, back["v"])
+    )
+    return replace(held, **back), tensors, loss
+
+
+def _write_extent(
+    writer: BlockWriter, name: str, extent: HeldExtent, keys: Tensor | None
+) -> SavedExtent:
+    """Writes what finds an extent; `keys` are what comes back of its own where that differs."""
     index, saved = extent.index, None
     if isinstance(index, SavedIndex):
+        index = index if keys is None else index.over(keys)
         index.save(writer.folder / f"{name}.index")
         saved = writer.note(f"{name}.index")
     elif index is not None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hybrid_kv.errors import ConfigError, ReadError, WriteError
-from hybrid_kv.saved.folder import remove_abandoned
+from hybrid_kv.saved.folder import one_at_a_time, remove_abandoned
 
 _WAIT_S = 60.0
 _GROUP = re.compile(r"[0-9a-f]{32}")
@@ -142,7 +142,8 @@ class Shelf:
             if path.name.startswith(_GONE):
                 shutil.rmtree(path, ignore_errors=True)
             elif _GROUP.fullmatch(path.name):
-                remove_abandoned(path)
+                with one_at_a_time(path):  # nobody is about to begin
+                    remove_abandoned(path)
 
 
 def num_bytes(root: Path) -> int:

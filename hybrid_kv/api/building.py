@@ -1,0 +1,99 @@
+"""Prompts that are read layer by layer into a file, and gone on with after an interruption."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.api.arguments import check_watchers
+from hybrid_kv.api.context import AskedMessages
+from hybrid_kv.api.llm import LLM, Prompt
+from hybrid_kv.api.prefill import PrefillProgress, PrefillWatch
+from hybrid_kv.api.template import checked, is_chat
+from hybrid_kv.api.turn import check_room
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.some_layers import from_layer
+from hybrid_kv.runtime import HeldLayer, memory_errors
+from hybrid_kv.saved.building import ContextBuild, building
+from hybrid_kv.saved.rounding import checked_compression
+
+_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltContext:
+    """found_layers: of num_layers, those that an interrupted build had done."""
+
+    num_tokens: int
+    num_layers: int
+    found_layers: int
+
+
+def build_context(
+    llm: LLM,
+    prompt: Prompt,
+    path: str | Path,
+    *,
+    compress: str | None = None,
+    on_prefill: PrefillProgress | None = None,
+    cancel: threading.Event | None = None,
+    every_s: float = _EVERY_S,
+) -> BuiltContext:
+    """`llm.context(prompt).save(path)`, which goes on where an interrupted one ended.
+
+    What is done is noted beside the target, after a layer and at most so often; it is what the same
+    prompt, model and settings find again.
+
+    Args:
+        prompt: as in `LLM.context`.
+        compress: as in `Context.save`.
+        on_prefill, cancel: as in `LLM.generate`.
+        every_s: seconds from one note to the next.
+
+    Raises:
+        PrefillCancelled: `cancel` was set.
+        ConfigError, CapacityError: as `LLM.context`; or somebody else builds the same.
+        WriteError: it cannot be written; what is done is kept.
+    """
+    check_watchers(on_prefill, cancel)
+    rounding = checked_compression(compress)
+    asked = None
+    if is_chat(prompt):
+        asked = AskedMessages(llm.require_chat_template(), checked(prompt))
+        prompt = asked.before_question()
+    ids, messages = llm.encode(prompt), None if asked is None else asked.messages
+    cache = llm.runtime.cache()
+    cancels = [] if cancel is None else [cancel]
+    try:
+        with (
+            llm.runtime.generating(),
+            memory_errors(lambda: "prefill"),
+            building(path, cache, ids, messages, llm, every_s=every_s, compress=rounding) as build,
+        ):
+            found = build.num_done
+            check_room(llm, cache, ids.shape[1])
+            with PrefillWatch(llm.model, ids.shape[1], on_prefill, cancels, found):
+                _compute(llm, cache, ids, build)
+            build.finish(cache, ids, messages, llm)
+            return BuiltContext(ids.shape[1], len(cache.layers), found)
+    finally:
+        cache.close()
+
+
+def _compute(llm: LLM, cache: TieredCache, ids: Tensor, build: ContextBuild) -> None:
+    kv, last = cache.kv, len(cache.layers) - 1
+
+    def done(layer_idx: int, hidden: Tensor) -> None:
+        kv.seal_if_open(layer_idx)
+        held = HeldLayer.of(kv.stores[layer_idx])
+        build.layer_done(layer_idx, held, hidden, last=layer_idx == last)
+
+    kv.reserve(ids.shape[1])
+    with from_layer(llm.model, build.num_done, build.hidden, done), torch.inference_mode():
+        model: Any = llm.model
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -1,0 +1,195 @@
+"""`hybrid-kv context`: contexts in files, built once and asked many times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hybrid_kv.cli.display import note, stats_line
+from hybrid_kv.cli.ending import INTERRUPTED
+from hybrid_kv.cli.failures import refuse_unknown_verb
+from hybrid_kv.cli.options import (
+    CacheOptions,
+    ChatOptions,
+    ModelArgument,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    grouped,
+)
+
+if TYPE_CHECKING:
+    from hybrid_kv.api import LLM, Context
+
+ContextArgument = Annotated[
+    Path, typer.Argument(metavar="CONTEXT", help="What build or Context.save wrote.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Where the model lies now. [dim]default: where it lay when the context was built[/]",
+        rich_help_panel="Model and cache",
+    ),
+]
+
+
+class ContextVerbs(TyperGroup):
+    """What can be done with contexts."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is meant; ConfigError with the nearest name where there is none."""
+        if not ctx.resilient_parsing:
+            refuse_unknown_verb(args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+
+def build(
+    model: ModelArgument,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Text, Markdown or PDF; - reads stdin."),
+    ],
+    *,
+    target: Annotated[
+        Path, typer.Option("-o", "--output", metavar="CONTEXT", help="Where it goes: book.hkv.")
+    ],
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            "--compress",
+            metavar="int8",
+            help="Keys and values in 8 bits: half the file, with an error that info shows.",
+        ),
+    ] = None,
+    talk: ChatOptions,
+    options: ModelOptions,
+    cache: CacheOptions,
+    output: OutputOptions,
+) -> None:
+    """Read files into a context and save it; started again, it goes on where it ended."""
+    from hybrid_kv.api.building import build_context
+    from hybrid_kv.api.prefill import PrefillCancelled
+    from hybrid_kv.cli.context_facts import print_facts
+    from hybrid_kv.cli.display import prefill_bar
+    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.cli.prompts import PromptSource
+    from hybrid_kv.cli.running import cancel_on_ctrl_c, opened
+    from hybrid_kv.cli.settings import build_config
+    from hybrid_kv.cli.texts import read_texts
+
+    config = build_config(options)
+    talk.check()
+    check_target(output)
+    found = PromptSource(read_texts(files), None, 0)
+    found.check(model)
+    with opened(model, options, config, output, cache=cache) as llm:
+        prompt = found.for_model(llm, talk.system, raw=talk.raw)
+        if cache.cache_dir is not None:  # may begin with what is there, and is left there
+            with llm.context(prompt) as made:
+                made.save(target, compress=compress)
+            return print_facts(target, output)
+        with cancel_on_ctrl_c() as cancel, prefill_bar(output) as report:
+            watch = {"on_prefill": report, "cancel": cancel, "compress": compress}
+            try:
+                built = build_context(llm, prompt, target, **watch)
+            except PrefillCancelled:
+                note(f"interrupted: the same command goes on with '{target}'", output)
+                raise typer.Exit(INTERRUPTED) from None
+        if built.found_layers:
+            note(f"{built.found_layers} of {built.num_layers} layers were there", output)
+    return print_facts(target, output)
+
+
+def ask(
+    context: ContextArgument,
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What is asked.")],
+    *,
+    model: ModelOption = None,
+    no_stream: Annotated[
+        bool,
+        typer.Option("--no-stream", help="Print the text at its end.", rich_help_panel="Output"),
+    ] = False,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Ask a saved context; the answer goes to stdout, everything else to stderr."""
+    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.generate import answer
+    from hybrid_kv.report.schema import AskReport
+
+    check_target(output)
+    with _opened(context, model, options, output) as (llm, opened, name):
+        start = partial(opened.ask, question)
+        outcome = answer(llm, start, sampling.as_options(), not no_stream, output)
+        note(stats_line(outcome.generation, interrupted=outcome.interrupted), output)
+        if output.json is not None:
+            run = describe_run(llm, name, outcome)
+            write_report(AskReport(environment=environment_of(llm), **dict(run)), output)
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def _opened(
+    path: Path, model: str | None, options: ModelOptions, output: OutputOptions
+) -> Iterator[tuple[LLM, Context, str]]:
+    """The context with its model, by whatever name that has."""
+    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.settings import config_of_context
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.saved.manifest import read_manifest
+
+    manifest = read_manifest(path)
+    name = model or manifest.source
+    if name is None:
+        raise ConfigError(
+            f"saved context '{path}' does not say where its model lies; name it with --model"
+        )
+    config = config_of_context(manifest.config, options)
+    options = replace(options, dtype=options.dtype or manifest.dtype)
+    with opened(name, options, config, output) as llm, llm.open(path) as context:
+        yield llm, context, name
+
+
+def info(context: ContextArgument, *, output: OutputOptions) -> None:
+    """Show what a saved context holds: tokens, bytes by part, index, model, method."""
+    from hybrid_kv.cli.context_facts import print_facts
+    from hybrid_kv.cli.documents import check_target
+
+    check_target(output)
+    print_facts(context, output)
+
+
+def verify(context: ContextArgument, *, output: OutputOptions) -> None:
+    """Compare every byte of a saved context with its checksums."""
+    from hybrid_kv.cli.display import human_bytes
+    from hybrid_kv.saved import verify_context
+
+    found = verify_context(context)
+    print(
+        f"{context}: {len(found.manifest.blocks)} blocks, {human_bytes(found.num_bytes)}, "
+        "all as they were written"
+    )
+
+
+app = typer.Typer(cls=ContextVerbs, no_args_is_help=True, rich_markup_mode="rich")
+
+_EXAMPLES = {
+    build: "hybrid-kv context build smollm2 book.md notes.pdf -o book.hkv",
+    ask: 'hybrid-kv context ask book.hkv "Who is the narrator?"',
+    info: "hybrid-kv context info book.hkv --json -",
+    verify: "hybrid-kv context verify book.hkv",
+}
+
+for _verb, _example in _EXAMPLES.items():
+    app.command(epilog=f"Example: {_example}")(grouped(_verb))

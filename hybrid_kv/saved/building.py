@@ -1,0 +1,222 @@
+"""A context that is written layer by layer while it is computed, so that a build can go on.
+
+Beside the target lies a folder with the blocks of the layers that are done, the hidden state that
+enters the next one, and a note of both, replaced as a whole. At the end it gets its manifest and
+becomes the context.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from hybrid_kv.errors import ConfigError, WriteError
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.runtime import HeldLayer
+from hybrid_kv.saved.blocks import BlockWriter, hash_of, mapped
+from hybrid_kv.saved.folder import check_target, publish, sync
+from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
+from hybrid_kv.saved.manifest import MANIFEST, Block, Part, SavedLayer
+from hybrid_kv.saved.rounding import Compression
+from hybrid_kv.saved.saving import Maker, check_layers, write_layer, write_rest
+
+_PROGRESS = "progress.json"
+
+
+class Progress(Part):
+    """layers: those that are done, in order. hidden: the block of what enters the next one."""
+
+    key: str
+    folder: str
+    layers: list[SavedLayer]
+    blocks: dict[str, Block]
+    hidden: str
+    prefill_s: float = Field(ge=0)
+
+
+class ContextBuild:
+    """A build of one context of ids [1, tokens], begun or gone on with.
+
+    num_done: layers that were found done. hidden: [1, tokens, hidden] on the host, what enters the
+    next one; None where none is done.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        target: Path,
+        key: str,
+        every_s: float,
+        compress: Compression | None,
+    ) -> None:
+        self.root, self.target, self._key, self._every_s = root, target, key, every_s
+        self._compress = compress
+        self._layers: list[SavedLayer] = []
+        self.hidden: Tensor | None = None
+        self._before_s, self._begin = 0.0, monotonic()
+        self._noted = self._begin
+        known = self._read_progress()
+        if known is None:
+            self._start_anew()
+        else:
+            self._go_on(known)
+
+    @property
+    def num_done(self) -> int:
+        return len(self._layers)
+
+    # Beginning ----------------------------------------------------------------------------------
+
+    def _read_progress(self) -> Progress | None:
+        """What an earlier start has done; None where there is nothing of use."""
+        try:
+            known = Progress.model_validate_json((self.root / _PROGRESS).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        blocks = self.root / known.folder
+        sizes = {p.name: p.stat().st_size for p in blocks.iterdir()} if blocks.is_dir() else {}
+        whole = all(sizes.get(name) == block.num_bytes for name, block in known.blocks.items())
+        if known.key != self._key or not whole or known.hidden not in known.blocks:
+            return None
+        if hash_of(blocks / known.hidden) != known.blocks[known.hidden].sha256:
+            return None
+        return known
+
+    def _start_anew(self) -> None:
+        for path in self.root.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self._folder = f"blocks-{os.urandom(8).hex()}"
+        (self.root / self._folder).mkdir()
+        self._writer = BlockWriter(self.root / self._folder)
+
+    def _go_on(self, known: Progress) -> None:
+        self._folder, self._layers = known.folder, list(known.layers)
+        self._before_s = known.prefill_s
+        blocks = self.root / known.folder
+        for path in blocks.iterdir():
+            if path.name not in known.blocks:
+                path.unlink()  # of a layer that was not noted any more
+        self._writer = BlockWriter(blocks)
+        self._writer.blocks = dict(known.blocks)
+        tensors, _ = mapped(blocks / known.hidden)
+        self.hidden = tensors["hidden"].clone()
+
+    # Going on -----------------------------------------------------------------------------------
+
+    def layer_done(self, layer_idx: int, held: HeldLayer, hidden: Tensor, *, last: bool) -> None:
+        """Writes a layer; `hidden` [1, tokens, hidden] enters the next one."""
+        self._layers.append(write_layer(self._writer, layer_idx, held, self._compress))
+        if not last and monotonic() - self._noted >= self._every_s:
+            self._note(hidden)
+            self._noted = monotonic()
+
+    def _note(self, hidden: Tensor) -> None:
+        blocks = self._writer.blocks
+        old = [name for name in blocks if name.startswith("hidden-")]
+        name = self._writer.tensors(f"hidden-{self.num_done:04d}.safetensors", {"hidden": hidden})
+        for path in old:
+            del blocks[path]
+        progress = Progress(
+            key=self._key,
+            folder=self._folder,
+            layers=self._layers,
+            blocks=blocks,
+            hidden=name,
+            prefill_s=self._spent_s,
+        )
+        sync(self.root / self._folder)
+        beside = self.root / f"{_PROGRESS}.part"
+        with beside.open("w") as file:
+            file.write(progress.model_dump_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.root / _PROGRESS)
+        sync(self.root)
+        for path in old:
+            (self.root / self._folder / path).unlink()
+
+    @property
+    def _spent_s(self) -> float:
+        return self._before_s + monotonic() - self._begin
+
+    # The end ------------------------------------------------------------------------------------
+
+    def finish(self, cache: TieredCache, ids: Tensor, messages: Any, maker: Maker) -> None:
+        """Makes the folder a context, and puts it into its place."""
+        blocks = self.root / self._folder
+        for name in [name for name in self._writer.blocks if name.startswith("hidden-")]:
+            del self._writer.blocks[name]
+            (blocks / name).unlink()
+        (self.root / MANIFEST).unlink(missing_ok=True)
+        write_rest(
+            *(self.root, self._writer, cache, ids, messages, maker, self._layers, self._spent_s)
+        )
+        (self.root / _PROGRESS).unlink(missing_ok=True)
+        for path in (blocks, self.root):
+            sync(path)
+        publish(self.root, self.target, self._folder)
+        shutil.rmtree(self.root, ignore_errors=True)  # there only where a context was replaced
+
+
+@contextmanager
+def building(
+    path: str | Path,
+    cache: TieredCache,
+    ids: Tensor,
+    messages: Any,
+    maker: Maker,
+    *,
+    every_s: float,
+    compress: Compression | None = None,
+) -> Iterator[ContextBuild]:
+    """A build of the context that shall lie at `path`: a new one, or one that was interrupted.
+
+    What an interrupted build of something else left there is removed.
+
+    Args:
+        every_s: seconds from one note of progress to the next, at the end of a layer.
+
+    Raises:
+        ConfigError: something else lies there, somebody else builds it, or a layer has no form in a
+            file.
+        WriteError: it cannot be written; what is done is kept.
+    """
+    target = Path(os.path.realpath(path))
+    check_target(target, path)
+    check_layers(cache)
+    identity = identity_hash(maker.model, tokenizer_identity(maker.tokenizer), cache.kv.config)
+    key = sha256(json.dumps([identity, ids_hash(ids), messages, compress]).encode()).hexdigest()
+    root = target.with_name(f".{target.name}.building")
+    lock = None
+    try:
+        root.mkdir(exist_ok=True)
+        lock = os.open(root, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"context '{path}' is being built by another process; wait for it, or choose "
+                "another name"
+            ) from None
+        yield ContextBuild(root, target, key, every_s, compress)
+    except OSError as error:
+        if isinstance(error, WriteError):
+            raise
+        raise WriteError(
+            f"context '{path}' cannot be built: {error.strerror or error}; free space, and start "
+            "again: what is done is kept"
+        ) from error
+    finally:
+        if lock is not None:
+            os.close(lock)
