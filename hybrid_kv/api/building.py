@@ -20,7 +20,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.some_layers import from_layer
 from hybrid_kv.runtime import HeldLayer, memory_errors
 from hybrid_kv.saved.building import ContextBuild, building
-from hybrid_kv.saved.rounding import checked_compression
+from hybrid_kv.saved.rounding import Compression, checked_compression
 
 _EVERY_S = 10.0
 
@@ -39,7 +39,7 @@ def build_context(
     prompt: Prompt,
     path: str | Path,
     *,
-    compress: str | None = None,
+    compress: Compression | None = None,
     on_prefill: PrefillProgress | None = None,
     cancel: threading.Event | None = None,
     every_s: float = _EVERY_S,

@@ -21,7 +21,9 @@ from hybrid_kv.cli.options import (
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM
     from hybrid_kv.cli.running import Outcome
-    from hybrid_kv.report.schema import ChatReport
+    from hybrid_kv.report.schema import ChatReport, ContextChatReport
+
+    Chat = ChatReport | ContextChatReport
 
 _HELP = "/reset forgets the conversation, /stats tells what the last answer cost, /quit leaves"
 
@@ -56,7 +58,7 @@ def chat(
 
 
 def talk_with(
-    session: Session, llm: LLM, model: str, output: OutputOptions, kind: type[ChatReport]
+    session: Session, llm: LLM, model: str, output: OutputOptions, kind: type[Chat]
 ) -> None:
     """Runs a session and reports what was said in it, however it ends."""
     from hybrid_kv.cli.documents import describe_run, environment_of, write_report
@@ -71,9 +73,10 @@ def talk_with(
 
 
 class Talk(Protocol):
-    """Somebody who answers."""
+    """Somebody who answers; send: see `Conversation.send`."""
 
-    def send(self, text: str, **options: Any) -> Any: ...
+    @property
+    def send(self) -> Callable[..., Any]: ...
 
 
 class Session:

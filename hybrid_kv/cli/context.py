@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -85,22 +85,25 @@ def build(
     from hybrid_kv.cli.running import cancel_on_ctrl_c, opened
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.cli.texts import read_texts
+    from hybrid_kv.saved.rounding import checked_compression
 
     config = build_config(options)
     talk.check()
     check_target(output)
+    rounding = checked_compression(compress)
     found = PromptSource(read_texts(files), None, 0)
     found.check(model)
     with opened(model, options, config, output, cache=cache) as llm:
         prompt = found.for_model(llm, talk.system, raw=talk.raw)
         if cache.cache_dir is not None:  # may begin with what is there, and is left there
             with llm.context(prompt) as made:
-                made.save(target, compress=compress)
+                made.save(target, compress=rounding)
             return print_facts(target, output)
         with cancel_on_ctrl_c() as cancel, prefill_bar(output) as report:
-            watch = {"on_prefill": report, "cancel": cancel, "compress": compress}
             try:
-                built = build_context(llm, prompt, target, **watch)
+                built = build_context(
+                    *(llm, prompt, target), compress=rounding, on_prefill=report, cancel=cancel
+                )
             except PrefillCancelled:
                 note(f"interrupted: the same command goes on with '{target}'", output)
                 raise typer.Exit(INTERRUPTED) from None
@@ -137,6 +140,36 @@ def ask(
             write_report(AskReport(environment=environment_of(llm), **dict(run)), output)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def chat(
+    context: ContextArgument,
+    *,
+    model: ModelOption = None,
+    sampling: SamplingOptions,
+    options: ModelOptions,
+    output: OutputOptions,
+) -> None:
+    """Talk about a saved context, which stays as it is; /reset, /stats and /quit are commands."""
+    from hybrid_kv.cli.chat import Session, talk_with
+    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.report.schema import ContextChatReport
+
+    check_target(output)
+    with _opened(context, model, options, output) as (llm, opened, name):
+        session = Session(partial(_Talk, opened), sampling, output)
+        talk_with(session, llm, name, output, ContextChatReport)
+
+
+class _Talk:
+    """Questions to a fork of a context, each of which is asked behind those before."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context.fork()
+
+    def send(self, text: str, **options: Any) -> Any:
+        """The answer, which becomes part of the fork."""
+        return self._context.ask(text, keep=True, **options)
 
 
 @contextmanager
@@ -184,9 +217,10 @@ def verify(context: ContextArgument, *, output: OutputOptions) -> None:
 
 app = typer.Typer(cls=ContextVerbs, no_args_is_help=True, rich_markup_mode="rich")
 
-_EXAMPLES = {
+_EXAMPLES: dict[Callable[..., None], str] = {
     build: "hybrid-kv context build smollm2 book.md notes.pdf -o book.hkv",
     ask: 'hybrid-kv context ask book.hkv "Who is the narrator?"',
+    chat: "hybrid-kv context chat book.hkv --set top_k=128",
     info: "hybrid-kv context info book.hkv --json -",
     verify: "hybrid-kv context verify book.hkv",
 }

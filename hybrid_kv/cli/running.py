@@ -41,13 +41,13 @@ def opened(
     cache: CacheOptions | None = None,
 ) -> Iterator[LLM]:
     """The model, loaded and attached."""
-    more = {} if cache is None else cache.as_options()
+    more: dict[str, Any] = {} if cache is None else cache.as_options()
     silence_transformers(output)
     # Bars of a download are the hub's own; a spinner would draw over them.
     local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
     with waiting(f"loading {model}", output) if local else _nothing(), _told_in_a_line(output):
-        own = {"device": options.device, "dtype": options.dtype, "layers": layers}
-        llm = load(model, config=config, **own, **more)
+        own = {"device": options.device, "dtype": options.dtype, "layers": layers, **more}
+        llm = load(model, config=config, **own)
     with llm:
         yield llm
 

@@ -18,7 +18,7 @@ _BLOCK = 2**16  # rows at a time: their float32 copies are small
 def checked_compression(value: object) -> Compression | None:
     """Raises ConfigError for one that there is not."""
     if value is None or value == "int8":
-        return value  # type: ignore[return-value]
+        return value
     raise ConfigError(f"compress must be 'int8' or left out, got {said(value)}")
 
 

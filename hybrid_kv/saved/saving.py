@@ -165,15 +165,14 @@ def write_layer(
 
 def _rounded(held: HeldLayer) -> tuple[HeldLayer, dict[str, Tensor], SavedRounding]:
     """A layer as it comes back, what is written of it, and what that has lost."""
-    tensors, back = {}, {}
-    for name, x in (("k", held.k), ("v", held.v)):
-        codes, scales = rounded(x)
-        tensors |= {name: codes, f"{name}_scales": scales}
-        back[name] = unrounded(codes, scales, x.dtype)
-    loss = SavedRounding(
-        k_error=relative_error(held.k, back["k"]), v_error=relative_error(held.v, back["v"])
+    (k, k_scales), (v, v_scales) = rounded(held.k), rounded(held.v)
+    back = replace(
+        held, k=unrounded(k, k_scales, held.k.dtype), v=unrounded(v, v_scales, held.v.dtype)
     )
-    return replace(held, **back), tensors, loss
+    loss = SavedRounding(
+        k_error=relative_error(held.k, back.k), v_error=relative_error(held.v, back.v)
+    )
+    return back, {"k": k, "k_scales": k_scales, "v": v, "v_scales": v_scales}, loss
 
 
 def _write_extent(

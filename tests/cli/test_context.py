@@ -65,6 +65,19 @@ def test_a_built_context_is_asked(model: Path, built: Path) -> None:
     assert "TTFT" in shown.stderr
 
 
+def test_a_chat_keeps_what_was_asked_and_the_file_does_not(model: Path, built: Path) -> None:
+    words = ("context", "chat", built, "--max-new-tokens", 4, "--set", "top_k=all", "--json", "-")
+    before = sorted((path, path.stat().st_mtime_ns) for path in built.rglob("*"))
+    report = report_of(call(*words, stdin=f"{QUESTION}\nthe hill.\n/reset\n{QUESTION}\n"))
+    assert report.command == "context chat"
+    first, second, third = report.turns
+    assert (first.token_ids, first.context_tokens) == (third.token_ids, third.context_tokens)
+    whole = f"{BOOK}{QUESTION} {first.text} the hill."
+    asked = report_of(call("generate", model, whole, "--max-new-tokens", 4, "--json", "-"))
+    assert (second.token_ids, second.context_tokens) == (asked.token_ids, asked.context_tokens)
+    assert sorted((path, path.stat().st_mtime_ns) for path in built.rglob("*")) == before
+
+
 def test_several_files_of_several_kinds_are_one_text(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the river.")
     (tmp_path / "b.md").write_text("the hill.")
@@ -205,7 +218,7 @@ def test_a_place_that_holds_something_else_is_refused(model: Path, text: Path) -
 
 
 def test_what_is_no_context_is_refused(built: Path, text: Path, tmp_path: Path) -> None:
-    for words in (("info",), ("verify",), ("ask", QUESTION)):
+    for words in (("info",), ("verify",), ("ask", QUESTION), ("chat",)):
         verb, more = words[0], words[1:]
         assert "there is no saved context" in refused("context", verb, tmp_path / "no", *more)
         assert "is no saved context of hybrid_kv" in refused("context", verb, text, *more)
