@@ -27,14 +27,14 @@ from hybrid_kv.runtime import HeldLayer
 from hybrid_kv.saved.blocks import BlockWriter, hash_of, mapped
 from hybrid_kv.saved.folder import check_target, publish, sync
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
-from hybrid_kv.saved.manifest import MANIFEST, Block, Part, SavedLayer
+from hybrid_kv.saved.manifest import MANIFEST, Block, SavedLayer, SavedPart
 from hybrid_kv.saved.rounding import Compression
 from hybrid_kv.saved.saving import Maker, check_layers, write_layer, write_rest
 
 _PROGRESS = "progress.json"
 
 
-class Progress(Part):
+class BuildProgress(SavedPart):
     """layers: those that are done, in order. hidden: the block of what enters the next one."""
 
     key: str
@@ -78,10 +78,10 @@ class ContextBuild:
 
     # Beginning ----------------------------------------------------------------------------------
 
-    def _read_progress(self) -> Progress | None:
+    def _read_progress(self) -> BuildProgress | None:
         """What an earlier start has done; None where there is nothing of use."""
         try:
-            known = Progress.model_validate_json((self.root / _PROGRESS).read_bytes())
+            known = BuildProgress.model_validate_json((self.root / _PROGRESS).read_bytes())
         except (OSError, ValidationError):
             return None
         blocks = self.root / known.folder
@@ -100,7 +100,7 @@ class ContextBuild:
         (self.root / self._folder).mkdir()
         self._writer = BlockWriter(self.root / self._folder)
 
-    def _go_on(self, known: Progress) -> None:
+    def _go_on(self, known: BuildProgress) -> None:
         self._folder, self._layers = known.folder, list(known.layers)
         self._before_s = known.prefill_s
         blocks = self.root / known.folder
@@ -127,7 +127,7 @@ class ContextBuild:
         name = self._writer.tensors(f"hidden-{self.num_done:04d}.safetensors", {"hidden": hidden})
         for path in old:
             del blocks[path]
-        progress = Progress(
+        progress = BuildProgress(
             key=self._key,
             folder=self._folder,
             layers=self._layers,

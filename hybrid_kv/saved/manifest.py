@@ -26,20 +26,20 @@ _FOLDER = r"^blocks-[0-9a-f]{16}$"
 _HASH = r"^[0-9a-f]{64}$"
 
 
-class Part(BaseModel):
+class SavedPart(BaseModel):
     """A part of what is written: nothing unknown, nothing converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Block(Part):
+class Block(SavedPart):
     """A file: its size, and the SHA-256 of all that is in it."""
 
     num_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=_HASH)
 
 
-class SavedSamples(Part):
+class SavedSamples(SavedPart):
     """Queries that an index learns from again; see `Samples` and `Aging`."""
 
     block: str = Field(pattern=_BLOCK)
@@ -49,7 +49,7 @@ class SavedSamples(Part):
     num_keys: int
 
 
-class SavedExtent(Part):
+class SavedExtent(SavedPart):
     """A run of cold entries; index: the block of what finds them, None where it is built anew."""
 
     length: int = Field(ge=1)
@@ -57,14 +57,14 @@ class SavedExtent(Part):
     samples: SavedSamples | None = None
 
 
-class SavedRounding(Part):
+class SavedRounding(SavedPart):
     """Keys and values in 8 bits; k_error, v_error: relative, root mean square over all entries."""
 
     k_error: float = Field(ge=0)
     v_error: float = Field(ge=0)
 
 
-class SavedLayer(Part):
+class SavedLayer(SavedPart):
     """See `HeldLayer`; kv, kept: blocks. int8: None where keys and values are as they were."""
 
     layer_idx: int = Field(ge=0)
@@ -80,14 +80,14 @@ class SavedLayer(Part):
     int8: SavedRounding | None = None
 
 
-class SavedModel(Part):
+class SavedModel(SavedPart):
     """facts: of its configuration, by name. weights: SHA-256 over a sample of all weights."""
 
     facts: dict[str, Any]
     weights: str = Field(pattern=_HASH)
 
 
-class Manifest(Part):
+class Manifest(SavedPart):
     """All of a saved context but its tensors and text.
 
     folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
