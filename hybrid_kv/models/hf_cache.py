@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, MethodError, UnsupportedModelError
 from hybrid_kv.runtime import HeldLayer, KVCache, TieredLayer
+from hybrid_kv.runtime.together import JointRow
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
@@ -164,8 +165,14 @@ class HybridLayer(CacheLayerMixin):
         """Whether new tokens came that no attention has asked for yet."""
         return self._pending is not None
 
+    def joint_row(self, q: Tensor) -> JointRow | None:
+        """Its part in a joint step of q [1, Hq, 1, D]; None where another layer stores for it."""
+        if self._pending is None:
+            return None
+        return JointRow(self._state.kv, self._layer_idx, q, self._pending)
+
     def forget_pending(self) -> None:
-        """Drops them: this forward has failed."""
+        """Drops them: this forward has failed, or they are stored."""
         self._pending = None
 
     def attend(

@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tag, tiered_layers
 from hybrid_kv.models.support import text_config
+from hybrid_kv.runtime.together import attend_shared
 from hybrid_kv.types import PartialAttention
 
 _log = logging.getLogger(__name__)
@@ -78,13 +79,21 @@ class JoinedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
-        """Attends with q [B, Hq, 1, D] row by row; a row that has failed gets zeros."""
+        """Attends with q [B, Hq, 1, D] what rows share together, the rest row by row; a row that
+        has failed gets zeros.
+        """
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
+        attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
         for number, row in self._whole_rows():
-            own = slice(number, number + 1)
+            own, shared = slice(number, number + 1), joint[number]
             with self._isolated(number):
-                part = row.attend(q[own], None, scale=scale, softcap=softcap)
+                part = None if shared is None else shared.taken()
+                if part is None:
+                    part = row.attend(q[own], None, scale=scale, softcap=softcap)
+                else:
+                    row.forget_pending()
                 out[own], lse[own] = part.out.to(q.dtype), part.lse
         return PartialAttention(out, lse)
 

@@ -215,7 +215,7 @@ def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> 
             step.work.hot += int(covered.sum())
             parts.append(part._replace(ids=part.ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
-    _count(step.work, *counted(found.parts))
+    count_cold(step.work, *counted(found.parts))
     return found.parts
 
 
@@ -232,7 +232,7 @@ def counted(parts: Sequence[RetrievedPart]) -> tuple[int, int]:
     return total, int(found.sum(-1).max())
 
 
-def _count(work: Work, entries: int, most: int) -> None:
+def count_cold(work: Work, entries: int, most: int) -> None:
     """Books cold entries attended by all query heads of a row together, and by one at most."""
     work.attended += entries
     work.retrieved += entries
@@ -288,7 +288,7 @@ def _hide_attended(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> lis
     spans = row.chain.spans
     if not row.hot.capacity and row.copied is None:
         stored = row.chain.num_tokens
-        _count(step.work, stored * q.shape[0] * q.shape[1], stored)
+        count_cold(step.work, stored * q.shape[0] * q.shape[1], stored)
         return [None] * len(spans)
     every = []
     for span, hidden in zip(spans, row.copied_by_span(), strict=True):

@@ -27,7 +27,7 @@ from hybrid_kv.runtime.one_call import OneCall, storable
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row
-from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
+from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention, Read
 
 _log = logging.getLogger(__name__)
 
@@ -173,12 +173,16 @@ class TieredLayer:
         Raises:
             NonFiniteError: see `append`.
         """
-        means = self.means
         if step.unstored is not None and not (self._stores_as_is and storable(step)):
             self._store(step)
         read = self.method.read(self.shape.layer_idx, step.q)
-        if widening != 1:
-            read = read.widened(widening)
+        return self.attend_as(step, read if widening == 1 else read.widened(widening))
+
+    def attend_as(self, step: Step, read: Read) -> PartialAttention:
+        """The same for something else to read than the method says."""
+        means = self.means
+        if step.unstored is not None and not (self._stores_as_is and storable(step)):
+            self._store(step)
         part = self._one_call.attend(step, read)
         if part is None:
             if step.unstored is not None:

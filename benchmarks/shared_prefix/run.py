@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""What do rows save that attend the context which they share together?
+
+    python benchmarks/shared_prefix/run.py --context 32k --rows 4,16
+
+A cache of random keys and values is forked; then all rows take the same decode steps twice, once
+one by one and once together, step by step in turn. Attention only, no weights. CPU seconds are
+those of all threads of the process. The last line on stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":  # a script: the project's root is not on its path
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from hybrid_kv.config import HybridConfig, parse_count
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.together import JointRow, attend_shared
+from hybrid_kv.types import LayerShape, ModelInfo
+
+SCAN = {"kind": "flat", "precision": "int8"}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "hybrid": {"method": "hybrid", "window_tokens": 512, "cold": {"top_k": 100, "index": SCAN}},
+}
+
+
+def forks(own: HybridConfig, shape: LayerShape, tokens: int, rows: int) -> list[KVCache]:
+    cache = KVCache(ModelInfo((shape,)), own)
+    size = (1, shape.num_kv_heads, tokens, shape.head_dim)
+    cache.load(shape.layer_idx, torch.randn(size), torch.randn(size))
+    return [cache, *(cache.fork() for _ in range(rows - 1))]
+
+
+def one_by_one(rows: list[KVCache], q: torch.Tensor, new: Any, scale: float) -> list[torch.Tensor]:
+    own = ((row, q[n : n + 1], tuple(t[n : n + 1] for t in new)) for n, row in enumerate(rows))
+    return [row.attend(0, one, pair, None, scale=scale).out for row, one, pair in own]
+
+
+def together(rows: list[KVCache], q: torch.Tensor, new: Any, scale: float) -> list[torch.Tensor]:
+    joint = [
+        JointRow(row, 0, q[n : n + 1], tuple(t[n : n + 1] for t in new))
+        for n, row in enumerate(rows)
+    ]
+    attend_shared(joint, scale=scale, softcap=None)
+    assert all(isinstance(row.outcome, tuple) for row in joint)
+    return [row.outcome.out for row in joint]  # type: ignore[union-attr]
+
+
+def measure(
+    own: HybridConfig, shape: LayerShape, tokens: int, rows: int, steps: int
+) -> dict[str, Any]:
+    ways: dict[str, Callable[..., list[torch.Tensor]]] = {
+        "one_by_one": one_by_one,
+        "together": together,
+    }
+    every = forks(own, shape, tokens, 2 * rows)
+    caches = {"one_by_one": every[:rows], "together": every[rows:]}
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    scale = shape.head_dim**-0.5
+    for step in range(steps + 2):
+        q = 2 * torch.randn(rows, shape.num_q_heads, 1, shape.head_dim)
+        new = tuple(torch.randn(rows, shape.num_kv_heads, 1, shape.head_dim) for _ in range(2))
+        outs = {}
+        for name in sorted(ways, reverse=bool(step % 2)):
+            begin, used = time.perf_counter(), time.process_time()
+            outs[name] = ways[name](caches[name], q, new, scale)
+            if step >= 2:
+                wall[name].append(1e3 * (time.perf_counter() - begin))
+                cpu[name].append(1e3 * (time.process_time() - used))
+        torch.testing.assert_close(torch.cat(outs["together"]), torch.cat(outs["one_by_one"]))
+    found = {f"{name}_cpu_ms": round(median(cpu[name]), 3) for name in ways}
+    found |= {f"{name}_ms": round(median(wall[name]), 3) for name in ways}
+    gain = found["one_by_one_cpu_ms"] / found["together_cpu_ms"]
+    return {"method": own.method, "rows": rows, **found, "gain_cpu": round(gain, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--context", default="32k")
+    parser.add_argument("--rows", default="4,16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokens, shape = int(str(parse_count(args.context))), LayerShape(0, 32, 8, 64)
+    results = []
+    for name, settings in METHODS.items():
+        for rows in map(int, args.rows.split(",")):
+            own = HybridConfig(**settings, index_build="wait")
+            results.append(measure(own, shape, tokens, rows, args.steps))
+            print(name, results[-1], file=sys.stderr)
+    about = {
+        "context_tokens": tokens,
+        "layer": {"query_heads": 32, "kv_heads": 8, "head_dim": 64, "dtype": "float32"},
+        "cpu": platform.processor() or platform.machine(),
+        "threads": args.threads,
+    }
+    print(json.dumps({**about, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""One decode step of several caches that were forked from one: what they share is read once.
+
+As in Hydragen (arXiv:2402.05099) a common beginning is attended with the queries of all rows at
+once: cold entries of an extent that several rows see are searched once, resident pages that several
+rows read are passed over once, and each row's own part is merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.attention import attend, merge_partials
+from hybrid_kv.runtime.cache import KVCache
+from hybrid_kv.runtime.cold import count_cold, counted
+from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.retrieve import RetrievedPart
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import ColdExtent, Row, Span, best_of
+from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget
+
+_LEAST_PAGES = 8
+"""Fewer shared ones are not worth a call of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class JointRow:
+    """One row of a step of one layer: q [1, Hq, 1, D], and its new k, v [1, Hkv, 1, D].
+
+    outcome: what it gets, or what went wrong with it; None where it shares with nobody, and then
+    nothing was stored.
+    """
+
+    kv: KVCache
+    layer_idx: int
+    q: Tensor
+    new: tuple[Tensor, Tensor]
+    outcome: PartialAttention | Exception | None = None
+    _step: Step | None = None
+    _read: Read | None = None
+
+    @property
+    def layer(self) -> TieredLayer:
+        return self.kv.layers[self.layer_idx]
+
+    @property
+    def own(self) -> Row:
+        """What it holds."""
+        return self.layer.held.rows[0]
+
+    @property
+    def step(self) -> Step:
+        assert self._step is not None
+        return self._step
+
+    @property
+    def read(self) -> Read:
+        """What its method reads, once it is known that it may share."""
+        assert self._read is not None
+        return self._read
+
+    def shares(self) -> Hashable | None:
+        """What it may attend together with others; None where it attends by itself."""
+        kv, layer = self.kv, self.layer
+        watched = kv.auditor is not None or kv.places is not None
+        if watched or kv.more_prompt or not layer.is_sealed or layer.num_rows != 1:
+            return None
+        own, place = self.own, layer.held.placement
+        if place is None or place.fetch or not (self.q.is_cpu and kv.executor.at_once):
+            return None
+        if own.hot.capacity or own.kept is not None or own.later_index is not None:
+            return None
+        pool = own.table.pool
+        if place.rest is Demotion.KEEP and len(pool.stores) > 1:
+            self._read = layer.method.read(self.layer_idx, self.q)
+            return id(pool) if self.read.pages == "all" else None
+        shared = place.rest is Demotion.OFFLOAD and bool(own.chain.spans)
+        return self._extent() if shared else None
+
+    def _extent(self) -> Hashable | None:
+        own = self.own
+        span, index = own.chain.spans[0], own.chain.spans[0].extent.index
+        if len(span.extent.readers) < 2 or own.copied is not None:
+            return None
+        if index is not None and index.is_building:
+            index.settle(span.extent.keys)
+        self._read = self.layer.method.read(self.layer_idx, self.q)
+        cold = self.read.cold
+        if cold == "all" or (cold is not None and cold.top_k >= own.chain.num_tokens):
+            return id(span.extent), span.length, "all"
+        if cold is None or cold.weighs or cold.estimate or not _asked_by_many(index):
+            return None
+        return id(span.extent), span.length, cold
+
+    def begin(self, scale: float, softcap: float | None) -> PartialAttention:
+        """Stores its token and attends what it reads beside the cold tier."""
+        layer = self.layer
+        layer.settle()
+        self._step = layer.step(self.q, scale, softcap, new=self.new)
+        return layer.attend_as(self._step, replace(self.read, cold=None))
+
+    def store(self, scale: float, softcap: float | None) -> None:
+        """Stores its token, and counts the step as `decode` does."""
+        layer = self.layer
+        self._step = layer.step(self.q, scale, softcap)
+        layer.append(*self.new, None)
+        work, heads = self.step.work, self.q.shape[1]
+        work.attended += heads * self.own.table.num_tokens
+        work.visible += heads * self.own.length
+        work.steps += heads
+
+    def taken(self) -> PartialAttention | None:
+        """Its outcome; None where it has none.
+
+        Raises:
+            Exception: what went wrong with it.
+        """
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def end(self, parts: Sequence[PartialAttention]) -> None:
+        """Merges what it attended, each [1, Hq, 1, D]."""
+        self.outcome = merge_partials(parts, dtype=self.q.dtype, ops=self.step.ops)
+        self.layer.move_on()
+
+    @property
+    def grouped(self) -> Tensor:
+        """[Hkv, G, D]."""
+        return self.step.grouped[0]
+
+    def spread(self, part: PartialAttention) -> PartialAttention:
+        """[Hkv, G, D] as [1, Hq, 1, D]."""
+        return PartialAttention(part.out.reshape(self.q.shape), part.lse.reshape(self.q.shape[:3]))
+
+
+_by_many: WeakKeyDictionary[LiveIndex, tuple[int, bool]] = WeakKeyDictionary()
+
+
+def _asked_by_many(index: LiveIndex | None) -> bool:
+    """Whether queries of several rows may be asked together: of an index that the engine can search
+    by itself, which therefore remembers nothing of a row.
+    """
+    if index is None or index.on_device or index.selects:
+        return False
+    known = _by_many.get(index)
+    if known is None or known[0] != index.revision:
+        known = _by_many[index] = index.revision, index.plan(1, 1) is not None
+    return known[1]
+
+
+def attend_shared(rows: Sequence[JointRow], *, scale: float, softcap: float | None) -> None:
+    """Gives outcomes to the rows that share entries with another one; leaves the others alone."""
+    groups: dict[Hashable, list[JointRow]] = defaultdict(list)
+    for row in rows:
+        if (what := row.shares()) is not None:
+            groups[what].append(row)
+    for what, group in groups.items():
+        if len(group) < 2:
+            continue
+        if isinstance(what, tuple):
+            _attend_extent(group, what[2], scale, softcap)
+        else:
+            _attend_pages(group, scale, softcap)
+
+
+def _split(part: PartialAttention, rows: int) -> list[PartialAttention]:
+    """[Hkv, R * G, D] by row."""
+    parts = zip(part.out.chunk(rows, 1), part.lse.chunk(rows, 1), strict=True)
+    return [PartialAttention(*each) for each in parts]
+
+
+# Shared cold entries ----------------------------------------------------------------------------
+
+
+def _attend_extent(
+    rows: Sequence[JointRow],
+    cold: TokenBudget | Literal["all"],
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """The first extent of each row is the same; what follows it is its own."""
+    near: list[tuple[JointRow, PartialAttention]] = []
+    for row in rows:
+        try:
+            near.append((row, row.begin(scale, softcap)))
+        except Exception as error:
+            row.outcome = error
+    if not near:
+        return
+    whole, extent = [row for row, _ in near], near[0][0].own.chain.spans[0].extent
+    ask = _Asking(scale, softcap, cold)
+    try:
+        far = ask.all_of(whole) if cold == "all" else ask.best_of(whole, extent)
+    except Exception as error:
+        for row in whole:
+            row.outcome = error
+        return
+    for (row, part), parts in zip(near, far, strict=True):
+        row.end([part, *map(row.spread, parts)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """How cold entries are attended; every part is [Hkv, G, D]."""
+
+    scale: float
+    softcap: float | None
+    cold: TokenBudget | Literal["all"]
+
+    def all_of(self, rows: Sequence[JointRow]) -> list[list[PartialAttention]]:
+        """By row attention over all of its extents, the first of which is shared."""
+        first = rows[0].own.chain.spans[0]
+        shared = self._whole(rows[0].step, _stacked(rows), first)
+        parts = [[part] for part in _split(shared, len(rows))]
+        for row, own in zip(rows, parts, strict=True):
+            own += [self._whole(row.step, row.grouped, span) for span in row.own.chain.spans[1:]]
+            stored = row.own.chain.num_tokens
+            count_cold(row.step.work, stored * row.q.shape[1], stored)
+        return parts
+
+    def _whole(self, step: Step, q: Tensor, span: Span) -> PartialAttention:
+        k, v = (tensor[None] for tensor in span.extent.first(span.length))
+        part = attend(step.ops, q[None], k, v, scale=self.scale, softcap=self.softcap)
+        return PartialAttention(part.out[0], part.lse[0])
+
+    def best_of(self, rows: Sequence[JointRow], extent: ColdExtent) -> list[list[PartialAttention]]:
+        """By row attention over what a search of all of its extents finds."""
+        assert isinstance(self.cold, TokenBudget)
+        width, most, stacked = self.cold.width, self.cold.most, _stacked(rows)
+        shared = rows[0].own.chain.spans[0].search(stacked, width, most)
+        found = []
+        for row, ids, scores in zip(
+            rows, shared.ids.chunk(len(rows), 1), shared.scores.chunk(len(rows), 1), strict=True
+        ):
+            own = [(extent, SearchResult(ids, scores, shared.scored // len(rows)))]
+            for span in row.own.chain.spans[1:]:
+                own.append((span.extent, span.search(row.grouped, width, most)))
+            found.append(best_of(own, most))
+            row.step.work.scored += sum(result.scored for _, result in own)
+            parts = [RetrievedPart(one, result.ids) for one, result in found[-1]]
+            count_cold(row.step.work, *counted(parts))
+        ids = torch.cat([own[0][1].ids for own in found], 1)
+        parts = [
+            [part] for part in _split(self._these(rows[0].step, stacked, extent, ids), len(rows))
+        ]
+        for row, own, done in zip(rows, found, parts, strict=True):
+            done += [self._these(row.step, row.grouped, one, r.ids) for one, r in own[1:]]
+        return parts
+
+    def _these(self, step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
+        return step.ops.attend_retrieved(
+            q, extent.k, extent.v, ids, scale=self.scale, softcap=self.softcap
+        )
+
+
+# Shared resident pages --------------------------------------------------------------------------
+
+
+def _attend_pages(rows: Sequence[JointRow], scale: float, softcap: float | None) -> None:
+    """Everything is resident, in one pool, and the rows' tables begin with the same pages."""
+    shared = _common_pages([row.own.table.pages for row in rows])
+    if shared < _LEAST_PAGES:
+        return
+    whole = []
+    for row in rows:
+        try:
+            row.store(scale, softcap)
+            whole.append(row)
+        except Exception as error:
+            row.outcome = error
+    if not whole:
+        return
+    tokens = shared * whole[0].own.page_size
+    try:
+        every = _over(whole[0], _stacked(whole), 0, shared, tokens, scale, softcap)
+        for row, part in zip(whole, _split(every, len(whole)), strict=True):
+            table = row.own.table
+            left = table.num_tokens - tokens
+            own = _over(row, row.grouped, shared, len(table), left, scale, softcap)
+            row.end([row.spread(part), row.spread(own)])
+    except Exception as error:
+        for row in whole:
+            row.outcome = error
+
+
+def _over(
+    row: JointRow,
+    q: Tensor,
+    start: int,
+    stop: int,
+    tokens: int,
+    scale: float,
+    softcap: float | None,
+) -> PartialAttention:
+    """Attention of q [Hkv, M, D] over some pages of a row's table."""
+    k, v = row.own.table.read(start, stop, tokens)
+    part = attend(row.step.ops, q[None], k[None], v[None], scale=scale, softcap=softcap)
+    return PartialAttention(part.out[0], part.lse[0])
+
+
+def _common_pages(tables: Sequence[Sequence[int]]) -> int:
+    """With how many full pages all tables begin; the last one of each may still be written to."""
+    first, low = tables[0], 0
+    high = min(map(len, tables)) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if all(table[low:middle] == first[low:middle] for table in tables[1:]):
+            low = middle
+        else:
+            high = middle - 1
+    return max(0, low)
+
+
+def _stacked(rows: Sequence[JointRow]) -> Tensor:
+    """The queries of all rows, [Hkv, R * G, D]."""
+    return torch.cat([row.grouped for row in rows], 1)

@@ -1,0 +1,154 @@
+"""Rows that were forked from one cache attend what they share together, as exactly as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hybrid_kv as hkv
+from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.models import joined
+from hybrid_kv.models.attach import Attachment, HybridCache
+from hybrid_kv.models.joined import JoinedCache
+from hybrid_kv.runtime import together
+from tests.ops.native.engines import needs_engine
+from tests.serve.asking import prompt, small_model
+
+STEPS = 20
+FLAT = {"kind": "flat", "precision": "stored"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "quest, opened": {"method": "quest", "page_budget": "all"},
+    "hybrid, opened": {"method": "hybrid", "cold": {"top_k": "all"}},
+    "hybrid, found": {"method": "hybrid", "cold": {"top_k": 7, "index": FLAT}},
+}
+PLACED = {"hybrid": {"sink_tokens": 1, "window_tokens": 2}}  # in pages
+pytestmark = needs_engine
+
+
+def config(name: str, page_size: int) -> hkv.HybridConfig:
+    own = SETTINGS[name]
+    pages = PLACED.get(own["method"], {})
+    place = {setting: count * page_size for setting, count in pages.items()}
+    return hkv.HybridConfig(page_size=page_size, index_build="wait", **place, **own)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+@pytest.fixture(params=[16, 37])
+def page_size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def runtime(model: Any) -> Iterator[Attachment]:
+    with hkv.attach(model, "full") as attached:
+        yield attached
+
+
+def forks(model: Any, runtime: Attachment, own: hkv.HybridConfig) -> list[HybridCache]:
+    """Three rows of one context, two of them with further tokens of their own."""
+    first = runtime.cache(own)
+    model(torch.tensor([prompt(700)]), past_key_values=first)
+    model(torch.tensor([[5]]), past_key_values=first)  # ends the prompt
+    rows = [first, first.fork(), first.fork()]
+    for number, row in enumerate(rows[1:], 1):
+        model(torch.tensor([prompt(60 * number, seed=number)]), past_key_values=row)
+    return rows
+
+
+def steps(model: Any, rows: list[HybridCache]) -> Tensor:
+    logits = []
+    for number in range(STEPS):
+        cache = JoinedCache(rows)
+        out = model(
+            torch.tensor([[3 + (number + row) % 9] for row in range(len(rows))]),
+            position_ids=torch.tensor(cache.positions),
+            past_key_values=cache,
+        )
+        assert cache.errors == [None] * len(rows)
+        logits.append(out.logits)
+    return torch.stack(logits)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows got an outcome at each layer and step."""
+    counts: list[int] = []
+    attend = together.attend_shared
+
+    def counted(rows: Any, **how: Any) -> None:
+        attend(rows, **how)
+        counts.append(sum(row.outcome is not None for row in rows))
+
+    monkeypatch.setattr(joined, "attend_shared", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.inference_mode()
+def test_rows_get_what_they_get_one_by_one(
+    model: Any,
+    runtime: Attachment,
+    page_size: int,
+    name: str,
+    shared: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = config(name, page_size)
+    rows = forks(model, runtime, own)
+    found = steps(model, rows)
+    assert shared == [3] * (2 * STEPS)
+    for row in rows:
+        row.check_integrity()
+    alone = forks(model, runtime, own)
+    monkeypatch.setattr(joined, "attend_shared", lambda *_, **__: None)
+    want = steps(model, alone)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    for row, other in zip(rows, alone, strict=True):
+        assert row.work.attended == other.work.attended
+        assert row.work.visible == other.work.visible
+        assert row.work.retrieved == other.work.retrieved
+        assert row.work.steps == other.work.steps
+
+
+@torch.inference_mode()
+def test_rows_without_a_common_part_are_left_alone(
+    model: Any, runtime: Attachment, shared: list[int]
+) -> None:
+    rows = []
+    for name in ("full", "hybrid, opened", "hybrid, found"):
+        rows.append(runtime.cache(config(name, 16)))
+        model(torch.tensor([prompt(300)]), past_key_values=rows[-1])
+    steps(model, rows)
+    assert set(shared) == {0}
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid, found"])
+@torch.inference_mode()
+def test_an_error_of_one_row_is_its_own(
+    model: Any, runtime: Attachment, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = forks(model, runtime, config(name, 16))
+    append = rows[1].kv.layers[1].append
+
+    def fail(*_: Any) -> None:
+        raise NonFiniteError("of this row")
+
+    monkeypatch.setattr(rows[1].kv.layers[1], "append", fail)
+    monkeypatch.setattr(rows[1].kv.layers[1], "attend_as", fail)
+    cache = JoinedCache(rows)
+    model(
+        torch.tensor([[3], [4], [5]]),
+        position_ids=torch.tensor(cache.positions),
+        past_key_values=cache,
+    )
+    assert [type(error) for error in cache.errors] == [type(None), NonFiniteError, type(None)]
+    assert callable(append)
