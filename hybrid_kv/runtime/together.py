@@ -245,8 +245,8 @@ class _Asking:
                 own.append((span.extent, span.search(row.grouped, width, most)))
             found.append(best_of(own, most))
             row.step.work.scored += sum(result.scored for _, result in own)
-            parts = [RetrievedPart(one, result.ids) for one, result in found[-1]]
-            count_cold(row.step.work, *counted(parts))
+            retrieved = [RetrievedPart(one, result.ids) for one, result in found[-1]]
+            count_cold(row.step.work, *counted(retrieved))
         ids = torch.cat([own[0][1].ids for own in found], 1)
         parts = [
             [part] for part in _split(self._these(rows[0].step, stacked, extent, ids), len(rows))
