@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._base import KeyIndex
 from hybrid_kv.index._scan import rank, scan, true_scores
-from hybrid_kv.types import SearchResult
+from hybrid_kv.types import Needs, SearchResult
 
 _LEAST_ROOM, _ROOM_SHARE = 256, 8
 _AGED = 4
@@ -108,3 +108,26 @@ def columns_of(chosen: Tensor, dim: int) -> Tensor:
 def share_of(ratio: float, dim: int) -> int:
     """So many of `dim` channels, at least one."""
     return max(1, round(ratio * dim))
+
+
+class SampledParams(ShortParams):
+    """sampled_queries: of the prompt, per head, from which directions are chosen."""
+
+    sampled_queries: config.Tokens = 256
+
+
+class SampledIndex(ProjectedIndex):
+    """Directions that sampled queries of the prompt choose, a share of all channels.
+
+    ratio: the parameter that says which share.
+    """
+
+    ratio: ClassVar[str]
+
+    @classmethod
+    def needs(cls, params: Any) -> Needs:
+        return Needs(params.sampled_queries)
+
+    @classmethod
+    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
+        return room_bytes(4 * share_of(getattr(params, cls.ratio), head_dim), num_keys)

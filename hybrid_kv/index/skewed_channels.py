@@ -1,37 +1,27 @@
 """`skewed_channels`: scores in the heaviest columns of queries and keys turned by an SVD."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._short import ProjectedIndex, ShortParams, room_bytes, share_of
+from hybrid_kv.index._short import SampledIndex, SampledParams, share_of
 from hybrid_kv.plugins import INDEXES
-from hybrid_kv.types import Needs
 
 
 @INDEXES.register("skewed_channels", paper="InfiniGen (Lee et al. 2024, arXiv:2406.19707)")
-class SkewedChannelsIndex(ProjectedIndex):
+class SkewedChannelsIndex(SampledIndex):
     """Ranks keys by the heaviest columns after a rotation by the SVD of queries (InfiniGen).
 
     Q = U S V^T, Q sampled queries of the prompt of all query heads of a KV head (without any, its
     keys); of the columns of Q V and K V those stay that have the largest sums |Q V| + |K V|.
     """
 
-    class Params(ShortParams):
+    class Params(SampledParams):
         """column_ratio: of the columns; sampled_queries: of the prompt, per head, that turn."""
 
         column_ratio: config.Ratio = 0.3
-        sampled_queries: config.Tokens = 256
 
-    @classmethod
-    def needs(cls, params: Any) -> Needs:
-        return Needs(params.sampled_queries)
-
-    @classmethod
-    def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        return room_bytes(4 * share_of(params.column_ratio, head_dim), num_keys)
+    ratio = "column_ratio"
 
     def _ask(self, samples: Tensor | None) -> None:
         self._turn: Tensor | None = None
