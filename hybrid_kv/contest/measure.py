@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -17,6 +17,7 @@ from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
 from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt, narrowed
+from hybrid_kv.entries import Entries
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
@@ -251,10 +252,22 @@ def _coded(cache: TieredCache) -> int:
     saved = 0
     for store in cache.kv.stores.values():
         kept, shape = store.rows[0].kept, store.shape
-        if kept is not None and not {"k", "v"} <= kept.columns.keys():
+        if kept is not None and type(kept).read is not Entries.read:
             plain = bytes_per_token(shape, store.cold.dtype) // shape.num_kv_heads
-            saved += sum(kept.lengths) * plain - kept.nbytes
+            saved += sum(kept.lengths) * plain - _decoded_from(kept)
     return saved
+
+
+def _decoded_from(kept: Entries) -> int:
+    """Bytes that a codec reads: rows of its columns and tables, without room, and its state."""
+    codes = {name: column for name, column in kept.columns.items() if name != "positions"}
+    read = sum(kept.lengths) * _row_bytes(codes)
+    read += sum(sum(table.lengths) * _row_bytes(table.columns) for table in kept.tables.values())
+    return read + sum(value.nbytes for value in kept.state.values())
+
+
+def _row_bytes(columns: Mapping[str, Tensor]) -> int:
+    return sum(column[:1].nbytes for column in columns.values())
 
 
 def _judged(
