@@ -158,7 +158,8 @@ def copies(method: str) -> dict[str, dict[str, Any]]:
     """Ways of attending everything for a method that keeps entries of its own: all of them, or
     copies of some while a cold tier has everything.
     """
-    common = {"method": method, "page_size": PAGE, "window_tokens": 2 * PAGE}
+    # No sinks, so that the budget below holds more than sinks and window.
+    common = {**_with(method, sink_tokens=0), "window_tokens": 2 * PAGE}
     common["prefill_chunk_tokens"] = 10
     few = {"budget_tokens": 3 * PAGE} if "budget_tokens" in _parameters_of(method) else {}
     return {"kept": common, "copied": {**common, **few, "demote": "offload"}}
