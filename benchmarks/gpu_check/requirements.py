@@ -54,6 +54,7 @@ REQUIREMENTS = (
     Requirement("torch", "torch", "everything; a build with CUDA", (2, 9)),
     Requirement("transformers", "transformers", "the models", (5, 17)),
     Requirement("accelerate", "accelerate", "reading weights straight to a GPU", (1, 1)),
+    Requirement("filelock", "filelock", "the package's cache of contexts"),
     Requirement("numpy", "numpy", "the package"),
     Requirement("pydantic", "pydantic", "the package's settings", (2,)),
     Requirement("psutil", "psutil", "the package: how much memory the host has"),

@@ -119,8 +119,9 @@ class AutoIndex(SavedIndex):
     @property
     def relearn_keys(self) -> int:
         horizon = int(self.params.horizon_tokens)
-        if not self._parts or any(part.index.relearn_keys for part in self._parts):
-            return horizon
+        waits = [keys for part in self._parts if (keys := part.index.relearn_keys)]
+        if waits or not self._parts:
+            return min(waits, default=horizon)
         return max(self._chosen_keys, horizon) if horizon else 0
 
     @property

@@ -123,9 +123,19 @@ def _wants_more(
     if budget.min_share is None:
         return False
     return any(
-        kept.shape[-1] < min(budget.most, extent.length) and bool((kept >= 0).all(-1).any())
-        for (extent, _), kept in zip(found, ids, strict=True)
+        kept.shape[-1] < min(budget.most, extent.length) and _all_kept(extent, result, kept)
+        for (extent, result), kept in zip(found, ids, strict=True)
     )
+
+
+def _all_kept(extent: ColdExtent, result: SearchResult, kept: Tensor) -> bool:
+    """Whether a query found as many entries as it asked for, and attends them all.
+
+    By pages it may have found fewer: the last one need not be full.
+    """
+    size = 1 if extent.index is None else extent.index.page_tokens
+    num_found, num_kept = ((ids >= 0).sum(-1) for ids in (result.ids, kept))
+    return bool(((num_kept == num_found) & (num_found > kept.shape[-1] - size)).any())
 
 
 def _with_chosen(

@@ -9,11 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
+from hybrid_kv.models import widening
 from hybrid_kv.planning.planner import ModelFacts, prefill_peak_bytes
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128
 UNIT = TOKENS * HIDDEN * 2  # one hidden-state tensor in bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs where a trial finds that pays, layers are widened, which is counted apart."""
+    monkeypatch.setattr(widening, "trial", lambda _: widening.WideningTrial(1.0, 1.0))
 
 
 @pytest.fixture(scope="module")
