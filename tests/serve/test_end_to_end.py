@@ -235,7 +235,9 @@ def test_ctrl_c_ends_within_five_seconds_and_says_which(folder: Path) -> None:
         assert running.process.wait(60) == 130
         thread.join(10)
         last = running.lines[-1]
-        assert re.fullmatch(r"ended; of the requests in work (finished|cancelled) 1 \(cmpl-\w+\)", last), last
+        assert re.fullmatch(
+            r"ended; of the requests in work (finished|cancelled) 1 \(cmpl-\w+\)", last
+        ), last
 
 
 def test_a_killed_server_knows_its_contexts_again(folder: Path, tmp_path: Path) -> None:
