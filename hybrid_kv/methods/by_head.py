@@ -15,7 +15,7 @@ from hybrid_kv.config import MethodConfig
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.composing import check_spans, each, heads_of, named, places
+from hybrid_kv.methods.composing import check_spans, each, heads_of, named, needs_of, places
 from hybrid_kv.methods.evicting import Evicting
 from hybrid_kv.methods.full import Full
 from hybrid_kv.methods.streaming_llm import StreamingLLM
@@ -76,10 +76,7 @@ class ByHead(Method):
 
     @property
     def needs(self) -> Needs:
-        found = Needs()
-        for part in self._parts.values():
-            found |= part.needs
-        return found
+        return needs_of(self._parts.values())
 
     def open(self, info: ModelInfo) -> None:
         self._heads: dict[int, dict[str, Heads]] = {}

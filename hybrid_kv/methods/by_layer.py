@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_kv.config import MethodConfig
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.composing import check_spans, each, named, of_layers, places
+from hybrid_kv.methods.composing import check_spans, each, named, needs_of, of_layers, places
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read
 
@@ -51,10 +51,7 @@ class ByLayer(Method):
 
     @property
     def needs(self) -> Needs:
-        found = Needs()
-        for part in self._parts.values():
-            found |= part.needs
-        return found
+        return needs_of(self._parts.values())
 
     @property
     def foresight(self) -> Foresight | None:

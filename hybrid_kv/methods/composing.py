@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -14,7 +16,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.snapkv import SnapKV
 from hybrid_kv.methods.zipvl import ZipVL
 from hybrid_kv.plugins import METHODS, Method
-from hybrid_kv.types import LayerShape, ModelInfo
+from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
 T = TypeVar("T")
 PROMPT_CHOOSERS = (SnapKV, ZipVL)
@@ -84,6 +86,11 @@ def check_spans(
                 f"{what}s '{name}' must be among the model's, the last of which is {most}; "
                 "leave it out"
             )
+
+
+def needs_of(parts: Iterable[Method]) -> Needs:
+    """What all parts together need."""
+    return reduce(or_, (part.needs for part in parts), Needs())
 
 
 def of_layers(info: ModelInfo, layers: Iterable[int]) -> ModelInfo:

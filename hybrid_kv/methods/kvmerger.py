@@ -9,15 +9,14 @@ from torch.nn import functional as F
 
 from hybrid_kv.config import Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.evicting import Evicting
-from hybrid_kv.methods.h2o import HeavyParams, heavy_needs
-from hybrid_kv.methods.scores import best, group_sums
+from hybrid_kv.methods.h2o import HeavyParams
+from hybrid_kv.methods.merging_once import MergingOnce
+from hybrid_kv.methods.scores import best
 from hybrid_kv.plugins import METHODS
-from hybrid_kv.types import Evidence, Needs
 
 
 @METHODS.register("kvmerger", paper="Wang et al. 2024, arXiv:2407.08454, section 4")
-class KVMerger(Evicting):
+class KVMerger(MergingOnce):
     """Merges neighbours of the prompt whose keys are alike, up to a budget; MERGES, drops nothing.
 
     Neighbours are joined in the order of the cosine of their keys until a KV head has as many sets
@@ -41,20 +40,7 @@ class KVMerger(Evicting):
         window_tokens: Tokens = 32
         protected_ratio: float = Field(default=0.2, ge=0, le=0.5)
 
-    @property
-    def needs(self) -> Needs:
-        return super().needs | heavy_needs(self.params)
-
-    def absorb(
-        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
-    ) -> Entries:
-        if seen is None:
-            return (kept or Entries.empty(left)).extended(left)
-        first, count = self.params.sink_tokens, left.lengths[0]
-        room = self.room(count)
-        if room == count:
-            return left.copied()
-        scores = group_sums(seen.total_mass(), left.num_heads)[:, first : first + count]
+    def merged_into(self, left: Entries, scores: Tensor, room: int) -> Entries:
         keys = torch.stack(left.split("k")).float()
         sets = self._sets(keys, scores, room)
         pivots = _first_of_largest(scores, sets, room)

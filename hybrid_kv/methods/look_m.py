@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from hybrid_kv.config import Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.evicting import Evicting
-from hybrid_kv.methods.h2o import HeavyParams, heavy_needs
+from hybrid_kv.methods.h2o import HeavyParams
 from hybrid_kv.methods.merging import left_out, merged, nearest
-from hybrid_kv.methods.scores import best, group_sums
+from hybrid_kv.methods.merging_once import MergingOnce
+from hybrid_kv.methods.scores import best
 from hybrid_kv.plugins import METHODS
-from hybrid_kv.types import Evidence, Needs
 
 
 @METHODS.register("look_m", paper="Wan et al. 2024, arXiv:2406.18139, section 3")
-class LookM(Evicting):
+class LookM(MergingOnce):
     """Keeps what all queries of the prompt attended most, and merges the others into it; DROPS.
 
     Each entry e that is not kept goes to the kept c of the nearest key by cosine s. Of n that go to
@@ -37,25 +37,12 @@ class LookM(Evicting):
         window_tokens: Tokens = 32
         merging: Literal["averaged", "pivotal", "weighted"] = "pivotal"
 
-    @property
-    def needs(self) -> Needs:
-        return super().needs | heavy_needs(self.params)
-
-    def absorb(
-        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
-    ) -> Entries:
-        if seen is None:
-            return (kept or Entries.empty(left)).extended(left)
-        first, count = self.params.sink_tokens, left.lengths[0]
-        room = self.room(count)
-        if room == count:
-            return left.copied()
-        scores = group_sums(seen.total_mass(), left.num_heads)[:, first : first + count]
+    def merged_into(self, left: Entries, scores: Tensor, room: int) -> Entries:
         chosen = best(scores, room).sort().values
         new = left.select(chosen)
         if self._offloads:
             return new
-        gone = left.select(left_out(chosen, count))
+        gone = left.select(left_out(chosen, scores.shape[1]))
         return self._merged(new, gone)
 
     def _merged(self, new: Entries, gone: Entries) -> Entries:
