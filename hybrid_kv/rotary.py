@@ -56,7 +56,7 @@ UNKNOWN = Rotary(reason="the positions of these queries are not known")
 class Samples:
     """Queries that an index learns from, where decoding will ask them.
 
-    queries: [Hkv, G, M, D], those of the prompt in its order, later ones behind them.
+    queries: [Hkv, G, M, D], those of a prompt in its order; for later ones see `Aging.renew`.
     positions: [M] int64, for which they are turned now; None where that is not known.
     rotary: how the layer turns them.
     first, horizon: they stand for what will be asked at positions first .. first + horizon - 1;
@@ -93,10 +93,17 @@ class Samples:
         queries = self.queries[:, :, kept.to(self.queries.device)]
         return replace(self, queries=queries, positions=positions)
 
-    def joined(self, queries: Tensor, positions: Tensor) -> Samples:
-        """With further queries [Hkv, G, M', D], asked at positions [M']."""
-        known = None if self.positions is None else torch.cat([self.positions, positions])
-        return replace(self, queries=torch.cat([self.queries, queries], 2), positions=known)
+    def joined(self, queries: Tensor, positions: Tensor, before: int = 0) -> Samples:
+        """With further queries [Hkv, G, M', D], asked at positions [M'].
+
+        Args:
+            before: so many of them go in front, the others behind.
+        """
+        parts = [queries[:, :, :before], self.queries, queries[:, :, before:]]
+        known = self.positions
+        if known is not None:
+            known = torch.cat([positions[:before], known, positions[before:]])
+        return replace(self, queries=torch.cat(parts, 2), positions=known)
 
     def describe(self) -> str:
         """Where they stand, in words."""

@@ -18,7 +18,7 @@ from hybrid_kv.api.template import checked, is_chat
 from hybrid_kv.api.turn import check_room
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.some_layers import from_layer
-from hybrid_kv.runtime import HeldLayer, memory_errors
+from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.building import ContextBuild, building
 from hybrid_kv.saved.rounding import Compression, checked_compression
 
@@ -86,12 +86,12 @@ def build_context(
 
 
 def _compute(llm: LLM, cache: TieredCache, ids: Tensor, build: ContextBuild) -> None:
-    kv, last = cache.kv, len(cache.layers) - 1
+    kv = cache.kv
 
     def done(layer_idx: int, hidden: Tensor) -> None:
-        kv.seal_if_open(layer_idx)
-        held = HeldLayer.of(kv.stores[layer_idx])
-        build.layer_done(layer_idx, held, hidden, last=layer_idx == last)
+        if layer_idx in kv.layers:
+            kv.seal_if_open(layer_idx)
+        build.layer_done(cache, layer_idx, hidden)
 
     kv.reserve(ids.shape[1])
     with from_layer(llm.model, build.num_done, build.hidden, done), torch.inference_mode():

@@ -1,20 +1,25 @@
 """`blocks`: a few representative keys stand for a block; the best blocks are read whole."""
 
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_kv import config
+from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._scan import scan
-from hybrid_kv.index.pages import PagesIndex
+from hybrid_kv.index.pages import PagesIndex, with_room
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs
 
 
 @INDEXES.register("blocks", paper="InfLLM (Xiao et al. 2024, section 3.2)")
-class BlocksIndex(PagesIndex):
+class BlocksIndex(PagesIndex, SavedIndex):
     """Reads the blocks whose representative keys score highest on average (InfLLM).
 
     Those keys represent a block that the sampled queries of the local_tokens behind it score best
@@ -31,6 +36,7 @@ class BlocksIndex(PagesIndex):
         local_tokens: config.Count = 4096
         sampled_queries: config.Tokens = 1024
 
+    file_kind = "blocks"
     _rows = 1
 
     @classmethod
@@ -60,3 +66,35 @@ class BlocksIndex(PagesIndex):
 
     def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
         return scan(queries, self._digests[:, : self._num_pages], wanted)[1]
+
+    def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """See `SavedIndex`: the blocks' digests, and what judges those that come later."""
+        meta = {
+            "params": self.params.model_dump(mode="json"),
+            "keys": fingerprint(self._keys, len(self)),
+        }
+        digests = self._digests[:, : self._num_pages].float()
+        return meta, {"digests": digests.numpy(), "asked": self._asked[:, 1:].float().numpy()}
+
+    @classmethod
+    def from_file(
+        cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
+    ) -> Self:
+        """See `SavedIndex`."""
+        with refusing_what_is_damaged(path):
+            index = cls(cls.Params.model_validate(meta["params"]))
+            count = int(meta["keys"]["shape"][1])
+            check_fingerprint(path, meta["keys"], keys, count)
+            index._known, index._built = keys[:, :count], max(1, count)
+            digests, asked = (torch.from_numpy(arrays[name]) for name in ("digests", "asked"))
+            heads, dim, pages = keys.shape[0], keys.shape[2], index._num_pages
+            if digests.shape != (heads, pages, dim) or not bool(digests.isfinite().all()):
+                raise ValueError(f"it has not the digests of {pages} blocks")
+            if asked.shape not in ((heads, 1, dim), (1, 0, 1)) or not bool(asked.isfinite().all()):
+                raise ValueError("it has not what judges later blocks")
+        index._digests = index._empty_digests(with_room(pages))
+        index._digests[:, :pages] = digests
+        index._asked = pad(asked, (0, 0, 1, 0))
+        if keys.shape[1] > count:
+            index.add(keys)
+        return index

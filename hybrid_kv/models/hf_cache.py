@@ -115,6 +115,13 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self.is_pending = True
         return tag(k.view_as(k), self), v
 
+    def take(self, k: Tensor, v: Tensor, seen: int, device: torch.device) -> None:
+        """Goes on from k, v [Hkv, N, D], the newest of so many tokens that were seen."""
+        self.keys, self.values = k[None].to(device, copy=True), v[None].to(device, copy=True)
+        self.dtype, self.device = k.dtype, device
+        self._sliding_window_tensor = self._sliding_window_tensor.to(device)
+        self.cumulative_length, self.is_initialized = seen, True
+
 
 class HybridLayer(CacheLayerMixin):
     """One full-attention layer of the cache.

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.runtime import HeldLayer
 from hybrid_kv.saved.blocks import BlockWriter, hash_of, mapped
 from hybrid_kv.saved.folder import check_target, publish, sync
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
-from hybrid_kv.saved.manifest import MANIFEST, Block, SavedLayer, SavedPart
+from hybrid_kv.saved.manifest import MANIFEST, Block, SavedLayer, SavedPart, SavedWindow
 from hybrid_kv.saved.rounding import Compression
 from hybrid_kv.saved.saving import Maker, check_layers, write_layer, write_rest
 
@@ -39,7 +38,7 @@ class BuildProgress(SavedPart):
 
     key: str
     folder: str
-    layers: list[SavedLayer]
+    layers: list[SavedLayer | SavedWindow]
     blocks: dict[str, Block]
     hidden: str
     prefill_s: float = Field(ge=0)
@@ -62,7 +61,7 @@ class ContextBuild:
     ) -> None:
         self.root, self.target, self._key, self._every_s = root, target, key, every_s
         self._compress = compress
-        self._layers: list[SavedLayer] = []
+        self._layers: list[SavedLayer | SavedWindow] = []
         self.hidden: Tensor | None = None
         self._before_s, self._begin = 0.0, monotonic()
         self._noted = self._begin
@@ -114,9 +113,10 @@ class ContextBuild:
 
     # Going on -----------------------------------------------------------------------------------
 
-    def layer_done(self, layer_idx: int, held: HeldLayer, hidden: Tensor, *, last: bool) -> None:
+    def layer_done(self, cache: TieredCache, layer_idx: int, hidden: Tensor) -> None:
         """Writes a layer; `hidden` [1, tokens, hidden] enters the next one."""
-        self._layers.append(write_layer(self._writer, layer_idx, held, self._compress))
+        self._layers.append(write_layer(self._writer, cache, layer_idx, self._compress))
+        last = layer_idx == len(cache.layers) - 1
         if not last and monotonic() - self._noted >= self._every_s:
             self._note(hidden)
             self._noted = monotonic()

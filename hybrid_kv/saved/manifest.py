@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hybrid_kv.errors import FileFormatError, ReadError
 
 FORMAT = "hybrid_kv context"
-VERSION = 1
+VERSION = 2
+_READ = (1, VERSION)
 MANIFEST = "manifest.json"
 _MAX_BYTES = 64 * 2**20
 _BLOCK = r"^[a-z0-9]+(-[a-z0-9]+)*\.(safetensors|index|json)$"
@@ -80,6 +81,22 @@ class SavedLayer(SavedPart):
     int8: SavedRounding | None = None
 
 
+class SavedWindow(SavedPart):
+    """A layer with a sliding window, transformers' own: its newest tokens, as they are.
+
+    kv: block. length: tokens seen; window: the model's, which holds one less between two calls.
+    """
+
+    layer_idx: int = Field(ge=0)
+    kv: str = Field(pattern=_BLOCK)
+    length: int = Field(ge=1)
+    window: int = Field(ge=1)
+
+    @property
+    def num_entries(self) -> int:
+        return min(self.length, self.window - 1)
+
+
 class SavedModel(SavedPart):
     """facts: of its configuration, by name. weights: SHA-256 over a sample of all weights."""
 
@@ -109,6 +126,7 @@ class Manifest(SavedPart):
     page_size: int = Field(ge=1)
     prefill_s: float | None = Field(default=None, ge=0)
     layers: list[SavedLayer]
+    windows: list[SavedWindow] = []
     blocks: dict[str, Block]
 
     def path_of(self, root: Path, name: str) -> Path:
@@ -174,10 +192,10 @@ def _parsed(root: Path, raw: bytes) -> Manifest:
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise FileFormatError(f"{_foreign(root)}: its {MANIFEST} is of another program")
     version = whole.get("version")
-    if version != VERSION:
+    if version not in _READ:
         raise FileFormatError(
-            f"'{root}' has format version {version!r}, this package reads {VERSION}; make the "
-            "context again or use the package that wrote it"
+            f"'{root}' has format version {version!r}, this package reads {_READ[0]} to {VERSION}; "
+            "make the context again or use the package that wrote it"
         )
     content = whole.get("content")
     if not isinstance(content, dict) or whole.get("sha256") != _hash(content):

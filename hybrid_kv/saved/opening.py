@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.hf_cache import HybridLayer, SlidingLayer, TieredCache
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import HeldExtent, HeldLayer, KVCache
@@ -26,6 +26,7 @@ from hybrid_kv.saved.manifest import (
     SavedExtent,
     SavedLayer,
     SavedSamples,
+    SavedWindow,
     damaged,
     read_manifest,
     unreadable,
@@ -71,7 +72,7 @@ def open_context(
         manifest = read_manifest(root)
         check_identity(root, manifest, model, tokenizer, cache.kv.config)
         try:
-            opened, layers = _read(root, manifest, cache.kv, device)
+            opened, layers, windows = _read(root, manifest, cache, device)
         except FileFormatError:
             if read_manifest(root).folder == manifest.folder:
                 raise
@@ -80,20 +81,32 @@ def open_context(
             layer = cache.layers[layer_idx]
             assert isinstance(layer, HybridLayer)
             layer.take(held, device)
+        for window, (k, v) in windows:
+            sliding = cache.layers[window.layer_idx]
+            assert isinstance(sliding, SlidingLayer)
+            sliding.take(k, v, window.length, device)
         return opened
 
 
 def _read(
-    root: Path, manifest: Manifest, kv: KVCache, device: torch.device
-) -> tuple[Opened, dict[int, HeldLayer]]:
+    root: Path, manifest: Manifest, cache: TieredCache, device: torch.device
+) -> tuple[Opened, dict[int, HeldLayer], list[tuple[SavedWindow, tuple[Tensor, Tensor]]]]:
     with _refusing(root):
         for name in manifest.blocks:
             manifest.path_of(root, name)
         opened = _read_text(root, manifest)
-        if [saved.layer_idx for saved in manifest.layers] != sorted(kv.layers):
+        kinds = {number: type(layer) for number, layer in enumerate(cache.layers)}
+        saved_kinds: dict[int, type] = {saved.layer_idx: HybridLayer for saved in manifest.layers}
+        saved_kinds |= {saved.layer_idx: SlidingLayer for saved in manifest.windows}
+        if saved_kinds != kinds:
             raise ValueError("it has other layers than the model")
-        reader = _Reader(root, manifest, kv, device)
-        return opened, {saved.layer_idx: reader.layer(saved) for saved in manifest.layers}
+        reader = _Reader(root, manifest, cache.kv, device)
+        windows = []
+        for saved in manifest.windows:
+            sliding = cache.layers[saved.layer_idx]
+            assert isinstance(sliding, SlidingLayer)
+            windows.append((saved, reader.window(saved, sliding)))
+        return opened, {saved.layer_idx: reader.layer(saved) for saved in manifest.layers}, windows
 
 
 @contextmanager
@@ -170,6 +183,18 @@ class _Reader:
             kept = entries_of(tensors, json.loads(meta["kept"]), self._device)
         own = saved.length, saved.num_first
         return HeldLayer(k, v, *own, extents=extents, kept=kept, shadows=saved.shadows)
+
+    def window(self, saved: SavedWindow, layer: SlidingLayer) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of a sliding window."""
+        tensors, _ = mapped(_check(self._root, self._manifest, saved.kv))
+        k, v, dtype = tensors["k"], tensors["v"], getattr(torch, self._manifest.dtype)
+        if (saved.length, saved.window) != (self._manifest.num_tokens, layer.sliding_window):
+            raise ValueError(
+                f"the window of layer {saved.layer_idx} is another one than the model's"
+            )
+        if k.shape != v.shape or k.shape[1] != saved.num_entries or {k.dtype, v.dtype} != {dtype}:
+            raise ValueError(f"the window of layer {saved.layer_idx} has not what it should")
+        return k, v
 
     def _keys_and_values(self, saved: SavedLayer) -> tuple[Tensor, Tensor]:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.kv))

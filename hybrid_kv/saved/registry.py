@@ -30,7 +30,7 @@ from hybrid_kv.errors import (
     WriteError,
     said,
 )
-from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.saved.chain import BLOCK_TOKENS, chain_of, common_tokens
 from hybrid_kv.saved.counters import RegistryCounters
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
@@ -299,7 +299,9 @@ def _tell(what: str) -> None:
 
 
 def keeps_all(cache: TieredCache) -> bool:
-    """Whether a method keeps every entry as it was, so that a context has its prefixes in it."""
+    """Whether every layer keeps every entry as it was, so that a context has its prefixes in it."""
+    if not all(isinstance(layer, HybridLayer) for layer in cache.layers):
+        return False  # a sliding window has its newest tokens only
     method = cache.kv.method
     rests = {method.seal(layer_idx, ()).rest for layer_idx in cache.kv.layers}
     return rests <= {Demotion.KEEP, Demotion.OFFLOAD}

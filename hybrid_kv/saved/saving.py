@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.hf_cache import HybridLayer, SlidingLayer, TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime import HeldExtent, HeldLayer
 from hybrid_kv.saved.blocks import BlockWriter, entries_tensors
@@ -28,6 +28,7 @@ from hybrid_kv.saved.manifest import (
     SavedLayer,
     SavedRounding,
     SavedSamples,
+    SavedWindow,
     write_manifest,
 )
 from hybrid_kv.saved.rounding import Compression, relative_error, rounded, unrounded
@@ -72,9 +73,10 @@ def save_context(
     for layer_idx in kv.layers:
         kv.seal_if_open(layer_idx)
     with replacing(path) as (root, folder):
-        writer, layers = BlockWriter(root / folder), []
-        for layer_idx, store in sorted(kv.stores.items()):
-            layers.append(write_layer(writer, layer_idx, HeldLayer.of(store), compress))
+        writer = BlockWriter(root / folder)
+        layers = [
+            write_layer(writer, cache, number, compress) for number in range(len(cache.layers))
+        ]
         write_rest(root, writer, cache, ids, messages, maker, layers, prefill_s)
 
 
@@ -85,7 +87,7 @@ def write_rest(
     ids: Tensor,
     messages: Sequence[Any] | None,
     maker: Maker,
-    layers: Sequence[SavedLayer],
+    layers: Sequence[SavedLayer | SavedWindow],
     prefill_s: float | None,
 ) -> None:
     """Writes what a context has beside its layers, and the manifest of both.
@@ -93,7 +95,9 @@ def write_rest(
     Raises:
         OSError: it cannot be written.
     """
-    told = None
+    told, last = None, cache.layers[-1]  # earlier ones may come from an interrupted build
+    assert isinstance(last, HybridLayer | SlidingLayer)
+    assert last.dtype is not None
     if messages is not None:
         told = writer.raw("messages.json", json.dumps(messages).encode())
     manifest = {
@@ -107,10 +111,11 @@ def write_rest(
         "model": model_identity(maker.model),
         "tokenizer": tokenizer_identity(maker.tokenizer),
         "config": cache.kv.config.flat(),
-        "dtype": name_of(next(iter(cache.kv.stores.values())).cold.dtype),
+        "dtype": name_of(last.dtype),
         "page_size": cache.kv.config.page_size,
         "prefill_s": prefill_s,
-        "layers": list(layers),
+        "layers": [layer for layer in layers if isinstance(layer, SavedLayer)],
+        "windows": [layer for layer in layers if isinstance(layer, SavedWindow)],
         "blocks": writer.blocks,
     }
     write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
@@ -119,18 +124,48 @@ def write_rest(
 def check_layers(cache: TieredCache) -> None:
     """Raises ConfigError where a layer has state that no file holds."""
     for number, layer in enumerate(cache.layers):
-        if not isinstance(layer, HybridLayer):
+        if not isinstance(layer, HybridLayer | SlidingLayer):
             raise ConfigError(
-                f"layer {number} must be one of full attention to be saved, got a "
-                f"{type(layer).__name__}, whose state the file format does not hold; keep the "
-                "context in memory"
+                f"layer {number} must be one of full attention or of a sliding window to be saved, "
+                f"got a {type(layer).__name__}, whose state the file format does not hold; keep "
+                "the context in memory"
             )
 
 
 def write_layer(
-    writer: BlockWriter, layer_idx: int, held: HeldLayer, compress: Compression | None = None
+    writer: BlockWriter, cache: TieredCache, layer_idx: int, compress: Compression | None
+) -> SavedLayer | SavedWindow:
+    """Writes what a layer of a cache of one row holds.
+
+    Raises:
+        ConfigError: its index has no form in a file.
+        OSError: it cannot be written.
+    """
+    layer = cache.layers[layer_idx]
+    if isinstance(layer, SlidingLayer):
+        return _write_window(writer, layer_idx, layer)
+    return _write_held(writer, layer_idx, HeldLayer.of(cache.kv.stores[layer_idx]), compress)
+
+
+def _write_window(writer: BlockWriter, layer_idx: int, layer: SlidingLayer) -> SavedWindow:
+    """Writes a window, which is small, as it is."""
+    k, v = layer.keys, layer.values
+    assert k is not None
+    assert v is not None
+    first = max(0, k.shape[2] - layer.sliding_window + 1)
+    tensors = {"k": k[0, :, first:], "v": v[0, :, first:]}
+    return SavedWindow(
+        layer_idx=layer_idx,
+        kv=writer.tensors(f"layer-{layer_idx:04d}-window.safetensors", tensors),
+        length=layer.cumulative_length,
+        window=layer.sliding_window,
+    )
+
+
+def _write_held(
+    writer: BlockWriter, layer_idx: int, held: HeldLayer, compress: Compression | None
 ) -> SavedLayer:
-    """Writes what a layer holds.
+    """Writes what a tiered layer holds.
 
     Raises:
         ConfigError: its index has no form in a file.
@@ -197,7 +232,7 @@ def _check_needs(index: Index) -> None:
         raise ConfigError(
             f"an index to be saved must have a file format or be built of keys alone, got a "
             f"{type(index).__name__}, which learns from the prompt's queries; choose one of kind "
-            "auto, sketch or graph"
+            "auto, sketch, graph or blocks"
         )
 
 

@@ -3,19 +3,76 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from copy import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.rotary import Samples
 
-KEPT_POSITIONS = 1024
-"""Of the prompt's samples, and of the latest queries, those that are kept to learn from again."""
+PROMPT, LATEST, SPREAD = 768, 512, 768
+"""Positions that are learned from again: of the prompt's samples, the latest that were asked, and
+at most so many of those between."""
+
+
+class AskedQuery(NamedTuple):
+    """Queries [Hkv, G, D], whose memory it owns, and how many keys there were when they came."""
+
+    queries: Tensor
+    num_keys: int
+
+
+class AskedQueries:
+    """The latest queries that were asked, and an even part of those before them.
+
+    The latest alone would tell nothing of thousands of tokens that were generated before them. Of
+    those every stride-th is kept, and the stride doubles when they are too many, so that the part
+    stays even and bounded without knowing how much will come.
+
+    latest, spread: oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.latest: deque[AskedQuery] = deque()
+        self.spread: list[AskedQuery] = []
+        self._stride, self._passed = 1, 0
+
+    def __len__(self) -> int:
+        return len(self.spread) + len(self.latest)
+
+    def __iter__(self) -> Iterator[AskedQuery]:
+        """Oldest first."""
+        yield from self.spread
+        yield from self.latest
+
+    def take(self, asked: AskedQuery) -> None:
+        """Takes what was asked behind all others."""
+        self.latest.append(asked)
+        if len(self.latest) <= LATEST:
+            return
+        older = self.latest.popleft()
+        if self._passed % self._stride == 0:
+            if len(self.spread) == SPREAD:
+                self.spread, self._stride = self.spread[::2], 2 * self._stride
+            self.spread.append(older)
+        self._passed += 1
+
+    def behind(self, count: int) -> Self:
+        """The same, counted without the first `count` keys."""
+        new = copy(self)
+        new.latest = deque(AskedQuery(q, keys - count) for q, keys in self.latest)
+        new.spread = [AskedQuery(q, keys - count) for q, keys in self.spread]
+        return new
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(asked.queries.nbytes for asked in self)
 
 
 class Aging:
-    """Samples of an index's prompt, and the latest queries that it was asked.
+    """Samples of an index's prompt, and queries that it was asked since.
 
     Args:
         prompt_keys: keys that were there when the prompt ended, where that is not now.
@@ -25,41 +82,52 @@ class Aging:
         num_keys: keys that were there when it learned last.
         stand: where the queries stood, in words.
         group: G, queries of a KV head in a step of one token; only those are of use.
-        asked: the latest queries [Hkv, G, D], copies, each with the number of keys searched.
+        asked: what was asked since.
     """
 
     def __init__(self, samples: Samples, num_keys: int, prompt_keys: int | None = None) -> None:
         self.num_keys, self.stand = num_keys, samples.describe()
-        self.prompt = samples.thinned(KEPT_POSITIONS)
+        self.prompt = samples.thinned(PROMPT)
         self.prompt_keys = num_keys if prompt_keys is None else prompt_keys
         self.group = samples.queries.shape[1]
-        self.asked: deque[tuple[Tensor, int]] = deque(maxlen=KEPT_POSITIONS)
+        self.asked = AskedQueries()
 
     def behind(self, count: int) -> Aging:
         """The same for an index of the entries that follow the first `count` of this one's."""
         new = copy(self)
         new.num_keys, new.prompt_keys = 0, self.prompt_keys - count
-        new.asked = deque(((asked, keys - count) for asked, keys in self.asked), KEPT_POSITIONS)
+        new.asked = self.asked.behind(count)
         return new
 
     def ask(self, queries: Tensor, position: int) -> None:
         """Takes queries [Hkv, G, D], whose memory it owns from now on, asked at a position."""
-        self.asked.append((queries, position - self.prompt.first + self.prompt_keys))
+        self.note(queries, position - self.prompt.first + self.prompt_keys)
+
+    def note(self, queries: Tensor, num_keys: int) -> None:
+        """The same of queries that so many keys were searched for."""
+        self.asked.take(AskedQuery(queries, num_keys))
+
+    def forget_asked(self) -> None:
+        """Only the prompt is learned from again."""
+        self.asked = AskedQueries()
 
     def renew(self, num_keys: int) -> Samples:
-        """What to learn from now that so many keys are there, turned to where decoding is."""
+        """What to learn from now that so many keys are there, turned to where decoding is.
+
+        The latest come first and those that are spread last: an index checks itself on the last
+        ones, and neighbours would tell what they found (docs/lab.md).
+        """
         samples, first = self.prompt, self.prompt.first - self.prompt_keys
-        if self.asked:
-            queries = torch.stack([queries for queries, _ in self.asked], 2)
+        if asked := [*self.asked.latest, *self.asked.spread]:
+            queries = torch.stack([one.queries for one in asked], 2).to(samples.queries.dtype)
             # Where the keys behind the prompt's are counted, to a page: samples are spread far
             # wider.
-            positions = torch.tensor([first + count for _, count in self.asked])
-            samples = samples.joined(queries.to(samples.queries.dtype), positions)
+            positions = torch.tensor([first + one.num_keys for one in asked])
+            samples = samples.joined(queries, positions, before=len(self.asked.latest))
         samples = samples.ahead(first + num_keys, self.prompt.horizon)
         self.num_keys, self.stand = num_keys, samples.describe()
         return samples
 
     @property
     def memory_bytes(self) -> int:
-        asked = sum(queries.nbytes for queries, _ in self.asked)
-        return self.prompt.queries.nbytes + asked
+        return self.prompt.queries.nbytes + self.asked.memory_bytes

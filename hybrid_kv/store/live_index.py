@@ -101,8 +101,8 @@ class LiveIndex:
     takes over likewise.
 
     What an index has learned from queries ages as decoding goes on (`Index.relearn_keys`). Then
-    another is built beside the one that serves, from a part of the prompt's samples and from the
-    latest queries, as if they were asked where decoding is now.
+    another is built beside the one that serves, from a part of the prompt's samples and from
+    queries that came since (`AskedQueries`), as if they were asked where decoding is now.
 
     on_device, selects, page_tokens: those of the index that serves now, see `Index`. revision:
     changes whenever what serves does.
@@ -260,7 +260,7 @@ class LiveIndex:
         self.searches += 1
         aging = self._aging
         if aging is not None and queries is not None and queries.shape[1] == aging.group:
-            aging.asked.append((queries.clone(), self._num_keys))
+            aging.note(queries.clone(), self._num_keys)
 
     def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:
         """See `Index.plan`; valid while `revision` stays the same."""
@@ -370,7 +370,7 @@ class LiveIndex:
 
     def rebuild(self, keys: Tensor) -> None:
         """Indexes other keys [Hkv, N, D]: they are scanned until an index has learned again, from
-        the prompt's samples; the latest queries asked for others.
+        the prompt's samples; the queries since then asked for others.
         """
         self.cancel()
         index = self._make()
@@ -378,7 +378,7 @@ class LiveIndex:
         self._serve(index)
         self._num_keys, self._state = keys.shape[1], "done"
         if self._aging is not None:
-            self._aging.asked.clear()
+            self._aging.forget_asked()
             self._learn_again(keys, self._aging)
 
     def cancel(self) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from hybrid_kv.api.building import build_context
+from hybrid_kv.cli import running
 from hybrid_kv.saved import verify_context
+from hybrid_kv.saved.building import ContextBuild
 from hybrid_kv.saved.manifest import read_manifest
 from tests.cli.support import PROMPT, call, refused, report_of
-from tests.cli.test_process import ENVIRONMENT, start
 from tests.saved.scene import blocks_of, flip, rewrite
 
 QUESTION = "? key 3f a0"
@@ -156,7 +157,7 @@ def test_info_tells_the_index_and_the_error_of_compression(
 def test_verify_finds_what_is_damaged(built: Path, tmp_path: Path) -> None:
     assert "all as they were written" in call("context", "verify", built).stdout
     copy = tmp_path / "a.hkv"
-    subprocess.run(["cp", "-r", built, copy], check=True)
+    shutil.copytree(built, copy)
     flip(blocks_of(copy) / "layer-0001.safetensors", 900)
     assert "not as written: 'layer-0001.safetensors'" in refused("context", "verify", copy)
 
@@ -238,47 +239,30 @@ def test_settings_and_models_that_do_not_fit_are_refused(built: Path, tmp_path: 
     assert "made with dtype float32, got bfloat16" in refused(*words, "--dtype", "bfloat16")
     assert "was made with a model of" in refused(*words, "--model", "needle")
     copy = tmp_path / "a.hkv"
-    subprocess.run(["cp", "-r", built, copy], check=True)
+    shutil.copytree(built, copy)
     rewrite(copy, lambda content: content.update(source=None))
     assert "name it with --model" in refused("context", "ask", copy, QUESTION)
 
 
 # Interruptions ----------------------------------------------------------------------------------
 
-DYING = """
-import os, signal, sys
-from hybrid_kv.api import building
-from hybrid_kv.cli.main import app
-from hybrid_kv.saved.building import ContextBuild
-building._EVERY_S = 0
-note = ContextBuild._note
-def noted(self, hidden):
-    note(self, hidden)
-    os.kill(os.getpid(), int(sys.argv[1]))
-ContextBuild._note = noted
-building.build_context.__kwdefaults__["every_s"] = 0
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background
-app(sys.argv[2:])
-"""
 
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_interrupted_build_goes_on(
-    model: Path, text: Path, tmp_path: Path, number: int, code: int
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["context", "build", str(model), str(text), "-o", str(tmp_path / "a.hkv")]
-    run = subprocess.run(
-        [sys.executable, "-c", DYING, str(int(number)), *words],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == code, run.stderr
-    assert "Traceback" not in run.stderr
-    if number == signal.SIGINT:
-        assert run.stderr == f"interrupted: the same command goes on with '{tmp_path}/a.hkv'\n"
+    note = ContextBuild._note
+
+    def noted(self: ContextBuild, hidden: Tensor) -> None:
+        note(self, hidden)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContextBuild, "_note", noted)
+        patch.setitem(build_context.__kwdefaults__, "every_s", 0)
+        result = call(*words)
+    assert result.exit_code == 130, result.output
+    assert result.stderr == f"interrupted: the same command goes on with '{tmp_path}/a.hkv'\n"
     assert not (tmp_path / "a.hkv").exists()
     result = call(*words)
     assert result.exit_code == 0, result.output
@@ -287,15 +271,20 @@ def test_an_interrupted_build_goes_on(
     assert not (tmp_path / ".a.hkv.building").exists()
 
 
-def test_ctrl_c_ends_an_answer_and_keeps_its_text(built: Path) -> None:
-    pipe = subprocess.PIPE
-    words = ("context", "ask", built, QUESTION, "--max-new-tokens", 500)
-    process = start(*words, stdout=pipe, stderr=pipe)
-    assert process.stdout is not None
-    beginning = process.stdout.read(3)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert errors.startswith("interrupted: ")
-    assert (beginning + rest).strip()
-    assert os.path.exists(built)
+def test_ctrl_c_ends_an_answer_and_keeps_its_text(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def write(piece: str) -> None:
+        seen.append(piece)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(running, "write_now", write)
+    result = call("context", "ask", built, QUESTION, "--max-new-tokens", 500)
+    assert result.exit_code == 130, result.output
+    assert result.stderr.startswith("interrupted: ")
+    assert "".join(seen).strip()
+    assert 3 <= len(seen) < 100
+    assert read_manifest(built).num_tokens > 0

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, FileFormatError, NonFiniteError
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch, Placing
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.auto import AutoIndex, Part
+from hybrid_kv.index.blocks import BlocksIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
@@ -49,7 +51,7 @@ def keys_of_file() -> Tensor:
 
 def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
     """Sound files: graphs whose lists have slots to spare or have not, one of no graph at all;
-    sketches, uniform and in tiers; a layer of both kinds.
+    sketches, uniform and in tiers; a layer of both kinds; blocks.
     """
     keys = keys_of_file()
     files = []
@@ -63,7 +65,11 @@ def seeds(folder: Path, degrees: tuple[int, ...] = (4, 16, 17)) -> list[bytes]:
         files.append(path.read_bytes())
     path = folder / "seed.hkv"
     files += [_sketch_file(path, with_tiers) for with_tiers in (False, True)]
-    return [*files, _mixed_file(path, SketchIndex.load(path, keys))]
+    files.append(_mixed_file(path, SketchIndex.load(path, keys)))
+    blocks = BlocksIndex(BlocksIndex.Params(page_size=16))
+    blocks.build(keys, keys[:, None, :40])
+    blocks.save(path)
+    return [*files, path.read_bytes()]
 
 
 def _mixed_file(path: Path, sketched: SketchIndex) -> bytes:
@@ -128,7 +134,7 @@ def load_and_search(path: Path, keys: Tensor, queries: Tensor) -> bool:
     Raises:
         AssertionError: it found something else; anything else that `load` should not raise.
     """
-    loaded = (_loaded(kind, path, keys) for kind in (GraphIndex, SketchIndex, AutoIndex))
+    loaded = (_loaded(kind, path, keys) for kind in _KINDS)
     index = next(filter(None, loaded), None)
     if index is None:
         return False
@@ -144,9 +150,10 @@ def load_and_search(path: Path, keys: Tensor, queries: Tensor) -> bool:
     return True
 
 
-def _loaded(
-    kind: type[GraphIndex | SketchIndex | AutoIndex], path: Path, keys: Tensor
-) -> GraphIndex | SketchIndex | AutoIndex | None:
+_KINDS: tuple[type[SavedIndex], ...] = (GraphIndex, SketchIndex, AutoIndex, BlocksIndex)
+
+
+def _loaded(kind: type[SavedIndex], path: Path, keys: Tensor) -> SavedIndex | None:
     try:
         return kind.load(path, keys)
     except FileFormatError:

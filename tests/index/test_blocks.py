@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index.blocks import BlocksIndex
 from tests.index.oracle import check_result, clustered
 
@@ -31,6 +34,30 @@ def by_hand(keys: Tensor, asked: Tensor | None, total: int, local: int) -> list[
             block = block[scores.topk(3).indices]
         means.append(block.mean(0))
     return means
+
+
+@pytest.mark.parametrize("rows", [5, 160, 165])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_back_from_a_file_goes_on_alike(
+    rows: int, learns: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    keys, queries = clustered(rows + 40)
+    keys, queries = keys.to(dtype), queries.float()
+    samples = torch.randn(HEADS, GROUP, 40, keys.shape[2]) if learns else None
+    index = built(keys[:, :rows], samples)
+    index.save(tmp_path / "a")
+    again = BlocksIndex.load(tmp_path / "a", keys[:, :rows])
+    for known in (rows, rows + 40):
+        index.add(keys[:, :known])
+        again.add(keys[:, :known])
+        for one, other in zip(again.search(queries, 20), index.search(queries, 20), strict=True):
+            assert one is None or torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        assert torch.equal(
+            again._digests[:, : again._num_pages], index._digests[:, : index._num_pages]
+        )
+    with pytest.raises(FileFormatError, match="was made for other keys"):
+        BlocksIndex.load(tmp_path / "a", keys[:, 1 : rows + 1])
 
 
 @pytest.mark.parametrize("rows", [16, 160, 165])

@@ -22,6 +22,8 @@ from hybrid_kv.api.building import build_context
 from hybrid_kv.api.prefill import PrefillCancelled
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.saved import verify_context
+from tests.contracts.architectures import build
+from tests.contracts.edges.test_forks import drawn
 from tests.saved.scene import INDEXES, SMALL, TEXT, TOKENS, blocks_of, loaded, long_model
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -194,3 +196,19 @@ def test_a_build_that_was_killed_goes_on(plain: PreTrainedModel, tmp_path: Path)
         assert sum(seen) == TOKENS
         assert torch.equal(llm.open(tmp_path / "a.hkv").ids, llm.encode(TEXT))
     assert [path.name for path in tmp_path.iterdir()] == ["a.hkv"]
+
+
+def test_windows_that_were_built_are_gone_on_with(tmp_path: Path) -> None:
+    ids, cancel = drawn(0, 40)[0].tolist(), threading.Event()
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            cancel.set()
+
+    with hkv.load(build("gemma3"), config={"method": "full", "page_size": 4}) as llm:
+        with pytest.raises(PrefillCancelled):
+            build_context(llm, ids, tmp_path / "a.hkv", every_s=0, cancel=cancel, on_prefill=stop)
+        built = build_context(llm, ids, tmp_path / "a.hkv", every_s=0)
+        assert 1 < built.found_layers < built.num_layers
+        expected = llm.context(ids).ask([5], max_new_tokens=9).token_ids
+        assert llm.open(tmp_path / "a.hkv").ask([5], max_new_tokens=9).token_ids == expected

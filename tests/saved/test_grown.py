@@ -43,11 +43,13 @@ def test_a_grown_context_answers_the_same_from_its_file(
 ) -> None:
     settings = {name: SMALL[name] for name in SMALL if name in _parameters_of(method)}
     with loaded(plain, method, **{"page_size": 16, **settings}) as llm:
-        context = llm.context(" ".join(TEXT.split()[:200]))
-        context.ask("oak fox", keep=True, max_new_tokens=40)
-        context.append(" ".join(TEXT.split()[200:350]))
+        context = llm.context(" ".join(TEXT.split()[:120]))
+        context.ask("oak fox", keep=True, max_new_tokens=9)
+        context.append(" ".join(TEXT.split()[120:180]))
         if learns_without_file(context):
-            with pytest.raises(ConfigError, match="choose one of kind auto, sketch or graph"):
+            with pytest.raises(
+                ConfigError, match="choose one of kind auto, sketch, graph or blocks"
+            ):
                 context.save(tmp_path / "a.hkv")
             assert list(tmp_path.iterdir()) == []
             return
@@ -56,14 +58,14 @@ def test_a_grown_context_answers_the_same_from_its_file(
         opened._cache.check_integrity()
         assert torch.equal(opened.ids, context.ids)
         if method in BUILT_AGAIN:
-            assert len(opened.ask("sea owl", max_new_tokens=6).token_ids) == 6
+            assert len(opened.ask("sea owl", max_new_tokens=3).token_ids) == 3
             return
-        expected = context.ask("sea owl", max_new_tokens=6).token_ids
-        assert opened.ask("sea owl", max_new_tokens=6).token_ids == expected
+        expected = context.ask("sea owl", max_new_tokens=3).token_ids
+        assert opened.ask("sea owl", max_new_tokens=3).token_ids == expected
         opened.append("elm ice sky")
         context.append("elm ice sky")
-        expected = context.ask("bee", max_new_tokens=6).token_ids
-        assert opened.ask("bee", max_new_tokens=6).token_ids == expected
+        expected = context.ask("bee", max_new_tokens=3).token_ids
+        assert opened.ask("bee", max_new_tokens=3).token_ids == expected
 
 
 def test_a_context_that_was_cut_is_saved(plain: PreTrainedModel, tmp_path: Path) -> None:

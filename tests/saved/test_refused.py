@@ -197,9 +197,16 @@ def test_a_block_that_is_cut_off_or_gone_is_refused(llm: hkv.LLM, saved: Path, n
 
 def test_a_newer_version_is_refused(llm: hkv.LLM, saved: Path) -> None:
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
-    with pytest.raises(FileFormatError, match="has format version 2, this package reads 1"):
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
+    with pytest.raises(FileFormatError, match="format version 3, this package reads 1 to 2"):
         llm.open(saved)
+
+
+def test_a_context_of_version_1_is_opened(llm: hkv.LLM, saved: Path) -> None:
+    rewrite(saved, lambda content: content.pop("windows"))
+    path = saved / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1', 1))
+    llm.open(saved).close()
 
 
 def test_a_file_of_another_program_is_refused(

@@ -6,12 +6,25 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, FileFormatError
 from hybrid_kv.saved import verify_context
-from tests.contracts.architectures import PAD, build
-from tests.saved.scene import INDEXES, SMALL, TEXT, TOKENS, loaded, long_model
+from hybrid_kv.saved.manifest import read_manifest
+from tests.contracts.architectures import build
+from tests.contracts.edges.test_forks import drawn
+from tests.saved.scene import (
+    INDEXES,
+    SMALL,
+    TEXT,
+    TOKENS,
+    blocks_of,
+    flip,
+    loaded,
+    long_model,
+    rewrite,
+)
 
 QUESTIONS = ["oak", "fox sea owl"]
 METHODS: dict[str, dict[str, Any]] = {
@@ -28,6 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi": {},
     "think": {},
     "tidal_decode": {},
+    "infllm": {**SMALL, "cold": {"top_k": 32, "index": {"kind": "blocks", "page_size": 16}}},
 }
 
 
@@ -208,10 +222,47 @@ def test_a_file_is_hardly_larger_than_what_it_holds(
         assert total <= 1.03 * held + fixed
 
 
-def test_layers_that_no_file_holds_are_refused(tmp_path: Path) -> None:
-    with hkv.load(build("gemma3"), config={"method": "full"}) as llm:
-        context = llm.context([PAD + 1] * 20)
-        with pytest.raises(ConfigError, match="must be one of full attention to be saved"):
+@pytest.mark.parametrize("length", [7, 12, 40])
+@pytest.mark.parametrize("architecture", ["gemma3", "mistral", "gpt_oss"])
+def test_sliding_windows_are_saved(architecture: str, length: int, tmp_path: Path) -> None:
+    """Windows of 12 tokens: not full, full, and long left behind."""
+    model = build(architecture)
+    with hkv.load(model, config={"method": "full", "page_size": 4}) as llm:
+        context = llm.context(drawn(0, length)[0].tolist())
+        context.ask([5], keep=True, max_new_tokens=2)
+        context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        opened._cache.check_integrity()
+        for more in ([9, 8], [7] * 14):  # the second one moves the whole window on
+            assert opened.append(more) == context.append(more)
+            expected = context.ask([3, 4], max_new_tokens=5).token_ids
+            assert opened.ask([3, 4], max_new_tokens=5).token_ids == expected
+
+
+def test_a_window_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = build("gemma3")
+    with hkv.load(model, config={"method": "full", "page_size": 4}) as llm:
+        root = tmp_path / "a.hkv"
+        llm.context(drawn(0, 20)[0].tolist()).save(root)
+        (window, *_) = read_manifest(root).windows
+        rewrite(root, lambda content: content["windows"][0].update(length=19))
+        with pytest.raises(FileFormatError, match="window of layer 0 is another one than the"):
+            llm.open(root)
+        rewrite(root, lambda content: content["windows"][0].update(length=20))
+        llm.open(root).close()
+        flip(blocks_of(root) / window.kv, -5)
+        with pytest.raises(FileFormatError, match=f"checksum of block '{window.kv}' does not fit"):
+            llm.open(root)
+        rewrite(root, lambda content: content["windows"].pop(0))
+        with pytest.raises(FileFormatError, match="other layers than the model"):
+            llm.open(root)
+
+
+def test_layers_that_no_file_holds_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
+    with loaded(plain, "full") as llm:
+        context = llm.context("oak")
+        context._cache.layers[1] = LinearAttentionLayer()
+        with pytest.raises(ConfigError, match=r"layer 1 must be .* got a LinearAttentionLayer"):
             context.save(tmp_path / "a.hkv")
     assert list(tmp_path.iterdir()) == []
 
@@ -219,8 +270,8 @@ def test_layers_that_no_file_holds_are_refused(tmp_path: Path) -> None:
 def test_an_index_that_learned_from_queries_and_has_no_format_is_refused(
     plain: PreTrainedModel, tmp_path: Path
 ) -> None:
-    with loaded(plain, "infllm") as llm:
+    with loaded(plain, "double_sparsity") as llm:
         context = llm.context(TEXT)
-        with pytest.raises(ConfigError, match="choose one of kind auto, sketch or graph"):
+        with pytest.raises(ConfigError, match="choose one of kind auto, sketch, graph or blocks"):
             context.save(tmp_path / "a.hkv")
     assert list(tmp_path.iterdir()) == []

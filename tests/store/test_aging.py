@@ -7,7 +7,7 @@ import torch
 
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.aging import KEPT_POSITIONS, Aging
+from hybrid_kv.store.aging import LATEST, PROMPT, SPREAD, Aging
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex
 
 
@@ -15,19 +15,49 @@ def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in()
     """A context that was made in inference mode could not be asked outside of it."""
     with torch.inference_mode():
         aging = Aging(Samples(torch.randn(2, 3, 37, 8)), 100)
-        aging.asked.append((torch.randn(2, 3, 8).clone(), 101))
-    aging.asked.append((torch.ones(2, 3, 8), 102))
-    assert aging.renew(102).queries[:, :, -1].eq(1).all()
+        aging.note(torch.randn(2, 3, 8).clone(), 101)
+    aging.note(torch.ones(2, 3, 8), 102)
+    assert aging.renew(102).queries[:, :, 1].eq(1).all()
 
 
 def test_no_more_of_a_prompt_is_kept_than_is_learned_from_again() -> None:
-    samples = Samples(torch.randn(2, 3, 2 * KEPT_POSITIONS + 5, 8))
+    samples = Samples(torch.randn(2, 3, 2 * PROMPT + 5, 8))
     aging = Aging(samples, 100)
-    assert aging.memory_bytes == 2 * 3 * KEPT_POSITIONS * 8 * 4
+    assert aging.memory_bytes == 2 * 3 * PROMPT * 8 * 4
     renewed = aging.renew(200).queries
-    assert renewed.shape == (2, 3, KEPT_POSITIONS, 8)
+    assert renewed.shape == (2, 3, PROMPT, 8)
     assert torch.equal(renewed[:, :, 0], samples.queries[:, :, 0])  # spread over all of it
     assert torch.isin(renewed[:, :, -1], samples.queries[:, :, -4:]).all()
+
+
+@pytest.mark.parametrize("count", [LATEST, LATEST + SPREAD, LATEST + SPREAD + 1, 20000])
+def test_what_was_asked_is_kept_evenly_and_the_latest_whole(count: int) -> None:
+    aging = Aging(Samples(torch.full((1, 1, 4, 2), -1.0), torch.arange(4)), 100)
+    for number in range(count):
+        aging.note(torch.full((1, 1, 2), float(number)), 100 + number)
+    kept = [asked.num_keys - 100 for asked in aging.asked]
+    assert kept[-LATEST:] == list(range(count - LATEST, count))
+    spread = kept[:-LATEST]
+    stride = spread[1] - spread[0] if spread else 1
+    assert spread == list(range(0, count - LATEST, stride))
+    assert min(SPREAD // 2, count - LATEST) <= len(spread) <= SPREAD
+    # The latest, the prompt's and those between: what an index checks itself on comes last.
+    renewed = aging.renew(200 + count)
+    asked = renewed.queries[0, 0, :, 0].tolist()
+    assert asked == [*kept[-LATEST:], *[-1] * 4, *spread]
+    assert renewed.positions is not None
+    assert (renewed.positions == torch.tensor([*kept[-LATEST:], 0, 1, 2, 3, *spread])).all()
+    assert aging.memory_bytes == 8 * (4 + len(kept))
+
+
+def test_two_indexes_keep_their_own_of_what_both_were_asked() -> None:
+    aging = Aging(Samples(torch.zeros(1, 1, 4, 2)), 100)
+    for number in range(LATEST + 9):
+        aging.note(torch.zeros(1, 1, 2), 100 + number)
+    later = aging.behind(60)
+    aging.note(torch.zeros(1, 1, 2), 1000)
+    assert len(later.asked) == LATEST + 9
+    assert [asked.num_keys for asked in later.asked][:2] == [40, 41]
 
 
 def test_queries_are_noted_as_they_were_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +69,7 @@ def test_queries_are_noted_as_they_were_asked(monkeypatch: pytest.MonkeyPatch) -
     live.search(queries, 5)
     queries.zero_()
     assert live._aging is not None
-    assert live._aging.renew(102).queries[:, :, -1].eq(1).all()
+    assert live._aging.renew(102).queries[:, :, 0].eq(1).all()
 
 
 def keys() -> torch.Tensor:

@@ -19,7 +19,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.rotary import Rotary, Samples
-from hybrid_kv.store.aging import KEPT_POSITIONS
+from hybrid_kv.store.aging import LATEST, SPREAD
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex
 from hybrid_kv.transfer import ThreadExecutor
 from tests.index.oracle import check_result, clustered, recall
@@ -405,25 +405,27 @@ def test_it_learns_from_the_prompt_and_the_latest_queries_where_decoding_is_now(
     # Turning back what was turned gives what was asked.
     before = Samples(again, Samples(again, torch.arange(26), ROTARY).ahead(319, 64).positions)
     assert before.positions is not None
-    was = ROTARY.turn(again[:, :, 20:], 310 - before.positions[20:])
+    was = ROTARY.turn(again[:, :, :6], 310 - before.positions[:6])
     torch.testing.assert_close(was, asked.permute(1, 2, 0, 3))
-    norms = (first.norm(dim=-1), again[:, :, :20].norm(dim=-1))
+    norms = (first.norm(dim=-1), again[:, :, 6:].norm(dim=-1))
     torch.testing.assert_close(*norms)
-    assert not torch.allclose(first, again[:, :, :20])
+    assert not torch.allclose(first, again[:, :, 6:])
 
 
-def test_the_latest_queries_are_kept_in_bounded_memory() -> None:
+def test_queries_are_kept_in_bounded_memory() -> None:
     live, runner, keys, made = ageing()
     empty = live.memory_bytes
-    queries = torch.randn(KEPT_POSITIONS + 3, len(keys), 2, keys.shape[2])
+    queries = torch.randn(SPREAD + 3 + LATEST, len(keys), 2, keys.shape[2])
     for asked in queries:
         live.search(asked, 1)
-    assert live.memory_bytes == empty + queries[:KEPT_POSITIONS].nbytes
+    latest, spread = queries[-LATEST:], queries[: SPREAD + 3 : 2]
+    assert live.memory_bytes == empty + latest.nbytes + spread.nbytes
     live.add(torch.cat([keys, keys[:, :9] + 1], 1))
     runner.finish()
-    kept = made[1].learned[0][:, :, 20:]
-    norms = (kept.norm(dim=-1), queries[3:].permute(1, 2, 0, 3).norm(dim=-1))
-    torch.testing.assert_close(*norms)
+    learned = made[1].learned[0]
+    for kept, asked in ((learned[:, :, :LATEST], latest), (learned[:, :, LATEST + 20 :], spread)):
+        norms = (kept.norm(dim=-1), asked.permute(1, 2, 0, 3).norm(dim=-1))
+        torch.testing.assert_close(*norms)
 
 
 def test_what_served_serves_on_where_learning_again_fails() -> None:
