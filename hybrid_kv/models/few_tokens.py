@@ -2,20 +2,21 @@
 
 The product of a matrix and a few tokens waits for memory, and how near to memory's speed torch
 comes depends on the CPU, the shape, the dtype and the number of tokens. So each of these is tried
-once per process, on the model's own weights, in a few milliseconds, and the faster one serves from
-then on. The weights are never touched: while a step passes, a linear layer's `forward` is ours.
+once per process, on the model's own weights, in a tenth of a second, most of it spent waiting for
+the other side's threads to fall asleep, and the faster one serves from then on. The weights are
+never touched: while a step passes, a linear layer's `forward` is ours.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -27,7 +28,12 @@ from hybrid_kv.ops.native.linear import MAX_TOKENS, linear, multiplies
 from hybrid_kv.ops.native.workers import pool_here
 
 _LEAST_GAIN = 1.05
-_ROUNDS = 6
+_ROUNDS = 2
+"""Of each way, so many times all pieces."""
+_PIECES = 11
+_REST_S = 0.02
+"""OpenMP's threads spin for 9 ms behind a loop of torch's, each on a core that the engine's threads
+want, and the other way round. Who is timed right behind the other is timed at its worst."""
 _PIECE_BYTES = 2**23
 """Of weights for one timed product: a millisecond or less."""
 _LEAST_BYTES = 2**18
@@ -62,7 +68,7 @@ _trials: dict[Products, ProductTrial] = {}
 
 
 def trial(products: Products, weights: Iterable[Tensor]) -> ProductTrial:
-    """The trial of some products, measured once per process, in some 5 ms.
+    """The trial of some products, measured once per process, in some .1 s.
 
     Args:
         weights: matrices of this shape, which are read.
@@ -80,31 +86,48 @@ def try_products(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> Produ
     """
     if engine_state().isa is None:
         return None
-    rows = _PIECE_BYTES // (num_inputs * dtype.itemsize) * (2 * _ROUNDS - 1)
+    rows = _PIECE_BYTES // (num_inputs * dtype.itemsize) * _PIECES
     weight = torch.ones(max(1, min(num_outputs, rows)), num_inputs, dtype=dtype)
     return trial(Products(dtype, torch.Size((num_outputs, num_inputs)), 1), [weight])
 
 
-def measure(weights: Iterable[Tensor], tokens: int, clock: Callable[[], float]) -> ProductTrial:
-    """Times both on pieces of `weights` in turn, so that each finds its weights in memory."""
-    pieces = list(islice(_pieces(weights), 2 * _ROUNDS - 1))
-    if len(pieces) % 2 == 0:  # of an odd number each way meets each piece
-        pieces.pop()
+def measure(
+    weights: Iterable[Tensor],
+    tokens: int,
+    clock: Callable[[], float],
+    rest: Callable[[float], None] = sleep,
+) -> ProductTrial:
+    """Times either way on pieces of `weights`, by itself and twice, as a step is made by one of
+    them; the better time of the two counts, since other work on the machine only adds to it.
+
+    Args:
+        rest: lets so many seconds pass.
+    """
+    pieces = list(islice(_pieces(weights), _PIECES))
     x = pieces[0].new_ones(tokens, pieces[0].shape[1])
     pool = pool_here()
     ways: list[Callable[[Tensor], Tensor]] = [
         lambda weight: functional.linear(x, weight),
         lambda weight: linear(x, weight, pool=pool),
     ]
-    for way in ways:  # sets things up
-        way(pieces[-1])
-    rates: list[list[float]] = [[], []]
-    for turn in range(2 * _ROUNDS):
-        piece = pieces[turn % len(pieces)]
+    best = [0.0, 0.0]
+    for number in [0, 1] * _ROUNDS:
+        rest(_REST_S)
+        ways[number](pieces[-1])  # sets things up, and wakes threads
+        best[number] = max(best[number], _rate(ways[number], pieces, clock))
+    return ProductTrial(*best)
+
+
+def _rate(
+    way: Callable[[Tensor], Tensor], pieces: Sequence[Tensor], clock: Callable[[], float]
+) -> float:
+    """GB/s, the median over pieces, each of which is in memory again when its turn comes."""
+    rates = []
+    for piece in pieces:
         begin = clock()
-        ways[turn % 2](piece)
-        rates[turn % 2].append(piece.nbytes / max(clock() - begin, 1e-9) / 1e9)
-    return ProductTrial(median(rates[0]), median(rates[1]))
+        way(piece)
+        rates.append(piece.nbytes / max(clock() - begin, 1e-9) / 1e9)
+    return median(rates)
 
 
 def _pieces(weights: Iterable[Tensor]) -> Iterator[Tensor]:
