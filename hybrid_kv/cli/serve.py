@@ -126,7 +126,7 @@ class LimitOptions:
             help="Chunks of prompts are cut so that streams wait no longer for one.",
             rich_help_panel=_LIMITS,
         ),
-    ] = 500.0
+    ] = 100.0
     prefix_memory: Annotated[
         str,
         typer.Option(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -24,18 +27,25 @@ _PLACES = 64
 
 
 class ActiveRequest:
-    """A request that was admitted; only the engine's thread touches it.
+    """A request that was admitted; only the engine's thread touches it, and what it puts aside.
 
     ids: prompt and answer. done: tokens of the prompt that are computed; reused: of those the ones
-    that a prefix had. times: when each token of the answer came.
+    that a prefix had. times: when each token of the answer came. leader: a request that computes
+    what this one begins with, and goes first.
 
     Args:
         needed_bytes: of host memory when it is at its longest.
     """
 
-    def __init__(self, llm: LLM, ticket: Ticket, needed_bytes: int) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        ticket: Ticket,
+        needed_bytes: int,
+        leader: ActiveRequest | None = None,
+    ) -> None:
         self.ticket, self.request = ticket, ticket.request
-        self.needed_bytes = needed_bytes
+        self.needed_bytes, self.leader = needed_bytes, leader
         self.ids = list(self.request.ids)
         self.done = self.reused = 0
         self.began: float | None = None
@@ -44,6 +54,8 @@ class ActiveRequest:
         self._cache: TieredCache | None = None
         self._unsealed: deque[int] = deque()
         self._first: Tensor | None = None  # the logits after the prompt
+        self._aside: tuple[Future[None], TieredCache] | None = None
+        self._then: Callable[[], None] | None = None
         self._sampler = Sampler(self.request.sampling, llm.runtime.device)
         self._text = AnswerText(llm.tokenizer, self.request.stop)
 
@@ -98,19 +110,67 @@ class ActiveRequest:
         self.done = stop
         self.ticket.put(Prefilled(self.done, len(self.request.ids), self.reused))
 
-    def seal(self, seconds: float) -> Tensor | None:
-        """Moves layers of the prompt to where their method wants them, until time is up.
-
-        Returns:
-            Logits [V] of the first token, when all of them are there.
-        """
+    def seal(self, seconds: float = math.inf) -> None:
+        """Moves layers of the prompt to where their method wants them, until time is up."""
         end = monotonic() + seconds
         while self._unsealed:
             self.cache.kv.seal_if_open(self._unsealed.popleft())
-            if monotonic() >= end and self._unsealed:
-                return None
+            if monotonic() >= end:
+                return
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all layers of the prompt are there."""
+        return self.has_begun and self.is_prefilled and not self._unsealed
+
+    def first_logits(self) -> Tensor:
+        """Logits [V] of the first token, once."""
         first, self._first = self._first, None
+        assert first is not None
         return first
+
+    # Aside ---------------------------------------------------------------------------------------
+
+    def put_aside(
+        self, work: Future[None], cache: TieredCache, then: Callable[[], None] | None = None
+    ) -> None:
+        """Something of this request is done in another thread, with this cache and nothing else.
+
+        Args:
+            then: called when the request comes back.
+        """
+        self._aside, self._then = (work, cache), then
+
+    @property
+    def work(self) -> Future[None] | None:
+        """What is done aside; None where nothing is."""
+        return None if self._aside is None else self._aside[0]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it must not be touched now."""
+        return self._aside is not None and not self._aside[0].done()
+
+    def come_back(self) -> bool:
+        """Takes up what was done aside; False where there is nothing.
+
+        Raises:
+            Whatever went wrong there.
+        """
+        if self._aside is None or self.is_aside:
+            return False
+        (work, _), then = self._aside, self._then
+        self._aside = self._then = None
+        work.result()
+        if then is not None:
+            then()
+        return True
+
+    def abandon(self) -> None:
+        """Gives the memory back as soon as the other thread is done with it."""
+        assert self._aside is not None
+        work, cache = self._aside
+        work.add_done_callback(lambda _: cache.close())
 
     # The answer ----------------------------------------------------------------------------------
 
@@ -164,7 +224,7 @@ class ActiveRequest:
         waited = (self.began or monotonic()) - submitted
         ttft = times[0] - submitted if times else None
         itl = [1e3 * (new - old) for old, new in pairwise(times)]
-        if not self.has_begun:
+        if not self.has_begun or self.is_aside:
             return RequestReport(ttft, itl, waited, alone=alone)
         kv = self.cache.kv
         work, audit = kv.work, None if kv.auditor is None else kv.auditor.audit

@@ -175,13 +175,16 @@ class Engine:
         while True:
             if self._is_idle():
                 self._publish()
-                while self._is_idle() and self._rounds.save_some():
-                    pass
+                self._rounds.save_some(self._wake)
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_idle() or self._is_closed)
+                self._changed.wait_for(
+                    lambda: not self._is_idle() or self._is_closed or self._rounds.has_saved
+                )
                 if self._is_closed:
                     return
                 self._rounds.admit(self._queue)
+            if self._is_idle():
+                continue
             self._rounds.round()
             if monotonic() - published >= _PUBLISH_S:
                 self._publish()

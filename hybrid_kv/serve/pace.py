@@ -11,19 +11,37 @@ _KNOWN = 24
 """Chunks that are looked back on: the machine may be busier now than it was."""
 _FIRST, _LEAST = 128, 16
 """Tokens of the very first chunk, and of the smallest."""
-_CARE = 0.85
-"""Share of the time that is planned for."""
+_LOOKED_BACK = 16
+"""Chunks whose delay the next one allows for."""
+_LEAST_DELAY, _MOST_DELAY = 1.18, 4.0
+"""Times as long as planned that a chunk is expected to take, at least and at most."""
 
 
 class PrefillPace:
-    """Predicts by the chunks before: a token takes some time, and more for each one before it."""
+    """Predicts by the chunks before: a token takes some time, and more for each one before it.
+
+    A machine that others use takes longer now and then; the worst of the latest chunks says how
+    much longer.
+    """
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KNOWN)
+        self._delays: deque[float] = deque(maxlen=_LOOKED_BACK)
 
     def note(self, first: int, count: int, seconds: float) -> None:
         """A chunk of `count` tokens took so long, behind `first` others."""
+        if self._chunks:
+            self._delays.append(seconds / self.seconds(first, count))
         self._chunks.append((first, count, seconds))
+
+    def seconds(self, first: int, count: int) -> float:
+        """What `count` tokens behind `first` others take where nothing delays them; of their
+        number alone while nothing is known.
+        """
+        if not self._chunks:
+            return float(count)
+        each, before = self._costs()
+        return count * (each + before * (first + count / 2))
 
     def tokens(self, first: int, seconds: float, most: int) -> int:
         """How many tokens behind `first` others take no more than `seconds`, at most `most`.
@@ -34,9 +52,13 @@ class PrefillPace:
             return min(most, _FIRST)
         each, before = self._costs()
         # count * (each + before * (first + count / 2)) = seconds
-        own, time = each + before * first, _CARE * seconds
+        own, time = each + before * first, seconds / self._delay
         count = 2 * time / (own + sqrt(own**2 + 2 * before * time))
         return max(min(_LEAST, most), min(most, int(count)))
+
+    @property
+    def _delay(self) -> float:
+        return min(_MOST_DELAY, max(_LEAST_DELAY, *self._delays, 0.0))
 
     def _costs(self) -> tuple[float, float]:
         """Seconds of a token, and of a pair of tokens of which one attends to the other."""

@@ -286,10 +286,10 @@ class Limits:
 
     max_running: requests that are computed at a time. max_queue: that wait beside them.
     prefill_chunk_tokens: of a prompt, computed at most between two decode steps of others.
-    max_stall_ms: chunks are made so short that others wait no longer for one, as far as the latest
-    ones tell. request_timeout_s: from submission to the end; None for no limit. max_prompt_tokens:
-    of one prompt; None for the model's context. prefix_bytes: host memory for contexts of ended
-    requests, which later ones with the same beginning continue.
+    max_stall_ms: chunks are made so short that with one and a decode step others wait no longer, as
+    far as the latest ones tell. request_timeout_s: from submission to the end; None for no limit.
+    max_prompt_tokens: of one prompt; None for the model's context. prefix_bytes: host memory for
+    contexts of ended requests, which later ones with the same beginning continue.
 
     Raises:
         ConfigError: a number is out of range.
@@ -298,7 +298,7 @@ class Limits:
     max_running: int = 16
     max_queue: int = 64
     prefill_chunk_tokens: int = 2048
-    max_stall_ms: float = 500.0
+    max_stall_ms: float = 100.0
     request_timeout_s: float | None = 600.0
     max_prompt_tokens: int | None = None
     prefix_bytes: int = 2**30
@@ -323,8 +323,10 @@ class EngineStats:
     many ended, by reason. prompt_tokens, reused_tokens, completion_tokens: of all requests so far.
     prefix_hits: requests that continued from a prefix. prefixes, prefix_bytes: kept for later ones.
     stall_ms: longest time from one token of a running request to its next while a prompt was
-    computed; last_stall_ms: the latest. chunk_tokens: of the next chunk of a prompt. steps: decode
-    steps; joined_rows: requests that they served, summed, joined ones by one pass of the weights.
+    computed; last_stall_ms: the latest. stalls: how many there were; late_stalls: of those the ones
+    beyond stall_bound_ms, `Limits.max_stall_ms`. chunk_tokens: of the next chunk of a prompt.
+    steps: decode steps; joined_rows: requests that they served, summed, joined ones by one pass of
+    the weights.
     alone: requests decoded by themselves, by reason. recall, missed_mass: means over the audits
     of ended requests, None without. device_kv_bytes, host_kv_bytes, host_index_bytes: held now by
     running requests and kept prefixes, shared memory once.
@@ -342,6 +344,9 @@ class EngineStats:
     prefix_bytes: int = 0
     stall_ms: float = 0.0
     last_stall_ms: float = 0.0
+    stalls: int = 0
+    late_stalls: int = 0
+    stall_bound_ms: float = 0.0
     chunk_tokens: int = 0
     steps: int = 0
     joined_rows: int = 0

@@ -1,16 +1,15 @@
 """What the engine's thread does again and again.
 
-A round admits what fits, ends what shall end early, computes one piece of the oldest prompt, as
-large as the streams of others can bear, and then one token of every answer, all in one pass through
-the weights.
+A round admits what fits, ends what shall end early, computes one piece of a prompt, as large as the
+streams of others can bear, and then one token of every answer, all in one pass through the weights.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -19,15 +18,14 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
-from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.runtime import check_host_memory, memory_errors, spare_host_memory
-from hybrid_kv.saved.registry import ContextRegistry, keeps_all
+from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.active import ActiveRequest
-from hybrid_kv.serve.pace import PrefillPace
-from hybrid_kv.serve.prefixes import KeptPrefixes, Prefix
+from hybrid_kv.serve.prefixes import KeptPrefixes
+from hybrid_kv.serve.prompts import Prompts
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -43,8 +41,14 @@ from hybrid_kv.store import tier_bytes
 
 _log = logging.getLogger(__name__)
 
-_UNDISTURBED_S = 2.0
+_UNDISTURBED_S = 0.5
 """What a piece of a prompt may take where nobody waits for a token; a cancellation waits for it."""
+_LEAST_SHARE = 0.25
+"""Of the time that streams may wait, for pieces of prompts where steps take nearly all of it."""
+_LATEST = 8
+"""Decode steps of which the longest is expected again."""
+_LOOK_S = 0.05
+"""After which a cancellation is noticed where all is done aside."""
 
 
 class Rounds:
@@ -68,8 +72,10 @@ class Rounds:
         self._contexts, self._prefixes = contexts, KeptPrefixes(limits.prefix_bytes)
         self._alone = why_alone(llm.model)
         self.runs: list[ActiveRequest] = []
-        self.tally, self._pace = EngineTally(), PrefillPace()
-        self._step_s = 0.0  # of the latest decode step
+        self._prompts = Prompts(llm, limits, contexts, self._prefixes, self.runs, self._make_room)
+        self._saving: tuple[Future[None], TieredCache] | None = None
+        self.tally = EngineTally()
+        self._steps_s: deque[float] = deque(maxlen=_LATEST)  # of decode steps
         self._held_up = False  # a prompt was computed since
 
     def round(self) -> None:
@@ -88,12 +94,22 @@ class Rounds:
         while queue and len(self.runs) < self._limits.max_running:
             ticket = queue[0]
             needed = needed_bytes(self._llm, ticket.request)
-            while self._prefixes and needed > self._spare_bytes():
-                self._prefixes.drop_oldest()
+            self._drop_prefixes(needed)
             if self.runs and needed > self._spare_bytes():
                 return
             queue.popleft()
-            self.runs.append(ActiveRequest(self._llm, ticket, needed))
+            leader = self._prompts.leader(ticket.request)
+            self.runs.append(ActiveRequest(self._llm, ticket, needed, leader))
+
+    def _drop_prefixes(self, needed: int) -> None:
+        while self._prefixes and needed > self._spare_bytes():
+            self._prefixes.drop_oldest()
+
+    def _make_room(self, run: ActiveRequest) -> None:
+        """Raises CapacityError where there is none for what the request will hold."""
+        self._drop_prefixes(run.needed_bytes)
+        total = len(run.request.ids) + run.request.max_new_tokens
+        check_host_memory(run.needed_bytes, total)
 
     def _spare_bytes(self) -> int:
         """Of the host's free memory, what is not promised to requests that run."""
@@ -107,95 +123,71 @@ class Rounds:
     # Prompts -------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """One piece of the oldest prompt, or of what follows it: its way to where it is read."""
-        run = next((run for run in self.runs if not run.is_ready), None)
-        if run is None:
-            return
-        begin, budget = monotonic(), self._time_for_a_piece()
+        """One piece of a prompt, and what has been done aside for others."""
+        for back in list(self.runs):
+            self._attempt(back, back.come_back)
+        if (run := self._prompts.next()) is None:
+            return self._wait_for_others()
+        seconds, alone, chosen = self._time_for_a_piece(), not self._streams, run
         self._held_up = True
+        self._attempt(run, lambda: self._prompts.advance(chosen, seconds, alone=alone))
+
+    def _attempt(self, run: ActiveRequest, work: Callable[[], object]) -> None:
+        """Does what brings a prompt on; its answer begins when that was the last of it."""
         try:
-            with memory_errors(lambda: run.stage):
-                if not run.has_begun:
-                    self._begin(run)
-                if not run.is_prefilled:
-                    self._compute(run, budget)
-                first = None
-                if run.is_prefilled:
-                    first = run.seal(budget - (monotonic() - begin))
+            work()
         except Exception as error:
             self._end(run, "error", error)
-            return
-        if first is not None:
-            twins = self._begin_twins(run)
-            for one in (run, *twins):
-                self._take(one, first)
+        else:
+            if run.is_sealed and not run.is_ready and not run.is_aside:
+                self._answer(run)
+
+    def _answer(self, run: ActiveRequest) -> None:
+        """The first token of a request, and of those that ask for the same."""
+        first, ready = run.first_logits(), [run]
+        for twin in self._prompts.twins(run):
+            try:
+                with memory_errors(lambda: "prefill"):
+                    twin.begin(run.cache.fork(), len(twin.request.ids))
+                    twin.seal()
+            except Exception as error:
+                self._end(twin, "error", error)
+            else:
+                ready.append(twin)
+        for one in ready:
+            self._take(one, first)
+
+    def _wait_for_others(self) -> None:
+        """Where all there is to do is done aside."""
+        if not self._streams and (works := [run.work for run in self.runs if run.work]):
+            wait(works, _LOOK_S, FIRST_COMPLETED)
+
+    @property
+    def _streams(self) -> list[ActiveRequest]:
+        """Who waits for the next token."""
+        return [run for run in self.runs if run.is_ready]
 
     def _time_for_a_piece(self) -> float:
-        if not any(run.is_ready for run in self.runs):
+        """Seconds, so that with it and the step no stream waits longer than it may; steps that take
+        nearly all of it themselves leave a share, for else prompts would starve.
+        """
+        if not (streams := self._streams):
             return _UNDISTURBED_S
-        return max(0.0, self._limits.max_stall_ms / 1e3 - self._step_s)
-
-    def _begin(self, run: ActiveRequest) -> None:
-        total = len(run.request.ids) + run.request.max_new_tokens
-        config, ids = config_of(self._llm, run.request), run.request.ids
-        going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
-        found = self._prefixes.best(ids, config, going_on)
-        if found is None:
-            while self._prefixes and run.needed_bytes > self._spare_bytes():
-                self._prefixes.drop_oldest()
-            check_host_memory(run.needed_bytes, total)
-            found = self._opened(ids, config)
-        cache, reused = found
-        if cache.kv.config.audit_every != config.audit_every:
-            cache.kv.look_every(config.audit_every)
-        run.begin(cache, reused)
-
-    def _continuable(self) -> Iterator[ActiveRequest]:
-        """Requests that decode and have lost nothing of their prompts."""
-        return (run for run in self.runs if run.is_ready and keeps_all(run.cache))
-
-    def _opened(self, ids: Sequence[int], config: HybridConfig) -> tuple[TieredCache, int]:
-        """A new cache with what a saved context has of ids, but for the last one."""
-        cache, device = self._llm.runtime.cache(config), self._llm.runtime.device
-        if self._contexts is None or len(ids) < 2:
-            return cache, 0
-        return cache, self._contexts.take(cache, torch.tensor([ids[:-1]]), self._llm, device)
-
-    def _begin_twins(self, run: ActiveRequest) -> list[ActiveRequest]:
-        """Requests for the same, which have not begun: they go on from where this one stands."""
-        config, twins = config_of(self._llm, run.request), []
-        for twin in [one for one in self.runs if not one.has_begun]:
-            asked = twin.request
-            if asked.ids == run.request.ids and config_of(self._llm, asked) == config:
-                try:
-                    with memory_errors(lambda: "prefill"):
-                        twin.begin(run.cache.fork(), len(asked.ids))
-                        twin.seal(math.inf)
-                except Exception as error:
-                    self._end(twin, "error", error)
-                else:
-                    twins.append(twin)
-        return twins
-
-    def _compute(self, run: ActiveRequest, budget: float) -> None:
-        left = len(run.request.ids) - run.done
-        most = min(left, self._limits.prefill_chunk_tokens)
-        count = self._pace.tokens(run.done, budget, most)
-        begin = monotonic()
-        run.compute(count)
-        self._pace.note(run.done - count, count, monotonic() - begin)
+        most = self._limits.max_stall_ms / 1e3
+        waited = monotonic() - min(run.times[-1] for run in streams)
+        return max(_LEAST_SHARE * most, most - waited - max(self._steps_s, default=0.0))
 
     @property
     def chunk_tokens(self) -> int:
         """Of a new prompt's first piece, now."""
         most = self._limits.prefill_chunk_tokens
-        return self._pace.tokens(0, self._time_for_a_piece(), most)
+        return self._prompts.chunk_tokens(0, self._time_for_a_piece(), most)
 
     # Answers -------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """One token of every answer."""
-        ready = [run for run in self.runs if run.is_ready]
+        ready = self._streams
         if not ready:
             return
         before, begin = [run.times[-1] for run in ready], monotonic()
@@ -204,10 +196,10 @@ class Rounds:
                 self._step_alone(run)
         else:
             self._step_joined(ready)
-        self._step_s = monotonic() - begin
+        self._steps_s.append(monotonic() - begin)
         self.tally.step(len(ready))
         if self._held_up:
-            self.tally.stall(monotonic() - min(before))
+            self.tally.stall(monotonic() - min(before), self._limits.max_stall_ms / 1e3)
             self._held_up = False
 
     def _step_alone(self, run: ActiveRequest) -> None:
@@ -263,6 +255,10 @@ class Rounds:
     def _end(self, run: ActiveRequest, reason: Reason, error: Exception | None = None) -> None:
         """Hands out the last event of a request and lets go of what it holds."""
         self.runs.remove(run)
+        if run.is_aside:
+            run.abandon()
+            self._finish(run.ticket, reason, run.usage(), run.report(self._alone), error)
+            return
         if error is None and run.has_begun:
             try:
                 run.settle()
@@ -302,21 +298,36 @@ class Rounds:
         held = tier_bytes(store for cache in caches for store in cache.kv.stores.values())
         stats = self.tally.stats(queued, self.runs, self.chunk_tokens, held)
         kept = sum(self._prefixes.held())
-        return replace(stats, prefixes=len(self._prefixes), prefix_bytes=kept)
+        stats = replace(stats, prefixes=len(self._prefixes), prefix_bytes=kept)
+        return replace(stats, stall_bound_ms=self._limits.max_stall_ms)
 
-    def save_some(self) -> bool:
-        """Leaves one context of an ended request in the registry; False where there is none.
+    def save_some(self, done: Callable[[], None]) -> None:
+        """Begins to leave a context of an ended request in the registry, for when nobody waits.
 
-        For when nobody waits: it takes as long as the disk does.
+        Args:
+            done: called in another thread when it is time for the next one.
         """
-        if self._contexts is None or (prefix := self._prefixes.unsaved()) is None:
-            return False
-        ids = torch.from_numpy(prefix.ids)[None]
-        self._contexts.add(prefix.cache, ids, self._llm)
-        return True
+        if self._saving is not None and self._saving[0].done():
+            work, cache = self._saving
+            self._saving = None
+            cache.close()
+            work.result()
+        if self._contexts is None or self._saving is not None:
+            return
+        if (prefix := self._prefixes.unsaved()) is not None:
+            self._saving = self._prompts.save(prefix)
+            self._saving[0].add_done_callback(lambda _: done())
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether `save_some` is to be called again."""
+        return self._saving is not None and self._saving[0].done()
 
     def close(self) -> None:
-        """Gives back what is kept for later requests."""
+        """Gives back what is kept for later requests, after what is done aside."""
+        self._prompts.close()
+        if self._saving is not None:
+            self._saving[1].close()
         self._prefixes.close()
 
 
@@ -326,14 +337,6 @@ def _early_end(ticket: Ticket) -> Reason | None:
         return "cancelled"
     late = ticket.deadline is not None and monotonic() >= ticket.deadline
     return "timeout" if late else None
-
-
-def config_of(llm: LLM, request: Request) -> HybridConfig:
-    """Method, budgets and audit of a request."""
-    config = request.config or llm.config
-    if request.audit_every is None or request.audit_every == config.audit_every:
-        return config
-    return config.replace(audit_every=request.audit_every)
 
 
 def needed_bytes(llm: LLM, request: Request) -> int:

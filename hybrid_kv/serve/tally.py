@@ -23,6 +23,7 @@ class EngineTally:
         self._prompt = self._reused = self._completion = self._hits = 0
         self._steps = self._rows = 0
         self._stall_ms = self._last_stall_ms = 0.0
+        self._stalls = self._late_stalls = 0
         self._recalls, self._missed = list[float](), list[float]()
         self._served_s: float | None = None
 
@@ -48,8 +49,10 @@ class EngineTally:
         self._steps += 1
         self._rows += rows
 
-    def stall(self, seconds: float) -> None:
-        """So long nobody got a token because a prompt was computed."""
+    def stall(self, seconds: float, bound: float) -> None:
+        """So long a stream waited while a prompt was computed, which should be within a bound."""
+        self._stalls += 1
+        self._late_stalls += seconds > bound
         self._last_stall_ms = 1e3 * seconds
         self._stall_ms = max(self._stall_ms, self._last_stall_ms)
 
@@ -72,6 +75,8 @@ class EngineTally:
             prefix_hits=self._hits,
             stall_ms=self._stall_ms,
             last_stall_ms=self._last_stall_ms,
+            stalls=self._stalls,
+            late_stalls=self._late_stalls,
             chunk_tokens=chunk_tokens,
             steps=self._steps,
             joined_rows=self._rows,

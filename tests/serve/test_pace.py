@@ -40,6 +40,23 @@ def test_there_is_a_least_and_a_most() -> None:
     assert pace.tokens(0, 1e6, 300) == 300
 
 
+def test_what_took_longer_than_expected_is_allowed_for() -> None:
+    pace = PrefillPace()
+    taking(pace, 1e-3, 0.0, [(0, 100), (100, 100)])
+    calm = pace.tokens(0, 0.5, 4096)
+    pace.note(200, 100, 0.25)
+    assert pace.tokens(0, 0.5, 4096) < 0.6 * calm
+    taking(pace, 1e-3, 0.0, [(100 * n, 100) for n in range(24)])
+    assert pace.tokens(0, 0.5, 4096) == pytest.approx(calm, rel=0.05)
+
+
+def test_seconds_are_those_of_a_chunk_or_of_its_length_while_nothing_is_known() -> None:
+    pace = PrefillPace()
+    assert pace.seconds(0, 300) > pace.seconds(0, 200)
+    taking(pace, 1e-3, 1e-6, [(0, 128), (128, 400), (528, 300)])
+    assert pace.seconds(1000, 100) == pytest.approx(100 * (1e-3 + 1e-6 * 1050), rel=0.01)
+
+
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
     pace = PrefillPace()
     taking(pace, 1e-3, 1e-7, [(100 * n, 100) for n in range(30)])

@@ -1,6 +1,7 @@
 """Half an hour of everything at once: the server's memory stays flat. `HYBRID_KV_SOAK=30` runs it.
 
-Its figures are printed: `HYBRID_KV_SOAK=30 pytest -s tests/serve/test_soak.py`.
+Its figures are printed: `HYBRID_KV_SOAK=30 pytest -s tests/serve/test_soak.py`. Clients ask without
+a pause unless `HYBRID_KV_SOAK_PAUSE` names the mean one, in seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 from tests.serve.processes import serve_process
 
 MINUTES = float(os.environ.get("HYBRID_KV_SOAK", "0"))
+PAUSE_S = float(os.environ.get("HYBRID_KV_SOAK_PAUSE", "0"))
 CLIENTS = 8
 TEXT = "the river. key 3f a0: 11 5c 9e 07. the hill. "
 
@@ -28,6 +30,7 @@ def client(url: str, seed: int, end: float, seen: Counter[str]) -> None:
     dice = random.Random(seed)
     with httpx.Client(base_url=url, timeout=300) as wire:
         while time.monotonic() < end:
+            time.sleep(dice.uniform(0, 2 * PAUSE_S))
             body = {
                 "model": "needle",
                 "prompt": f"{TEXT * dice.choice((1, 5, 40, 200))}? key {dice.randrange(99):02d} a0",
@@ -75,7 +78,8 @@ def test_memory_stays_flat() -> None:
         half = len(sizes) // 2
         before, after = median(sizes[half // 2 : half]), median(sizes[half + half // 2 :])
         print(f"answers {dict(seen)}; RSS in MiB: {before:.0f} then {after:.0f}, at most", end=" ")
-        print(f"{max(sizes):.0f}; lines {running.lines[1:]}")
+        print(f"{max(sizes):.0f}, each minute {[round(size) for size in sizes[::12]]};", end=" ")
+        print(f"lines {running.lines[1:]}")
         assert not any(status.startswith("5") for status in seen)
         assert httpx.get(running.url + "/health").status_code == 200
         assert after < 1.1 * before + 32

@@ -101,6 +101,8 @@ class _EngineFigures(Collector):
             ("prefix_hits", "Requests that continued from a kept prefix", stats.prefix_hits),
             ("decode_steps", "Decode steps", stats.steps),
             ("decode_rows", "Requests that decode steps served, summed", stats.joined_rows),
+            ("stalls", "Waits of a stream for a prompt", stats.stalls),
+            ("late_stalls", "Such waits beyond the bound", stats.late_stalls),
         ):
             yield CounterMetricFamily(f"hybrid_kv_{name}", text, value=number)
         for name, text, value in (
@@ -108,6 +110,7 @@ class _EngineFigures(Collector):
             ("prefix_bytes", "Bytes of prefixes that are kept", stats.prefix_bytes),
             ("stall_seconds", "Longest wait of a stream for a prompt", stats.stall_ms / 1e3),
             ("last_stall_seconds", "Latest such wait", stats.last_stall_ms / 1e3),
+            ("stall_bound_seconds", "Bound of such waits", stats.stall_bound_ms / 1e3),
         ):
             yield GaugeMetricFamily(f"hybrid_kv_{name}", text, value=value)
         for name, text, mean in (

@@ -1,0 +1,192 @@
+"""The way of prompts to their first token: in pieces, and what takes long beside the engine.
+
+What an earlier prompt has computed is continued. Files are opened in another thread, and while
+others get tokens so are the layers of a prompt moved to where their method wants them: both take as
+long as the prompt makes them, and neither can be cut into pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from time import monotonic
+
+import numpy as np
+import torch
+
+from hybrid_kv.api.llm import LLM
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.runtime import memory_errors
+from hybrid_kv.saved.registry import ContextRegistry, keeps_all
+from hybrid_kv.serve.active import ActiveRequest
+from hybrid_kv.serve.pace import PrefillPace
+from hybrid_kv.serve.prefixes import KeptPrefixes, Prefix, prefix_key
+from hybrid_kv.serve.requests import Limits, Request
+from hybrid_kv.transfer import ThreadExecutor
+
+
+class Prompts:
+    """What is done for requests that have no token yet; for the engine's thread.
+
+    Args:
+        contexts: saved ones, with which prompts may begin.
+        runs: the requests that were admitted, those with tokens too; others change the list.
+        make_room: called with a request before its cache is filled; raises CapacityError where
+            there is no memory.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        limits: Limits,
+        contexts: ContextRegistry | None,
+        prefixes: KeptPrefixes,
+        runs: list[ActiveRequest],
+        make_room: Callable[[ActiveRequest], None],
+    ) -> None:
+        self._llm, self._limits, self._contexts = llm, limits, contexts
+        self._prefixes, self._runs, self._make_room = prefixes, runs, make_room
+        self._pace = PrefillPace()
+        self._files, self._layers = ThreadExecutor(1), ThreadExecutor(1)
+
+    def leader(self, request: Request) -> ActiveRequest | None:
+        """Who computes at least half of this prompt already, so that it need not be done twice."""
+        key, ids = prefix_key(config_of(self._llm, request)), np.asarray(request.ids)
+        for run in self._runs:
+            other = run.request
+            if run.is_ready or prefix_key(config_of(self._llm, other)) != key:
+                continue
+            count = min(len(ids), len(other.ids))
+            differ = np.flatnonzero(ids[:count] != np.asarray(other.ids[:count]))
+            shared = int(differ[0]) if len(differ) else count
+            if 2 * shared >= len(ids):
+                return run
+        return None
+
+    def next(self) -> ActiveRequest | None:
+        """Whose prompt goes on: who has waited longest for what is left to compute, so that short
+        prompts pass long ones and none waits for ever.
+        """
+        waiting = [run for run in self._runs if self._can_go_on(run)]
+        return max(waiting, key=self._urgency, default=None)
+
+    def _can_go_on(self, run: ActiveRequest) -> bool:
+        leader = run.leader
+        has_way = leader is None or leader.is_ready or leader not in self._runs
+        return has_way and not run.is_ready and not run.is_aside
+
+    def _urgency(self, run: ActiveRequest) -> float:
+        if not (left := len(run.request.ids) - run.done):
+            return math.inf
+        return (monotonic() - run.ticket.submitted) / self._pace.seconds(run.done, left)
+
+    # A piece -------------------------------------------------------------------------------------
+
+    def advance(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
+        """One piece of its way, of so many seconds.
+
+        Args:
+            alone: nobody waits for a token.
+        """
+        end = monotonic() + seconds
+        with memory_errors(lambda: run.stage):
+            if not run.has_begun and not self._begin(run):
+                return
+            if not run.is_prefilled:
+                self._compute(run, end - monotonic())
+            if run.is_prefilled:
+                self._seal(run, end - monotonic(), alone=alone)
+
+    def _begin(self, run: ActiveRequest) -> bool:
+        """Gives it a cache; False where that is done aside."""
+        config, ids = config_of(self._llm, run.request), run.request.ids
+        going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
+        found = self._prefixes.best(ids, config, going_on)
+        if found is not None:
+            _start(run, *found, config)
+            return True
+        self._make_room(run)
+        cache, contexts = self._llm.runtime.cache(config), self._contexts
+        if contexts is None or len(ids) < 2:
+            _start(run, cache, 0, config)
+            return True
+        known, wanted = [], torch.tensor([ids[:-1]])
+
+        def take() -> None:
+            known.append(contexts.take(cache, wanted, self._llm, self._llm.runtime.device))
+
+        work = self._aside(self._files, take)
+        run.put_aside(work, cache, lambda: _start(run, cache, known[0], config))
+        return False
+
+    def _continuable(self) -> Iterator[ActiveRequest]:
+        """Requests that decode and have lost nothing of their prompts."""
+        return (run for run in self._runs if run.is_ready and keeps_all(run.cache))
+
+    def _compute(self, run: ActiveRequest, seconds: float) -> None:
+        left = len(run.request.ids) - run.done
+        count = self.chunk_tokens(run.done, seconds, left)
+        begin = monotonic()
+        run.compute(count)
+        self._pace.note(run.done - count, count, monotonic() - begin)
+
+    def chunk_tokens(self, first: int, seconds: float, left: int) -> int:
+        """Of a chunk behind `first` tokens that shall take so long."""
+        return self._pace.tokens(first, seconds, min(left, self._limits.prefill_chunk_tokens))
+
+    def _seal(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
+        if alone:
+            run.seal(seconds)
+        elif not run.is_sealed:
+            run.put_aside(self._aside(self._layers, run.seal), run.cache)
+
+    def _aside(self, executor: ThreadExecutor, work: Callable[[], None]) -> Future[None]:
+        def guarded() -> None:
+            with torch.inference_mode(), memory_errors(lambda: "prefill"):
+                work()
+
+        return executor.background(guarded)
+
+    def twins(self, run: ActiveRequest) -> list[ActiveRequest]:
+        """Requests for the same that have not begun."""
+        config, ids = config_of(self._llm, run.request), run.request.ids
+        others = (one for one in self._runs if not one.has_begun and not one.is_aside)
+        return [
+            one
+            for one in others
+            if one.request.ids == ids and config_of(self._llm, one.request) == config
+        ]
+
+    # Files ---------------------------------------------------------------------------------------
+
+    def save(self, prefix: Prefix) -> tuple[Future[None], TieredCache]:
+        """Leaves a context in the registry, from a copy that is to be closed when it is done."""
+        contexts, cache = self._contexts, prefix.cache.fork()
+        assert contexts is not None
+        ids = torch.from_numpy(prefix.ids)[None]
+
+        def add() -> None:
+            contexts.add(cache, ids, self._llm)
+
+        return self._aside(self._files, add), cache
+
+    def close(self) -> None:
+        """Waits for what is done aside."""
+        self._files.close()
+        self._layers.close()
+
+
+def _start(run: ActiveRequest, cache: TieredCache, reused: int, config: HybridConfig) -> None:
+    if cache.kv.config.audit_every != config.audit_every:
+        cache.kv.look_every(config.audit_every)
+    run.begin(cache, reused)
+
+
+def config_of(llm: LLM, request: Request) -> HybridConfig:
+    """Method, budgets and audit of a request."""
+    config = request.config or llm.config
+    if request.audit_every is None or request.audit_every == config.audit_every:
+        return config
+    return config.replace(audit_every=request.audit_every)

@@ -1,0 +1,232 @@
+"""Who waits for whom: streams for prompts, prompts for each other, and nobody for a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.saved.registry import ContextRegistry
+from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
+from hybrid_kv.serve.rounds import Rounds
+from tests.serve.asking import alone, asked, prompt, read, slow, small_model, tiered, until
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return small_model()
+
+
+@pytest.fixture
+def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
+    with hkv.load(model, config=tiered(16).opened()) as loaded:
+        yield loaded
+
+
+def tokens_of(ticket: Ticket) -> int:
+    return sum(isinstance(event, Token) for event in ticket._happened)
+
+
+class Gate:
+    """Work that waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.entered.set()
+        assert self.open.wait(10)
+
+
+def held_take(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A registry whose disk is slow."""
+    gate, take = Gate(), ContextRegistry.take
+
+    def taking(self: ContextRegistry, *args: Any) -> int:
+        gate.wait()
+        return take(self, *args)
+
+    monkeypatch.setattr(ContextRegistry, "take", taking)
+    return gate
+
+
+def test_streams_go_on_while_a_context_is_opened(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = asked(600)
+    want = alone(llm, late)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(late))
+        until(lambda: ContextRegistry(tmp_path).counters.added == 1)
+    with slow(llm, 0.002), Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=900))
+        until(lambda: tokens_of(stream))
+        gate = held_take(monkeypatch)
+        opening = engine.submit(late)
+        assert gate.entered.wait(10)
+        before = tokens_of(stream)
+        until(lambda: tokens_of(stream) > before + 20)
+        assert not opening._happened
+        gate.open.set()
+        tokens, end = read(opening)
+        stream.cancel()
+    assert tokens == want
+    assert end.usage.reused_tokens > 500
+
+
+def test_a_request_that_is_cancelled_while_its_context_is_opened_ends_at_once(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = held_take(monkeypatch)
+    with Engine(llm, Limits(prefix_bytes=0), ContextRegistry(tmp_path)) as engine:
+        opening = engine.submit(asked(600))
+        assert gate.entered.wait(10)
+        opening.cancel()
+        assert read(opening)[1].reason == "cancelled"
+        assert not gate.open.is_set()
+        gate.open.set()
+        until(lambda: not engine.stats().prefilling)
+
+
+def test_requests_are_answered_while_a_context_is_written(
+    llm: hkv.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, add = Gate(), ContextRegistry.add
+
+    def adding(self: ContextRegistry, *args: Any) -> bool:
+        gate.wait()
+        return add(self, *args)
+
+    monkeypatch.setattr(ContextRegistry, "add", adding)
+    longer = Request((*prompt(600), *prompt(25, seed=3)), 5, asked(1).sampling)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(asked(600)))
+        assert gate.entered.wait(10)
+        tokens, end = read(engine.submit(longer))
+        assert tokens == alone_closed(llm, longer, engine)
+        assert end.usage.reused_tokens >= 600
+        gate.open.set()
+        until(lambda: ContextRegistry(tmp_path).counters.added >= 1)
+
+
+def alone_closed(llm: hkv.LLM, request: Request, engine: Engine) -> list[int]:
+    """What a cache of its own gives, beside an engine that is idle."""
+    until(lambda: not engine.stats().running)
+    return alone(llm, request)
+
+
+def test_streams_go_on_while_layers_of_a_prompt_move(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, seal, late = Gate(), KVCache.seal_if_open, asked(300)
+    want = alone(llm, late)
+
+    def sealing(self: KVCache, layer_idx: int, **options: Any) -> None:
+        if threading.current_thread().name.startswith("hybrid-kv-build"):
+            gate.wait()
+        seal(self, layer_idx, **options)
+
+    monkeypatch.setattr(KVCache, "seal_if_open", sealing)
+    with slow(llm, 0.002), Engine(llm) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=900))
+        until(lambda: tokens_of(stream))
+        ending = engine.submit(late)
+        assert gate.entered.wait(10)
+        before = tokens_of(stream)
+        until(lambda: tokens_of(stream) > before + 20)
+        assert not tokens_of(ending)
+        gate.open.set()
+        assert read(ending)[0] == want
+        stream.cancel()
+
+
+def test_an_error_aside_ends_its_own_request_only(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sealing(self: KVCache, layer_idx: int, **options: Any) -> None:
+        if threading.current_thread().name.startswith("hybrid-kv-build"):
+            raise MemoryError("no room")
+
+    with slow(llm, 0.002), Engine(llm) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=60))
+        until(lambda: tokens_of(stream))
+        monkeypatch.setattr(KVCache, "seal_if_open", sealing)
+        _, end = read(engine.submit(asked(300)))
+        assert type(end.error).__name__ == "CapacityError"
+        assert read(stream)[1].reason == "length"
+
+
+def test_short_prompts_pass_long_ones_and_none_waits_for_ever(llm: hkv.LLM) -> None:
+    limits = Limits(max_running=3, prefill_chunk_tokens=16, prefix_bytes=0)
+    with slow(llm, 0.005), Engine(llm, limits) as engine:
+        long = engine.submit(asked(960))
+        until(lambda: long._happened)
+        ends = [read(engine.submit(asked(40, seed=seed, max_new_tokens=2))) for seed in range(3)]
+        assert {end.reason for _, end in ends} == {"length"}
+        assert not tokens_of(long)
+        number = 3
+        while not tokens_of(long) and number < 200:  # there is always a shorter one
+            read(engine.submit(asked(100, seed=number, max_new_tokens=2)))
+            number += 1
+    assert number < 200
+
+
+def test_a_prompt_waits_for_the_one_that_computes_what_it_begins_with(llm: hkv.LLM) -> None:
+    document = prompt(600)
+    requests = [Request((*document, *prompt(20, seed=n)), 4, asked(1).sampling) for n in (1, 2, 3)]
+    want = [alone(llm, request) for request in requests]
+    with slow(llm, 0.003), Engine(llm, Limits(prefill_chunk_tokens=32)) as engine:
+        tickets = [engine.submit(request) for request in requests]
+        found = [read(ticket) for ticket in tickets]
+    assert [tokens for tokens, _ in found] == want
+    assert [end.usage.reused_tokens >= 600 for _, end in found] == [False, True, True]
+
+
+def test_a_prompt_whose_leader_is_cancelled_computes_for_itself(llm: hkv.LLM) -> None:
+    with slow(llm, 0.005), Engine(llm, Limits(prefill_chunk_tokens=32)) as engine:
+        first, second = (engine.submit(asked(600)) for _ in range(2))
+        until(lambda: first._happened)
+        first.cancel()
+        tokens, end = read(second)
+    assert tokens == alone(llm, asked(600))
+    assert end.usage.reused_tokens == 0
+
+
+def test_pieces_fit_beside_steps_into_what_streams_may_wait(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    time = Rounds._time_for_a_piece
+    monkeypatch.setattr(
+        Rounds, "_time_for_a_piece", lambda self: given.append(time(self)) or given[-1]
+    )
+    limits = Limits(max_stall_ms=400, prefill_chunk_tokens=100, prefix_bytes=0)
+    with slow(llm, 0.1), Engine(llm, limits) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=900))
+        until(lambda: tokens_of(stream) > 1)
+        given.clear()
+        read(engine.submit(asked(300, max_new_tokens=1)))
+        until(lambda: engine.stats().stalls)
+        seen, stats = list(given), engine.stats()
+        stream.cancel()
+    assert min(seen) >= 0.1, "a quarter is left for prompts"
+    assert max(seen) <= 0.3, "a step takes 100 of 400 ms"
+    assert stats.stall_bound_ms == 400
+
+
+def test_waits_beyond_the_bound_are_counted(llm: hkv.LLM) -> None:
+    with slow(llm, 0.05), Engine(llm, Limits(max_stall_ms=20, prefix_bytes=0)) as engine:
+        stream = engine.submit(asked(20, max_new_tokens=900))
+        until(lambda: tokens_of(stream))
+        other = engine.submit(asked(300, max_new_tokens=1))
+        read(other)
+        until(lambda: engine.stats().late_stalls)
+        pieces = [event.done for event in other._happened if isinstance(event, Prefilled)]
+        stream.cancel()
+    assert len(pieces) > 3
