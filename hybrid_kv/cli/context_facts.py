@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hybrid_kv.cli.documents import write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.tables import facts_table
 from hybrid_kv.report import probe_environment
-from hybrid_kv.report.schema import ContextReport
+from hybrid_kv.report.schema import ContextAudit, ContextReport
 from hybrid_kv.saved.manifest import Manifest, read_manifest
 
 
@@ -33,6 +34,7 @@ def facts_of(path: Path) -> ContextReport:
     """
     manifest = read_manifest(path)
     layers, extents = manifest.layers, [ext for it in manifest.layers for ext in it.extents]
+    heads = [head for extent in extents for head in extent.heads]
     losses = [layer.int8 for layer in layers if layer.int8 is not None]
     return ContextReport(
         environment=probe_environment(),
@@ -51,9 +53,25 @@ def facts_of(path: Path) -> ContextReport:
         dropped_tokens=max((layer.length - layer.num_entries for layer in layers), default=0),
         indexed_keys=sum(ext.length for ext in extents if ext.index is not None),
         unindexed_keys=sum(ext.length for ext in extents if ext.index is None),
+        index_heads=Counter(head.serves for head in heads),
+        check_recall=min((it.recall for it in heads if it.recall is not None), default=None),
+        check_mass=min((it.mass for it in heads if it.mass is not None), default=None),
+        audit=_audit(manifest),
         compress="int8" if losses else None,
         k_error=max((loss.k_error for loss in losses), default=0.0),
         v_error=max((loss.v_error for loss in losses), default=0.0),
+    )
+
+
+def _audit(manifest: Manifest) -> ContextAudit | None:
+    if (found := manifest.audit) is None:
+        return None
+    return ContextAudit(
+        looks=found.looks,
+        recall_at_k=found.recall,
+        missed_mass=found.missed_mass,
+        missed_by_index=found.missed_by_index,
+        output_error=found.output_error,
     )
 
 
@@ -87,6 +105,15 @@ def _lines(report: ContextReport) -> Iterator[tuple[str, str]]:
     if report.unindexed_keys:
         index += f", {report.unindexed_keys:,} without (none needed, or built when it is opened)"
     yield "index", index
+    if report.index_heads:
+        heads = ", ".join(
+            f"{count} by {kind}" for kind, count in sorted(report.index_heads.items())
+        )
+        yield "heads", f"{heads} (of all layers)"
+    if report.check_recall is not None and report.check_mass is not None:
+        told = f"recall {report.check_recall:.3f}, mass {report.check_mass:.4f}"
+        yield "self-check", f"{told} of the worst head, on queries held out when it was made"
+    yield "audit", _audit_line(report.audit)
     if report.dropped_tokens:
         yield "dropped", f"{report.dropped_tokens:,} tokens, by the method"
     yield "method", f"{report.method}, page_size {report.page_size}, {report.dtype}"
@@ -94,3 +121,13 @@ def _lines(report: ContextReport) -> Iterator[tuple[str, str]]:
     if report.prefill_s is not None:
         yield "prefill", human_seconds(report.prefill_s)
     yield "written by", f"hybrid_kv {report.package}"
+
+
+def _audit_line(audit: ContextAudit | None) -> str:
+    if audit is None:
+        return "none before it was saved; ask with --set audit_every=8 to look"
+    recall = "" if audit.recall_at_k is None else f"recall {audit.recall_at_k:.3f}, "
+    return (
+        f"{recall}missed mass {audit.missed_mass:.4f} ({audit.missed_by_index:.4f} by the index), "
+        f"output error {audit.output_error:.3f}, {audit.looks} looks before it was saved"
+    )

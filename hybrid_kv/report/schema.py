@@ -50,6 +50,19 @@ class ContextChatReport(_Envelope):
     turns: tuple[Run, ...]
 
 
+class ContextAudit(Group):
+    """What an audit had found when a context was saved, means over its looks.
+
+    recall_at_k: null where no cold entries were searched.
+    """
+
+    looks: int
+    recall_at_k: float | None
+    missed_mass: float
+    missed_by_index: float
+    output_error: float
+
+
 class ContextReport(_Envelope):
     """`context info` and `context build`: what a saved context holds.
 
@@ -58,8 +71,11 @@ class ContextReport(_Envelope):
     the queries that they learn from again, what the method keeps of evicted tokens, all else.
     dropped_tokens: that a method keeps nothing of, in the layer with most. indexed_keys: of all
     layers, those that a saved index finds; unindexed_keys: those whose index is built when the
-    context is opened, or that need none. compress: null for keys and values as they were; k_error,
-    v_error: relative, the worst layer's.
+    context is opened, or that need none. index_heads: KV heads of all layers by what finds their
+    keys in a saved index; check_recall, check_mass: shares that held-out queries found when the
+    indexes were made, those of the worst head, null where none was checked. audit: null where none
+    was made before it was saved. compress: null for keys and values as they were; k_error, v_error:
+    relative, the worst layer's.
     """
 
     command: Literal["context info"] = "context info"
@@ -78,6 +94,10 @@ class ContextReport(_Envelope):
     dropped_tokens: int
     indexed_keys: int
     unindexed_keys: int
+    index_heads: dict[str, int] = Field(default_factory=dict)
+    check_recall: float | None = None
+    check_mass: float | None = None
+    audit: ContextAudit | None = None
     compress: Literal["int8"] | None
     k_error: float
     v_error: float

@@ -50,12 +50,38 @@ class SavedSamples(SavedPart):
     num_keys: int
 
 
+class SavedHead(SavedPart):
+    """What finds the keys of one KV head: "sketch", "graph", "flat", ...
+
+    recall, mass: shares of the best keys and of their softmax mass that held-out queries found when
+    it was made; None where nothing was checked.
+    """
+
+    serves: str
+    recall: float | None = Field(default=None, ge=0)
+    mass: float | None = Field(default=None, ge=0)
+
+
 class SavedExtent(SavedPart):
-    """A run of cold entries; index: the block of what finds them, None where it is built anew."""
+    """A run of cold entries.
+
+    index: the block of what finds them, None where it is built anew; heads: what it says of itself.
+    """
 
     length: int = Field(ge=1)
     index: str | None = Field(default=None, pattern=_BLOCK)
+    heads: list[SavedHead] = []
     samples: SavedSamples | None = None
+
+
+class SavedAudit(SavedPart):
+    """What the audit had found by the time of saving, means over the looks; see `Finding`."""
+
+    looks: int = Field(ge=1)
+    recall: float | None = Field(ge=0)
+    missed_mass: float = Field(ge=0)
+    missed_by_index: float = Field(ge=0)
+    output_error: float = Field(ge=0)
 
 
 class SavedRounding(SavedPart):
@@ -109,7 +135,7 @@ class Manifest(SavedPart):
 
     folder: where its blocks lie, inside of its own. tokens: their number; ids, messages: blocks.
     source: where the model was loaded from, None where nobody said. prefill_s: what computing it
-    took, None where nobody measured.
+    took, None where nobody measured. audit: None where nobody looked.
     """
 
     package: str
@@ -125,6 +151,7 @@ class Manifest(SavedPart):
     dtype: Literal["float16", "bfloat16", "float32"]
     page_size: int = Field(ge=1)
     prefill_s: float | None = Field(default=None, ge=0)
+    audit: SavedAudit | None = None
     layers: list[SavedLayer]
     windows: list[SavedWindow] = []
     blocks: dict[str, Block]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,9 @@ from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenize
 from hybrid_kv.saved.manifest import (
     MANIFEST,
     Manifest,
+    SavedAudit,
     SavedExtent,
+    SavedHead,
     SavedLayer,
     SavedRounding,
     SavedSamples,
@@ -114,11 +117,27 @@ def write_rest(
         "dtype": name_of(last.dtype),
         "page_size": cache.kv.config.page_size,
         "prefill_s": prefill_s,
+        "audit": _audited(cache),
         "layers": [layer for layer in layers if isinstance(layer, SavedLayer)],
         "windows": [layer for layer in layers if isinstance(layer, SavedWindow)],
         "blocks": writer.blocks,
     }
     write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
+
+
+def _audited(cache: TieredCache) -> SavedAudit | None:
+    """What is known of this cache's misses; None where nobody looked."""
+    auditor = cache.kv.auditor
+    if auditor is None or not auditor.audit.findings:
+        return None
+    found, recall = auditor.audit.findings, auditor.audit.recall()
+    return SavedAudit(
+        looks=len(found),
+        recall=None if recall is None else recall.mean,
+        missed_mass=fmean(one.missed_mass for one in found),
+        missed_by_index=fmean(one.missed_by_index for one in found),
+        output_error=fmean(one.output_error for one in found),
+    )
 
 
 def check_layers(cache: TieredCache) -> None:
@@ -214,8 +233,9 @@ def _write_extent(
     writer: BlockWriter, name: str, extent: HeldExtent, keys: Tensor | None
 ) -> SavedExtent:
     """Writes what finds an extent; `keys` are what comes back of its own where that differs."""
-    index, saved = extent.index, None
+    index, saved, heads = extent.index, None, list[SavedHead]()
     if isinstance(index, SavedIndex):
+        heads = [_head(told) for told in index.describe()]
         index = index if keys is None else index.over(keys)
         index.save(writer.folder / f"{name}.index")
         saved = writer.note(f"{name}.index")
@@ -224,7 +244,13 @@ def _write_extent(
     samples = None
     if saved is not None and extent.aging is not None:
         samples = _write_samples(writer, f"{name}-samples.safetensors", extent.aging)
-    return SavedExtent(length=extent.length, index=saved, samples=samples)
+    return SavedExtent(length=extent.length, index=saved, heads=heads, samples=samples)
+
+
+def _head(told: dict[str, Any]) -> SavedHead:
+    """Of what an index says of a head; one that is scanned was not checked."""
+    checked = told if told["serves"] != "flat" else {}
+    return SavedHead(serves=told["serves"], recall=checked.get("recall"), mass=checked.get("mass"))
 
 
 def _check_needs(index: Index) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -133,7 +134,9 @@ def test_info_tells_what_is_there(model: Path, built: Path) -> None:
     assert told.num_bytes["keys and values"] == pytest.approx(told.num_tokens * per_token, rel=0.02)
     assert told.indexed_keys + told.unindexed_keys == 0 == told.dropped_tokens
     assert (told.compress, told.k_error) == (None, 0)
+    assert (told.index_heads, told.check_recall, told.audit) == ({}, None, None)
     shown = call("context", "info", built).stdout
+    assert "none before it was saved" in shown
     assert f"{told.num_tokens:,} of raw text" in shown
     assert "hybrid, page_size" in shown
 
@@ -147,11 +150,35 @@ def test_info_tells_the_index_and_the_error_of_compression(
     assert result.exit_code == 0, result.output
     told = report_of(call("context", "info", tmp_path / "a.hkv", "--json", "-"))
     assert told.indexed_keys > told.num_tokens
+    assert told.index_heads == {"flat": 4}
     assert told.compress == "int8"
     assert 0 < told.k_error < 0.02
     assert 0 < told.v_error < 0.02
     assert "error" in result.stdout
     assert call("context", "ask", tmp_path / "a.hkv", QUESTION).exit_code == 0
+
+
+def test_info_tells_what_was_checked_and_audited(model: Path, built: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(built, tmp_path / "a.hkv"))
+    head = {"serves": "sketch", "recall": 0.975, "mass": 0.9985}
+    other = {"serves": "flat", "recall": None, "mass": None}
+    extent = {"length": 5, "index": None, "heads": [head, other], "samples": None}
+    audit = {"looks": 9, "recall": 0.5, "missed_mass": 0.25, "missed_by_index": 0.125}
+
+    def change(content: dict[str, Any]) -> None:
+        content["layers"][0]["extents"] = [extent]
+        content["audit"] = {**audit, "output_error": 0.75}
+
+    rewrite(copy, change)
+    told = report_of(call("context", "info", copy, "--json", "-"))
+    assert told.index_heads == {"flat": 1, "sketch": 1}
+    assert (told.check_recall, told.check_mass) == (0.975, 0.9985)
+    assert (told.audit.looks, told.audit.recall_at_k, told.audit.missed_mass) == (9, 0.5, 0.25)
+    shown = " ".join(call("context", "info", copy).stdout.split())
+    assert "1 by flat, 1 by sketch" in shown
+    assert "recall 0.975, mass 0.9985 of the worst head" in shown
+    assert "recall 0.500, missed mass 0.2500 (0.1250 by the index)" in shown
+    assert "output error 0.750, 9 looks" in shown
 
 
 def test_verify_finds_what_is_damaged(built: Path, tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_a_saved_index_is_not_built_again(
         # `auto` takes what is the fastest here, which hangs on the machine.
         assert kind == "auto" or {head["serves"] for head in before.index} == {kind}
         context.save(tmp_path / "a.hkv")
+        told = [
+            (head.serves, head.recall is not None and head.mass is not None)
+            for layer in read_manifest(tmp_path / "a.hkv").layers
+            for extent in layer.extents
+            for head in extent.heads
+        ]
+        assert told == [(head["serves"], head["serves"] != "flat") for head in before.index]
         for owner in (type(span.extent.index.serving) for span in _spans(context)):
             monkeypatch.setattr(owner, "build", lambda *_: pytest.fail("built again"))
         opened = llm.open(tmp_path / "a.hkv")
@@ -202,6 +209,11 @@ def test_what_the_audit_looks_at_is_saved(plain: PreTrainedModel, tmp_path: Path
         context.save(tmp_path / "a.hkv")
         found = llm.open(tmp_path / "a.hkv").ask("oak", max_new_tokens=4).audit
         assert found.findings == expected.findings
+        told = read_manifest(tmp_path / "a.hkv").audit
+        assert told is not None
+        assert (told.looks, told.recall) == (len(expected.findings), None)
+        assert told.missed_mass == pytest.approx(expected.missed_mass().mean)
+        assert told.output_error == pytest.approx(expected.output_error().mean)
 
 
 @pytest.mark.parametrize("method", ["hybrid", "full", "streaming_llm"])
