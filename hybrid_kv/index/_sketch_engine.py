@@ -42,7 +42,7 @@ def encode(tier: Any, keys: Tensor, rows: Tensor | None = None) -> None:
 
 
 class TierSearcher:
-    """Searches the tiers of some heads; to be made anew after rows were added.
+    """Searches the tiers of some heads; to be made anew after these have grown.
 
     Args:
         keys: [N, D] of each head.
@@ -51,6 +51,10 @@ class TierSearcher:
 
     def __init__(self, keys: Sequence[Tensor], tiers: Sequence[Sequence[SketchTier]]) -> None:
         self._searcher = _module().SketchSearcher(keys, tiers)
+
+    def follow(self, keys: Sequence[Tensor]) -> None:
+        """As `SketchSearcher.follow`."""
+        self._searcher.follow(keys)
 
     def search(self, queries: Tensor, top_k: int, **how: Any) -> SearchResult:
         """As `SketchSearcher.search`, on the threads of whoever calls."""

@@ -193,6 +193,7 @@ class SketchIndex(SavedIndex):
                 self._scans.append((slice(heads[0], heads[-1] + 1), scan))
         # All codes of the layer on huge pages: a cold search of tiers is up to a quarter quicker.
         pack_tiers(tier for sketch in sketches.values() for tier in sketch.tiers)
+        self._searcher = None
         self._describe()
 
     def _append(self, known: int) -> None:
@@ -200,7 +201,7 @@ class SketchIndex(SavedIndex):
             scan.append(self._keys[heads])
         kept = num_kept(self.params.horizon_tokens)
         if self._sketches and len(self) - self._encoded > 2 * kept:
-            self._encoded, self._later = len(self) - kept, None
+            self._encoded, self._later, self._searcher = len(self) - kept, None, None
             for head, sketch in self._sketches.items():
                 sketch.append(self._keys[head, : self._encoded])
         self._describe()
@@ -211,9 +212,13 @@ class SketchIndex(SavedIndex):
             self._later.append(self._keys)
         elif self._sketches and len(self) - self._encoded >= SCANNED_KEYS:
             self._later = LaterKeys(self._keys, self._sketches, self._encoded, _RERANK)
+        if not self._sketches:
+            return
         keys = [self._keys[head] for head in self._sketches]
+        if self._searcher is not None:  # most often: a page of keys has come
+            return self._searcher.follow(keys)
         tiers = [sketch.tiers for sketch in self._sketches.values()]
-        self._searcher = TierSearcher(keys, tiers) if keys else None
+        self._searcher = TierSearcher(keys, tiers)
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._searcher is None and len(self._scans) == 1:

@@ -347,6 +347,28 @@ def check_heads(keys: Sequence[Tensor], tiers: Sequence[Sequence[SketchTier]]) -
     return last_rows
 
 
+def check_followed(keys: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Checks that keys [N, D] of each head continue those that a searcher knows.
+
+    Raises:
+        ShapeError: they do not.
+    """
+    fits = len(keys) == len(known) and all(
+        new.dim() == 2
+        and len(new) >= len(old)
+        and new.shape[1:] == old.shape[1:]
+        and new.dtype == old.dtype
+        and new.device == old.device
+        and new.stride(1) == 1
+        for new, old in zip(keys, known, strict=True)
+    )
+    if not fits:
+        raise ShapeError(
+            f"keys must continue those of {len(known)} heads, in rows of one shape and dtype, got "
+            f"{[(list(one.shape), str(one.dtype)) for one in keys[:4]]}"
+        )
+
+
 def _num_rows(tier: SketchTier) -> int:
     """Rows of the keys up to the last one that the tier holds."""
     ids = tier.ids

@@ -176,13 +176,17 @@ class TieredLayer:
         if step.unstored is not None and not (self._stores_as_is and storable(step)):
             self._store(step)
         read = self.method.read(self.shape.layer_idx, step.q)
-        return self.attend_as(step, read if widening == 1 else read.widened(widening))
+        return self._attend(step, read if widening == 1 else read.widened(widening))
 
     def attend_as(self, step: Step, read: Read) -> PartialAttention:
         """The same for something else to read than the method says."""
-        means = self.means
         if step.unstored is not None and not (self._stores_as_is and storable(step)):
             self._store(step)
+        return self._attend(step, read)
+
+    def _attend(self, step: Step, read: Read) -> PartialAttention:
+        """The same for a step whose tokens are stored, or `storable`."""
+        means = self.means
         part = self._one_call.attend(step, read)
         if part is None:
             if step.unstored is not None:

@@ -18,6 +18,7 @@ from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.sketch_codes import (
     SearchSizes,
     SketchMap,
+    check_followed,
     check_heads,
     check_search,
     search_sizes,
@@ -114,6 +115,7 @@ class SketchSearcher:
     Args:
         keys: of each head [N, D] float32, float16 or bfloat16, rows contiguous; kept by reference.
         tiers: of each head; no two of them hold the same row. To be made anew after one has grown.
+            Where keys alone have grown it may `follow` them.
         engine: another library than the one in use.
 
     Raises:
@@ -148,6 +150,19 @@ class SketchSearcher:
                 for rows, table in zip(keys, tables, strict=True)
             )
         )
+
+    def follow(self, keys: Sequence[Tensor]) -> None:
+        """Takes the same heads' keys with more rows, of which no tier holds any; they may lie
+        elsewhere. Not while somebody searches.
+
+        Raises:
+            ShapeError: they are of another shape or dtype, or fewer.
+        """
+        check_followed(keys, self.keys)
+        for head, rows in zip(self._structs, keys, strict=True):
+            head.keys.data, head.keys.count = rows.data_ptr(), len(rows)
+            head.keys.stride = rows.stride(0)
+        self.keys = list(keys)
 
     def search(
         self,

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops import sketch_codes
-from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, check_heads, check_search
+from hybrid_kv.ops.sketch_codes import (
+    SketchMap,
+    SketchPlan,
+    check_followed,
+    check_heads,
+    check_search,
+)
 from hybrid_kv.types import SearchResult
 
 _LANES = 16
@@ -139,6 +145,16 @@ class SketchSearcher:
         self._sketched = check_heads(keys, tiers)
         self.keys, self.tiers = list(keys), [list(own) for own in tiers]
         self._counts = [[tier.count for tier in own] for own in tiers]
+
+    def follow(self, keys: Sequence[Tensor]) -> None:
+        """Takes the same heads' keys with more rows, of which no tier holds any; they may lie
+        elsewhere.
+
+        Raises:
+            ShapeError: they are of another shape or dtype, or fewer.
+        """
+        check_followed(keys, self.keys)
+        self.keys = list(keys)
 
     def search(
         self,

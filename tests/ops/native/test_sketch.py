@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import ConfigError, NonFiniteError
+from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
 from hybrid_kv.ops.native.sketch import SketchSearcher, SketchTier
 from hybrid_kv.ops.portable import sketch as portable
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan
@@ -208,3 +208,35 @@ def test_what_is_not_finite_is_refused(engine: ctypes.CDLL) -> None:
         searcher.search(torch.full((1, 1, 64), torch.nan), 3, num_rerank=[3])
     with pytest.raises(ConfigError, match="keys must be float32, float16 or bfloat16"):
         tier.append(torch.zeros(40, 64, dtype=torch.float64))
+
+
+def test_keys_that_have_grown_and_moved_are_followed(
+    engine: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    """Both ways find what searchers of their own would."""
+    keys = torch.randn(3, 340, 72).to(dtype)
+    case = Case(engine, keys[:, :301].contiguous(), num_exact=1)
+    for count in (301, 317, 340):
+        case.keys, case.num_exact = keys[:, :count], count - 300
+        case.searcher.follow(list(case.keys))
+        case.twin.follow(list(case.keys))
+        fresh = SketchSearcher(list(case.keys), case.tiers, engine=engine)
+        queries = torch.cat([case.keys[:, -1:].float(), torch.randn(3, 3, 72)], 1)
+        found = case.check(queries, 20, 50)
+        want = fresh.search(queries, 20, num_rerank=[50] * 3, num_exact=case.num_exact)
+        assert torch.equal(found.ids, want.ids)
+        assert (found.ids[:, 0] == count - 1).any(), "the newest key is found"
+
+
+def test_other_keys_are_not_followed(engine: ctypes.CDLL) -> None:
+    case = Case(engine, torch.randn(2, 300, 72))
+    others = (
+        torch.randn(2, 299, 72),
+        torch.randn(2, 300, 64),
+        torch.randn(3, 300, 72),
+        torch.randn(2, 300, 72).half(),
+    )
+    for searcher in (case.searcher, case.twin):
+        for other in others:
+            with pytest.raises(ShapeError, match="keys must continue those of 2 heads"):
+                searcher.follow(list(other))
