@@ -82,6 +82,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         index=tuple(got.index),
         audit=None if got.audit is None else AuditReport.of(got.audit),
         look_ahead=tuple(got.look_ahead),
+        steps=tuple(got.steps),
         chat_template=got.chat_template,
         interrupted=outcome.interrupted,
     )

@@ -44,7 +44,8 @@ class ProfileRow(Group):
     tier, as `plan` says. recorder_ratio: share of a step that
     measuring took. device_phases_ms: the device's own time by phase, null without one.
     resident_kv_bytes: KV of the resident tier, which is host memory too where there is no device.
-    config: the flat configuration.
+    config: the flat configuration. steps: by layer whether the last step was one call of the
+    engine, and why not.
     """
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
@@ -74,6 +75,7 @@ class ProfileRow(Group):
     predicted_ms: dict[str, float] = Field(default_factory=dict)
     backends: dict[str, str] = Field(default_factory=dict)
     index: tuple[dict[str, Any], ...] = ()
+    steps: tuple[dict[str, Any], ...] = ()
 
     @property
     def cache_ms(self) -> float | None:

@@ -200,6 +200,7 @@ class Run(Group):
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
     look_ahead: whether each layer is searched ahead, and why not; empty for methods that never do.
+    steps: by layer whether the last decode step was one call of the engine, and why not.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text.
     """
@@ -224,6 +225,7 @@ class Run(Group):
     index: tuple[dict[str, Any], ...] = ()
     audit: AuditReport | None = None
     look_ahead: tuple[dict[str, Any], ...] = ()
+    steps: tuple[dict[str, Any], ...] = ()
     chat_template: str = "none"
     interrupted: bool = False
 

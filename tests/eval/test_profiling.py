@@ -149,6 +149,10 @@ def test_rows_say_what_was_measured(fill: str) -> None:
     assert 0 < row.cache_limit_ms < row.limit_ms
     weights = 1e-6 * (row.bytes_per_token.weights or 0) / 50
     assert row.limit_ms - row.cache_limit_ms == pytest.approx(weights)
+    assert [step["layer"] for step in row.steps] == [0, 1]
+    assert all("asked by Python" in step["reason"] for step in row.steps)  # torch scans for it
+    if engine_state().isa is not None:
+        assert [step["one_call"] for step in rows["full", 333].steps] == [True, True]
     assert row.recorder_ratio is not None
     assert row.recorder_ratio > 0
     assert row.audit is not None

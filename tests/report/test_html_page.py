@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.entries import entries_of
 from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.profile_sections import lead
-from hybrid_kv.report.html.profile_tables import phases_table
+from hybrid_kv.report.html.profile_tables import limit_table, phases_table
 from hybrid_kv.report.html.sources import Source, drawable
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import (
@@ -371,6 +372,21 @@ def test_what_was_not_audited_is_crowned_by_nobody() -> None:
     assert "Faster: hybrid, 40.0 ms, was not audited" in text
     text = lead_of(missing("hybrid", 40.0, None), missing("flat", 50.0, None))
     assert "hybrid was fastest: 40.0 ms per token; it was not audited." in text
+
+
+def test_the_cache_stands_beside_the_time_of_its_bytes() -> None:
+    """The cache's phases over `cache_limit_ms`; a row without one has a dash."""
+    known = profiles.row("hybrid", 4096)
+    assert known.cache_ms is not None
+    rows = [
+        known.model_copy(update={"cache_limit_ms": known.cache_ms / 3.25}),
+        profiles.row("flat", 4096, cache_limit_ms=None),
+    ]
+    table = str(limit_table("Limits", entries_of(rows)))
+    head, *body = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:])
+    column = head.index("cache over its limit")
+    assert [re.sub("<.*?>", "", row[column]) for row in body] == ["3.25×", numbers.NOTHING]
+    assert "cache over its limit" in page_of(profiles.profile(rows=tuple(rows))).text
 
 
 def test_the_table_of_phases_is_as_wide_as_its_methods_and_no_wider() -> None:

@@ -38,6 +38,7 @@ RUN_KEYS = [
     "index",
     "audit",
     "look_ahead",
+    "steps",
     "chat_template",
     "interrupted",
 ]

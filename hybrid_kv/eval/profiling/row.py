@@ -261,6 +261,7 @@ class RowMeasurement:
             host_index=sum(store.cold.index_bytes for store in stores),
         )
         row.backends = dict(kv.ops.served)
+        row.steps = tuple(kv.describe_steps())
         row.index = tuple(
             {"layer": layer_idx, **head}
             for layer_idx, store in sorted(kv.stores.items())
