@@ -54,7 +54,7 @@ class ActiveRequest:
         self._cache: TieredCache | None = None
         self._unsealed: deque[int] = deque()
         self._first: Tensor | None = None  # the logits after the prompt
-        self._aside: tuple[Future[None], TieredCache] | None = None
+        self._aside: tuple[Future[None], Callable[[], None]] | None = None
         self._then: Callable[[], None] | None = None
         self._sampler = Sampler(self.request.sampling, llm.runtime.device)
         self._text = AnswerText(llm.tokenizer, self.request.stop)
@@ -132,14 +132,18 @@ class ActiveRequest:
     # Aside ---------------------------------------------------------------------------------------
 
     def put_aside(
-        self, work: Future[None], cache: TieredCache, then: Callable[[], None] | None = None
+        self,
+        work: Future[None],
+        close: Callable[[], None],
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Something of this request is done in another thread, with this cache and nothing else.
+        """Something of this request is done in another thread.
 
         Args:
+            close: gives back what the thread has worked with, if the request has ended by then.
             then: called when the request comes back.
         """
-        self._aside, self._then = (work, cache), then
+        self._aside, self._then = (work, close), then
 
     @property
     def work(self) -> Future[None] | None:
@@ -169,8 +173,8 @@ class ActiveRequest:
     def abandon(self) -> None:
         """Gives the memory back as soon as the other thread is done with it."""
         assert self._aside is not None
-        work, cache = self._aside
-        work.add_done_callback(lambda _: cache.close())
+        work, close = self._aside
+        work.add_done_callback(lambda _: close())
 
     # The answer ----------------------------------------------------------------------------------
 

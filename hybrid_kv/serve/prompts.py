@@ -19,6 +19,7 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import memory_errors
+from hybrid_kv.saved.chain import BLOCK_TOKENS
 from hybrid_kv.saved.registry import ContextRegistry, keeps_all
 from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.pace import PrefillPace
@@ -104,22 +105,45 @@ class Prompts:
         config, ids = config_of(self._llm, run.request), run.request.ids
         going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
         found = self._prefixes.best(ids, config, going_on)
-        if found is not None:
-            _start(run, *found, config)
+        if found is None:
+            self._make_room(run)
+            found = self._llm.runtime.cache(config), 0
+        cache, reused = found
+        if self._contexts is None or len(ids) - 1 - reused < BLOCK_TOKENS:
+            _start(run, cache, reused, config)
             return True
-        self._make_room(run)
-        cache, contexts = self._llm.runtime.cache(config), self._contexts
-        if contexts is None or len(ids) < 2:
-            _start(run, cache, 0, config)
-            return True
-        known, wanted = [], torch.tensor([ids[:-1]])
+        self._open(run, cache, reused, config, self._contexts)
+        return False
+
+    def _open(
+        self,
+        run: ActiveRequest,
+        cache: TieredCache,
+        reused: int,
+        config: HybridConfig,
+        contexts: ContextRegistry,
+    ) -> None:
+        """Looks aside for a saved context that has more of a prompt than the first tokens which a
+        cache holds, and takes that in its place.
+        """
+        held, ids = [(cache, reused)], torch.tensor([run.request.ids[:-1]])
 
         def take() -> None:
-            known.append(contexts.take(cache, wanted, self._llm, self._llm.runtime.device))
+            if reused and contexts.find(ids, self._llm, config)[1] <= reused:
+                return
+            opened = cache if not reused else self._llm.runtime.cache(config)
+            count = contexts.take(opened, ids, self._llm, self._llm.runtime.device)
+            if count > reused:
+                held[0] = opened, count
+            if opened is not cache:
+                (cache if count > reused else opened).close()
 
         work = self._aside(self._files, take)
-        run.put_aside(work, cache, lambda: _start(run, cache, known[0], config))
-        return False
+
+        def close() -> None:
+            held[0][0].close()
+
+        run.put_aside(work, close, lambda: _start(run, *held[0], config))
 
     def _continuable(self) -> Iterator[ActiveRequest]:
         """Requests that decode and have lost nothing of their prompts."""
@@ -140,7 +164,7 @@ class Prompts:
         if alone:
             run.seal(seconds)
         elif not run.is_sealed:
-            run.put_aside(self._aside(self._layers, run.seal), run.cache)
+            run.put_aside(self._aside(self._layers, run.seal), run.cache.close)
 
     def _aside(self, executor: ThreadExecutor, work: Callable[[], None]) -> Future[None]:
         def guarded() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from hybrid_kv.api import LLM, load
+from hybrid_kv.saved.registry import ContextRegistry
 from tests.serve.processes import ServeProcess, needle_that_chats, serve_process
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ RECORDS = "the river. key 3f a0: 11 5c 9e 07. the hill. key 22 b1: 45 99 0a 3c. 
 QUESTION = "? key 3f a0"
 ANSWER = "11 5c 9e 07"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
+BEFORE = {"model": "smollm2", "prompt": RECORDS * 40 + QUESTION, **GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return needle_that_chats(tmp_path_factory.mktemp("needle"))
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a server that was killed had answered, and how it had been started."""
+
+    words: tuple[object, ...]
+    answer: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[ServeProcess]:
-    words = (folder, "--name", "smollm2", "--set", "index_build=wait", "--max-prompt-tokens", "20k")
-    with serve_process(*words) as running:
+def before(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Before:
+    contexts = tmp_path_factory.mktemp("contexts")
+    words: tuple[object, ...] = (folder, "--name", "smollm2", "--cache-dir", contexts)
+    words += ("--set", "index_build=wait", "--max-prompt-tokens", "20k")
+    with serve_process(*words) as killed:
+        answer = httpx.post(killed.url + "/v1/completions", json=BEFORE, timeout=120).json()
+        end = time.monotonic() + 60
+        while not ContextRegistry(contexts).counters.added and time.monotonic() < end:
+            time.sleep(0.05)
+    return Before(words, answer)
+
+
+@pytest.fixture(scope="module")
+def running(before: Before) -> Iterator[ServeProcess]:
+    """Goes on where one was killed."""
+    with serve_process(*before.words) as running:
         yield running
         assert running.interrupt() == 130
         assert not any("Traceback" in line for line in running.lines), running.lines
@@ -62,6 +86,17 @@ def ended(running: ServeProcess) -> bool:
             return True
         time.sleep(0.2)
     return False
+
+
+# A server that was killed ------------------------------------------------------------------------
+
+
+def test_a_killed_server_knows_its_contexts_again(before: Before, running: ServeProcess) -> None:
+    again = httpx.post(running.url + "/v1/completions", json=BEFORE, timeout=120).json()
+    usage = again["usage"]
+    assert before.answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.95 * usage["prompt_tokens"]
+    assert again["choices"][0]["text"] == before.answer["choices"][0]["text"] == ANSWER
 
 
 # With OpenAI's client ----------------------------------------------------------------------------
@@ -212,50 +247,28 @@ def test_an_example_of_the_documentation_runs(running: ServeProcess, number: int
 # The process -------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_within_five_seconds_and_says_which(folder: Path) -> None:
-    with serve_process(folder, "--name", "needle") as running:
+def test_ctrl_c_ends_within_five_seconds_and_says_which(running: ServeProcess) -> None:
+    """The last one: the server is gone then."""
+    # So long that it goes on when the signal comes, on a fast machine too.
+    body = {"model": "smollm2", "stream": True, "prompt": RECORDS * 200, "max_tokens": 8000}
+    body["temperature"] = 1.5
+    began = threading.Event()
+
+    def ask() -> None:
         url = running.url + "/v1/completions"
-        # So long that its prefill goes on when the signal comes, on a fast machine too.
-        long = {"prompt": RECORDS * 200, "max_tokens": 1000}
-        body = {"model": "needle", "stream": True, **long}
+        with httpx.stream("POST", url, json=body, timeout=60) as stream:
+            for _ in stream.iter_lines():
+                began.set()
 
-        def ask() -> None:
-            with httpx.stream("POST", url, json=body, timeout=60) as stream:
-                for _ in stream.iter_lines():
-                    pass
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        time.sleep(1)
-        began = time.monotonic()
-        running.process.send_signal(signal.SIGINT)
-        while not running.lines[-1].startswith("ended") and time.monotonic() - began < 20:
-            time.sleep(0.05)
-        assert time.monotonic() - began < 6  # what the interpreter's own end takes comes later
-        assert running.process.wait(60) == 130
-        thread.join(10)
-        last = running.lines[-1]
-        assert re.fullmatch(
-            r"ended; of the requests in work (finished|cancelled) 1 \(cmpl-\w+\)", last
-        ), last
-
-
-def test_a_killed_server_knows_its_contexts_again(folder: Path, tmp_path: Path) -> None:
-    words = (folder, "--name", "needle", "--cache-dir", tmp_path / "contexts")
-    words += ("--set", "index_build=wait")
-    prompt = RECORDS * 150 + QUESTION
-    body = {"model": "needle", "prompt": prompt, **GREEDY}
-    with serve_process(*words) as running:
-        first = httpx.post(running.url + "/v1/completions", json=body, timeout=120).json()
-        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        end = time.monotonic() + 60
-        while not list((tmp_path / "contexts").glob("*.hkv")) and time.monotonic() < end:
-            time.sleep(0.2)
-        time.sleep(1)
-        running.process.kill()
-        running.process.wait(30)
-    with serve_process(*words) as running:
-        again = httpx.post(running.url + "/v1/completions", json=body, timeout=120).json()
-    usage = again["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > 0.95 * usage["prompt_tokens"]
-    assert again["choices"][0]["text"] == first["choices"][0]["text"] == ANSWER
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert began.wait(60)
+    begin = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    while not running.lines[-1].startswith("ended") and time.monotonic() - begin < 20:
+        time.sleep(0.05)
+    assert time.monotonic() - begin < 6  # what the interpreter's own end takes comes later
+    assert running.process.wait(60) == 130
+    thread.join(10)
+    said = r"ended; of the requests in work (finished|cancelled) 1 \(cmpl-\w+\)"
+    assert re.fullmatch(said, running.lines[-1]), running.lines[-1]

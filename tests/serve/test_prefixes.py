@@ -148,6 +148,24 @@ def test_a_saved_context_serves_the_next_engine(llm: hkv.LLM, tmp_path: Path) ->
     assert end.usage.reused_tokens >= 500
 
 
+def test_a_saved_context_that_has_more_goes_before_one_in_memory(
+    llm: hkv.LLM, tmp_path: Path
+) -> None:
+    request = asked(800)
+    short = Request((*request.ids[:100], *prompt(20, seed=7)), 2, request.sampling)
+    longer = Request((*request.ids, *prompt(25, seed=3)), NEW, request.sampling)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(request))
+        until(lambda: ContextRegistry(tmp_path).counters.added == 1)
+    with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
+        read(engine.submit(short))
+        tokens, end = read(engine.submit(longer))
+        again = read(engine.submit(Request(longer.ids, 1, request.sampling)))[1]
+    assert tokens == alone(llm, longer)
+    assert end.usage.reused_tokens >= 750
+    assert again.usage.reused_tokens == 824, "what memory has more of is not opened"
+
+
 def test_places_are_where_exact_attention_looks(llm: hkv.LLM) -> None:
     with Engine(llm) as engine:
         full = read(engine.submit(asked(200, places=True, config=config("full"))))[1]

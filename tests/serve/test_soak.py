@@ -31,36 +31,43 @@ def client(url: str, seed: int, end: float, seen: Counter[str]) -> None:
     with httpx.Client(base_url=url, timeout=300) as wire:
         while time.monotonic() < end:
             time.sleep(dice.uniform(0, 2 * PAUSE_S))
-            body = {
-                "model": "needle",
-                "prompt": f"{TEXT * dice.choice((1, 5, 40, 200))}? key {dice.randrange(99):02d} a0",
-                "max_tokens": dice.choice((4, 16, 64)),
-                "temperature": dice.choice((0, 1)),
-            }
-            kind = dice.choice(("whole", "stream", "leave", "wrong", "broken"))
-            if kind == "whole":
-                seen[f"{wire.post('/v1/completions', json=body).status_code}"] += 1
-            elif kind in ("stream", "leave"):
-                asked = {**body, "stream": True}
-                with wire.stream("POST", "/v1/completions", json=asked) as stream:
-                    seen[f"{stream.status_code}"] += 1
-                    for _ in stream.iter_lines():
-                        if kind == "leave" and dice.random() < 0.2:
-                            break
-            elif kind == "wrong":
-                answer = wire.post("/v1/completions", json={**body, "n": "many"})
-                seen[f"{answer.status_code}"] += 1
-            else:
-                head = {"content-type": "application/json"}
-                answer = wire.post("/v1/completions", content=b'{"model', headers=head)
-                seen[f"{answer.status_code}"] += 1
+            try:
+                seen[str(ask(wire, dice))] += 1
+            except httpx.TransportError:  # the server ends connections that were idle too long
+                seen["idle"] += 1
+
+
+def ask(wire: httpx.Client, dice: random.Random) -> int:
+    """One request of a random kind; its status."""
+    path, body = (
+        "/v1/completions",
+        {
+            "model": "needle",
+            "prompt": f"{TEXT * dice.choice((1, 5, 40, 200))}? key {dice.randrange(99):02d} a0",
+            "max_tokens": dice.choice((4, 16, 64)),
+            "temperature": dice.choice((0, 1)),
+        },
+    )
+    kind = dice.choice(("whole", "stream", "leave", "wrong", "broken"))
+    if kind == "whole":
+        return wire.post(path, json=body).status_code
+    if kind == "wrong":
+        return wire.post(path, json={**body, "n": "many"}).status_code
+    if kind == "broken":
+        head = {"content-type": "application/json"}
+        return wire.post(path, content=b'{"model', headers=head).status_code
+    with wire.stream("POST", path, json={**body, "stream": True}) as stream:
+        for _ in stream.iter_lines():
+            if kind == "leave" and dice.random() < 0.2:
+                break
+        return stream.status_code
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MINUTES, reason="takes half an hour: HYBRID_KV_SOAK=30 runs it")
 def test_memory_stays_flat() -> None:
-    model = "needle"
-    with serve_process(model, "--max-running", "8", "--set", "index_build=wait") as running:
+    words = ("needle", "--max-running", "8", "--set", "index_build=wait")
+    with serve_process(*words, "--prefix-memory", "64MiB") as running:  # soon full
         end = time.monotonic() + 60 * MINUTES
         seen: Counter[str] = Counter()
         threads = [
