@@ -55,7 +55,8 @@ class Conversation:
     ) -> Generation | TextStream:
         """The model's answer to `text`, given all turns before; options as in `generate`.
 
-        An answer that is cut short stays in the history as far as it came.
+        An answer that is cut short stays in the history as far as it came. With beams the cache
+        takes up neither message nor answer: the next turn computes them.
 
         Raises:
             ConfigError: the text is empty, the conversation outgrows the model's context, or the
@@ -124,6 +125,8 @@ class _RememberedTurn(Turn):
         self._conversation, self._message, self._prompt = conversation, message, ids
 
     def run(self, pieces: SimpleQueue[Any] | None = None) -> Generation:
+        if self.has_beams:
+            return self._run_beams(pieces)
         with memory_errors(lambda: "prefill"):
             mark = ReturnPoint(self.cache)
         try:
@@ -136,4 +139,14 @@ class _RememberedTurn(Turn):
             self._conversation.remember(self._message, self._prompt, answer)
         else:  # given up while the prompt was computed
             self._conversation.go_back(mark)
+        return answer
+
+    def _run_beams(self, pieces: SimpleQueue[Any] | None) -> Generation:
+        """The cache keeps its one row: a fork has one for each beam, none of which is the answer's
+        to the end. What this turn adds is computed in the next one.
+        """
+        with memory_errors(lambda: "prefill"), self._on_fork():
+            answer = super().run(pieces)
+        if answer.token_ids:
+            self._conversation.remember(self._message, self._prompt, answer)
         return answer

@@ -50,6 +50,20 @@ def test_a_conversation_equals_one_call_on_all_its_tokens(llm: hkv.LLM) -> None:
     assert [message["role"] for message in talk.history] == ["user", "assistant"] * 3
 
 
+@pytest.mark.parametrize("beams", [(2, 2, 1), (1, 3, 2)])
+def test_beams_and_single_answers_take_turns(llm: hkv.LLM, beams: tuple[int, ...]) -> None:
+    """Rows of other beams were answered from, or refused by their number."""
+    talk, ids = llm.conversation(), list[int]()
+    for text, count in zip(TURNS, beams, strict=True):
+        answer = talk.send(text, max_new_tokens=5, num_beams=count)
+        ids += llm.encode(text)[0].tolist()
+        whole = llm.generate(ids, max_new_tokens=5, num_beams=count)
+        assert answer.token_ids == whole.token_ids
+        ids += answer.token_ids
+    talk._cache.check_integrity()
+    assert [message["role"] for message in talk.history] == ["user", "assistant"] * 3
+
+
 def test_a_later_turn_computes_its_own_tokens_only(llm: hkv.LLM, plain: PreTrainedModel) -> None:
     talk, seen = llm.conversation(), list[int]()
     hook = plain.model.layers[0].register_forward_pre_hook(

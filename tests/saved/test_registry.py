@@ -151,3 +151,52 @@ def test_only_contexts_of_the_same_kind_are_taken(plain: PreTrainedModel, tmp_pa
         assert generated(llm, text(600))[1] == 0
     with cached(plain, tmp_path, "full") as llm:
         assert generated(llm, text(600))[1] == 599
+
+
+# Below the full budget --------------------------------------------------------------------------
+
+FEW = {**SMALL, "cold": {"top_k": 2, "index": {"kind": "flat"}}}
+
+
+def test_the_rest_of_a_prompt_attends_exactly_however_short(
+    plain: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Few tokens behind a cache are a step of decoding elsewhere, within the budget."""
+    words = ["owl", "fox", "bee", "ice", "oak", "sun"]
+    prompts = [
+        text(700, *words[number:], *words[:number][:rest]) for number in range(6) for rest in (0, 3)
+    ]
+    prompts = [text(700), *prompts, text(700, *WORDS[:90])]
+    with cached(plain, None, "full") as llm:
+        expected = [generated(llm, prompt)[0][0] for prompt in prompts]
+    with cached(plain, tmp_path, "hybrid", **FEW) as llm:
+        found = [generated(llm, prompt) for prompt in prompts]
+    assert [reused for _, reused in found] == [0] + [700] * (len(prompts) - 1)
+    assert [ids[0] for ids, _ in found] == expected
+
+
+@pytest.mark.parametrize("count", [500, 700, 900])
+def test_what_was_taken_and_what_came_behind_it_is_found_alike(
+    plain: PreTrainedModel, count: int, tmp_path: Path
+) -> None:
+    """A prefix that was cut, a whole one, and one that goes on: an exact index misses nothing, and
+    the budget is that of a prompt that was computed as a whole.
+    """
+    limits = {"min_recall": 0, "max_missed_mass": None, "max_output_error": None}
+    settings = {**FEW, "audit_every": 1, "audit": {"action": "widen", **limits}}
+    prompt = text(count, *WORDS[:150])
+
+    def asked(folder: Path | None) -> hkv.Generation:
+        with cached(plain, folder, "hybrid", **settings) as llm:
+            return llm.generate(prompt, max_new_tokens=12)
+
+    with cached(plain, tmp_path, "hybrid", **settings) as llm:
+        llm.generate(text(700), max_new_tokens=1)
+    fresh, found = asked(None), asked(tmp_path)
+    assert found.reused_tokens == min(count, 700)
+    assert found.audit is not None
+    assert found.audit.recall().mean == 1.0
+    assert len(found.audit.findings) == len(fresh.audit.findings) > 5
+    # Resident tokens may differ by what a window lets wait before a page leaves.
+    per_step = (found.work.attended - fresh.work.attended) / found.work.steps
+    assert abs(per_step) <= SMALL["page_size"]
