@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -27,9 +25,9 @@ from typing import Any
 if __name__ == "__main__":  # a script: the project's root is not on its path
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
 
 import hybrid_kv as hkv
+from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.saved import verify_context
@@ -120,10 +118,7 @@ def main() -> None:
             {
                 "model": args.model,
                 "config": config.flat(),
-                "threads": torch.get_num_threads(),
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "torch": torch.__version__,
+                **surroundings(),
                 "repeats": args.repeats,
                 "rows": rows,
             }

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import sys
 import time
@@ -29,10 +27,10 @@ from typing import Any
 if __name__ == "__main__":  # a script: the project's root is not on its path
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
+from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import AuditParams, parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
 from hybrid_kv.transfer import SyncExecutor
@@ -199,10 +197,7 @@ def main() -> None:
         json.dumps(
             {
                 **{key: value for key, value in vars(options).items() if key != "indexes"},
-                "threads": torch.get_num_threads(),
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "torch": torch.__version__,
+                **surroundings(),
                 "rows": rows,
             }
         )

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ if __name__ == "__main__":  # a script: the project's root is not on its path
 import torch
 
 import hybrid_kv as hkv
+from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
 from hybrid_kv.eval.prefilled import open_cache, prefill
@@ -103,10 +102,7 @@ def main() -> None:
             {
                 **vars(options),
                 "dtype": "float32",
-                "threads": torch.get_num_threads(),
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "torch": torch.__version__,
+                **surroundings(),
                 "rows": rows,
             }
         )

@@ -32,6 +32,13 @@ class SavedIndex(KeyIndex):
         new._known = keys
         return new
 
+    def shortened(self, keys: Tensor) -> Self | None:
+        """What finds keys [Hkv, N, D], the first of its own, to be saved with them.
+
+        It may share memory with this index. None where those that follow cannot be taken out.
+        """
+        return None
+
     def save(self, path: str | Path) -> None:
         """Writes all but the keys.
 

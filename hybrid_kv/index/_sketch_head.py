@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.index._sketch_engine import encode, new_tier, restored_tier
 from hybrid_kv.index._sketch_potential import Potential
-from hybrid_kv.ops.sketch_codes import SketchMap, SketchTier
+from hybrid_kv.ops.sketch_codes import BLOCK_KEYS, SketchMap, SketchTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,16 @@ class HeadSketch:
 
     def copy(self) -> HeadSketch:
         """The same in memory of its own, to be appended to by itself."""
-        tiers = [restored_tier(one.map, one.codes, one.ids, one.count) for one in self.tiers]
+        return self.first(self.count)
+
+    def first(self, count: int) -> HeadSketch:
+        """The codes of so many first keys, in memory of their own."""
+        tiers = []
+        for one in self.tiers:
+            ids = one.ids
+            held = min(one.count, count) if ids is None else int(torch.searchsorted(ids, count))
+            codes = one.codes[: -(-held // BLOCK_KEYS)]
+            tiers.append(restored_tier(one.map, codes, None if ids is None else ids[:held], held))
         return HeadSketch(tiers, self.num_rerank, self.placing)
 
     @property

@@ -355,6 +355,16 @@ class AutoIndex(SavedIndex):
         new._parts = tuple(Part(part.heads, part.index.over(keys[part.heads])) for part in parts)
         return new
 
+    def shortened(self, keys: Tensor) -> AutoIndex | None:
+        """See `SavedIndex`."""
+        new, parts = super().over(keys), []
+        for part in self._parts:
+            if (index := part.index.shortened(keys[part.heads])) is None:
+                return None
+            parts.append(Part(part.heads, index))
+        new._parts = tuple(parts)
+        return new
+
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: what serves the heads, part by part."""
         parts: list[dict[str, Any]] = []

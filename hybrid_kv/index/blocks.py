@@ -67,6 +67,15 @@ class BlocksIndex(PagesIndex, SavedIndex):
     def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
         return scan(queries, self._digests[:, : self._num_pages], wanted)[1]
 
+    def shortened(self, keys: Tensor) -> Self:
+        """See `SavedIndex`: the block that ends earlier now is judged as a later one."""
+        new, whole = self.over(keys), keys.shape[1] // int(self.params.page_size)
+        new._digests = self._digests.clone()
+        if whole < new._num_pages:
+            rest = keys[:, None, whole * int(self.params.page_size) :]
+            new._digests[:, whole : whole + 1] = new._digest(whole, rest)
+        return new
+
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: the blocks' digests, and what judges those that come later."""
         meta = {

@@ -314,6 +314,10 @@ class GraphIndex(SavedIndex):
             ranked = max(ranked, min(most, max(beams)))
         return beams, ranked
 
+    def shortened(self, keys: Tensor) -> GraphIndex | None:
+        """See `SavedIndex`: a graph leads through all that it has linked."""
+        return self.over(keys) if self._linked <= keys.shape[1] else None
+
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: graphs and reports."""
         arrays = {

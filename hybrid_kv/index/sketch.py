@@ -265,6 +265,14 @@ class SketchIndex(SavedIndex):
         scaled: int = -(-ranked * count // checked)
         return min(max(ranked, scaled), len(self))
 
+    def shortened(self, keys: Tensor) -> SketchIndex:
+        """See `SavedIndex`: codes say nothing of each other."""
+        new, count = self.over(keys), keys.shape[1]
+        if self._encoded > count:
+            new._sketches = {head: sketch.first(count) for head, sketch in self._sketches.items()}
+            new._encoded = count
+        return new
+
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: codes, maps and reports."""
         arrays = {

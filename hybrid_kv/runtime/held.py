@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, IntegrityError
+from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
@@ -21,8 +22,8 @@ from hybrid_kv.store.live_index import LiveIndex
 class HeldExtent:
     """A run of cold entries.
 
-    index: what finds them; None where the layer's own kind is to be built over them, without
-        samples. aging: what it learns from later; None for nothing.
+    index: what finds them, and no others; None where the layer's own kind is to be built over them,
+        without samples. aging: what it learns from later; None for nothing.
     """
 
     length: int
@@ -142,9 +143,27 @@ def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
             f"{layer.resident.pool.device}, which no file holds; make the context with "
             "cold.select='host' to save it"
         )
-    if span.length < span.extent.length:  # the row was cropped, and the index knows more
-        return HeldExtent(span.length, None, None)
-    return HeldExtent(span.length, live.serving, live.aging)
+    if span.length == span.extent.length:
+        return HeldExtent(span.length, live.serving, live.aging)
+    return _cropped(live, span.extent.keys[:, : span.length])
+
+
+def _cropped(live: LiveIndex, keys: Tensor) -> HeldExtent:
+    """Of an extent of which the row sees the first keys only: no index tells of the others.
+
+    One that cannot leave them out is built again from the prompt's samples, as decoding would do.
+    """
+    count, index = keys.shape[1], live.serving
+    if (aging := live.aging) is not None:
+        aging = aging.behind(0)
+        aging.forget_asked()
+        aging.num_keys = min(aging.num_keys, count)
+    if isinstance(index, SavedIndex) and (shorter := index.shortened(keys)) is not None:
+        return HeldExtent(count, shorter, aging)
+    if aging is None:
+        return HeldExtent(count, None, None)
+    index = live.made_again(keys, aging)
+    return HeldExtent(count, index, aging)
 
 
 def _check_order(row: Row, first: int, count: int) -> None:

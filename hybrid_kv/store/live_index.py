@@ -381,6 +381,12 @@ class LiveIndex:
             self._aging.forget_asked()
             self._learn_again(keys, self._aging)
 
+    def made_again(self, keys: Tensor, aging: Aging) -> Index:
+        """Another index of keys [Hkv, N, D], which has learned from `aging`; waits for it."""
+        index, samples = self._make(), aging.renew(keys.shape[1])
+        self._runner.here(partial(index.build, keys, samples.queries, None))
+        return index
+
     def cancel(self) -> None:
         """Gives up a build; what serves goes on."""
         if (build := self._build) is not None:

@@ -15,8 +15,11 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.eval.synthetic import PAPER, SyntheticHead
 from hybrid_kv.index import _sketch_engine
 from hybrid_kv.index._file import read_arrays, write_arrays
+from hybrid_kv.index._sketch_head import HeadSketch, Placing
 from hybrid_kv.index._sketch_later import SCANNED_KEYS
+from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.ops.sketch_codes import SketchPlan
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.types import SearchResult
 from tests.index.oracle import check_result, recall
@@ -318,3 +321,41 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     write_arrays(tmp_path / "index.hkv", "graph", {}, {})
     with pytest.raises(FileFormatError, match="kind 'graph', expected 'sketch'"):
         SketchIndex.load(tmp_path / "index.hkv", seen_head(37)[0][None])
+
+
+@pytest.mark.parametrize("count", [1, 16, 1003])
+@pytest.mark.parametrize("with_tiers", [False, True])
+def test_the_first_codes_are_those_of_the_first_keys(count: int, with_tiers: bool) -> None:
+    keys, samples, _ = seen_head(2000)
+    maker = SketchMaker(keys, samples.flatten(0, 1))
+    plans = [SketchPlan(groups) for groups in (((32, 4),), ((32, 8),))][: 1 + with_tiers]
+    maps = [maker.map_of(plan) for plan in plans]
+    placing = Placing(maker.potential, maker.potential.of(keys).median()[None])
+    own = placing if with_tiers else None
+    whole, alone = HeadSketch.of(maps, keys, own), HeadSketch.of(maps, keys[:count], own)
+    first = whole.first(count)
+    assert first.count == count
+    for one, other in zip(first.tiers, alone.tiers, strict=True):
+        assert one.count == other.count
+        if with_tiers:
+            assert torch.equal(one.ids, other.ids)
+        filled, rest = divmod(one.count, 16)
+        assert torch.equal(one.codes[:filled], other.codes[:filled])
+        assert one.codes.shape == other.codes.shape
+        last = [tier.codes[filled:].unflatten(2, (16, 4))[:, :, :rest] for tier in (one, other)]
+        assert torch.equal(*last)
+
+
+def test_a_shortened_index_finds_the_first_keys_alone() -> None:
+    keys, samples, later = seen_heads(2, 5003)
+    index = sketch(keys, samples)
+    few = keys[:, :3001].contiguous()
+    shorter = index.shortened(few)
+    assert len(shorter) == 3001
+    assert shorter.describe()[0]["coded_keys"] == 3001
+    again = SketchIndex.serving(index.params, few, shorter.reports, shorter._sketches)
+    found = again.search(flat(later), 37)
+    check_result(found, flat(later), few, 37)
+    assert recall(found, flat(later), few, 37) > 0.95
+    assert len(index) == 5003
+    assert recall(index.search(flat(later), 37), flat(later), keys, 37) > 0.95

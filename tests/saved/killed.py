@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +31,20 @@ from hybrid_kv.saved import verify_context
 from tests.saved.scene import SMALL, TEXT, loaded, long_model
 
 _CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
+
+
+def told_by(module: str, *words: str) -> Any:
+    """What such a module says at its end, in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def tokens_in(root: Path) -> int | None:

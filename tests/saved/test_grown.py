@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Needs
 from tests.contracts.test_generate_matrix import _parameters_of
-from tests.saved.scene import SMALL, TEXT, loaded, long_model
+from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 BUILT_AGAIN = {"loki", "magic_pig"}
 """Over all keys, where the context's own index had learned from the first ones: it finds others."""
@@ -66,6 +67,42 @@ def test_a_grown_context_answers_the_same_from_its_file(
         context.append("elm ice sky")
         expected = context.ask("bee", max_new_tokens=3).token_ids
         assert opened.ask("bee", max_new_tokens=3).token_ids == expected
+
+
+@pytest.mark.parametrize("kind", [*INDEXES, "blocks"])
+def test_what_is_cut_is_saved_with_its_index(
+    plain: PreTrainedModel, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was built of keys alone when it was opened, and never learned again."""
+    index = INDEXES.get(kind, {"kind": kind, "page_size": 16})
+    with loaded(plain, "hybrid", **SMALL, cold={"top_k": 5, "index": index}) as llm:
+        context = llm.context(TEXT)
+        serves = {head.get("serves") for head in described(context)}
+        context.truncate(500)
+        context.save(tmp_path / "a.hkv")
+        for owner in {type(index) for index in serving(context)}:
+            monkeypatch.setattr(owner, "build", lambda *_: pytest.fail("built again"))
+        opened = llm.open(tmp_path / "a.hkv")
+        assert {head.get("serves") for head in described(opened)} == serves
+        assert [len(index) for index in serving(opened)] == [it.length for it in spans(context)]
+        assert all(it.length < len(it.extent.index) for it in spans(context))
+        opened._cache.check_integrity()
+        assert len(opened.ask("sea owl", max_new_tokens=4).token_ids) == 4
+        agings = [span.extent.index.aging for span in spans(opened)]
+        assert all((aging is None) == (kind == "blocks") for aging in agings)
+
+
+def spans(context: hkv.Context) -> list[Any]:
+    stores = context._cache.kv.stores.values()
+    return [span for store in stores for span in store.cold.spans()]
+
+
+def serving(context: hkv.Context) -> list[Any]:
+    return [span.extent.index.serving for span in spans(context)]
+
+
+def described(context: hkv.Context) -> list[dict[str, Any]]:
+    return [head for index in serving(context) for head in index.describe()]
 
 
 def test_a_context_that_was_cut_is_saved(plain: PreTrainedModel, tmp_path: Path) -> None:

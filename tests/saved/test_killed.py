@@ -1,24 +1,11 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.saved.killed import told_by
 
 
 def test_a_process_that_is_killed_leaves_the_old_context_or_none() -> None:
     """At ten random moments, and before every call to the file system that changes something."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.saved.killed", "10", "--calls"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    told = json.loads(run.stdout.splitlines()[-1])
+    told = told_by("tests.saved.killed", "10", "--calls")
     assert set(told["found"]) <= {"None", "400", "900"}
     assert sum(told["found"].values()) == 10
     # First with nothing there, then with a context of 400 tokens: one change, which stays.
