@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,10 +16,11 @@ class LateLane:
     """Copies in order, as a stream does, but not before a later point is waited for.
 
     What has not been copied yet reads as NaN or as a large number, so that whoever looks too early
-    is found out; and what is written over too early arrives wrong.
+    is found out; and what is written over too early arrives wrong. Any thread may wait.
     """
 
     def __init__(self) -> None:
+        self.copying = threading.Lock()
         self.pending: deque[LateMark] = deque()
         self.staged: list[tuple[int, ...]] = []
         self.returned = 0
@@ -50,9 +52,11 @@ class LateMark:
 
     def synchronize(self) -> None:
         self.waits += 1
-        while self in self.lane.pending:
-            for target, source in self.lane.pending.popleft().copies:
-                target.copy_(source)
+        with self.lane.copying:  # a mark is passed when its copies are made, not before
+            while self in self.lane.pending:
+                for target, source in self.lane.pending[0].copies:
+                    target.copy_(source)
+                self.lane.pending.popleft()
 
 
 def _spoil(target: Tensor) -> None:
