@@ -187,8 +187,8 @@ class Index(ABC):
             out [Hkv, M, D] and lse [Hkv, M], both float32; lse -inf where nothing is left.
         """
         raise ConfigError(
-            f"a budget with estimate needs an index that estimates, got {type(self).__name__}; "
-            "leave estimate out, or choose clusters or query_channels"
+            f"estimate 'index' needs an index that estimates, got {type(self).__name__}; choose "
+            "'gaussian' or 'none', or an index of kind clusters or query_channels"
         )
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
@@ -226,6 +226,11 @@ class Index(ABC):
         raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
 
     @property
+    def seen(self) -> Tensor:
+        """[] int64 on the device, as `see` told it; only where `selects` is true."""
+        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
+
+    @property
     def innermost(self) -> Index:
         """What answers searches: this index, or the one part that it hands all of them on to.
 
@@ -260,6 +265,7 @@ class Placement:
     select: who finds offloaded keys: the "host" by `index`, or the "device" by a sketch in its own
         memory that learns as `index` would, of kind sketch or auto; "auto" takes the device where
         it is a GPU and the codes of all layers fit.
+    moments: what leaves at the prompt's end is summed up as it leaves, where it lies; see `Tail`.
     rest: what becomes of all other entries, now and whenever the window moves on.
     offload: with Demotion.ABSORB: what leaves also goes to the cold tier, as under OFFLOAD, so that
         nothing is lost. What the method keeps are then copies, and a step that attends them leaves
@@ -279,6 +285,7 @@ class Placement:
     fetch: bool = False
     stand_in: StandIn = "auto"
     select: Select = "host"
+    moments: bool = False
 
     @property
     def offloads(self) -> bool:

@@ -282,7 +282,8 @@ class TokenBudget:
         is repeated wider, for up to max_tokens.
     shared: the heads of a layer share their budgets at every step: of what all of them found, the
         entries of the largest shares are attended (Ada-KV, arXiv:2407.11550, at each step).
-    estimate: what was not found is attended as the index estimates it, see `Index.estimate`.
+    estimate: what was not found is attended as an estimate: of the "index", see `Index.estimate`,
+        or of all entries as one "gaussian", see `Tail`; None leaves it out.
     most: entries that a query head attends at most. width: that its search is made wide enough for.
     weighs: whether what was found is cut by its weight.
 
@@ -294,7 +295,7 @@ class TokenBudget:
     max_tokens: int | None = None
     min_share: float | None = None
     shared: bool = False
-    estimate: bool = False
+    estimate: Literal["index", "gaussian"] | None = None
     most: int = field(init=False, repr=False, compare=False)
     width: int = field(init=False, repr=False, compare=False)
     weighs: bool = field(init=False, repr=False, compare=False)

@@ -152,6 +152,11 @@ class DeviceSketch(Index):
         self._set_state(length, self._state[1])
         return self._codes.codes.data_ptr()
 
+    @property
+    def seen(self) -> Tensor:
+        """See `Index.seen`."""
+        return self._codes.state[0]
+
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
         """See `Index.candidates`."""
         times, width = self.learned.times(top_k), self.learned.width(top_k)

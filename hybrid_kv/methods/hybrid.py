@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from hybrid_kv.types import Evidence, Read
 
 class _AutoCold(ColdParams):
     index: IndexConfig = Field(default="auto", validate_default=True)
+    estimate: Literal["none", "gaussian", "index"] = "gaussian"
 
 
 @METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")

@@ -28,6 +28,7 @@ class SampledColdParams(Params):
     select: ClassVar[str] = "auto"
     why_host: ClassVar[str] = "has no hash tables; they lie on the host"
     stand_in: ClassVar[StandIn] = "scan"
+    estimate: ClassVar[str] = "none"  # samples stand for the others
     foresight: ClassVar[None] = None  # a sample is one of the query that drew it
 
     @property

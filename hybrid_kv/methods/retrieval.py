@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -37,7 +36,10 @@ class ColdParams(Params):
     GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to so many times the
     entries, which the true query ranks; select: cold entries are found by the "host", or by the
     "device", which holds codes of all cold keys and attends what it finds ("auto": the device on a
-    GPU where they fit, with an index of kind sketch or auto).
+    GPU where they fit, with an index of kind sketch or auto); estimate: what was not found is left
+    out ("none"), or attended as an estimate: keys and values of a KV head as one "gaussian", below
+    the lowest logit that was found, or as the "index" knows them (of kind clusters or
+    query_channels).
     """
 
     top_k: BudgetField = 100
@@ -50,6 +52,7 @@ class ColdParams(Params):
     look_ahead: Literal["auto", "always", "never"] = "auto"
     look_ahead_factor: Count = 4
     select: Select = "auto"
+    estimate: Literal["none", "gaussian", "index"] = "none"
 
     @model_validator(mode="after")
     def _device_can_select(self) -> Self:
@@ -87,7 +90,8 @@ class ColdParams(Params):
         """What a query head attends of the cold tier."""
         if self.top_k == "all":
             return "all"
-        return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared)
+        estimate = None if self.estimate == "none" else self.estimate
+        return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared, estimate)
 
     @property
     def foresight(self) -> Foresight | None:
@@ -95,17 +99,6 @@ class ColdParams(Params):
         if self.look_ahead == "never":
             return None
         return Foresight(self.look_ahead, self.look_ahead_factor)
-
-
-class EstimatedColdParams(ColdParams):
-    """estimate: what was not found is attended as the index estimates it."""
-
-    estimate: bool = True
-
-    @property
-    def budget(self) -> TokenBudget | Literal["all"]:
-        found = super().budget
-        return found if found == "all" else replace(found, estimate=self.estimate)
 
 
 class RetrievalParams(ResidentParams):
@@ -152,6 +145,7 @@ class RetrievalAttention(Method):
             fetch=self.params.cold.attend == "fetch",
             stand_in=self.params.cold.stand_in,
             select="host" if self.params.cold.why_host else self.params.cold.select,
+            moments=self.params.cold.estimate == "gaussian",
         )
 
     @cached_property

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hybrid_kv.config import IndexConfig
-from hybrid_kv.methods.retrieval import EstimatedColdParams, RetrievalAttention, RetrievalParams
+from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS
 
 
@@ -15,8 +15,9 @@ class _RetroInferIndex(IndexConfig):
     kind: Literal["clusters"] = "clusters"
 
 
-class _RetroInferCold(EstimatedColdParams):
+class _RetroInferCold(ColdParams):
     index: _RetroInferIndex = Field(default="clusters", validate_default=True)
+    estimate: Literal["none", "gaussian", "index"] = "index"
 
 
 @METHODS.register("retroinfer", paper="Chen et al. 2025, arXiv:2505.02922")

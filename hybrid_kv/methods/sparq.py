@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hybrid_kv.config import IndexConfig
-from hybrid_kv.methods.retrieval import EstimatedColdParams, RetrievalAttention, RetrievalParams
+from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS
 
 
@@ -15,8 +15,9 @@ class _SparQIndex(IndexConfig):
     kind: Literal["query_channels"] = "query_channels"
 
 
-class _SparQCold(EstimatedColdParams):
+class _SparQCold(ColdParams):
     index: _SparQIndex = Field(default="query_channels", validate_default=True)
+    estimate: Literal["none", "gaussian", "index"] = "index"
 
 
 @METHODS.register("sparq", paper="Ribar et al. 2023, arXiv:2312.04985")

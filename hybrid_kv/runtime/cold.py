@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
-from hybrid_kv.errors import MethodError
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.runtime.unread import by_index, by_moments
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
@@ -152,7 +152,7 @@ def _attend_row(
     plain = not pages and not budget.weighs and row.copied is None and first is None
     if plain and len(spans) == 1:  # nearly every step
         result = spans[0].search(q, budget.width, budget.most)
-        only = RetrievedPart(spans[0].extent, result.ids, result.bias)
+        only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
         found = Retrieved([only], result.scored)
     else:
         group = q.shape[1] // step.new
@@ -175,31 +175,28 @@ def _attend_row(
     left = _leave_hot(step, row, found, taken)
     parts = [_attend_found(step, row, near_q, part) for part in left]
     if budget.estimate:
-        parts += _estimates(step, row, q, found.parts)
+        parts += _estimates(step, row, q, budget, found.parts, left, taken)
     return parts[0] if len(parts) == 1 else merge_partials(parts, ops=step.ops)
 
 
 def _estimates(
-    step: Step, row: Row, q: Tensor, found: Sequence[RetrievedPart]
+    step: Step,
+    row: Row,
+    q: Tensor,
+    budget: TokenBudget,
+    found: Sequence[RetrievedPart],
+    left: Sequence[RetrievedPart],
+    taken: Tensor | None,
 ) -> list[PartialAttention]:
-    """By extent what its index estimates of the entries that were not found, where the queries are.
-
-    Raises:
-        MethodError: the device attends some of them, which would count twice.
-    """
-    if row.hot.capacity or row.copied is not None:
-        raise MethodError(
-            "a budget with estimate must go with a placement without hot_tokens and copies, got "
-            f"{row.hot.capacity} hot pages in row {row.number}: what the device attends would be "
-            "estimated as well; leave estimate out"
-        )
-    begin, device, parts = step.phases.now(), step.q.device, []
-    for span, (_, ids, _) in zip(row.chain.spans, found, strict=True):
-        out, lse = span.estimate(q, ids, scale=step.scale, softcap=step.softcap)
-        part = PartialAttention(out.to(q.dtype), lse)
-        if _fetches(row):
-            part = step.executor.deliver(part, device)
-        parts.append(part)
+    """By extent what nobody attends of it, as an estimate, where the queries are."""
+    begin = step.phases.now()
+    if budget.estimate == "index":
+        guesses = by_index(step, row, q, found)
+    else:
+        guesses = by_moments(step, row, q, found, [part.ids for part in left], taken)
+    parts = [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
+    if _fetches(row):
+        parts = [step.executor.deliver(part, step.q.device) for part in parts]
     step.phases.book("search", begin)
     return parts
 
@@ -222,13 +219,13 @@ def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> 
 def counted(parts: Sequence[RetrievedPart]) -> tuple[int, int]:
     """Entries of all queries together, and of a single query at most."""
     total = places = most = 0
-    for _, ids, _ in parts:
+    for _, ids, _, _ in parts:
         total += int(np.count_nonzero(ids.numpy() >= 0))
         places += ids.numel()
         most += ids.shape[-1]
     if total == places:  # nearly always as many as asked for
         return total, most
-    found = torch.cat([ids >= 0 for _, ids, _ in parts], -1)
+    found = torch.cat([ids >= 0 for _, ids, _, _ in parts], -1)
     return total, int(found.sum(-1).max())
 
 
@@ -240,7 +237,7 @@ def count_cold(work: Work, entries: int, most: int) -> None:
 
 
 def _attend_found(step: Step, row: Row, q: Tensor, found: RetrievedPart) -> PartialAttention:
-    extent, ids, bias = found
+    extent, ids, bias, _ = found
     if 0 in ids.shape:
         return empty_partial(q)
     k, v = extent.k, extent.v
@@ -296,4 +293,4 @@ def _hide_attended(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> lis
         ids = ids if hidden is None else ids.masked_fill(hidden[:, None], -1)
         every.append(RetrievedPart(span.extent, ids))
     left = _leave_hot(step, row, Retrieved(every), taken)
-    return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids, _ in left]
+    return [torch.zeros(ids.shape).masked_fill_(ids < 0, -torch.inf)[None] for _, ids, _, _ in left]

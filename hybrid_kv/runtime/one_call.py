@@ -127,7 +127,9 @@ def _why_not_described(step: Step) -> str:
 def _searched(row: Row, budget: TokenBudget | str) -> _Searched | None:
     """None where the engine cannot search for such a budget by itself."""
     spans = row.chain.spans
-    if isinstance(budget, str) or budget.weighs or budget.top_k >= row.chain.num_tokens:
+    if isinstance(budget, str) or budget.top_k >= row.chain.num_tokens:
+        return None
+    if budget.weighs or budget.estimate == "index":
         return None
     span, extent = spans[0], spans[0].extent
     index = extent.index
@@ -154,8 +156,9 @@ def _make_plan(step: Step, row: Row, searched: _Searched | None) -> LayerPlan | 
             sum(search.width for search in searches if head in search.heads)
             for head in range(step.layer.shape.num_kv_heads)
         )
-        extent = span.extent  # of which the row sees all
-        cold = ColdEntries(extent.keys, extent.values, searches, min(width, budget.most))
+        extent, tail = span.extent, span.tail(step.q.device) if budget.estimate else None
+        width = min(width, budget.most)
+        cold = ColdEntries(extent.keys, extent.values, searches, width, tail)  # the row sees all
     resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
     return step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer)
 

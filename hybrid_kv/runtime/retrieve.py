@@ -17,11 +17,13 @@ class RetrievedPart(NamedTuple):
     """What queries attend of one extent.
 
     ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
+    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody knows.
     """
 
     extent: ColdExtent
     ids: Tensor
     bias: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Retrieved(NamedTuple):
@@ -76,7 +78,7 @@ def retrieve(
         for _, result in found:
             scored += result.scored
         if not budget.weighs:
-            parts = [RetrievedPart(extent, r.ids, r.bias) for extent, r in found]
+            parts = [RetrievedPart(extent, r.ids, r.bias, r.scores) for extent, r in found]
             return Retrieved(_with_chosen(spans, parts, chosen), scored)
         ranked = [result.ids for _, result in found]
         logits = [logits_of_found(result, scale, softcap) for _, result in found]
@@ -84,7 +86,7 @@ def retrieve(
         ids = [part.masked_fill(~kept, -1) for part, kept in zip(ranked, masks, strict=True)]
         if width >= budget.most or not _wants_more(found, ids, budget):
             cuts = zip(found, ids, strict=True)
-            parts = [RetrievedPart(extent, kept, r.bias) for (extent, r), kept in cuts]
+            parts = [RetrievedPart(extent, kept, r.bias, r.scores) for (extent, r), kept in cuts]
             return Retrieved(_with_chosen(spans, parts, chosen), scored, None if chosen else ranked)
         width = min(4 * width, budget.most)
 

@@ -8,8 +8,8 @@ what is found decides no shape and no branch, so that the work can be recorded o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from warnings import warn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.index.device_sketch import device_bytes, sketch_of
+from hybrid_kv.ops.tail import Tail, capped
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.stand_in import free_bytes, resident_bytes
@@ -142,14 +143,15 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
         seen = _index_of(span).see(span.length)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
         in_reach &= q.device == v.device or v.is_pinned()  # else rows are copied, which waits
-    signature = tuple(places), tuple(q.shape), budget.top_k, step.scale, step.softcap
+    tails = [span.tail(q.device) for span in row.chain.spans] if budget.estimate else []
+    signature = tuple(places), tuple(tails), tuple(q.shape), budget.top_k, step.scale, step.softcap
     if step.found is not None:  # somebody looks at this step, and waits for it
-        part, retrieved = _search(step, row, q, budget.top_k)
+        part, retrieved = _search(step, row, q, budget.top_k, tails)
         step.found[row.number] = budget, retrieved()
         return part
     if not in_reach:
-        return _search(step, row, q, budget.top_k)[0]
-    work = lambda given: _search(step, row, given, budget.top_k)[0]  # noqa: E731
+        return _search(step, row, q, budget.top_k, tails)[0]
+    work = lambda given: _search(step, row, given, budget.top_k, tails)[0]  # noqa: E731
     return step.executor.repeat(first, signature, work, q)
 
 
@@ -159,7 +161,7 @@ def _index_of(span: Span) -> LiveIndex:
 
 
 def _search(
-    step: Step, row: Row, q: Tensor, top_k: int
+    step: Step, row: Row, q: Tensor, top_k: int, tails: Sequence[Tail]
 ) -> tuple[PartialAttention, Callable[[], Retrieved]]:
     """The best of all extents together, attended where they lie; and what they are, if asked."""
     spans = row.chain.spans
@@ -172,8 +174,35 @@ def _search(
         )
         for one, span in zip(found, spans, strict=True)
     ]
+    if tails:
+        parts += _estimates(step, spans, q, found, limit, tails)
     part = merge_partials(parts, ops=step.ops)
     return part, partial(_retrieved, step, row, found, limit, top_k)
+
+
+def _estimates(
+    step: Step,
+    spans: Sequence[Span],
+    q: Tensor,
+    found: Sequence[Candidates],
+    limit: Tensor,
+    tails: Sequence[Tail],
+) -> list[PartialAttention]:
+    """By extent what the moments of its entries say of those that are not attended; nothing here
+    decides a shape.
+    """
+    chosen = [(one.scores >= limit[..., None]) & (one.scores > -torch.inf) for one in found]
+    lowest = [
+        one.scores.masked_fill(~own, torch.inf).amin(-1)
+        for one, own in zip(found, chosen, strict=True)
+    ]
+    below = capped(step.scale * reduce(torch.minimum, lowest), step.softcap)
+    parts = []
+    for span, own, tail in zip(spans, chosen, tails, strict=True):
+        left = (_index_of(span).seen - own.sum(-1)).clamp_min(0)
+        out, lse = tail.attend(q, left, below, scale=step.scale, softcap=step.softcap)
+        parts.append(PartialAttention(out.to(q.dtype), lse))
+    return parts
 
 
 def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:

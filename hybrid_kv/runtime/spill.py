@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime.absorb import finite_flag
 from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
@@ -172,7 +173,8 @@ class _Spill:
 
     finite: [] bool, whether all of them are numbers; found out where they lay.
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
-        arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
+        arrived. nearest: [Hkv, G, M, K], the best of the entries for each. moments: of the entries,
+        if they begin a row.
     stand_in: makes what serves until a new index is built. select: makes the indexes of this row
         where its device finds entries by itself; then nothing that they learned from has to travel.
     """
@@ -184,6 +186,7 @@ class _Spill:
     samples: Samples | None = None
     asked: Parcel | None = None
     nearest: Parcel | None = None
+    moments: Tail | None = None
     stand_in: MakeIndex | None = None
     select: tuple[MakeIndex, MakeIndex] | None = None
 
@@ -199,6 +202,8 @@ class _Spill:
     ) -> _Spill:
         # First what looks at the entries where they lie: then they leave beside what comes next.
         reserved, select, stand_in = row.chain.reserve(overflow.positions), None, None
+        sums_up = row.placement is not None and row.placement.moments and not row.chain.spans
+        moments = Tail.of(overflow.k, overflow.v) if sums_up else None
         if samples is not None and layer.select is not None:
             select = layer.select(overflow.k, samples.queries, reserved.k)
         if samples is not None and select is None and layer.stand_in is not None:
@@ -207,7 +212,7 @@ class _Spill:
         v = executor.send(overflow.v, reserved.v)
         finite = executor.send(all_finite(overflow.k, overflow.v))
         if samples is None or select is not None:
-            return cls(reserved, k, v, finite, select=select)
+            return cls(reserved, k, v, finite, moments=moments, select=select)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
@@ -217,6 +222,7 @@ class _Spill:
             samples,
             executor.keep(samples.queries),
             None if nearest is None else executor.keep(nearest),
+            moments,
             stand_in,
         )
 
@@ -238,6 +244,8 @@ class _Spill:
         if samples is not None and self.asked is not None:
             samples = replace(samples, queries=self.asked.open())
         row.chain.commit(new, make_index, samples, runner, nearest, self.stand_in)
+        if self.moments is not None:
+            new.span.known = self.moments
 
 
 def all_finite(*tensors: Tensor) -> Tensor:

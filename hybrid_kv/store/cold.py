@@ -186,14 +186,13 @@ class ColdChain:
                 self.num_tokens -= spans[-1].length
                 spans.pop()
             else:
-                spans[-1].length -= excess
+                spans[-1].cut(spans[-1].length - excess)
                 self.num_tokens -= excess
-                spans[-1].near = None
 
     def shared(self) -> ColdChain:
         """A chain that continues from the same entries; `release` it when it is done."""
         new = ColdChain(self.shape, self.dtype, self.pinned)
-        new.spans = [Span(span.extent, span.length) for span in self.spans]
+        new.spans = [Span(span.extent, span.length, known=span.known) for span in self.spans]
         new.num_tokens = self.num_tokens
         return new
 

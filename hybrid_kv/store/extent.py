@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
@@ -114,12 +115,14 @@ class ColdExtent:
 class Span:
     """The first `length` entries of an extent, as one row sees it.
 
-    near: [Hkv, M, K] what its latest search found, where the next one begins.
+    near: [Hkv, M, K] what its latest search found, where the next one begins. known: these entries
+    in sum, as of when somebody asked last.
     """
 
     extent: ColdExtent
     length: int
     near: Tensor | None = None
+    known: Tail | None = None
 
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
@@ -142,6 +145,21 @@ class Span:
         ids = result.ids.masked_fill(hidden, -1).gather(-1, order)[..., :most]
         bias = None if result.bias is None else result.bias.gather(-1, order)[..., :most]
         return result._replace(ids=ids, scores=scores[..., :most], bias=bias)
+
+    def tail(self, device: torch.device) -> Tail:
+        """These entries as one Gaussian of each KV head; those of late may not be in it yet."""
+        known = self.known
+        if known is None or known.is_outgrown(self.length):
+            k, v = self.extent.first(self.length)
+            known = Tail.of(k, v) if known is None else known.grown(k, v)
+        self.known = known = known.to(device)
+        return known
+
+    def cut(self, length: int) -> None:
+        """Forgets the newest entries until `length` are left."""
+        self.length, self.near = length, None
+        if self.known is not None and self.known.count > length:
+            self.known = None
 
     def estimate(
         self, queries: Tensor, found: Tensor, *, scale: float, softcap: float | None

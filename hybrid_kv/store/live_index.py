@@ -235,6 +235,11 @@ class LiveIndex:
         self.searches += 1
         return self._serving.see(length)
 
+    @property
+    def seen(self) -> Tensor:
+        """See `Index.seen`."""
+        return self._serving.seen
+
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
         """See `Index.candidates`."""
         return self._serving.candidates(queries, keys, new, top_k)

@@ -34,11 +34,20 @@ typedef struct hkv_search {
   int32_t num_expanded;   /* graph: `width` */
 } hkv_search;
 
+/* The cold entries of every KV head as one Gaussian over keys and values, all float32: what a query
+ * does not find is attended as the part of it below the lowest logit that it found.
+ */
+typedef struct hkv_tail {
+  const float *keys, *values;       /* [heads, dim] means; NULL: what is not found is left out */
+  const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances */
+} hkv_tail;
+
 typedef struct hkv_cold {
   hkv_kv kv; /* of all KV heads; keys are read by the searches alone */
   const hkv_search *searches;
   int32_t num_searches; /* 0: nothing is cold */
   int64_t width;        /* entries that a query attends, at most: the best of all its searches */
+  hkv_tail tail;
 } hkv_cold;
 
 typedef struct hkv_resident {

@@ -19,6 +19,7 @@
 #include "select.h"
 #include "shared_rows.h"
 #include "step_search.h"
+#include "tail.h"
 
 namespace hkv {
 namespace {
@@ -48,9 +49,18 @@ Shared &shared_here() {
   return own;
 }
 
+/// lse becomes that of both parts; returns the share of the first.
+float merge_lse(float &lse, float other) {
+  const float largest = std::max(lse, other);
+  if (largest == kNoLogit) return 1.0f;
+  const float own = std::exp(lse - largest), both = own + std::exp(other - largest);
+  lse = largest + std::log(both);
+  return own / both;
+}
+
 /// Scratch of one thread.
 struct Scratch {
-  std::vector<float> logits, sums, scores;
+  std::vector<float> logits, sums, scores, tails;
   std::vector<uint32_t> places;
   std::vector<int64_t> slots;
   SharedRows rows;
@@ -137,6 +147,9 @@ void Step::check() const {
                   step_.lse);
   require(cold().kv.values.dim == value_dim() && cold().kv.keys.dim == resident().kv.keys.dim,
           "cold and resident entries must agree in dim");
+  const hkv_tail &tail = cold().tail;
+  require(tail.keys == nullptr || (tail.values && tail.key_key && tail.key_value),
+          "a tail must have all of its moments");
 }
 
 /// The new token takes the last filled place of the newest page.
@@ -333,7 +346,10 @@ template <typename Element>
 void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
   const int64_t num_queries = layer_.num_queries, width = cold().width;
   const RowVectors vectors(from.values.dim);
+  const bool has_tail = cold().tail.keys != nullptr;
+  const int64_t dim = from.keys.dim, value_dim = from.values.dim;
   grow(own.logits, width + kLanes);
+  grow(own.tails, num_queries * value_dim);
   grow(own.sums, num_queries * vectors.padded());
   std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
   own.rows.begin(num_queries * width, num_queries);
@@ -349,20 +365,37 @@ void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
     retrieved += count;
     most = std::max(most, count);
     lse[query] = kNoLogit;
-    if (count == 0) continue;
-    to_logits(weights, count, step_.scale, step_.softcap);
-    const float largest = largest_of(weights, count);
-    const float total = to_weights(weights, count, largest);
-    lse[query] = largest + std::log(total);
+    float share = 1.0f;  // of what was found, the rest is that of what was not
+    float total = 1.0f, lowest = std::numeric_limits<float>::infinity();
+    if (count > 0) {
+      to_logits(weights, count, step_.scale, step_.softcap);
+      lowest = weights[count - 1];  // the best come first
+      const float largest = largest_of(weights, count);
+      total = to_weights(weights, count, largest);
+      lse[query] = largest + std::log(total);
+    }
+    if (has_tail) {
+      float *out = own.tails.data() + query * value_dim;
+      const float left = TailHead::of(cold().tail, head, dim, value_dim)
+                             .attend(shared_.queries.data() + (row + query) * dim,
+                                     from.values.count - count, lowest, step_.scale, step_.softcap,
+                                     out);
+      share = merge_lse(lse[query], left);
+      const float other = left == kNoLogit ? 0.0f : 1.0f - share;
+      for (int64_t i = 0; i < value_dim; ++i) out[i] = other == 0.0f ? 0.0f : other * out[i];
+    }
     for (int64_t i = 0; i < count; ++i) {
       require(ids[i] < from.values.count, "an id is not below the number of values");
-      own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i] / total);
+      own.rows.add(query, static_cast<uint32_t>(ids[i]), share * weights[i] / total);
     }
   }
   own.rows.sum<Element>(from.values, own.sums.data());
-  for (int64_t query = 0; query < num_queries; ++query)
-    vectors.unpad(own.sums.data() + query * vectors.padded(),
-                  shared_.outs.data() + (part + query) * from.values.dim);
+  for (int64_t query = 0; query < num_queries; ++query) {
+    float *out = shared_.outs.data() + (part + query) * value_dim;
+    vectors.unpad(own.sums.data() + query * vectors.padded(), out);
+    for (int64_t i = 0; has_tail && i < value_dim; ++i)
+      out[i] += own.tails[query * value_dim + i];
+  }
   shared_.retrieved[head] = retrieved;
   shared_.most[head] = most;
   shared_.rows_read[head] = own.rows.count();

@@ -496,6 +496,49 @@ CLAIM(a_step_that_fails_stores_no_token) {
   CHECK_OK(with.run(true));
 }
 
+CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
+  Sizes sizes;
+  sizes.dtype = HKV_F32;
+  for (const int64_t width : {1, 9, 300}) {  // of 300: then nothing is left
+    sizes.width = width;
+    LayerCase of(sizes);
+    const auto heads = static_cast<size_t>(sizes.heads), dim = static_cast<size_t>(sizes.dim);
+    const auto row = static_cast<size_t>(sizes.value_dim);
+    std::vector<float> keys(heads * dim, 0.0f), values(random_floats(heads * row, 21));
+    std::vector<float> key_key(heads * dim * dim, 0.0f), key_value(heads * dim * row, 0.0f);
+    for (size_t at = 0; at < heads; ++at)  // a logit is normal around 0, and values hang on it
+      for (size_t d = 0; d < dim; ++d) {
+        key_key[(at * dim + d) * dim + d] = 0.01f;
+        for (size_t e = 0; e < row; ++e) key_value[(at * dim + d) * row + e] = d == e ? 0.02f : 0.0f;
+      }
+    Given plain(sizes), got(sizes);
+    CHECK_OK(plain.run(nullptr, of));
+    of.layer.cold.tail = {keys.data(), values.data(), key_key.data(), key_value.data()};
+    CHECK_OK(got.run(nullptr, of));
+    CHECK(got.ids == plain.ids);
+    const double left = static_cast<double>(sizes.num_cold - width);
+    for (size_t at = 0; at < plain.lse.size(); ++at) {
+      const size_t head = at / static_cast<size_t>(sizes.num_queries);
+      double variance = 0.0;  // no limit is near: what was found lies far above these logits
+      for (int32_t d = 0; d < sizes.dim; ++d) {
+        const double part = 0.5 * of.queries.at(static_cast<int64_t>(at), d);
+        variance += 0.01 * part * part;
+      }
+      const double estimate = std::log(left) + variance / 2;
+      const double lse = width == 300 ? plain.lse[at] : std::log(std::exp(plain.lse[at]) +
+                                                                 std::exp(estimate));
+      CHECK(std::fabs(got.lse[at] - lse) < (width == 9 ? 0.02 : 1e-3));
+      const double share = std::exp(plain.lse[at] - lse);
+      for (size_t e = 0; e < row; ++e) {
+        const double part = 0.5 * of.queries.at(static_cast<int64_t>(at), static_cast<int32_t>(e));
+        const double estimated = values[head * row + e] + 0.02 * part;
+        const double out = share * plain.out[at * row + e] + (1.0 - share) * estimated;
+        CHECK(std::fabs(got.out[at * row + e] - out) < (width == 9 ? 0.02 : 1e-3));
+      }
+    }
+  }
+}
+
 CLAIM(a_step_refuses_what_does_not_fit) {
   const Sizes sizes;
   LayerCase of(sizes);
@@ -534,6 +577,9 @@ CLAIM(a_step_refuses_what_does_not_fit) {
   refused("first_row");
   of.searches[0].first_row = 1;  // ids beyond the values
   refused("not below the number of values");
+  const float moment = 0.0f;
+  of.layer.cold.tail.keys = &moment;
+  refused("all of its moments");
   const int32_t heads[] = {0, 2};
   of.searches[0].heads = heads;
   refused("a head that the layer has not");

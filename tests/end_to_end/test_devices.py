@@ -33,7 +33,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "quest": {"method": "quest", "page_budget": 9, "dense_layers": 1, "page_size": 5},
     "hybrid": {
         "method": "hybrid",
-        "cold": {"top_k": 3, "index": "flat"},
+        "cold": {"top_k": 3, "index": "flat", "estimate": "none"},  # with it the text stays
         "spare_tokens": 160,
         "page_budget": 1,
         **TIERED,

@@ -286,7 +286,7 @@ def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
 @pytest.mark.parametrize("name", ["sparq", "retroinfer"])
 def test_the_estimate_brings_the_output_nearer_to_full_attention(name: str) -> None:
     errors = []
-    for estimate in (True, False):
+    for estimate in ("index", "none"):
         torch.manual_seed(3)
         played = Played(name, estimate=estimate)
         total = 0.0
@@ -335,7 +335,7 @@ class _Hot(Method):
         return Placement(16, 16, rest=Demotion.OFFLOAD, index=make, hot_tokens=32, digests=True)
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        return Read(2, TokenBudget(5, estimate=True))
+        return Read(2, TokenBudget(5, estimate="index"))
 
 
 def test_an_estimate_beside_hot_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_an_estimate_beside_hot_pages_is_refused(monkeypatch: pytest.MonkeyPatch
     kv = KVCache(ModelInfo((SHAPE,)), config)
     q, k, v = (torch.randn(1, heads, 100, 72) for heads in (6, 2, 2))
     kv.attend(0, q, (k, v), None, scale=SCALE)
-    with pytest.raises(MethodError, match="a budget with estimate must go with a placement"):
+    with pytest.raises(MethodError, match="estimate 'index' must go with a placement"):
         kv.attend(0, q[:, :, :1], (k[:, :, :1], v[:, :, :1]), None, scale=SCALE)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import LayerShape, ModelInfo, Work
@@ -33,6 +34,7 @@ class Named:
     most, min_share: of the TokenBudget; an exact index ranks all entries, so `most` counts at once.
     pages: resident pages read beside sinks and window; None for all.
     keep: nothing ever leaves the resident tier.
+    estimate: cold entries that no query attends are estimated from the moments of their extent.
 
     Which cold pages are hot is not worked out: it is asked of the store before every step. They are
     resident pages like others then, and what is found in those that are read is not read twice.
@@ -47,13 +49,15 @@ class Named:
     min_share: float | None = None
     pages: int | None = None
     keep: bool = False
+    estimate: bool = False
 
     def config(self, **common: Any) -> HybridConfig:
         return HybridConfig(page_size=PAGE, **self.settings, **common)
 
 
 SIZES = {"sink_tokens": 4, "window_tokens": 8}
-FLAT = {"index": "flat"}  # exact, and its work is known
+FLAT = {"index": "flat", "estimate": "none"}  # exact, and its work is known
+ESTIMATED = {"index": "flat", "estimate": "gaussian"}
 HOT = {"method": "hybrid", "hot_tokens": 12, **SIZES}
 FETCHED = {"top_k": 5, "attend": "fetch"}
 NAMED = {
@@ -152,6 +156,43 @@ NAMED = {
         top_k=3,
         pages=2,
     ),
+    "estimated": Named(
+        {"method": "hybrid", "cold": {"top_k": 3, **ESTIMATED}, **SIZES},
+        4,
+        8,
+        top_k=3,
+        estimate=True,
+    ),
+    "estimated_and_fetched": Named(
+        {"method": "flat", "cold": {**FETCHED, "estimate": "gaussian"}, **SIZES},
+        4,
+        8,
+        top_k=5,
+        estimate=True,
+    ),
+    "estimated_beside_hot": Named(
+        {**HOT, "cold": {"top_k": 5, **ESTIMATED}, "page_budget": 2},
+        4,
+        8,
+        top_k=5,
+        pages=2,
+        estimate=True,
+    ),
+    "estimated_beside_all_hot_and_what_weighs": Named(
+        {
+            **HOT,
+            "cold": {"top_k": 2, "max_tokens": 7, "min_share": 0.05, **ESTIMATED},
+            "page_budget": "all",
+            "spare_tokens": 8,
+        },
+        4,
+        8,
+        8,
+        top_k=2,
+        most=7,
+        min_share=0.05,
+        estimate=True,
+    ),
 }
 
 
@@ -223,16 +264,17 @@ class Twin:
     def _expect(self, out: Tensor, lse: Tensor, q: Tensor, new: int) -> None:
         heads = self.shape.num_q_heads
         for row, mine in enumerate(self.rows):
-            seen = torch.stack(
-                [
-                    torch.stack([self._seen(row, q[row], head, t, new) for t in range(new)])
-                    for head in range(heads)
-                ]
-            )
+            each = [
+                [self._seen(row, q[row], head, t, new) for t in range(new)] for head in range(heads)
+            ]
+            seen = torch.stack([torch.stack([one for one, _ in tokens]) for tokens in each])
             k, v = spread(mine.k[None], heads)[0], spread(mine.v[None], heads)[0]
             exact, exact_lse = softmax_attention(
                 q[row], k, v, scale=SCALE, softcap=self.softcap, visible=seen
             )
+            if self.named.estimate:
+                limits = torch.tensor([[limit for _, limit in tokens] for tokens in each])
+                exact, exact_lse = self._with_estimates(row, q[row], seen, limits, exact, exact_lse)
             torch.testing.assert_close(out[row].double(), exact, **TOLERANCES[torch.float32])
             torch.testing.assert_close(lse[row].double(), exact_lse, **TOLERANCES[torch.float32])
             self.work.attended += int(seen.sum())
@@ -246,8 +288,34 @@ class Twin:
         copied = {"promoted_pages": work.promoted_pages, "fetched_bytes": work.fetched_bytes}
         assert work == replace(self.work, **copied)
 
-    def _seen(self, number: int, q: Tensor, head: int, token: int, new: int) -> Tensor:
-        """[n] bool: the entries that one query attends."""
+    def _with_estimates(
+        self, number: int, q: Tensor, seen: Tensor, limits: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention [Hq, T, D] and [Hq, T] over what was seen, and what was not as estimated."""
+        row, group = self.rows[number], self.shape.group_size
+        start, end = self._cold(row)
+        outs, lses = [out], [lse]
+        for span in self.cache.stores[0].rows[number].chain.spans:
+            stop = min(end, start + span.length)  # what left when the step ended was resident
+            left = (~seen[..., start:stop]).sum(-1)
+            if bool(left.any()):
+                assert span.known is not None
+                learned = slice(start, start + span.known.count)
+                known = Tail.of(row.k[:, learned], row.v[:, learned])
+                torch.testing.assert_close(span.known.key_value, known.key_value)
+                grouped = [t.unflatten(0, (-1, group)).flatten(1, 2) for t in (q, left, limits)]
+                guess = known.attend(*grouped, scale=SCALE, softcap=self.softcap)
+                outs.append(guess.out.reshape(out.shape).double())
+                lses.append(guess.lse.reshape(lse.shape).double())
+            start = stop
+        every = torch.stack(lses)
+        weights = every.softmax(0)[..., None]
+        return (weights * torch.stack(outs)).sum(0), every.logsumexp(0)
+
+    def _seen(
+        self, number: int, q: Tensor, head: int, token: int, new: int
+    ) -> tuple[Tensor, float]:
+        """[n] bool: the entries that one query attends; the lowest logit of those that it found."""
         row = self.rows[number]
         positions = torch.arange(row.length)
         start, end = self._cold(row)
@@ -255,17 +323,19 @@ class Twin:
         resident = ~cold | self._is_hot(number)
         if self.named.pages is not None:
             resident = self._pages(row, q, head, token, new, resident)
-        seen = resident & (positions <= row.length - new + token)
+        seen, limit = resident & (positions <= row.length - new + token), torch.inf
         if self.named.top_k is not None and end > start:
             keys = row.k[head // self.shape.group_size, start:end].double()
             near = row.k[head // self.shape.group_size][seen].double() @ q[head, token].double()
             best = self._retrieved(keys @ q[head, token].double(), near)
+            if len(best):
+                limit = float(self._logits(keys[best] @ q[head, token].double()).amin())
             retrieved = int((~seen[start + best]).sum())
             seen[start + best] = True
             self.work.retrieved += retrieved
             self.work.hot += len(best) - retrieved
             self.work.most_retrieved = max(self.work.most_retrieved, retrieved)
-        return seen
+        return seen, limit
 
     def _is_hot(self, number: int) -> Tensor:
         """[n] bool: the entries that have a copy on the device."""

@@ -23,6 +23,7 @@ PROMPT, STEPS = 420, 20
 LEARNED = {"min_keys": 64, "target_recall": 0.05}
 GRAPH = {"kind": "graph", **LEARNED, "max_scanned": 1.0, "check_positions": 8, "max_degree": 16}
 SKETCH = {"kind": "sketch", **LEARNED, "target_mass": 0.05, "gain": 0, "codes": "64"}
+INT8 = {"kind": "flat", "precision": "int8"}
 RETRIEVING = {"method": "retrieval_attention", "sink_tokens": 16, "window_tokens": 32}
 SPARE = {"spare_tokens": 96, "page_budget": 3}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,9 +31,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "streaming_llm": {"method": "streaming_llm", "window_tokens": 48},
     "quest": {"method": "quest", "dense_layers": 0, "page_budget": 5, "sink_tokens": 16},
     "stored": {**RETRIEVING, "cold": {"index": {"kind": "flat", "precision": "stored"}}},
-    "int8": {**RETRIEVING, "cold": {"index": {"kind": "flat", "precision": "int8"}, "top_k": 9}},
+    "int8": {**RETRIEVING, "cold": {"index": INT8, "top_k": 9}},
     "graph": {**RETRIEVING, "cold": {"index": GRAPH, "top_k": 20}},
     "sketch": {**RETRIEVING, "cold": {"index": SKETCH, "top_k": 20, "max_tokens": 31}},
+    "estimated": {
+        **RETRIEVING,
+        "cold": {
+            "index": {"kind": "flat", "precision": "int8"},
+            "top_k": 9,
+            "estimate": "gaussian",
+        },
+    },
     "hybrid": {**RETRIEVING, **SPARE, "method": "hybrid", "cold": {"top_k": 15}},
 }
 
@@ -118,12 +127,15 @@ def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatc
     parts.close()
 
 
+@pytest.mark.parametrize("name", ["int8", "estimated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_and_softcap(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bits_and_softcap(
+    dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outs = []
     for switch in ("1", "0"):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
-        kv = cache(SETTINGS["int8"])
+        kv = cache(SETTINGS[name])
         tokens = begin(kv, dtype)
         outs.append([feed(kv, *tokens.next(1), softcap=2.0) for _ in range(3)])
         assert is_one_call(kv) == (switch == "1")

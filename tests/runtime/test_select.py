@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
 from hybrid_kv.index import _device_learn, device_sketch
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes
@@ -36,13 +37,16 @@ SHAPE = LayerShape(0, HEADS * GROUP, HEADS, DIM)
 class Scene:
     """A cache whose device selects, and everything it ever stored."""
 
-    def __init__(self, prompt: int = 3000, lane: LateLane | None = None, **cold: Any) -> None:
+    def __init__(
+        self, prompt: int = 3000, lane: LateLane | None = None, backend: str = "auto", **cold: Any
+    ) -> None:
         cold = {"top_k": 20, "select": "device", "index": {"kind": "sketch"}, **cold}
         config = HybridConfig(
             method="retrieval_attention",
             page_size=PAGE,
             sink_tokens=SINKS,
             window_tokens=2 * PAGE,
+            backend=backend,
             cold=cold,
         )
         moving = CudaExecutor(SyncExecutor(), lambda device: lane)
@@ -72,8 +76,10 @@ class Scene:
     def row(self) -> Any:
         return self.cache.stores[0].rows[0]
 
-    def expect_best(self, q: Tensor, out: Tensor, top_k: int) -> None:
-        """Attention over what is resident and the `top_k` best of the others for each query."""
+    def expect_best(self, q: Tensor, out: Tensor, top_k: int, *, estimates: bool = False) -> None:
+        """Attention over what is resident and the `top_k` best of the others for each query, and
+        over what is left as it is estimated, if it is.
+        """
         first = SINKS
         stop = first + self.cold
         new, length = q.shape[1], self.k.shape[1]
@@ -84,7 +90,17 @@ class Scene:
         best = torch.zeros_like(scores, dtype=torch.bool)
         best.scatter_(-1, scores.topk(min(top_k, stop - first)).indices, value=True)
         visible[..., first:stop] = best
-        exact, _ = softmax_attention(q, k, v, scale=SCALE, softcap=None, visible=visible)
+        exact, lse = softmax_attention(q, k, v, scale=SCALE, softcap=None, visible=visible)
+        if estimates:
+            (span,) = self.row.chain.spans
+            learned = slice(first, first + span.known.count)
+            known = Tail.of(self.k[:, learned], self.v[:, learned])
+            lowest = SCALE * scores.topk(top_k).values[..., -1]
+            left = torch.full(lowest.shape, self.cold - top_k)
+            asked = [t.unflatten(0, (HEADS, GROUP)).flatten(1, 2) for t in (q, left, lowest)]
+            guess = known.attend(*asked, scale=SCALE)
+            share = torch.sigmoid(lse - guess.lse.view(lse.shape).double())[..., None]
+            exact = share * exact + (1 - share) * guess.out.view(exact.shape).double()
         torch.testing.assert_close(out.double(), exact, **TOLERANCES[torch.float32])
 
 
@@ -104,6 +120,14 @@ def test_what_has_room_is_ranked_exactly(new: int, late: bool) -> None:
     assert {head["serves"] for head in scene.row.chain.spans[0].extent.index.describe()} == {
         "device sketch"
     }
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("new", [1, 3])
+def test_what_is_left_is_estimated_by_its_moments(new: int) -> None:
+    scene = Scene(estimate="gaussian")
+    for _ in range(4):
+        scene.expect_best(*scene.step(new), 20, estimates=True)
 
 
 def recalls(scene: Scene, steps: int) -> float:
@@ -185,11 +209,12 @@ def test_a_prompt_of_any_length_is_served(prompt: int) -> None:
         scene.expect_best(*scene.step(new), 20)
 
 
+@pytest.mark.parametrize("estimate", ["none", "gaussian"])
 def test_a_step_asks_nothing_of_the_device_and_sends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    estimate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither launch waits: no value is looked at, no shape hangs on one, nothing is moved."""
-    scene = Scene()
+    scene = Scene(estimate=estimate)
     scene.step()
     looked = Operations()
     refuse = lambda *_: pytest.fail("something travels")  # noqa: E731
@@ -247,12 +272,13 @@ class Played:
         return Recording(play, own, part)
 
 
-def test_a_recorded_step_is_played_for_the_steps_that_follow() -> None:
+@pytest.mark.parametrize("estimate", ["none", "gaussian"])
+def test_a_recorded_step_is_played_for_the_steps_that_follow(estimate: str) -> None:
     """Through pages that leave the window, so that lengths change beneath the recording."""
     recorder, outputs = Played(), []
     for records in (False, True):
         torch.manual_seed(7)
-        scene = Scene(1200)
+        scene = Scene(1200, backend="reference", estimate=estimate)  # all of it is torch's
         if records:
             scene.cache.means.executor._make_recorder = lambda device: recorder
         before = scene.step()

@@ -19,6 +19,7 @@ from hybrid_kv.ops.native.attend import KVStruct, described
 from hybrid_kv.ops.native.pages import DigestStruct
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
 from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.types import PartialAttention
 
 FLAT, GRAPH, SKETCH = 0, 1, 2
@@ -37,12 +38,18 @@ class SearchStruct(Structure):
     )
 
 
+class TailStruct(Structure):
+    """`hkv_tail`."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "key_key", "key_value"))
+
+
 class ColdStruct(Structure):
     """`hkv_cold`."""
 
     _fields_ = (
         *(("kv", KVStruct), ("searches", c_void_p)),
-        *(("num_searches", c_int32), ("width", c_int64)),
+        *(("num_searches", c_int32), ("width", c_int64), ("tail", TailStruct)),
     )
 
 
@@ -139,13 +146,15 @@ class ResidentPages(NamedTuple):
 class ColdEntries(NamedTuple):
     """The cold entries of a row and how they are searched.
 
-    k, v: [Hkv, N, D]. width: entries that a query attends at most.
+    k, v: [Hkv, N, D]. width: entries that a query attends at most. tail: their moments, by which
+    what is not found is attended; None leaves it out.
     """
 
     k: Tensor
     v: Tensor
     searches: Sequence[EngineSearch]
     width: int
+    tail: Tail | None = None
 
 
 class StepResult(NamedTuple):
@@ -250,7 +259,20 @@ class LayerPlan:
             struct.beams, struct.walks = _address(beams), _address(walks)
         self._keeps.append(searches)
         where = _address(searches)
-        return ColdStruct(described(cold.k, cold.v), where, len(searches), cold.width)
+        tail = TailStruct() if cold.tail is None else self._tail(cold.tail)
+        return ColdStruct(described(cold.k, cold.v), where, len(searches), cold.width, tail)
+
+    def _tail(self, tail: Tail) -> TailStruct:
+        heads, dim = self._size[0], self._dim
+        moments = tail.keys, tail.values, tail.key_key, tail.key_value
+        for tensor in moments:
+            size = (heads, dim, dim)[: tensor.ndim]
+            if tensor.shape != size or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                raise ShapeError(
+                    f"moments must be {list(size)} float32, contiguous, got {list(tensor.shape)} "
+                    f"{tensor.dtype}"
+                )
+        return TailStruct(*(tensor.data_ptr() for tensor in moments))
 
     def attend(
         self,
