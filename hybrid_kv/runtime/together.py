@@ -22,6 +22,7 @@ from hybrid_kv.runtime.cold import count_cold, counted
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.unread import by_moments
 from hybrid_kv.store import ColdExtent, Row, Span, best_of
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget
@@ -95,7 +96,7 @@ class JointRow:
         cold = self.read.cold
         if cold == "all" or (cold is not None and cold.top_k >= own.chain.num_tokens):
             return id(span.extent), span.length, "all"
-        if cold is None or cold.weighs or cold.estimate or not _asked_by_many(index):
+        if cold is None or cold.weighs or cold.estimate == "index" or not _asked_by_many(index):
             return None
         return id(span.extent), span.length, cold
 
@@ -236,23 +237,26 @@ class _Asking:
         assert isinstance(self.cold, TokenBudget)
         width, most, stacked = self.cold.width, self.cold.most, _stacked(rows)
         shared = rows[0].own.chain.spans[0].search(stacked, width, most)
-        found = []
+        found: list[list[RetrievedPart]] = []
         for row, ids, scores in zip(
             rows, shared.ids.chunk(len(rows), 1), shared.scores.chunk(len(rows), 1), strict=True
         ):
             own = [(extent, SearchResult(ids, scores, shared.scored // len(rows)))]
             for span in row.own.chain.spans[1:]:
                 own.append((span.extent, span.search(row.grouped, width, most)))
-            found.append(best_of(own, most))
+            best = best_of(own, most)
+            found.append([RetrievedPart(one, r.ids, None, r.scores) for one, r in best])
             row.step.work.scored += sum(result.scored for _, result in own)
-            retrieved = [RetrievedPart(one, result.ids) for one, result in found[-1]]
-            count_cold(row.step.work, *counted(retrieved))
-        ids = torch.cat([own[0][1].ids for own in found], 1)
+            count_cold(row.step.work, *counted(found[-1]))
+        every = torch.cat([named[0].ids for named in found], 1)
         parts = [
-            [part] for part in _split(self._these(rows[0].step, stacked, extent, ids), len(rows))
+            [part] for part in _split(self._these(rows[0].step, stacked, extent, every), len(rows))
         ]
-        for row, own, done in zip(rows, found, parts, strict=True):
-            done += [self._these(row.step, row.grouped, one, r.ids) for one, r in own[1:]]
+        for row, named, done in zip(rows, found, parts, strict=True):
+            done.extend(self._these(row.step, row.grouped, *one[:2]) for one in named[1:])
+            if self.cold.estimate:
+                attended = [one.ids for one in named]
+                done.extend(by_moments(row.step, row.own, row.grouped, named, attended, None))
         return parts
 
     def _these(self, step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
