@@ -3,9 +3,11 @@
     python benchmarks/decode_step/run.py --context 128k
 
 Attention-like KV of two layers of the Llama-3-8B shape is filled in; then the runtime is asked as a
-model would ask it, layer by layer, without the model's own products. Arithmetic is what runs inside
-the native engine (search, attention, merge) and torch's attention; all else is overhead. Times are
-CPU times of the calling thread with one thread everywhere, so that a busy machine changes less. The
+model would ask it, layer by layer, without the model's own products. With `--hf` it is asked as
+transformers does in `model.generate()`: keys and values go through `past_key_values`, queries
+through the attention function, once for each layer of a forward. Arithmetic is what runs inside the
+native engine (search, attention, merge) and torch's attention; all else is overhead. Times are CPU
+times of the calling thread with one thread everywhere, so that a busy machine changes less. The
 last line on stdout is one JSON document.
 """
 
@@ -18,7 +20,8 @@ import os
 import pstats
 import sys
 from collections.abc import Callable
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial, wraps
 from statistics import median, quantiles
 from time import thread_time
 from typing import Any
@@ -26,10 +29,13 @@ from typing import Any
 os.environ.setdefault("HYBRID_KV_THREADS", "1")
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
-from hybrid_kv.eval.filling import FilledKV, SyntheticContext
+from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
+from hybrid_kv.models.hf_attention import hybrid_attention
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
 from hybrid_kv.runtime import KVCache
@@ -79,6 +85,7 @@ def filled(context: SyntheticContext, config: hkv.HybridConfig, steps: int) -> K
 
 Q = torch.ones(1, 32, 1, 128, dtype=torch.bfloat16)
 NEW = torch.ones(1, 8, 1, 128, dtype=torch.bfloat16)
+MODULE = torch.nn.Module()
 
 
 def step(cache: KVCache) -> None:
@@ -86,7 +93,25 @@ def step(cache: KVCache) -> None:
         cache.attend(shape.layer_idx, Q, (NEW, NEW), None, scale=128**-0.5)
 
 
-def measure(cache: KVCache, steps: int) -> dict[str, Any]:
+def small_model() -> Any:
+    """A model whose attention has the same shape, and hardly any weights."""
+    config = LlamaConfig(
+        **{"vocab_size": 16, "hidden_size": 64, "intermediate_size": 64, "head_dim": 128},
+        **{"num_hidden_layers": len(INFO.layers), "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "max_position_embeddings": 2**21},
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def hf_step(cache: TieredCache) -> None:
+    """What a forward of transformers asks of us, without the model around it."""
+    with cache.forward():
+        for shape in INFO.layers:
+            k, v = cache.update(NEW, NEW, shape.layer_idx)
+            hybrid_attention(MODULE, Q, k, v, None, scaling=128**-0.5)
+
+
+def measure(cache: KVCache, steps: int, step: Callable[[], None]) -> dict[str, Any]:
     """Medians per layer, in microseconds, the share of arithmetic, and mean wall times by phase.
 
     The lowest tenth of the overhead is there as well: other work on the machine empties caches,
@@ -95,7 +120,7 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
     arithmetic = Arithmetic()
     engine, attend = library.engine(), torch_cpu.attend
     for _ in range(3):
-        step(cache)  # declares the engine's functions before they are wrapped
+        step()  # declares the engine's functions before they are wrapped
     calls = {name: getattr(engine, name) for name in ENGINE_CALLS if hasattr(engine, name)}
     for name, call in calls.items():
         setattr(engine, name, arithmetic.wrap(call))
@@ -106,7 +131,7 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
         for _ in range(steps):
             arithmetic.take()
             begin = thread_time()
-            step(cache)
+            step()
             whole.append(1e6 * (thread_time() - begin) / len(INFO.layers))
             inside.append(1e6 * arithmetic.take() / len(INFO.layers))
     finally:
@@ -128,11 +153,11 @@ def measure(cache: KVCache, steps: int) -> dict[str, Any]:
     }
 
 
-def profile(cache: KVCache, steps: int) -> None:
+def profile(steps: int, step: Callable[[], None]) -> None:
     """Shows where the overhead lies."""
     with cProfile.Profile() as profiler:
         for _ in range(steps):
-            step(cache)
+            step()
     stats = pstats.Stats(profiler, stream=sys.stderr)
     stats.sort_stats("tottime").print_stats(25)
 
@@ -142,6 +167,7 @@ def main() -> None:
     parser.add_argument("--context", type=parse_count, default=2**17)
     parser.add_argument("--indexes", default="flat:int8,graph")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--hf", action="store_true", help="as transformers asks")
     parser.add_argument("--profile", action="store_true", help="print a profile of the calls")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -153,17 +179,24 @@ def main() -> None:
         config = hkv.HybridConfig(
             method="retrieval_attention", cold={"index": index}, index_build="wait"
         )
-        with torch.inference_mode():
-            cache = filled(context, config, 4 * options.steps)
-            rows[name] = measure(cache, options.steps)
+        with torch.inference_mode(), ExitStack() as stack:
+            if options.hf:
+                runtime = stack.enter_context(hkv.attach(small_model(), config))
+                tiered = filled_cache(runtime, context)
+                kv, one_step = tiered.kv, partial(hf_step, tiered)
+            else:
+                kv = filled(context, config, 4 * options.steps)
+                one_step = partial(step, kv)
+            rows[name] = measure(kv, options.steps, one_step)
             if options.profile:
-                profile(cache, options.steps)
+                profile(options.steps, one_step)
         cells = ", ".join(f"{key} {value:.3g}" for key, value in rows[name].items())
         print(f"{name:>12}: {cells}", file=sys.stderr)
     report = {
         "benchmark": "decode_step",
         "context_tokens": options.context,
         "layers": len(INFO.layers),
+        "asked_by": "transformers" if options.hf else "runtime",
         "threads": 1,
         "isa": library.engine_state().isa,
         "torch": torch.__version__,

@@ -157,11 +157,11 @@ class HybridLayer(CacheLayerMixin):
         self._state.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._pending = (key_states.detach(), value_states.detach())
+        # Tensors of our own: the model's must not keep us alive, and nothing is trained by them.
+        k, v = tag(key_states.detach(), self), tag(value_states.detach(), self)
+        self._pending = k, v
         self._seen += key_states.shape[-2]
-        return tag(key_states.view_as(key_states), self), tag(
-            value_states.view_as(value_states), self
-        )
+        return k, v
 
     @property
     def _tiered(self) -> TieredLayer:
