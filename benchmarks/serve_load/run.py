@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """What do 16 clients get of one server, beside one who asks alone?
 
-    python benchmarks/serve_load/run.py --requests 200 --clients 16
+    python benchmarks/serve_load/run.py --requests 200 --clients 16 --work FOLDER
 
 A server process is asked the same requests twice, block by block in turn: by one client that waits
-for each answer, and by several at once. Prompts are of mixed lengths, answers greedy, nothing is
-kept from one request to the next. `needle` is served without its end tokens, so that every answer
-has all its tokens. Times are those a client sees: TTFT from sending to the first
-token, ITL from one token to the next of the same answer, the stall the longest of these. The last
-line on stdout is one JSON document.
+for each answer, and by several at once. Blocks that FOLDER has are not measured again. Prompts are
+of mixed lengths, answers greedy, nothing is kept from one request to the next. `needle` is served
+without its end tokens, so that every answer has all its tokens. Times are those a client sees: TTFT
+from sending to the first token, ITL from one token to the next of the same answer. The last line on
+stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ import psutil
 
 MIX = {1024: 40, 2048: 30, 4096: 18, 8192: 8, 16384: 4}
 """Tokens of a prompt, and how many of a hundred prompts have them."""
+STALLS, LATE = "stalls_total", "late_stalls_total"
 HEX = [f"{number:02x}" for number in range(256)]
 
 
@@ -173,56 +174,84 @@ def cpu_of(process: psutil.Process) -> float:
     return float(spent.user + spent.system)
 
 
+def measured(
+    url: str, process: psutil.Process, args: argparse.Namespace, part: list[Asked]
+) -> dict[str, Any]:
+    """One block in both ways, as JSON."""
+    extra = {} if args.budget == "default" else {"budget": args.budget}
+    found: dict[str, Any] = {}
+    for way, clients in {"one_at_a_time": 1, "together": args.clients}.items():
+        before = cpu_of(process)
+        got, took = asyncio.run(block(url, args.model, part, clients, args.new, extra))
+        cpu = cpu_of(process) - before
+        found[way] = {"answers": [asdict(one) for one in got], "seconds": took, "cpu_s": cpu}
+        print(f"{way}: {len(part)} requests in {took:.1f} s", file=sys.stderr)
+    metrics = httpx.get(url + "/metrics").text
+    own = re.findall(r"^hybrid_kv_(\w*stall\w*) (\S+)$", metrics, re.MULTILINE)
+    return {**found, "stalls": {name: float(value) for name, value in own}}
+
+
+def blocks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All that are there and, up to `--most`, those that are not yet."""
+    every, new = requests(args.requests, args.seed), 0
+    options = ["--name", args.model, "--prefix-memory", "0", *args.words]
+    for number in range(args.blocks):
+        kept = args.work / f"block-{number}.json"
+        if kept.exists() or new == args.most:
+            continue
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            server([_served(args.model, Path(folder)), *options]) as (url, process),
+        ):
+            warm = requests(3, args.seed + 1)
+            asyncio.run(block(url, args.model, warm, 1, args.new, {}))
+            found = measured(url, process, args, every[number :: args.blocks])
+        args.work.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({**found, "load": os.getloadavg()[0]}))
+        new += 1
+    return [json.loads(path.read_text()) for path in sorted(args.work.glob("block-*.json"))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", default="needle")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--most", type=int, default=100, help="blocks in this call")
+    parser.add_argument("--work", type=Path, required=True, help="folder for finished blocks")
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--budget", default="100%", help="'default' for the method's own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("words", nargs="*", help="more options of `hybrid-kv serve`, after --")
     args = parser.parse_args()
-    extra = {} if args.budget == "default" else {"budget": args.budget}
-    every = requests(args.requests, args.seed)
-    ways = {"one_at_a_time": 1, "together": args.clients}
-    answers: dict[str, list[Answered]] = {way: [] for way in ways}
-    seconds, cpu = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
-    options = ["--name", args.model, "--prefix-memory", "0", *args.words]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        server([_served(args.model, Path(folder)), *options]) as (url, process),
-    ):
-        warm = requests(1, args.seed + 1)
-        asyncio.run(block(url, args.model, warm, 1, args.new, extra))
-        for number in range(args.blocks):
-            part = every[number :: args.blocks]
-            for way, clients in ways.items():
-                before = cpu_of(process)
-                got, took = asyncio.run(block(url, args.model, part, clients, args.new, extra))
-                answers[way] += got
-                seconds[way] += took
-                cpu[way] += cpu_of(process) - before
-                print(f"block {number}, {way}: {took:.1f} s", file=sys.stderr)
-        metrics = httpx.get(url + "/metrics").text
-    pairs = list(zip(answers["one_at_a_time"], answers["together"], strict=True))
-    found: dict[str, Any] = {way: figures(answers[way], seconds[way], cpu[way]) for way in ways}
-    own = {k: float(v) for k, v in re.findall(r"^hybrid_kv_(\w*stall\w*) (\S+)$", metrics, re.M)}
+    done, found = blocks(args), dict[str, Any]()
+    texts: dict[str, list[str]] = {}
+    for way in ("one_at_a_time", "together"):
+        answers = [Answered(**one) for each in done for one in each[way]["answers"]]
+        seconds, cpu = (sum(each[way][name] for each in done) for name in ("seconds", "cpu_s"))
+        found[way] = figures(answers, seconds, cpu)
+        texts[way] = [one.text for one in answers]
+    pairs = list(zip(texts["one_at_a_time"], texts["together"], strict=True))
+    stalls = [each["stalls"] for each in done]
+    late, all_of = (sum(each[name] for each in stalls) for name in (LATE, STALLS))
     document = {
         "model": args.model,
         "budget": args.budget,
-        "requests": args.requests,
+        "requests": len(pairs),
         "clients": args.clients,
         "new_tokens": args.new,
         "mix": {str(length): share for length, share in MIX.items()},
         "options": args.words,
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg(),
+        "load": [round(each["load"], 1) for each in done],
         **found,
-        "answers_that_differ": sum(one.text != other.text for one, other in pairs),
-        "server_says": own,
+        "answers_that_differ": sum(one != other for one, other in pairs),
+        "waits_for_prompts": int(all_of),
+        "beyond_the_bound": int(late),
+        "bound_ms": 1e3 * stalls[0]["stall_bound_seconds"],
+        "longest_ms": round(1e3 * max(each["stall_seconds"] for each in stalls), 1),
     }
     print(json.dumps(document, indent=1), file=sys.stderr)
     print(json.dumps(document))

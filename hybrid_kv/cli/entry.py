@@ -1,5 +1,6 @@
 """Where the command begins: nothing is imported before Ctrl-C is looked after."""
 
+import gc
 import os
 import signal
 from types import FrameType
@@ -15,7 +16,10 @@ def main() -> NoReturn:
     from hybrid_kv.cli.main import app
 
     signal.signal(signal.SIGINT, previous)
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # else the interpreter searches all objects for cycles once more: 1.3 s of CPU
     raise SystemExit(0)
 
 

@@ -65,6 +65,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert run.stdout.strip() == "set()"
 
 
+def test_the_end_searches_no_objects_for_cycles() -> None:
+    """With a model loaded that took a second of CPU after the last word."""
+    code = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from hybrid_kv.cli.entry import main\n"
+        "sys.argv = ['hybrid-kv', '--version']\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "True"
+
+
 @pytest.mark.parametrize("module", ["typer", "rich.console", "hybrid_kv.cli.profile"])
 def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str) -> None:
     """The first tenths of a second go into imports; Ctrl-C in them was a traceback."""

@@ -137,7 +137,6 @@ def test_an_error_of_one_row_is_its_own(
     model: Any, runtime: Attachment, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = forks(model, runtime, config(name, 16))
-    append = rows[1].kv.layers[1].append
 
     def fail(*_: Any) -> None:
         raise NonFiniteError("of this row")
@@ -151,4 +150,3 @@ def test_an_error_of_one_row_is_its_own(
         past_key_values=cache,
     )
     assert [type(error) for error in cache.errors] == [type(None), NonFiniteError, type(None)]
-    assert callable(append)

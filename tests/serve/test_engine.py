@@ -21,6 +21,7 @@ from hybrid_kv.serve import (
     Prefilled,
     Request,
     Sampling,
+    Ticket,
     Token,
 )
 from hybrid_kv.serve.rounds import needed_bytes
@@ -119,6 +120,32 @@ def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
             (reason,) = engine.stats().alone
         assert "transformers' own" in reason
         assert all(end.report.alone == reason for _, end in found)
+
+
+def test_bfloat16_rows_are_joined_and_answer_as_alone_but_for_ties() -> None:
+    model: Any = small_model().to(torch.bfloat16)
+    how = Sampling(temperature=0, logprobs=2)
+    requests = [asked(length, sampling=how) for length in (60, 25, 130)]
+
+    def tokens(tickets: list[Ticket]) -> list[list[Token]]:
+        every = ([e for e in ticket.events() if isinstance(e, Token)] for ticket in tickets)
+        return list(every)
+
+    with hkv.load(model, config=tiered(16).opened()) as llm:
+        with slow(llm), Engine(llm, Limits(prefix_bytes=0)) as engine:
+            together = tokens([engine.submit(request) for request in requests])
+            stats = engine.stats()
+        with Engine(llm, Limits(prefix_bytes=0)) as engine:
+            single = [tokens([engine.submit(request)])[0] for request in requests]
+    assert stats.alone == {}
+    for row, want in zip(together, single, strict=True):
+        assert len(row) == len(want) == NEW
+        for one, other in zip(row, want, strict=True):
+            (_, best), (_, second) = other.top
+            if best - second < 0.1:
+                break  # a tie by the dtype's grain, after which the texts may differ
+            assert one.id == other.id
+            assert one.logprob == pytest.approx(other.logprob, abs=0.1)
 
 
 def test_a_seed_draws_what_generate_draws(one: hkv.LLM) -> None:

@@ -1,6 +1,6 @@
 """Malformed requests made by hypothesis from well-formed ones: none is a 500, none leaves a trace.
 
-`HYBRID_KV_FUZZ=1000` makes that many of each kind.
+`HYBRID_KV_FUZZ=1000` makes that many of each kind, and as many for a real engine.
 """
 
 from __future__ import annotations
@@ -8,13 +8,18 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.serve.fake_engine import FakeEngine
+from tests.serve.processes import needle_that_chats, serve_process
 from tests.serve.running import Running
 from tests.serve.test_hostile import is_calm, until
 from tests.serve.test_http import CHAT, COMPLETIONS, MESSAGES, TEXT
@@ -118,3 +123,36 @@ def test_malformed_bodies(
         check(httpx.request(method, server.url + path, content=body, headers=kind, timeout=30))
     assert until(lambda: is_calm(server, engine))
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("HYBRID_KV_FUZZ" not in os.environ, reason="HYBRID_KV_FUZZ=1000 runs it")
+def test_malformed_requests_to_a_real_engine(tmp_path: Path) -> None:
+    words = (needle_that_chats(tmp_path), "--name", "tiny", "--max-prompt-tokens", "2k")
+    seen: Counter[int] = Counter()
+    with serve_process(*words, "--timeout", "5", "--prefix-memory", "16MiB") as running:
+        process = psutil.Process(running.process.pid)
+
+        @quickly
+        @given(path=st.sampled_from(PATHS), body=nearly_right())
+        def ask(path: str, body: dict[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            head = {"content-type": "application/json"}
+            answer = wire.post(path, content=content, headers=head)
+            seen[answer.status_code] += 1
+            if answer.status_code != 504:  # no token within the time, as asked
+                check(answer)
+
+        with httpx.Client(base_url=running.url, timeout=60) as wire:
+            sizes = []
+            for _ in range(2):
+                ask()
+                sizes.append(process.memory_info().rss / 2**20)
+            good = {"model": "tiny", "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+            assert wire.post(COMPLETIONS, json=good).status_code == 200
+            figures = wire.get("/metrics").text
+        print(f"statuses {dict(seen)}; RSS in MiB after each round {sizes}")
+        for state in ("queued", "prefilling", "running"):
+            assert f'hybrid_kv_requests{{state="{state}"}} 0.0' in figures
+        assert not any("Traceback" in line for line in running.lines), running.lines
+    assert sizes[1] < 1.1 * sizes[0] + 32

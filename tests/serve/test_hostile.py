@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -17,9 +19,10 @@ import pytest
 
 from hybrid_kv.api import LLM
 from hybrid_kv.serve import Limits
+from hybrid_kv.serve.http.app import application
 from hybrid_kv.serve.http.guard import Rules
-from hybrid_kv.serve.http.server import Connection
-from hybrid_kv.serve.http.service import Ending
+from hybrid_kv.serve.http.server import Connection, Server, bound_socket
+from hybrid_kv.serve.http.service import Ending, Service
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import Running, serving
 from tests.serve.test_http import CHAT, COMPLETIONS, MESSAGES, completion
@@ -215,3 +218,35 @@ def test_the_end_says_what_finished_and_what_was_cancelled(
     assert answers[8].status_code == 200
     assert answers[900].status_code == 503
     assert answers[900].json()["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_requests_in_their_middle(
+    tiny: LLM, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_kv.serve.http.server.END_SECONDS", 0.3)
+    engine, endings = FakeEngine(tiny.require_tokenizer()), list[Ending]()
+    engine.pace_s = 0.05
+    service, started = Service(tiny, engine, "tiny"), threading.Event()
+    app = application(service, Rules(), ())
+    server = Server(app, service, started.set, endings.append)
+    before = signal.getsignal(number)
+    with bound_socket("127.0.0.1", 0) as bound:
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}{COMPLETIONS}"
+
+        def ask() -> None:
+            assert started.wait(20)
+            body = completion(max_tokens=900, stream=True)
+            with httpx.stream("POST", url, json=body, timeout=30) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                os.kill(os.getpid(), number)
+                list(lines)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        server.run([bound])
+        thread.join(10)
+    assert server.signal == number
+    assert signal.getsignal(number) is before
+    assert [len(endings[0].finished), len(endings[0].cancelled)] == [0, 1]
