@@ -41,6 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sketch": {"method": "hybrid", "cold.index": {"kind": "sketch"}},
     "graph": {"method": "retrieval_attention", "cold.index": {"kind": "graph"}},
     "auto": {"method": "hybrid"},
+    "ivf": {"method": "ivf"},
+    "hnsw": {"method": "hnsw"},
 }
 AT_ONCE = 1024  # tokens of one call, so that there is something to see
 

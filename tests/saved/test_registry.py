@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
+from tests.contracts.architectures import build
+from tests.contracts.edges.test_forks import drawn
 from tests.models.folder import tokenizer
 from tests.saved.scene import SMALL, TEXT, long_model
 
@@ -115,6 +117,21 @@ def test_a_method_that_does_not_keep_everything_takes_whole_contexts_alone(
         assert generated(llm, text(700)) == (expected, 0)
         assert generated(llm, text(800))[1] == 0
         assert llm.prefixes.registry.counters.tokens_saved == 700
+
+
+def test_a_model_with_sliding_windows_takes_whole_contexts_alone(tmp_path: Path) -> None:
+    """A window has its newest tokens only, whatever the method keeps."""
+    model, ids = build("gemma3"), drawn(0, 300)[0].tolist()
+    with hkv.load(model, config={"method": "full", "page_size": 4}) as llm:
+        expected = llm.context(ids).ask([5, 6], max_new_tokens=5).token_ids
+        longer = llm.generate([*ids, 7, 8], max_new_tokens=3).token_ids
+    folder = {"cache_dir": tmp_path, "cache_limit": "1GiB"}
+    with hkv.load(model, config={"method": "full", "page_size": 4}, **folder) as llm:
+        for _ in range(2):
+            assert llm.context(ids).ask([5, 6], max_new_tokens=5).token_ids == expected
+        answer = llm.generate([*ids, 7, 8], max_new_tokens=3)
+        assert (answer.token_ids, answer.reused_tokens) == (longer, 0)
+        assert llm.prefixes.registry.counters.tokens_saved == 300
 
 
 def test_a_conversation_begins_with_what_is_there(plain: PreTrainedModel, tmp_path: Path) -> None:
