@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from hybrid_kv.ops.host_memory import give_back_freed
 from hybrid_kv.transfer import Executor
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
@@ -44,11 +43,8 @@ class IndexBuilds:
         clock = self.clock
 
         def measured() -> None:
-            try:
-                with clock.running():
-                    build()
-            finally:
-                give_back_freed()  # many times what is kept: matrices of samples and keys
+            with clock.running():
+                build()
 
         with self._phases.measure(INDEX_BUILD):
             self._make_room()

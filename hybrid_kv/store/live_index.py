@@ -15,6 +15,7 @@ from warnings import warn
 from torch import Tensor
 
 from hybrid_kv.errors import IndexBuildWarning
+from hybrid_kv.ops.host_memory import give_back_freed
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
@@ -89,6 +90,14 @@ def _learned_bytes(samples: Samples | None, nearest: Tensor | None) -> int:
 def _error_of(future: Future[None]) -> BaseException | None:
     """What a build that has ended raised, or None."""
     return CancelledError("its executor ended") if future.cancelled() else future.exception()
+
+
+def _tidily(build: BuildWork) -> None:
+    """A build that comes again and again, each time with many times the memory that it leaves."""
+    try:
+        build()
+    finally:
+        give_back_freed()
 
 
 class LiveIndex:
@@ -306,7 +315,7 @@ class LiveIndex:
         samples = aging.renew(keys.shape[1])
         index = self._make()
         build = partial(index.build, keys, samples.queries, None)
-        future = self._runner.beside(build)
+        future = self._runner.beside(partial(_tidily, build))
         self._await(_Build(index, future, keys.shape[1], samples, is_first=False))
         self.settle(keys)
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hybrid_kv.ops import host_memory
-from hybrid_kv.ops.host_memory import free_memory
+from hybrid_kv.ops.host_memory import free_memory, give_back_freed
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +82,13 @@ def test_a_cache_that_the_process_may_not_hold_is_refused_in_one_sentence() -> N
     assert run.returncode == 1
     assert "CapacityError: context of 37 tokens needs 3,000,000,000 bytes" in run.stderr
     assert "within the limit of this process (ulimit -v); shorten the prompt" in run.stderr
+
+
+def test_freed_memory_is_given_back_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_back_freed()
+    asked = list[int]()
+    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: asked.append)
+    give_back_freed()
+    assert asked == [0]
+    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: None)
+    give_back_freed()  # another C library

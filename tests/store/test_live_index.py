@@ -19,6 +19,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.store import live_index
 from hybrid_kv.store.aging import LATEST, SPREAD
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex
 from hybrid_kv.transfer import ThreadExecutor
@@ -426,6 +427,20 @@ def test_queries_are_kept_in_bounded_memory() -> None:
     for kept, asked in ((learned[:, :, :LATEST], latest), (learned[:, :, LATEST + 20 :], spread)):
         norms = (kept.norm(dim=-1), asked.permute(1, 2, 0, 3).norm(dim=-1))
         torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("kind", [Ageing, FailingAgain])
+def test_what_learning_again_has_freed_is_given_back(
+    kind: type[Ageing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C library kept several times what a context had grown by."""
+    FailingAgain.made, calls = 0, list[None]()
+    monkeypatch.setattr(live_index, "give_back_freed", lambda: calls.append(None))
+    live, runner, keys, _ = ageing(kind)
+    live.add(torch.cat([keys, keys[:, :9] + 1], 1))
+    assert not calls
+    runner.finish()
+    assert len(calls) == 1
 
 
 def test_what_served_serves_on_where_learning_again_fails() -> None:
