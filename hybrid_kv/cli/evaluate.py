@@ -111,6 +111,14 @@ class ContestOptions:
             "--raw", help="Ask without the model's chat template.", rich_help_panel=_ASKED
         ),
     ] = False
+    skip_refused: Annotated[
+        bool,
+        typer.Option(
+            "--skip-refused",
+            help="Name budgets that are too small for a method, and measure the others.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ def evaluate(
     _print(report, folder, output)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if any(row.error is not None for row in report.rows):
+    if any(row.error is not None and not row.refused for row in report.rows):
         raise typer.Exit(1)
 
 
@@ -172,6 +180,7 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
         "seed": asked.seed,
         "text": asked.text,
         "raw": asked.raw,
+        "skip_refused": asked.skip_refused,
         "settings": {**stored, **parse_settings(options.settings or ())},
         "device": options.device,
         "dtype": options.dtype,
@@ -230,8 +239,10 @@ def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
         keys = [Column(column.title, column.cells, left=True) for column in columns[:2]]
         print_columns(out, keys, columns[2:])
         out.print()
+    for reason in dict.fromkeys(row.error for row in report.rows if row.refused):
+        note(f"left out: {reason}", output)
     for row in report.rows:
-        if row.error is not None:
+        if row.error is not None and not row.refused:
             note(f"{row.method} {row.budget or ''} on {row.task}: {row.error}", output)
     note(f"{folder}: results.csv, results.json, index.html", output)
 

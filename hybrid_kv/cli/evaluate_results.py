@@ -43,7 +43,7 @@ def report_of(
         environment=environment,
         arguments=arguments.model_dump(mode="json"),
         model=arguments.model,
-        rows=tuple(rows_of(found)),
+        rows=(*rows_of(found), *contest.refused()),
         interrupted=interrupted,
     )
 

@@ -28,7 +28,8 @@ class EvalArguments(Params):
     attends in a step. question: when it comes, "after" the eviction, "before" it, or "both".
     samples: contexts of each task and length. settings: for all methods that know them. text: a
     file to read on in; None for English prose that every Python brings. raw: leaves out the chat
-    template.
+    template. skip_refused: budgets that a method refuses are named in the results and left out,
+    where else nothing is measured at all.
     """
 
     model: str
@@ -44,13 +45,15 @@ class EvalArguments(Params):
     dtype: str | None = None
     text: str | None = None
     raw: bool = False
+    skip_refused: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EvalArguments:
         """Checked arguments.
 
         Raises:
-            ConfigError: a task, method or setting is unknown, or a budget leaves nothing.
+            ConfigError: a task, method or setting is unknown, a budget leaves a method nothing and
+                `skip_refused` is not set, or leaves nothing to compare.
         """
         try:
             asked = cls.model_validate(dict(values))
@@ -73,12 +76,33 @@ class EvalArguments(Params):
         for task in asked.tasks:
             if task != "all":
                 asked.check_task(task)
-        for context in asked.contexts:
-            asked.contenders(context)
+        asked.check_budgets()
         return asked
 
     def contenders(self, context_tokens: int) -> list[Contender]:
         """Who takes part at a context length, full attention first."""
+        return [one for one in self._named(context_tokens) if one.refused is None]
+
+    def refused(self, context_tokens: int) -> list[Contender]:
+        """Who was asked for and cannot take part."""
+        return [one for one in self._named(context_tokens) if one.refused is not None]
+
+    def check_budgets(self) -> None:
+        """Raises ConfigError for budgets that methods refuse, all of them at once."""
+        found = [one for context in self.contexts for one in self.refused(context)]
+        rivals = any(
+            one.name != FULL for context in self.contexts for one in self.contenders(context)
+        )
+        if not found or (self.skip_refused and rivals):
+            return
+        reasons = list(dict.fromkeys(str(one.refused) for one in found))
+        if not rivals:
+            raise ConfigError(f"{reasons[0]}; no method is left to compare")
+        names = list(dict.fromkeys(f"{one.name} at {one.budget}" for one in found))
+        others = f" (as are {', '.join(names[1:])})" if len(names) > 1 else ""
+        raise ConfigError(f"{reasons[0]}{others}; or leave out what is refused with --skip-refused")
+
+    def _named(self, context_tokens: int) -> list[Contender]:
         return [*contenders(self.methods, self.budgets, context_tokens, self.settings)]
 
     def tasks_in(self, language: Language) -> list[str]:
@@ -127,5 +151,5 @@ class EvalArguments(Params):
 
     def identity(self) -> dict[str, Any]:
         """What results of one folder must have in common; of all else more may be asked later."""
-        grows = {"tasks", "contexts", "methods", "budgets", "question", "device"}
+        grows = {"tasks", "contexts", "methods", "budgets", "question", "device", "skip_refused"}
         return self.model_dump(mode="json", exclude=grows)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import HybridConfig, budget_tokens
 from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.plugins import METHODS
 
@@ -21,12 +21,14 @@ _LONG_QUESTION = 2**20
 class Contender:
     """A method under a budget.
 
-    name: as it was asked for; budget: as it was asked for, None where it changes nothing.
+    name: as it was asked for; budget: as it was asked for, None where it changes nothing. refused:
+    why the method cannot be given the budget; `config` is then without it, and never run.
     """
 
     name: str
     budget: str | None
     config: HybridConfig
+    refused: str | None = None
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
@@ -62,17 +64,18 @@ def contenders(
         settings: for all methods that know them.
 
     Raises:
-        ConfigError: a method or setting is unknown, or a budget leaves nothing.
+        ConfigError: a method or setting is unknown, or a budget is none.
     """
+    for budget in budgets:
+        budget_tokens(budget, context_tokens)
     for name in dict.fromkeys((FULL, *names)):
         method, own = parse_spec(name)
         plain = _config(method, own, settings)
-        under = {b: plain.at_budget(b, context_tokens).replace(**own) for b in budgets}
-        if all(config == plain for config in under.values()):
+        under = [_under(name, plain, own, budget, context_tokens) for budget in budgets]
+        if all(one.config == plain and one.refused is None for one in under):
             yield Contender(name, None, plain)
-            continue
-        for budget, config in under.items():
-            yield Contender(name, budget, config)
+        else:
+            yield from under
 
 
 def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -85,6 +88,16 @@ def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
         if not any(HybridConfig.knows(method, key) for method in methods):
             known = {setting for method in methods for setting in HybridConfig.settings_of(method)}
             raise unknown_name("setting of the methods", key, known)
+
+
+def _under(
+    name: str, plain: HybridConfig, own: Mapping[str, str], budget: str, context_tokens: int
+) -> Contender:
+    try:
+        given = plain.at_budget(budget, context_tokens)
+    except ConfigError as error:
+        return Contender(name, budget, plain, str(error))
+    return Contender(name, budget, given.replace(**own))
 
 
 def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) -> HybridConfig:

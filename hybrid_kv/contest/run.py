@@ -23,7 +23,7 @@ from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.tasks import Task
 from hybrid_kv.planning.facts import model_facts
-from hybrid_kv.report.evaluation import Asking, Cell
+from hybrid_kv.report.evaluation import Asking, Cell, EvalRow
 from hybrid_kv.types import Needs
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,28 @@ class Contest:
             for asking in group.askings
             for contender in group.contenders
         ]
+
+    def refused(self) -> Iterator[EvalRow]:
+        """A row without a score for each method and budget that cannot be had."""
+        refusals = {context: self._asked.refused(context) for context in self._asked.contexts}
+        places = dict.fromkeys(
+            (group.spec, group.context_tokens, asking)
+            for group in self.groups
+            for asking in group.askings
+        )
+        for task, context, asking in places:
+            for one in refusals[context]:
+                yield EvalRow(
+                    task=task,
+                    context_tokens=context,
+                    asking=asking,
+                    method=one.name,
+                    budget=one.budget,
+                    samples=0,
+                    questions=0,
+                    error=one.refused,
+                    refused=True,
+                )
 
     def run(self, folder: ResultsFolder, told: Told | None = None) -> None:
         """Measures what the folder lacks; cells that failed are tried again.

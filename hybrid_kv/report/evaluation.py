@@ -87,7 +87,7 @@ class EvalRow(Group):
     samples: contexts; questions: answered, or tokens read. score: of answers, 0 to 1; of reading,
     the share of tokens whose likeliest prediction is full attention's. nats_beyond: nats per token
     beyond full attention's. depths: where the score depends on one place. error: why samples are
-    missing.
+    missing. refused: the method cannot be given so small a budget, and nothing was run.
     """
 
     task: str
@@ -105,3 +105,4 @@ class EvalRow(Group):
     depths: tuple[DepthScore, ...] = ()
     config: dict[str, Any] = Field(default_factory=dict)
     error: str | None = None
+    refused: bool = False

@@ -152,7 +152,9 @@ def to_csv(rows: Sequence[EvalRow]) -> str:
 
 def failed(row: EvalRow | None) -> str | None:
     """What stands in the place of a score that could not be had."""
-    return "failed" if row is not None and row.score is None and row.error else None
+    if row is None or row.score is not None or not row.error:
+        return None
+    return "refused" if row.refused else "failed"
 
 
 def short_count(tokens: int) -> str:

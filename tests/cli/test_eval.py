@@ -66,6 +66,24 @@ def test_a_second_run_measures_nothing_and_writes_the_same(done: Any, model: Pat
     assert {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()} == cells
 
 
+def test_refused_budgets_are_named_and_the_others_measured(done: Any, model: Path) -> None:
+    folder, _ = done
+    words = ("--budget", "80,10", "--samples", "1", "--skip-refused")
+    before = results(folder)
+    result = call("eval", model, *FEW, *words, "-o", folder)
+    assert result.exit_code == 0, result.output
+    assert "left out: budget 10 of 301 tokens cannot be given to streaming_llm" in result.stderr
+    full, kept, refusal = results(folder).rows
+    assert (full, kept) == before.rows
+    assert (refusal.method, refusal.budget, refusal.refused) == ("streaming_llm", "10", True)
+    assert (refusal.score, refusal.samples) == (None, 0)
+    assert "cannot be given to streaming_llm" in (folder / "index.html").read_text()
+    assert "cannot be given to streaming_llm" in (folder / "results.csv").read_text()
+    again = call("eval", model, *FEW, *BUDGET, "-o", folder)
+    assert again.exit_code == 0
+    assert results(folder).rows == before.rows
+
+
 def test_ctrl_c_keeps_what_was_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,37 @@ def test_what_cannot_be_compared_is_refused_at_once(values: dict[str, Any], text
     assert text in str(refusal.value)
 
 
+SMALL: dict[str, Any] = {
+    "methods": ("hybrid", "quest", "streaming_llm"),
+    "budgets": ("1%", "10%"),
+    "contexts": (1024,),
+}
+
+
+def test_all_that_is_refused_is_named_with_the_way_out() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        asked(**SMALL)
+    text = str(refusal.value)
+    assert "(as are quest at 1%, streaming_llm at 1%)" in text
+    assert text.endswith("or leave out what is refused with --skip-refused")
+
+
+def test_what_is_refused_is_left_out_by_name_where_that_was_asked() -> None:
+    found = asked(**SMALL, skip_refused=True)
+    kept = [(one.name, one.budget) for one in found.contenders(1024)]
+    assert kept == [("full", None), *((name, "10%") for name in SMALL["methods"])]
+    left_out = found.refused(1024)
+    assert [(one.name, one.budget) for one in left_out] == [(m, "1%") for m in SMALL["methods"]]
+    assert "budget 1% of 1024 tokens cannot be given to quest" in str(left_out[1].refused)
+
+
+def test_skipping_excuses_neither_a_wrong_budget_nor_one_that_leaves_no_method() -> None:
+    with pytest.raises(ConfigError, match="must be a share of the context such as 5%"):
+        asked(**{**SMALL, "budgets": ("10%", "much")}, skip_refused=True)
+    with pytest.raises(ConfigError, match="no method is left to compare"):
+        asked(**{**SMALL, "budgets": ("1%",)}, skip_refused=True)
+
+
 def test_names_of_groups_are_spelled_out() -> None:
     assert len(asked(tasks=("ruler",)).tasks) == 13
     methods = asked(methods=("all", "h2o:demote=offload"), contexts=(16384,)).methods

@@ -56,6 +56,13 @@ def report(rows: tuple[EvalRow, ...] = ROWS) -> EvalReport:
     )
 
 
+def test_what_was_refused_is_not_said_to_have_failed() -> None:
+    refusal = row("quest", "1%", None).model_copy(update={"refused": True})
+    (sheet,) = sheets((row("full", None, 1.0), refusal))
+    assert sheet.cells(sheet.lines[1])[2] == "refused"
+    assert "it broke" in render_evaluation(report((refusal,)))
+
+
 def test_budgets_stand_side_by_side() -> None:
     asked, reading = (next(iter(budget_tables(sheet))) for sheet in sheets(ROWS))
     assert asked.title == "4K tokens, key_value: score, question after the eviction"

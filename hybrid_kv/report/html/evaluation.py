@@ -49,7 +49,7 @@ def render_evaluation(report: EvalReport) -> str:
         Section("tables", "Results", _tables(found)),
         *_optional("pareto", "Score against bytes", _pareto(found)),
         *_optional("depths", "Where the answer stands", _depths(report.rows)),
-        *_optional("failures", "What failed", _failures(report.rows)),
+        *_optional("failures", "What failed or was refused", _failures(report.rows)),
         Section("run", "The run", _run(report)),
     ]
     title = f"{report.model}: methods compared"
@@ -108,7 +108,7 @@ def _table(sheet: Sheet) -> Html:
 
 
 def _cell(text: str) -> Child | StyledCell:
-    return StyledCell(text, "bad") if text == "failed" else text
+    return StyledCell(text, "bad") if text in ("failed", "refused") else text
 
 
 def _pareto(found: Sequence[Sheet]) -> Html | None:
