@@ -24,6 +24,7 @@ from hybrid_kv.types import PartialAttention
 SAMPLES = 8192
 """Entries that the moments of a block are taken from, evenly: the variance of a logit is then known
 to 1.6%, far better than logits are normal."""
+MOMENTS = ("keys", "values", "key_key", "key_value")
 _LEAST_GROWTH = 256
 _LEAST_VARIANCE = 1e-12
 
@@ -55,12 +56,15 @@ class Tail:
         share = 1 / k.shape[1]
         return cls(count, keys, values, k.mT @ k * share, k.mT @ v * share)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Its moments by name."""
+        return {name: getattr(self, name) for name in MOMENTS}
+
     def to(self, device: torch.device) -> Tail:
         """The same on a device; itself where it lies there."""
         if self.keys.device == device:
             return self
-        moments = self.keys, self.values, self.key_key, self.key_value
-        return Tail(self.count, *(tensor.to(device) for tensor in moments))
+        return Tail(self.count, **{name: t.to(device) for name, t in self.tensors().items()})
 
     def is_outgrown(self, count: int) -> bool:
         """Whether so many entries are enough more to learn from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, IntegrityError
 from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
@@ -23,12 +24,14 @@ class HeldExtent:
     """A run of cold entries.
 
     index: what finds them, and no others; None where the layer's own kind is to be built over them,
-        without samples. aging: what it learns from later; None for nothing.
+        without samples. aging: what it learns from later; None for nothing. moments: what is known
+        of them in sum; None where that is to be worked out when somebody asks.
     """
 
     length: int
     index: Index | None
     aging: Aging | None
+    moments: Tail | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class HeldLayer:
             ConfigError: the device finds its cold entries, by something that only lives there.
         """
         (row,) = layer.rows
-        extents = [_extent_of(layer, span) for span in row.chain.spans]
+        extents = [replace(_extent_of(layer, span), moments=span.known) for span in row.chain.spans]
         k, v = row.owned_view()
         moved = row.chain.num_tokens + row.dropped > 0
         first = row.hot_range().start * row.page_size if moved else k.shape[1]
@@ -127,7 +130,7 @@ class HeldLayer:
                 extent.index = LiveIndex.resumed(make, held.index, runner, held.aging)
             elif make is not None:
                 extent.index = LiveIndex(make, extent.keys, None, runner)
-            chain.spans.append(Span(extent, held.length))
+            chain.spans.append(Span(extent, held.length, known=held.moments))
             chain.num_tokens += held.length
             start = stop
 

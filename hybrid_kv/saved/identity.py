@@ -29,7 +29,13 @@ _FACTS = (
 _READING = frozenset(
     {
         *("page_budget", "cold.top_k", "cold.max_tokens", "cold.min_share", "cold.shared"),
-        *("cold.attend", "cold.stand_in", "cold.look_ahead", "cold.look_ahead_factor"),
+        *(
+            "cold.attend",
+            "cold.stand_in",
+            "cold.look_ahead",
+            "cold.look_ahead_factor",
+            "cold.estimate",
+        ),
     }
 )
 """Settings of methods that say how much is attended, and not what is stored or how it is found."""

@@ -50,6 +50,13 @@ class SavedSamples(SavedPart):
     num_keys: int
 
 
+class SavedMoments(SavedPart):
+    """What is known in sum of the first `num_entries` of an extent; see `Tail`."""
+
+    block: str = Field(pattern=_BLOCK)
+    num_entries: int = Field(ge=1)
+
+
 class SavedHead(SavedPart):
     """What finds the keys of one KV head: "sketch", "graph", "flat", ...
 
@@ -72,6 +79,7 @@ class SavedExtent(SavedPart):
     index: str | None = Field(default=None, pattern=_BLOCK)
     heads: list[SavedHead] = []
     samples: SavedSamples | None = None
+    moments: SavedMoments | None = None
 
 
 class SavedAudit(SavedPart):

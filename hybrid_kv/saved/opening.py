@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.models.hf_cache import HybridLayer, SlidingLayer, TieredCache
+from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import HeldExtent, HeldLayer, KVCache
@@ -175,7 +176,8 @@ class _Reader:
         extents, start = [], saved.num_first
         for extent in saved.extents:
             keys = k[:, start : start + extent.length]
-            extents.append(self._extent(extent, saved.layer_idx, placement, keys))
+            found = self._extent(extent, saved.layer_idx, placement, keys)
+            extents.append(replace(found, moments=self._moments(extent, keys)))
             start += extent.length
         kept = None
         if saved.kept is not None:
@@ -226,6 +228,20 @@ class _Reader:
         index = kind.load(self._manifest.path_of(self._root, saved.index), keys)
         aging = None if saved.samples is None else self._aging(saved.samples, layer_idx)
         return HeldExtent(saved.length, index, aging)
+
+    def _moments(self, extent: SavedExtent, keys: Tensor) -> Tail | None:
+        """Of an extent's keys [Hkv, n, D]; copied into memory."""
+        if (saved := extent.moments) is None:
+            return None
+        tensors, _ = mapped(_check(self._root, self._manifest, saved.block))
+        heads, _, dim = keys.shape
+        found = {name: tensors[name].clone() for name in MOMENTS}
+        for name, tensor in found.items():
+            if tensor.shape != (heads, dim, dim)[: tensor.ndim] or tensor.dtype != torch.float32:
+                raise ValueError(f"moments '{name}' in block '{saved.block}' have another size")
+        if saved.num_entries > extent.length:
+            raise ValueError(f"block '{saved.block}' is of more entries than there are")
+        return Tail(saved.num_entries, **found)
 
     def _aging(self, saved: SavedSamples, layer_idx: int) -> Aging:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.block))

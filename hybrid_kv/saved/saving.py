@@ -29,6 +29,7 @@ from hybrid_kv.saved.manifest import (
     SavedExtent,
     SavedHead,
     SavedLayer,
+    SavedMoments,
     SavedRounding,
     SavedSamples,
     SavedWindow,
@@ -244,7 +245,13 @@ def _write_extent(
     samples = None
     if saved is not None and extent.aging is not None:
         samples = _write_samples(writer, f"{name}-samples.safetensors", extent.aging)
-    return SavedExtent(length=extent.length, index=saved, heads=heads, samples=samples)
+    moments = None
+    if (known := extent.moments) is not None:
+        block = writer.tensors(f"{name}-moments.safetensors", known.tensors())
+        moments = SavedMoments(block=block, num_entries=known.count)
+    return SavedExtent(
+        length=extent.length, index=saved, heads=heads, samples=samples, moments=moments
+    )
 
 
 def _head(told: dict[str, Any]) -> SavedHead:

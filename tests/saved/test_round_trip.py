@@ -10,6 +10,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import build
@@ -67,6 +68,34 @@ def test_an_opened_context_answers_as_the_one_that_was_saved(
         assert answers(opened) == expected
         assert answers(opened) == expected  # an ask leaves no trace
         assert answers(context) == expected  # nor does saving
+
+
+def test_moments_are_saved_and_not_taken_again(
+    plain: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would read a page of the file for nearly every entry."""
+    with loaded(plain, "hybrid", **METHODS["hybrid"]) as llm:
+        context = llm.context(TEXT)
+        expected = answers(context)
+        context.save(tmp_path / "a.hkv")
+        with monkeypatch.context() as patched:
+            patched.setattr(Tail, "of", lambda *_: pytest.fail("moments were taken again"))
+            opened = llm.open(tmp_path / "a.hkv")
+            assert answers(opened) == expected
+        spans = [store.rows[0].chain.spans[0] for store in opened._cache.kv.stores.values()]
+        counts = {span.known.count for span in spans if span.known is not None}
+        assert counts == {spans[0].length}
+
+
+def test_damaged_moments_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
+    with loaded(plain, "hybrid", **METHODS["hybrid"]) as llm:
+        llm.context(TEXT).save(tmp_path / "a.hkv")
+        manifest = read_manifest(tmp_path / "a.hkv")
+        moments = manifest.layers[0].extents[0].moments
+        assert moments is not None
+        flip(manifest.path_of(tmp_path / "a.hkv", moments.block), -5)
+        with pytest.raises(FileFormatError, match="checksum"):
+            llm.open(tmp_path / "a.hkv")
 
 
 @pytest.mark.parametrize("length", [5, 37, 48, 49, 200])

@@ -19,7 +19,7 @@ from hybrid_kv.ops.native.attend import KVStruct, described
 from hybrid_kv.ops.native.pages import DigestStruct
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.ops.tail import Tail
+from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.types import PartialAttention
 
 FLAT, GRAPH, SKETCH = 0, 1, 2
@@ -41,7 +41,7 @@ class SearchStruct(Structure):
 class TailStruct(Structure):
     """`hkv_tail`."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "key_key", "key_value"))
+    _fields_ = tuple((name, c_void_p) for name in MOMENTS)
 
 
 class ColdStruct(Structure):
@@ -264,15 +264,15 @@ class LayerPlan:
 
     def _tail(self, tail: Tail) -> TailStruct:
         heads, dim = self._size[0], self._dim
-        moments = tail.keys, tail.values, tail.key_key, tail.key_value
-        for tensor in moments:
+        moments = tail.tensors()
+        for tensor in moments.values():
             size = (heads, dim, dim)[: tensor.ndim]
             if tensor.shape != size or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise ShapeError(
                     f"moments must be {list(size)} float32, contiguous, got {list(tensor.shape)} "
                     f"{tensor.dtype}"
                 )
-        return TailStruct(*(tensor.data_ptr() for tensor in moments))
+        return TailStruct(**{name: tensor.data_ptr() for name, tensor in moments.items()})
 
     def attend(
         self,
