@@ -23,7 +23,7 @@ from time import thread_time
 from typing import Any
 
 os.environ["HYBRID_KV_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HYBRID_KV_ONE_CALL"] = "0"  # a call for a whole layer shows no parts
+os.environ["HYBRID_KV_ONE_CALL"] = "0"  # as the host works for a GPU, where steps are made op by op
 
 import torch
 
@@ -120,7 +120,7 @@ def predicted(kind: str, keys: int) -> dict[str, float]:
     return {
         "search": heads * costs.search[COST_OF[kind]].core_us(keys),
         "cold attention": heads * costs.attend.core_us(keys),
-        "entering": costs.enter_us,
+        "entering": costs.entering_us(keys),
     }
 
 

@@ -72,24 +72,31 @@ class HostCosts:
     """What a core does, measured; groups of 4 query heads of 128 channels in 16 bit.
 
     search: by kind of index. attend: attention over what a group found, 100 entries a query head,
-    which lie farther apart among more keys. enter_us: Python and ctypes of a layer's step. wake_us:
-    until the pool works (estimate).
+    which lie farther apart among more keys. enter_us: Python and ctypes of a layer's step, and
+    emptied_us: so much more where the search has emptied the caches, in proportion up to 128K keys.
+    wake_us: until the pool works (estimate).
     """
 
     search: dict[str, CoreCost]
     attend: CoreCost
     enter_us: float
+    emptied_us: float
     wake_us: float
+
+    def entering_us(self, keys: int) -> float:
+        """Of Python around a layer's search among so many keys."""
+        return self.enter_us + self.emptied_us * min(1.0, keys / _CONTEXT)
 
 
 HOST_COSTS = HostCosts(
     search={
         "graph": CoreCost(0.0, 400.0, 0.9, walked_bytes=1.5 * 9000 * 129),
-        "sketch": CoreCost(64.0, 140.0, 1.0, key_bytes=24.0),
+        "sketch": CoreCost(50.0, 150.0, 1.0, key_bytes=24.0),
         "scan": CoreCost(0.0, 520.0, 1.0, key_bytes=129.0),
     },
-    attend=CoreCost(0.0, 30.0, 0.55),
-    enter_us=250.0,
+    attend=CoreCost(10.0, 16.0, 1.0),
+    enter_us=170.0,
+    emptied_us=150.0,
     wake_us=20.0,
 )
 """One core of an AMD EPYC, Zen 5, AVX-512 (docs/results.md)."""
@@ -221,7 +228,7 @@ class Designs:
         base = tuple(self._base(_SMALL_KERNELS + 7))
         layer_ms = sum(part.ms for part in base) / max(1, self._layers)
         exposed = [max(0.0, ms - layer_ms) if ahead else ms for ms in search]
-        enter = self._layers * (costs.enter_us + costs.wake_us) / 1e3
+        enter = self._layers * (costs.entering_us(self._cold) + costs.wake_us) / 1e3
         trips = 2 * self._layers
         parts = (
             *base,

@@ -12,7 +12,6 @@ from hybrid_kv.planning.designs import (
     Designs,
     DesignStep,
     Host,
-    HostCosts,
     host_attend_ms,
     host_search_ms,
 )
@@ -45,7 +44,7 @@ def test_every_design_reads_the_weights_and_its_parts_are_its_time() -> None:
 
 def test_a_search_takes_its_work_or_its_bytes() -> None:
     cost = CoreCost(20.0, 100.0, 1.0, key_bytes=24.0)
-    costs = HostCosts({"sketch": cost}, CoreCost(0.0, 40.0, 0.5), enter_us=0.0, wake_us=0.0)
+    costs = replace(HOST_COSTS, search={"sketch": cost})
     alone = host_search_ms(SHAPE, "sketch", 2**18, Host(1, 70.0, 35.0), costs)
     assert alone == pytest.approx(8 * 220e-3), "one core's work"
     many = host_search_ms(SHAPE, "sketch", 2**18, Host(64, 70.0, 35.0), costs)
@@ -56,6 +55,12 @@ def test_attention_of_what_was_found_has_a_head_for_a_thread() -> None:
     costs = replace(HOST_COSTS, attend=CoreCost(0.0, 200.0, 0.5))
     found = [host_attend_ms(SHAPE, 2**19, Host(n, 70.0, 35.0), costs) for n in (2, 64)]
     assert found == [pytest.approx(8 * 0.4 / 2), pytest.approx(0.4)]
+
+
+def test_python_takes_longer_where_a_search_has_emptied_the_caches() -> None:
+    costs = replace(HOST_COSTS, enter_us=100.0, emptied_us=60.0, wake_us=0.0)
+    found = [costs.entering_us(keys) for keys in (0, 2**16, 2**17, 2**20)]
+    assert found == [100.0, 130.0, 160.0, 160.0]
 
 
 def test_cores_are_left_to_others_as_the_pool_leaves_them() -> None:
