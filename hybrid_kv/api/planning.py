@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hybrid_kv.api.arguments import check_source, whole_number
-from hybrid_kv.config import ConfigLike, HybridConfig
+from hybrid_kv.config import ConfigLike, HybridConfig, composed
 from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.load import resolve_device
@@ -46,8 +46,8 @@ def plan(
         rates: bandwidths instead of those measured here, which takes about a second.
 
     Raises:
-        ConfigError: an argument is unknown, of a wrong type or out of range, or there is no such
-            card.
+        ConfigError: an argument is unknown, of a wrong type or out of range, there is no such
+            card, or the method composes several, whose tiers differ.
         ModelNotFoundError, UnsupportedModelError: the model cannot be read or tiered.
     """
     context_tokens = whole_number("context_tokens", context_tokens)
@@ -55,6 +55,12 @@ def plan(
         if value is not None:
             whole_number(name, value)
     wanted = HybridConfig.of(config)
+    parts = dict.fromkeys(part.method for part in composed(wanted.params))
+    if len(composed(wanted.params)) > 1:
+        raise ConfigError(
+            "a plan must be of one method for all layers and heads, got "
+            f"{wanted.method} of {', '.join(parts)}; plan for its parts one by one"
+        )
     if card is not None and card not in CARDS:
         raise unknown_name("card", card, CARDS)
     check_source(model)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from hybrid_kv.config import HybridConfig
+from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.index.pages import with_room
 from hybrid_kv.models.prompt_states import lie_on_host
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
@@ -198,7 +198,8 @@ def make_plan(
 
     Args:
         context_tokens: prompt and answer together, at least 1.
-        config: of the tiered method.
+        config: of the tiered method. One that composes a single method is planned as that method;
+            where there are several their tiers differ, and no times are predicted.
     """
     planner = _Planner(facts, machine, config)
     plan = Plan(facts, machine, context_tokens, planner.options(context_tokens))
@@ -213,6 +214,11 @@ class _Planner:
     """The three options for contexts of one model on one machine."""
 
     def __init__(self, facts: ModelFacts, machine: Machine, config: HybridConfig) -> None:
+        self._parts = composed(config.params)
+        if len(self._parts) == 1:
+            (part,) = self._parts
+            common = config.model_dump(exclude={"method", "params"})
+            config = HybridConfig(**common, method=part.method, params=part.params)
         self._facts, self._machine, self._config = facts, machine, config
         self._method = config.build()
 
@@ -416,6 +422,8 @@ class _Planner:
 
     def _searched_bytes(self, cold: int) -> tuple[float, float] | None:
         """Bytes that the searches of one step read in order, and at random places."""
+        if len(self._parts) > 1:
+            return None
         index = getattr(getattr(self._config, "cold", None), "index", None)
         if index is None:
             return 0.0, 0.0

@@ -74,6 +74,7 @@ def test_this_machine_is_planned_for_by_default() -> None:
         (("--context", "4m"), "context must be at most 2097152 tokens for this model, got 4194304"),
         (("--weight-bits", "5"), "weight_bits must be 16, 8 or 4, got 5"),
         (("--device-memory", "24GiB", "--device", "cpu"), "device_bytes is the memory of a GPU"),
+        (("--method", "by_layer"), "got by_layer of streaming_llm, snapkv; plan for its parts one"),
     ],
 )
 def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) -> None:

@@ -184,6 +184,19 @@ def test_auto_is_the_best_of_sketch_graph_and_scan(tokens: int, gather: float) -
     assert search_ms("auto", tokens, machine) == min(kinds)
 
 
+def test_one_composed_method_is_planned_as_itself() -> None:
+    part = {"method": "hybrid", "window_tokens": 4096, "cold": HOST_FINDS}
+    whole = option_of(128 << 10, "hybrid", cold=HOST_FINDS, window_tokens=4096)
+    for config in ({"layers": {"rest": part}}, {"layers": {"0-31": part}}):
+        assert option_of(128 << 10, "hybrid", method="by_layer", **config) == whole
+    assert whole.ms["search"] > 0
+
+
+def test_no_times_are_guessed_where_layers_have_different_tiers() -> None:
+    layers = {"0-1": "full", "rest": "hybrid"}
+    assert option_of(128 << 10, "hybrid", method="by_layer", layers=layers).ms == {}
+
+
 def test_what_is_not_modelled_is_not_guessed() -> None:
     option = option_of(128 << 10, "hybrid", method="ivf")
     assert option.ms == {}
