@@ -17,6 +17,7 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import Stage
 from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, Token, Usage
+from hybrid_kv.serve.room import Needed
 from hybrid_kv.serve.sampling import Sampler
 from hybrid_kv.serve.text import AnswerText
 from hybrid_kv.store import tier_bytes
@@ -34,18 +35,18 @@ class ActiveRequest:
     what this one begins with, and goes first.
 
     Args:
-        needed_bytes: of host memory when it is at its longest.
+        needed: memory when it is at its longest.
     """
 
     def __init__(
         self,
         llm: LLM,
         ticket: Ticket,
-        needed_bytes: int,
+        needed: Needed,
         leader: ActiveRequest | None = None,
     ) -> None:
         self.ticket, self.request = ticket, ticket.request
-        self.needed_bytes, self.leader = needed_bytes, leader
+        self.needed, self.leader = needed, leader
         self.ids = list(self.request.ids)
         self.done = self.reused = 0
         self.began: float | None = None
@@ -215,9 +216,18 @@ class ActiveRequest:
 
     @property
     def held_bytes(self) -> int:
-        """Of the needed bytes those that are taken already, about."""
+        """Of the host's needed bytes those that are taken already, about."""
         total = len(self.request.ids) + self.request.max_new_tokens
-        return self.needed_bytes * (self.done + len(self.times)) // total
+        return self.needed.host * (self.done + len(self.times)) // total
+
+    @property
+    def coming(self) -> Needed:
+        """What it will take yet; on a device nothing from the end of its prompt on, where most of
+        it leaves.
+        """
+        total = len(self.request.ids) + self.request.max_new_tokens
+        device = 0 if self.is_sealed else self.needed.device * (total - self.done) // total
+        return Needed(self.needed.host - self.held_bytes, device)
 
     def usage(self) -> Usage:
         return Usage(len(self.request.ids), len(self.times), self.reused)

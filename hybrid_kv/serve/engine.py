@@ -16,10 +16,10 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context
-from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, Ticket
-from hybrid_kv.serve.rounds import Rounds, needed_bytes
+from hybrid_kv.serve.room import Needed, check, needed_bytes
+from hybrid_kv.serve.rounds import Rounds
 
 _log = logging.getLogger(__name__)
 
@@ -115,8 +115,11 @@ class Engine:
             raise ConfigError("stop strings need a tokenizer, and the model has none")
         # What others hold now is free before this one would have to be refused.
         now = self._stats
-        held = now.device_kv_bytes + now.host_kv_bytes + now.host_index_bytes
-        check_host_memory(needed_bytes(self._llm, request) - held, total)
+        host = now.host_kv_bytes + now.host_index_bytes
+        needed = needed_bytes(self._llm, request)
+        on_host = not needed.device  # what computes on the host has its device tier there
+        held = Needed(host + on_host * now.device_kv_bytes, now.device_kv_bytes)
+        check(self._llm, needed, held, total)
 
     def stats(self) -> EngineStats:
         """How the engine stands, as it was a moment ago."""

@@ -21,7 +21,7 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
-from hybrid_kv.runtime import check_host_memory, memory_errors, spare_host_memory
+from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.prefixes import KeptPrefixes
@@ -31,11 +31,11 @@ from hybrid_kv.serve.requests import (
     Finished,
     Limits,
     Reason,
-    Request,
     RequestReport,
     Ticket,
     Usage,
 )
+from hybrid_kv.serve.room import Needed, check, fits, needed_bytes
 from hybrid_kv.serve.tally import EngineTally
 from hybrid_kv.store import tier_bytes
 
@@ -95,25 +95,24 @@ class Rounds:
             ticket = queue[0]
             needed = needed_bytes(self._llm, ticket.request)
             self._drop_prefixes(needed)
-            if self.runs and needed > self._spare_bytes():
+            if self.runs and not self._fits(needed):
                 return
             queue.popleft()
             leader = self._prompts.leader(ticket.request)
             self.runs.append(ActiveRequest(self._llm, ticket, needed, leader))
 
-    def _drop_prefixes(self, needed: int) -> None:
-        while self._prefixes and needed > self._spare_bytes():
+    def _fits(self, needed: Needed) -> bool:
+        return fits(self._llm, needed, [run.coming for run in self.runs])
+
+    def _drop_prefixes(self, needed: Needed) -> None:
+        while self._prefixes and not self._fits(needed):
             self._prefixes.drop_oldest()
 
     def _make_room(self, run: ActiveRequest) -> None:
         """Raises CapacityError where there is none for what the request will hold."""
-        self._drop_prefixes(run.needed_bytes)
+        self._drop_prefixes(run.needed)
         total = len(run.request.ids) + run.request.max_new_tokens
-        check_host_memory(run.needed_bytes, total)
-
-    def _spare_bytes(self) -> int:
-        """Of the host's free memory, what is not promised to requests that run."""
-        return spare_host_memory(sum(run.needed_bytes - run.held_bytes for run in self.runs))
+        check(self._llm, run.needed, Needed(0, 0), total)
 
     def _end_early(self) -> None:
         for run in list(self.runs):
@@ -293,8 +292,9 @@ class Rounds:
             self._finish(ticket, "error", error=error)
 
     def stats(self, queued: int) -> EngineStats:
-        """How things stand."""
-        caches = [run.cache for run in self.runs if run.has_begun] + self._prefixes.caches
+        """How things stand; memory without that of prompts that another thread works on."""
+        here = (run for run in self.runs if run.has_begun and not run.is_aside)
+        caches = [run.cache for run in here] + self._prefixes.caches
         held = tier_bytes(store for cache in caches for store in cache.kv.stores.values())
         stats = self.tally.stats(queued, self.runs, self.chunk_tokens, held)
         kept = sum(self._prefixes.held())
@@ -337,12 +337,6 @@ def _early_end(ticket: Ticket) -> Reason | None:
         return "cancelled"
     late = ticket.deadline is not None and monotonic() >= ticket.deadline
     return "timeout" if late else None
-
-
-def needed_bytes(llm: LLM, request: Request) -> int:
-    """Of host memory, for keys, values and indexes of the prompt and the longest answer."""
-    total = len(request.ids) + request.max_new_tokens
-    return total * llm.runtime.bytes_per_token((request.config or llm.config).build(), total)
 
 
 def as_ours(error: Exception) -> HybridKVError:

@@ -12,7 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import BusyError, CapacityError, ConfigError, NonFiniteError, QueueFullError
+from hybrid_kv.errors import (
+    BusyError,
+    CapacityError,
+    ConfigError,
+    DeviceMemoryError,
+    NonFiniteError,
+    QueueFullError,
+)
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.runtime import capacity
 from hybrid_kv.serve import (
@@ -23,8 +30,9 @@ from hybrid_kv.serve import (
     Sampling,
     Ticket,
     Token,
+    room,
 )
-from hybrid_kv.serve.rounds import needed_bytes
+from hybrid_kv.serve.room import needed_bytes
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
@@ -353,7 +361,7 @@ def test_requests_wait_for_memory_that_others_hold(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [asked(500) for _ in range(3)]
-    room, most = int(2.5 * needed_bytes(one, requests[0])), 0
+    room, most = int(2.5 * needed_bytes(one, requests[0]).host), 0
     with slow(one, 0.003), Engine(one, Limits(prefix_bytes=0)) as engine:
         runs = engine._rounds.runs
 
@@ -366,6 +374,33 @@ def test_requests_wait_for_memory_that_others_hold(
             most = max(most, len(runs))
             sleep(0.001)
         assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
+    assert most == 2
+
+
+def test_requests_wait_for_memory_of_a_device_that_prompts_hold(
+    one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that is computed: it has room for two and a half prompts until they are computed."""
+    each, most = 2 * 72 * 2 * 4, 0  # keys and values of a token: head_dim, layers, float32
+    requests = [asked(500, max_new_tokens=2, seed=seed) for seed in range(4)]
+    size = int(2.5 * each * 502 / 0.9)
+    with slow(one, 0.003), Engine(one, Limits(prefix_bytes=0)) as engine:
+        runs = engine._rounds.runs
+
+        def free(device: torch.device) -> int:
+            return size - sum(each * run.done for run in runs if not run.is_sealed)
+
+        monkeypatch.setattr(room, "free_device_bytes", free)
+        assert needed_bytes(one, requests[0]).device == 502 * each
+        tickets = [engine.submit(request) for request in requests]
+        while not tickets[-1].is_finished:
+            most = max(most, sum(not run.is_sealed for run in runs))
+            sleep(0.001)
+        assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
+        monkeypatch.setattr(room, "free_device_bytes", lambda device: each * 300)
+        until(lambda: not engine.stats().running)
+        with pytest.raises(DeviceMemoryError, match="502 tokens needs 578,304 bytes of GPU memory"):
+            engine.submit(requests[0])
     assert most == 2
 
 

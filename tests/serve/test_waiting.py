@@ -127,20 +127,35 @@ def test_streams_go_on_while_layers_of_a_prompt_move(
     gate, seal, late = Gate(), KVCache.seal_if_open, asked(300)
     want = alone(llm, late)
 
+    moving: list[KVCache] = []
+    touched: list[KVCache] = []
+    settle = KVCache._settle_all
+
     def sealing(self: KVCache, layer_idx: int, **options: Any) -> None:
         if threading.current_thread().name.startswith("hybrid-kv-build"):
+            moving.append(self)
             gate.wait()
         seal(self, layer_idx, **options)
 
+    def settling(self: KVCache) -> None:
+        if not gate.open.is_set():
+            touched.append(self)
+        settle(self)
+
     monkeypatch.setattr(KVCache, "seal_if_open", sealing)
+    monkeypatch.setattr(KVCache, "_settle_all", settling)
+    monkeypatch.setattr("hybrid_kv.serve.engine._PUBLISH_S", 0.0)
     with slow(llm, 0.002), Engine(llm) as engine:
         stream = engine.submit(asked(20, max_new_tokens=900))
         until(lambda: tokens_of(stream))
         ending = engine.submit(late)
         assert gate.entered.wait(10)
+        touched.clear()
         before = tokens_of(stream)
         until(lambda: tokens_of(stream) > before + 20)
         assert not tokens_of(ending)
+        assert touched
+        assert moving[0] not in touched, "figures are of what nobody works on"
         gate.open.set()
         assert read(ending)[0] == want
         stream.cancel()
