@@ -27,6 +27,8 @@ _SMALL_KERNELS = 37
 """Of a layer beside its seven products: norms, rotary embedding, gate, sums, and our own five."""
 _SELECT_KERNELS = 4
 """More of them where the device finds cold entries: scan, threshold, ranking, merge."""
+_TAIL_KERNELS = 51
+"""And those of torch that estimate what it did not find, counted on the host (tests/runtime)."""
 _EVENT_US = 40.0
 """From the last kernel before a wait until the host goes on, or back: event, copy, wake-up."""
 _CALLER_MS = 2.0
@@ -271,7 +273,7 @@ class Designs:
         )
         bus = self._rates.h2d or self._rates.dram
         parts = (
-            *self._base(_SMALL_KERNELS + 7 + _SELECT_KERNELS),
+            *self._base(_SMALL_KERNELS + 7 + _SELECT_KERNELS + _TAIL_KERNELS),
             DesignPart("scan of codes", "device", codes / self._rates.device / 1e6),
             DesignPart("ranking and attention of host rows", "bus", ranked / bus / 1e6),
             DesignPart("generate", "host", _CAPTURED_CALLER_MS),
