@@ -25,9 +25,11 @@ class Hybrid(RetrievalAttention):
     """Retrieval attention that fills spare device memory with pages and reads the best of them.
 
     Sinks and window are attended exactly, pages on the device by Quest's bound, cold entries by
-    whichever index is best for head, machine and length; the parts are merged by log-sum-exp.
+    whichever index is best for head, machine and length, and what no search finds as the tail of
+    one Gaussian of keys and values for each KV head; the parts are merged by log-sum-exp.
 
     Kept: sinks, window and spare pages on the device, everything else in host memory.
+    Lost: nothing; what a step does not find it knows by mean and covariance.
     Deviations: the combination is of this project.
     """
 

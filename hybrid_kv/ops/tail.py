@@ -3,12 +3,12 @@
 The entries of a KV head are taken as draws of one Gaussian over keys and values. A query q sees
 logits s = scale q . k, which are then normal with a mean m and a variance w, and values whose mean
 moves along a line with s. A search that ranks has taken the largest: the others lie below the
-lowest logit t that it took. So the n that are left weigh
+lowest logit t that it took. With x standard normal, the n that are left weigh
 
-    n E[exp(s) | s < t] = n exp(m + w / 2) P(z < (t - m - w) / sqrt(w)) / P(z < (t - m) / sqrt(w))
+    n E[exp(s) | s < t] = n exp(m + w / 2) P(x < (t - m - w) / sqrt(w)) / P(x < (t - m) / sqrt(w))
 
-and their weighted mean value is mean(v) + cov(v, s) / w (E[s exp(s) | s < t] / E[exp(s) | s < t] -
-m). That costs 2 D^2 products a query, however many entries there are.
+and their weighted mean value is mean(v) + cov(v, s) / w (E[s] - m), E by weight. That costs 2 D^2
+products a query, however many entries there are. No paper that we know of does it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLES = 8192
 to 1.6%, far better than logits are normal."""
 MOMENTS = ("keys", "values", "key_key", "key_value")
 _LEAST_GROWTH = 256
-_LEAST_VARIANCE = 1e-12
+_LEAST_VARIANCE, _LEAST_SLOPE = 1e-12, 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,18 +112,16 @@ class Tail:
         mean = torch.einsum("hmd,hd->hm", q, self.keys).double()
         variance = (q @ self.key_key * q).sum(-1).double().clamp_min(_LEAST_VARIANCE)
         lean = q @ self.key_value  # [Hkv, M, D], covariance of the values with the logit
-        width, slope = variance.sqrt(), torch.ones_like(mean)
+        deviation = width = variance.sqrt()
         if softcap is not None:  # capped logits as normal too: their width by the slope at the mean
-            capped = torch.tanh(mean / softcap)
-            mean, slope = softcap * capped, (1 - capped * capped).clamp_min(1e-6)
-            width = width * slope
+            bent = torch.tanh(mean / softcap)
+            mean, width = softcap * bent, width * (1 - bent * bent).clamp_min(_LEAST_SLOPE)
         cut = (limit.double() - mean) / width
         z = cut - width
         below = torch.special.log_ndtr(z)
         lse = left.log() + mean + width * width / 2 + below - torch.special.log_ndtr(cut)
         density = (-z * z / 2 - below).exp() / math.sqrt(2 * math.pi)  # phi(z) / P(z)
-        # The mean of (s - m) / w by weight; values lie along it.
-        shift = (width - density) / (variance.sqrt())
+        shift = (width - density) / deviation  # (E[s] - m) / w, along which the values move
         out = self.values[:, None] + lean * shift.float()[..., None]
         return PartialAttention(out, lse.float())
 
