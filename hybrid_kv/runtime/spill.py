@@ -6,8 +6,8 @@ any time and no step waits for a copy that the device can make beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -173,8 +173,9 @@ class _Spill:
 
     finite: [] bool, whether all of them are numbers; found out where they lay.
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
-        arrived. nearest: [Hkv, G, M, K], the best of the entries for each. moments: of the entries,
-        if they begin a row.
+        arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
+    moments: of the entries, if they begin a row, where they were taken. sent: the same on their way
+        to a host that searches.
     stand_in: makes what serves until a new index is built. select: makes the indexes of this row
         where its device finds entries by itself; then nothing that they learned from has to travel.
     """
@@ -187,6 +188,7 @@ class _Spill:
     asked: Parcel | None = None
     nearest: Parcel | None = None
     moments: Tail | None = None
+    sent: Mapping[str, Parcel] = field(default_factory=dict)
     stand_in: MakeIndex | None = None
     select: tuple[MakeIndex, MakeIndex] | None = None
 
@@ -211,8 +213,11 @@ class _Spill:
         k = executor.send(overflow.k, reserved.k)
         v = executor.send(overflow.v, reserved.v)
         finite = executor.send(all_finite(overflow.k, overflow.v))
+        sent = {}
+        if moments is not None and select is None:
+            sent = {name: executor.keep(tensor) for name, tensor in moments.tensors().items()}
         if samples is None or select is not None:
-            return cls(reserved, k, v, finite, moments=moments, select=select)
+            return cls(reserved, k, v, finite, moments=moments, sent=sent, select=select)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
@@ -223,12 +228,13 @@ class _Spill:
             executor.keep(samples.queries),
             None if nearest is None else executor.keep(nearest),
             moments,
+            sent,
             stand_in,
         )
 
     @property
     def parcels(self) -> list[Parcel]:
-        parcels = (self.k, self.v, self.finite, self.asked, self.nearest)
+        parcels = (self.k, self.v, self.finite, self.asked, self.nearest, *self.sent.values())
         return [parcel for parcel in parcels if parcel is not None]
 
     def commit(self, row: Row, runner: BuildRunner) -> None:
@@ -245,7 +251,12 @@ class _Spill:
             samples = replace(samples, queries=self.asked.open())
         row.chain.commit(new, make_index, samples, runner, nearest, self.stand_in)
         if self.moments is not None:
-            new.span.known = self.moments
+            new.span.known = self._known(self.moments)
+
+    def _known(self, moments: Tail) -> Tail:
+        if not self.sent:
+            return moments
+        return Tail(moments.count, **{name: one.open() for name, one in self.sent.items()})
 
 
 def all_finite(*tensors: Tensor) -> Tensor:

@@ -76,7 +76,8 @@ def test_every_cell_is_measured_and_full_attention_is_the_measure(
             counters = row(rows, method, asking).counters
             assert counters.attended_tokens == pytest.approx(0.25 * 391, abs=12)
             assert counters.missed_mass is not None
-            assert counters.missed_mass > 0.01
+            least = 0 if method == "hybrid" else 0.01  # hybrid estimates the rest
+            assert counters.missed_mass > least
     assert row(rows, "hybrid", "after").counters.recall is not None
 
 

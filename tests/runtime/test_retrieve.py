@@ -37,7 +37,7 @@ def attended(found: Retrieved, lengths: list[int]) -> list[list[set[int]]]:
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     heads, queries, _ = found.parts[0][1].shape
     sets: list[list[set[int]]] = [[set() for _ in range(queries)] for _ in range(heads)]
-    for start, (_, ids, _) in zip(starts, found.parts, strict=True):
+    for start, (_, ids, *_) in zip(starts, found.parts, strict=True):
         for head in range(heads):
             for query in range(queries):
                 mine = ids[head, query]
