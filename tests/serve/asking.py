@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.serve import Finished, Prefilled, Request, Sampling, Ticket, Token
+from hybrid_kv.serve import Engine, Finished, Prefilled, Request, Sampling, Ticket, Token
 from tests.contracts.architectures import scale_weights
 
 VOCAB = 12
@@ -84,7 +84,13 @@ def slow(llm: hkv.LLM, seconds: float = 0.02) -> Iterator[None]:
         hook.remove()
 
 
-def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def is_idle(engine: Engine) -> bool:
+    """By figures that are of a moment ago: nobody waits, is prefilled or gets tokens."""
+    stats = engine.stats()
+    return not (stats.queued or stats.prefilling or stats.running)
+
+
+def until(what: Callable[[], object], seconds: float = 30.0) -> None:
     end = monotonic() + seconds
     while not what():
         assert monotonic() < end, "it did not happen"

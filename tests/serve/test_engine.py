@@ -40,6 +40,7 @@ from tests.serve.asking import (
     UNJUDGED,
     alone,
     asked,
+    is_idle,
     prompt,
     read,
     slow,
@@ -111,7 +112,7 @@ def test_prompts_are_computed_between_steps_of_others(one: hkv.LLM) -> None:
         assert max(b - a for a, b in zip([0, *pieces], pieces, strict=False)) <= 20
         assert pieces[-1] == 400
         read(first)
-        until(lambda: not engine.stats().running)
+        until(lambda: is_idle(engine))
         stats = engine.stats()
     assert stats.stall_ms >= stats.last_stall_ms > 2
 
@@ -123,7 +124,7 @@ def test_a_model_that_cannot_be_joined_is_served_row_by_row() -> None:
         want = [alone(llm, request) for request in requests]
         with Engine(llm) as engine:
             found = [read(engine.submit(request)) for request in requests]
-            until(lambda: not engine.stats().running)
+            until(lambda: is_idle(engine))
             assert [tokens for tokens, _ in found] == want
             (reason,) = engine.stats().alone
         assert "transformers' own" in reason
@@ -242,7 +243,7 @@ def test_cancelling_in_prefill_and_in_decode_ends_that_request_only(one: hkv.LLM
         assert 0 < len(ends[0][0]) < 500
         assert ends[1][0] == ends[2][0] == []
         assert read(kept)[0] == want
-        until(lambda: not engine.stats().running)
+        until(lambda: is_idle(engine))
         assert engine.stats().device_kv_bytes == 0
 
 
@@ -398,7 +399,7 @@ def test_requests_wait_for_memory_of_a_device_that_prompts_hold(
             sleep(0.001)
         assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
         monkeypatch.setattr(room, "free_device_bytes", lambda device: each * 300)
-        until(lambda: not engine.stats().running)
+        until(lambda: is_idle(engine))
         with pytest.raises(DeviceMemoryError, match="502 tokens needs 578,304 bytes of GPU memory"):
             engine.submit(requests[0])
     assert most == 2

@@ -15,7 +15,17 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
 from hybrid_kv.serve.rounds import Rounds
-from tests.serve.asking import alone, asked, prompt, read, slow, small_model, tiered, until
+from tests.serve.asking import (
+    alone,
+    asked,
+    is_idle,
+    prompt,
+    read,
+    slow,
+    small_model,
+    tiered,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,7 @@ def test_requests_are_answered_while_a_context_is_written(
 
 def alone_closed(llm: hkv.LLM, request: Request, engine: Engine) -> list[int]:
     """What a cache of its own gives, beside an engine that is idle."""
-    until(lambda: not engine.stats().running)
+    until(lambda: is_idle(engine))
     return alone(llm, request)
 
 
