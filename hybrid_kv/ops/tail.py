@@ -48,7 +48,8 @@ class Tail:
         """Of k, v [Hkv, n, D], n >= 1, any float dtypes."""
         count = k.shape[1]
         if count > SAMPLES:
-            some = torch.linspace(0, count - 1, SAMPLES, dtype=torch.float64).long()
+            even = torch.linspace(0, count - 1, SAMPLES, dtype=torch.float64, device=k.device)
+            some = even.long()
             k, v = k[:, some], v[:, some]
         k, v = k.float(), v.float()
         keys, values = k.mean(1), v.mean(1)
