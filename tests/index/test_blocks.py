@@ -103,10 +103,11 @@ def test_of_the_samples_only_the_last_is_held() -> None:
 def test_a_shortened_index_has_the_same_whole_blocks() -> None:
     keys, queries = clustered(165)
     index = built(keys, torch.randn(HEADS, GROUP, 40, keys.shape[2]))
-    before = index._digests.clone()
+    digests = index._digests[:, : index._num_pages]  # what lies behind them was never written
+    before = digests.clone()
     shorter = index.shortened(keys[:, :70])
     assert torch.equal(shorter._digests[:, :4], before[:, :4])
     assert not torch.equal(shorter._digests[:, 4], before[:, 4])  # six keys of sixteen
     check_result(shorter.search(queries, 20), queries, keys[:, :70], 20)
-    assert torch.equal(index._digests, before)
+    assert torch.equal(digests, before)
     assert shorter.shortened(keys[:, :64])._num_pages == 4
