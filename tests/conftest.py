@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_kv.methods.retaining_heads import RetainingHeads
+from hybrid_kv.types import ModelInfo
 from tests.tolerances import TOLERANCES, Tolerance
+from tests.trained_heads import draw_heads
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -43,6 +46,16 @@ def _fixed_seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def untrained_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locret's heads are random ones of the model's shapes: for tests of all methods."""
+
+    def drawn(path: str, info: ModelInfo) -> RetainingHeads:
+        return RetainingHeads({one.layer_idx: draw_heads(one) for one in info.layers})
+
+    monkeypatch.setattr(RetainingHeads, "load", drawn)
 
 
 @pytest.fixture(params=sorted(TOLERANCES, key=str), ids=str)

@@ -26,6 +26,7 @@ from hybrid_kv.methods.kivi import Kivi
 from hybrid_kv.methods.kvmerger import KVMerger
 from hybrid_kv.methods.kvquant import KVQuant
 from hybrid_kv.methods.lm_infinite import LMInfinite
+from hybrid_kv.methods.locret import Locret
 from hybrid_kv.methods.loki import Loki
 from hybrid_kv.methods.look_m import LookM
 from hybrid_kv.methods.magic_pig import MagicPig

@@ -39,11 +39,12 @@ def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> Hyb
 
 
 KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"} | {
-    *("fastgen", "kvmerger", "look_m", "chain", "share"),
+    *("fastgen", "kvmerger", "look_m", "chain", "share", "locret"),
 }
 """Their budget is that of the prompt: a step attends all of the answer beside it."""
 
 
+@pytest.mark.usefixtures("untrained_heads")
 @pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("tokens", [90, 181])
 @pytest.mark.parametrize("name", list(METHODS))

@@ -58,6 +58,7 @@ HOT = {"hot_tokens": 12, "page_budget": 1}
 FEW = {"top_k": 5, "index": "flat"}
 
 
+@pytest.mark.usefixtures("untrained_heads")
 @pytest.mark.parametrize(
     ("method", "further"),
     [

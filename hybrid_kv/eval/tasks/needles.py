@@ -240,7 +240,7 @@ class Passkey(_InTwoLanguages):
         return f"The pass key is {value}. Remember it: {value} is the pass key."
 
     def _question(self, keys: list[str]) -> tuple[str, str]:
-        return "What is the pass key?", "The pass key is"
+        return "Which number is the pass key?", "The pass key is the number"
 
     def english(self, room: Room, rng: np.random.Generator, depth: float) -> TextSample:
         intro = "A pass key is hidden in the following text. Remember it, you will be asked."
