@@ -21,6 +21,7 @@ from hybrid_kv.methods.headkv import HeadKV
 from hybrid_kv.methods.hybrid import Hybrid
 from hybrid_kv.methods.infinigen_proxy import InfiniGenProxy
 from hybrid_kv.methods.infllm import InfLLM
+from hybrid_kv.methods.keydiff import KeyDiff
 from hybrid_kv.methods.keyformer import Keyformer
 from hybrid_kv.methods.kivi import Kivi
 from hybrid_kv.methods.kvmerger import KVMerger
@@ -82,6 +83,7 @@ __all__ = [
     "Ivf",
     "KVMerger",
     "KVQuant",
+    "KeyDiff",
     "Keyformer",
     "Kivi",
     "LMInfinite",

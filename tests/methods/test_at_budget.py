@@ -39,7 +39,7 @@ def at_budget(name: str, tokens: int, page_size: int, **settings: object) -> Hyb
 
 
 KEEP_ANSWERS = {"snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"} | {
-    *("fastgen", "kvmerger", "look_m", "chain", "share", "locret"),
+    *("fastgen", "kvmerger", "look_m", "chain", "share", "locret", "keydiff"),
 }
 """Their budget is that of the prompt: a step attends all of the answer beside it."""
 

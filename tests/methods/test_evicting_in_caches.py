@@ -22,7 +22,7 @@ FIXED = ("h2o", "tova", "scissorhands", "keyformer", "d2o", "elastic_cache")
 """Hold a fixed number of entries, however long an answer."""
 PROMPT_SCORED = (
     *("snapkv", "pyramidkv", "ada_snapkv", "ada_pyramid", "headkv", "zipvl"),
-    *("fastgen", "kvmerger", "look_m"),
+    *("fastgen", "kvmerger", "look_m", "keydiff"),
 )
 EVICTING = (*PROMPT_SCORED, *FIXED)
 SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(3))

@@ -195,3 +195,19 @@ def test_zipvl_keeps_what_holds_so_much_of_a_layers_attention(
     few = run(method("zipvl", mass_ratio=ratio, sink_tokens=sinks, budget_tokens=83), given, new=1)
     some = set(ranked[: min(len(kept), 83 - WINDOW - sinks)])
     assert kept_sets(few.kept, len(k)) == [some] * len(k)
+
+
+def unlike_the_mean(k: Tensor) -> Array:
+    """[Hkv, N] of keys [Hkv, N, D]: how unlike the mean of the unit keys each is."""
+    keys = k.double().numpy()
+    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    anchor = unit.mean(1)
+    return -np.einsum("hnd,hd->hn", unit, anchor / np.linalg.norm(anchor, axis=-1)[:, None])
+
+
+@pytest.mark.parametrize("sinks", [0, 16])
+def test_keydiff_keeps_the_keys_that_are_least_like_their_mean(given: Heads, sinks: int) -> None:
+    tested = method("keydiff", budget_tokens=83, sink_tokens=sinks)
+    scores = unlike_the_mean(given[1][:, :PROMPT])[:, : PROMPT - WINDOW]
+    expected = [top(head, 83 - WINDOW - sinks, range(sinks, len(head))) for head in scores]
+    assert kept_sets(run(tested, given, new=1).kept, len(given[1])) == expected
