@@ -32,6 +32,7 @@ _CANDIDATES = {
     "encode_sketch": ("triton",),
     "find_by_sketch": ("triton",),
     "attend_candidates": ("triton",),
+    "attend_unread": ("triton",),
     "plan_step": ("native",),
     "page_writer": ("native",),
 }

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import flashinfer, native, reference, sketch_select, torch_cpu, torch_cuda
+from hybrid_kv.ops import (
+    flashinfer,
+    native,
+    reference,
+    sketch_select,
+    tail,
+    torch_cpu,
+    torch_cuda,
+)
 from hybrid_kv.ops.choice import BACKENDS, FUSED, choose_backend
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
 from hybrid_kv.ops.native import workers
@@ -22,6 +30,7 @@ from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.ops.sketch_select import DeviceCodes
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import Candidates, PagedKV, PartialAttention
 
@@ -451,6 +460,29 @@ class Ops:
             return sketch_attend.attend(found, v, limit, scale=scale, softcap=softcap)
         self.served["attend_candidates"] = "reference"
         return sketch_select.attend(found, v, limit, scale=scale, softcap=softcap)
+
+    def attend_unread(
+        self,
+        known: Tail,
+        q: Tensor,
+        scores: Tensor,
+        limit: Tensor,
+        own: slice,
+        seen: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """See `tail.attend_unread`."""
+        if self._chosen_triton("attend_unread", q):
+            from hybrid_kv.ops.triton import unread
+
+            return unread.attend_unread(
+                *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap
+            )
+        return tail.attend_unread(
+            *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap
+        )
 
     def best_limit(self, scores: Tensor, top_k: int) -> Tensor:
         """See `sketch_select.best_limit`."""

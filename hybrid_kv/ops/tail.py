@@ -127,6 +127,39 @@ class Tail:
         return PartialAttention(out, lse.float())
 
 
+def attend_unread(
+    known: Tail,
+    q: Tensor,
+    scores: Tensor,
+    limit: Tensor,
+    own: slice,
+    seen: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> PartialAttention:
+    """Attention over the entries of one extent that are not among the best candidates of all.
+
+    Nothing is asked of the device: no thread waits, and no shape hangs on what was found.
+
+    Args:
+        known: the extent's moments.
+        q: [Hkv, M, D], any float dtype.
+        scores: [Hkv, M, C] float32, exact dot products of the candidates of all extents, -inf for
+            none; those that reach `limit` [Hkv, M] are attended elsewhere.
+        own: which of the C are this extent's, with a start and a stop.
+        seen: [] integer, the entries of the extent that are searched.
+        scale, softcap: what turns a dot product into a logit.
+
+    Returns:
+        As `Tail.attend`.
+    """
+    attended = (scores >= limit[..., None]) & (scores > -torch.inf)
+    lowest = scores.masked_fill(~attended, torch.inf).amin(-1)
+    left = (seen - attended[..., own].sum(-1)).clamp_min(0)
+    return known.attend(q, left, capped(scale * lowest, softcap), scale=scale, softcap=softcap)
+
+
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """Logits after the cap of a model that has one; infinite ones, which stand for none, stay."""
     if softcap is None:

@@ -25,10 +25,9 @@ _KERNEL_US = 1.5
 """A kernel that reads next to nothing, behind another one, and as much again for every copy."""
 _SMALL_KERNELS = 37
 """Of a layer beside its seven products: norms, rotary embedding, gate, sums, and our own five."""
-_SELECT_KERNELS = 4
-"""More of them where the device finds cold entries: scan, threshold, ranking, merge."""
-_TAIL_KERNELS = 51
-"""And those of torch that estimate what it did not find, counted on the host (tests/runtime)."""
+SELECT_KERNELS = 13
+"""More of them where the device finds cold entries, counted in tests: nine that find and attend,
+their sum, the estimate of what is left, the merge with it, and the copy of the queries."""
 _EVENT_US = 40.0
 """From the last kernel before a wait until the host goes on, or back: event, copy, wake-up."""
 _CALLER_MS = 2.0
@@ -271,10 +270,13 @@ class Designs:
             + _found_bytes(s, facts.dtype_bytes) / 2
             for s in facts.layers
         )
+        # In float32: two covariances of a head, and its means.
+        moments = sum(s.num_kv_heads * 8 * s.head_dim * (s.head_dim + 1) for s in facts.layers)
         bus = self._rates.h2d or self._rates.dram
         parts = (
-            *self._base(_SMALL_KERNELS + 7 + _SELECT_KERNELS + _TAIL_KERNELS),
+            *self._base(_SMALL_KERNELS + 7 + SELECT_KERNELS),
             DesignPart("scan of codes", "device", codes / self._rates.device / 1e6),
+            DesignPart("moments", "device", moments / self._rates.device / 1e6),
             DesignPart("ranking and attention of host rows", "bus", ranked / bus / 1e6),
             DesignPart("generate", "host", _CAPTURED_CALLER_MS),
         )

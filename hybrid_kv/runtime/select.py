@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from warnings import warn
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.index.device_sketch import device_bytes, sketch_of
-from hybrid_kv.ops.tail import Tail, capped
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.stand_in import free_bytes, resident_bytes
@@ -163,7 +163,9 @@ def _index_of(span: Span) -> LiveIndex:
 def _search(
     step: Step, row: Row, q: Tensor, top_k: int, tails: Sequence[Tail]
 ) -> tuple[PartialAttention, Callable[[], Retrieved]]:
-    """The best of all extents together, attended where they lie; and what they are, if asked."""
+    """The best of all extents together, attended where they lie, and by the moments of each extent
+    (none where nothing is estimated) what is left of it; and what the best are, if asked.
+    """
     spans = row.chain.spans
     found = [_index_of(s).candidates(q, s.extent.k, step.new, top_k) for s in spans]
     scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
@@ -174,35 +176,19 @@ def _search(
         )
         for one, span in zip(found, spans, strict=True)
     ]
-    if tails:
-        parts += _estimates(step, spans, q, found, limit, tails)
+    first = 0
+    for span, one, known in zip(spans, found, tails, strict=False):  # none, or one of each
+        own = slice(first, first + one.scores.shape[-1])
+        parts.append(
+            step.ops.attend_unread(
+                *(known, q, scores, limit, own, _index_of(span).seen),
+                scale=step.scale,
+                softcap=step.softcap,
+            )
+        )
+        first = own.stop
     part = merge_partials(parts, ops=step.ops)
     return part, partial(_retrieved, step, row, found, limit, top_k)
-
-
-def _estimates(
-    step: Step,
-    spans: Sequence[Span],
-    q: Tensor,
-    found: Sequence[Candidates],
-    limit: Tensor,
-    tails: Sequence[Tail],
-) -> list[PartialAttention]:
-    """By extent what the moments of its entries say of those that are not attended; nothing here
-    decides a shape.
-    """
-    chosen = [(one.scores >= limit[..., None]) & (one.scores > -torch.inf) for one in found]
-    lowest = [
-        one.scores.masked_fill(~own, torch.inf).amin(-1)
-        for one, own in zip(found, chosen, strict=True)
-    ]
-    below = capped(step.scale * reduce(torch.minimum, lowest), step.softcap)
-    parts = []
-    for span, own, tail in zip(spans, chosen, tails, strict=True):
-        left = (_index_of(span).seen - own.sum(-1)).clamp_min(0)
-        out, lse = tail.attend(q, left, below, scale=step.scale, softcap=step.softcap)
-        parts.append(PartialAttention(out.to(q.dtype), lse))
-    return parts
 
 
 def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from hybrid_kv.index._sketch_plans import plan_of
 from hybrid_kv.ops.sketch_select import DeviceCodes
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.triton import (
     digests,
     merge,
@@ -27,6 +28,7 @@ from hybrid_kv.ops.triton import (
     sketch_encode,
     sketch_find,
     sketch_limit,
+    unread,
 )
 from hybrid_kv.types import PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
@@ -110,6 +112,11 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
     limit = sketch_limit.best_limit(found.scores, 100)
     for softcap in (None, 30.0):
         sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap)
+        unread.attend_unread(
+            *(Tail.of(keys, keys), q, found.scores, limit, slice(0, 1024), codes.state[0]),
+            scale=0.1,
+            softcap=softcap,
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.runtime import test_select as select
 from tests.tolerances import TOLERANCES
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
@@ -61,3 +62,15 @@ def test_a_step_is_that_of_the_reference(
     assert fast.work == exact.work
     assert {op for op, name in fast.ops.served.items() if name == "triton"} == served
     assert set(exact.ops.served.values()) == {"reference"}
+
+
+def test_a_step_that_selects_estimates_what_is_left_by_a_kernel(device: str) -> None:
+    """All of the device's part by kernels, with what the host's memory holds as it stands."""
+    if device != "cpu":
+        pytest.skip("the scene keeps its keys in plain memory")
+    scene = select.Scene(400, backend="triton", estimate="gaussian")
+    scene.expect_best(*scene.step(), 20, estimates=True)
+    served = scene.cache.means.ops.served
+    assert {served[op] for op in ("find_by_sketch", "attend_candidates", "attend_unread")} == {
+        "triton"
+    }

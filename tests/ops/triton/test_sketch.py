@@ -18,6 +18,8 @@ from hybrid_kv.index._device_learn import SelectGoal, learn
 from hybrid_kv.ops import sketch_select
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.ops.sketch_select import DeviceCodes, QueryCodes
+from hybrid_kv.ops.tail import Tail
+from hybrid_kv.planning import designs
 from hybrid_kv.types import Candidates
 from tests.index.sketch_heads import seen_heads
 from tests.tolerances import TOLERANCES, Tolerance
@@ -173,7 +175,7 @@ class Launches(TorchDispatchMode):
         self.others: list[str] = []
         self._within = False
         names = ("query", "scan", "limit", "find", "rank", "attend")
-        for name in (*(f"sketch_{name}" for name in names), "paged"):
+        for name in (*(f"sketch_{name}" for name in names), "paged", "unread", "merge"):
             module = import_module(f"hybrid_kv.ops.triton.{name}")
             for kernel, value in vars(module).copy().items():
                 if kernel.endswith("_kernel"):
@@ -199,16 +201,24 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_is_ten_kernels_and_nothing_that_waits(
+def test_a_step_is_twelve_kernels_and_nothing_that_waits(
     ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but kernels is launched; torch is not asked for a value, a copy or another tensor."""
+    """Nothing but kernels is launched; torch is not asked for a value, a copy or another tensor.
+
+    The plan of a step counts one more, which brings the queries to where a recording reads them.
+    """
     codes, keys, q = scene(device, torch.float32, 32)
-    v, q = torch.randn(HEADS, keys.shape[1], 40).to(device), q.contiguous()
+    v, q = torch.randn(keys.shape).to(device), q.contiguous()
+    known = Tail.of(keys, v)
     with Launches(monkeypatch) as seen:
         found = ops.find_by_sketch(codes, q, keys, new=1, width=300)
         limit = ops.best_limit(found.scores, 20)
         part = ops.attend_candidates(found, v, limit, scale=0.1)
+        left = ops.attend_unread(
+            *(known, q, found.scores, limit, slice(0, 300), codes.state[0]), scale=0.1
+        )
+        part = ops.merge([part, left], torch.float32)
     assert seen.kernels == {
         "_quantise_kernel": 1,
         "_scan_kernel": 2,  # of the sample, and of all
@@ -218,7 +228,10 @@ def test_a_step_is_ten_kernels_and_nothing_that_waits(
         "_rank_kernel": 1,
         "_attend_kernel": 1,
         "_reduce_kernel": 1,
+        "_unread_kernel": 1,
+        "_merge_kernel": 1,  # of what is attended with what is estimated
     }
+    assert sum(seen.kernels.values()) + 1 == designs.SELECT_KERNELS
     assert seen.others == []
     assert all(tensor.device.type == device for tensor in (*found, limit, *part))
 
