@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
+from itertools import product
 from statistics import median, quantiles
 from time import thread_time
 from typing import Any
@@ -166,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--context", type=parse_count, default=2**17)
     parser.add_argument("--indexes", default="flat:int8,graph")
+    parser.add_argument("--estimates", default="none", help="none, gaussian, or both in turn")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--hf", action="store_true", help="as transformers asks")
     parser.add_argument("--profile", action="store_true", help="print a profile of the calls")
@@ -173,12 +175,15 @@ def main() -> None:
     torch.set_num_threads(1)
     context = SyntheticContext(INFO, options.context, max_steps=4 * options.steps + 8)
     rows = {}
-    for name in options.indexes.split(","):
-        kind, _, precision = name.partition(":")
+    for asked, estimate in product(options.indexes.split(","), options.estimates.split(",")):
+        kind, _, precision = asked.partition(":")
         index = {"kind": kind, "precision": precision} if precision else {"kind": kind}
         config = hkv.HybridConfig(
-            method="retrieval_attention", cold={"index": index}, index_build="wait"
+            method="retrieval_attention",
+            cold={"index": index, "estimate": estimate},
+            index_build="wait",
         )
+        name = asked if estimate == "none" else f"{asked} {estimate}"
         with torch.inference_mode(), ExitStack() as stack:
             if options.hf:
                 runtime = stack.enter_context(hkv.attach(small_model(), config))
