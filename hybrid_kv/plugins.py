@@ -28,6 +28,7 @@ from hybrid_kv.types import (
     PartialAttention,
     Read,
     SearchResult,
+    Tiers,
 )
 
 StandIn: TypeAlias = Literal["auto", "scan", "pages"]
@@ -338,6 +339,13 @@ class Method(ABC):
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         """The most that the indexes of a layer take for each of `num_tokens`, beside K and V."""
         return 0
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        """Where those of a layer stay that leave sinks and window, of a prompt of so many such.
+
+        For the planner, which asks before `open`. By default all on the device.
+        """
+        return Tiers(device_tokens=num_tokens)
 
     def open(self, info: ModelInfo) -> None:  # noqa: B027 (neutral on purpose)
         """Called once before the first token: head masks, calibration, state per layer."""

@@ -169,6 +169,18 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """How many entries of a layer lie where, beside sinks and window; the others are dropped.
+
+    device_tokens: at most so many, on average over its KV heads, each as large as K and V (codes
+    are smaller). host_tokens: in the cold tier.
+    """
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What the runtime saw while a layer's prompt was computed, for one batch row.
 

@@ -13,7 +13,7 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.composing import check_spans, each, named, needs_of, of_layers, places
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read
+from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read, Tiers
 
 
 @METHODS.register("by_layer", paper="this project; Quest, arXiv:2406.10774, keeps two layers dense")
@@ -57,6 +57,9 @@ class ByLayer(Method):
     def foresight(self) -> Foresight | None:
         found = {part.foresight for part in self._parts.values()}
         return found.pop() if len(found) == 1 else None
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return self.of_layer(shape.layer_idx).tiers(shape, num_tokens)
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         return self.of_layer(shape.layer_idx).index_bytes_per_token(shape, num_tokens)

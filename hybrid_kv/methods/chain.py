@@ -17,7 +17,7 @@ from hybrid_kv.methods.composing import PROMPT_CHOOSERS, each
 from hybrid_kv.methods.kivi import Kivi
 from hybrid_kv.methods.think import ThinK
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Evidence, ModelInfo, Needs, Read
+from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, Read, Tiers
 
 CODECS = (Kivi, ThinK)
 """Whose codes of a token do not hang on the tokens of other heads, or on its position."""
@@ -63,6 +63,9 @@ class Chain(Method):
     @property
     def needs(self) -> Needs:
         return self._first.needs | self._then.needs  # type: ignore[no-any-return]
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return self._first.tiers(shape, num_tokens)  # type: ignore[no-any-return]
 
     def open(self, info: ModelInfo) -> None:
         self._first.open(info)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.methods.budget import split_budget
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import Placement
-from hybrid_kv.types import Demotion, Evidence, Foresight, LayerShape, Needs, Read
+from hybrid_kv.types import Demotion, Evidence, Foresight, LayerShape, Needs, Read, Tiers
 
 
 class DemotingParams(RetrievalParams):
@@ -66,6 +66,13 @@ class Demoting(RetrievalAttention):
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         return super().index_bytes_per_token(shape, num_tokens) if self._offloads else 0
+
+    def kept_tokens(self, num_tokens: int) -> int:
+        """Of so many that leave sinks and window, those that a head keeps at most, on average."""
+        return num_tokens
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return Tiers(self.kept_tokens(num_tokens), num_tokens if self._offloads else 0)
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         if self._offloads:

@@ -1,5 +1,6 @@
 """DuoAttention: retrieval heads keep everything, streaming heads only sinks and window."""
 
+import math
 from typing import Annotated, Any
 
 import torch
@@ -48,6 +49,13 @@ class DuoAttention(Demoting):
     def needs(self) -> Needs:
         asked = self.params.observed_tokens if self.params.heads == "prompt" else 0
         return super().needs | Needs(last_queries=asked)
+
+    def kept_tokens(self, num_tokens: int) -> int:
+        params = self.params
+        if params.retrieval_ratio is None and params.heads != "prompt":
+            return num_tokens  # masks say how many heads, once they are read
+        ratio = self.usual_ratio if params.retrieval_ratio is None else params.retrieval_ratio
+        return math.ceil(ratio * num_tokens)
 
     def open(self, info: ModelInfo) -> None:
         ratio = self.params.retrieval_ratio

@@ -46,6 +46,9 @@ class Evicting(Demoting):
         room: int = params.budget_tokens - params.sink_tokens - params.window_tokens
         return min(left, room)
 
+    def kept_tokens(self, num_tokens: int) -> int:
+        return self.room(num_tokens)
+
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         """Sinks and window stay as they are; with demote "offload" the rest is halved: what is kept

@@ -69,6 +69,9 @@ class LMInfinite(Demoting):
                     f"none: {rotary.reason}; set limit_distance to false"
                 )
 
+    def kept_tokens(self, num_tokens: int) -> int:
+        return 0
+
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return replace(super().seal(layer_idx, evidence), sink_tokens=0)
 

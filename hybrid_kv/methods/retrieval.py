@@ -19,6 +19,7 @@ from hybrid_kv.types import (
     LayerShape,
     Needs,
     Read,
+    Tiers,
     TokenBudget,
 )
 
@@ -135,6 +136,9 @@ class RetrievalAttention(Method):
         index = self.params.cold.index
         per_key = index.plugin().factory.bytes_per_key(index.params, num_tokens, shape.head_dim)
         return shape.num_kv_heads * int(per_key)
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return Tiers(host_tokens=num_tokens)
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

@@ -14,7 +14,7 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, MethodError
 from hybrid_kv.methods.composing import PROMPT_CHOOSERS, each
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read
+from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read, Tiers
 
 
 @METHODS.register("share", paper="this project; after TidalDecode, arXiv:2410.05076")
@@ -58,6 +58,9 @@ class Share(Method):
     @property
     def foresight(self) -> Foresight | None:
         return self._part.foresight  # type: ignore[no-any-return]
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return self._part.tiers(shape, num_tokens)  # type: ignore[no-any-return]
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
         return int(self._part.index_bytes_per_token(shape, num_tokens))

@@ -11,7 +11,7 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.config import Tokens
 from hybrid_kv.methods.budget import NO_END, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, Evidence, Read
+from hybrid_kv.types import Demotion, Evidence, LayerShape, Read, Tiers
 
 
 @METHODS.register("streaming_llm", paper="Xiao et al. 2023, arXiv:2309.17453, section 3.2")
@@ -35,6 +35,9 @@ class StreamingLLM(Method):
     @classmethod
     def full_budget(cls, params: Any) -> Any:
         return params.model_copy(update={"window_tokens": NO_END})
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return Tiers()
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         return Placement(

@@ -10,7 +10,7 @@ from hybrid_kv.config import BudgetField, LayerList
 from hybrid_kv.index.reuse import Choices, ReusingIndex, SelectingIndex
 from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.plugins import METHODS, Method, Placement
-from hybrid_kv.types import Demotion, Evidence, ModelInfo, Read, TokenBudget
+from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo, Read, Tiers, TokenBudget
 
 
 @METHODS.register("tidal_decode", paper="Yang et al. 2024, arXiv:2410.05076")
@@ -39,6 +39,9 @@ class TidalDecode(Method):
         tiered, self._choices = [one.layer_idx for one in info.layers], Choices()
         later = [[idx for idx in tiered if idx >= one] for one in self.params.selection_layers]
         self._selecting = {idx[0] for idx in later if idx}
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return Tiers(host_tokens=num_tokens)
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         kind = SelectingIndex if layer_idx in self._selecting else ReusingIndex

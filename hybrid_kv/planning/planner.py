@@ -18,7 +18,7 @@ from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_m
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.store.extent import pinned_room
-from hybrid_kv.types import LayerShape
+from hybrid_kv.types import Budget, LayerShape
 
 Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
 
@@ -101,6 +101,7 @@ class Option:
     ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
     settings: what to hand to HybridConfig beside the given configuration.
     select: who finds cold entries, and why; "" where nobody does.
+    cold_tokens: that lie in the cold tier; 0 for methods that keep or drop everything.
     """
 
     mode: Mode
@@ -112,6 +113,7 @@ class Option:
     settings: Mapping[str, int | str] = field(default_factory=dict)
     select: str = ""
     max_context_tokens: int = 0
+    cold_tokens: int = 0
 
     @property
     def tpot_ms(self) -> float | None:
@@ -138,6 +140,8 @@ class Plan:
         if option is None:
             reasons = "; ".join(f"{other.mode}: {other.why}" for other in self.options)
             return f"does not fit, because {reasons}"
+        if option.mode == "hybrid" and not option.cold_tokens:
+            return "the method fits: what it keeps lies beside the weights, and nothing is cold"
         return {
             "dense": "dense 16-bit KV fits: use method 'full', nothing is approximated",
             "dense_8bit": (
@@ -282,17 +286,19 @@ class _Planner:
         else:
             working = max(working, parts.making_rotary)
             prefill = parts.ids + parts.waiting + 2 * layer_kv + working + learning.collecting
-        resident = pinned * per_token + facts.window_bytes
+        kept, rest = self._tiers(tokens - pinned)
+        resident = (pinned + kept) * per_token + facts.window_bytes
+        if self._has_digests:
+            resident += kept * per_token // config.page_size
         taken = facts.weight_bytes + resident + prefill
-        rest = tokens - pinned
         select, digests = self._select(rest, taken), 0
         by_device = select is not None and select.code_bytes is not None
         if not by_device:
             digests = self._stand_in_bytes(rest, self._device_free() - taken)
         spare, hot, settings = self._extra_tokens(rest, taken + digests, fill=not by_device)
         extra = (spare + hot) * per_token
-        resident += extra + extra // self._config.page_size
-        cold = tokens - pinned - spare
+        resident += extra + extra // config.page_size
+        cold = rest - spare
         index = (
             0
             if by_device
@@ -303,7 +309,7 @@ class _Planner:
         device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
         if digests:
             device["digests"] = digests
-        ms = self._hybrid_ms(cold, pinned, spare + hot)
+        ms = self._hybrid_ms(cold, pinned, kept + spare + hot)
         if select is not None and select.code_bytes is not None:
             learning = Learning()  # the host builds nothing
             device["codes"], settings["cold.select"] = select.num_bytes, "device"
@@ -312,8 +318,24 @@ class _Planner:
         if on_host:
             host["prefill"] = parts.waiting
         host |= self._host_extras(cold, learning, sum(host.values()))
-        option = self._place("hybrid", device, host, ms, settings)
+        option = replace(self._place("hybrid", device, host, ms, settings), cold_tokens=cold)
         return option if select is None else replace(option, select=select.why)
+
+    @property
+    def _has_digests(self) -> bool:
+        """Whether resident entries are read by pages, which digests choose."""
+        return hasattr(self._config, "page_budget")
+
+    def _tiers(self, tokens: int) -> tuple[int, int]:
+        """Of so many that leave sinks and window, those the device and the host hold, as a layer of
+        the model's average: where layers differ, by their bytes.
+        """
+        facts = self._facts
+        tiers = [(self._method.tiers(x, tokens), facts.kv_bytes(x)) for x in facts.layers]
+        per_token = max(1, facts.kv_bytes_per_token)
+        device = sum(tier.device_tokens * size for tier, size in tiers)
+        host = sum(tier.host_tokens * size for tier, size in tiers)
+        return -(-device // per_token), -(-host // per_token)
 
     def _states_on_host(self, tokens: int) -> bool:
         """Where a prompt's hidden states lie, which the running model decides by what is free."""
@@ -396,9 +418,10 @@ class _Planner:
 
     def _hybrid_ms(self, cold: int, pinned: int, extra: int) -> dict[str, float]:
         facts, rates, config = self._facts, self._machine.rates, self._config
-        chosen = getattr(config, "page_budget", 0)
-        paged = extra if chosen == "all" else min(extra, chosen * self._config.page_size)
-        digests = extra // self._config.page_size  # two rows a page, as many bytes as a token
+        chosen: Budget = getattr(config, "page_budget", "all")
+        paged = extra if chosen == "all" else min(extra, chosen * config.page_size)
+        # Two rows a page, as many bytes as a token.
+        digests = extra // config.page_size if self._has_digests else 0
         search = self._searched_bytes(cold)
         if search is None:
             return {}

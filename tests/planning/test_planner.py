@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -281,3 +282,39 @@ def test_a_device_without_room_for_codes_leaves_the_search_to_the_host() -> None
 def test_without_a_device_nobody_asks() -> None:
     here = Machine("cpu", None, 64 * GIB, HOST)
     assert option_of(128 << 10, "hybrid", here).select == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "device", "host"),
+    [
+        ("full", {}, 128 << 10, 0),
+        ("kivi", {}, 128 << 10, 0),  # codes, at the most
+        ("quest", {}, (128 << 10) * 17 // 16, 0),  # and digests
+        ("streaming_llm", {"sink_tokens": 16, "window_tokens": 496}, 512, 0),
+        ("snapkv", {}, 1024, 0),
+        ("snapkv", {"demote": "offload"}, 1024, (128 << 10) - 32),
+        ("duo_attention", {"retrieval_ratio": 0.25}, 320 + ((128 << 10) - 320) // 4, 0),
+        ("retrieval_attention", {"sink_tokens": 16, "window_tokens": 64}, 80, (128 << 10) - 80),
+        ("chain", {}, 1024 - 32, 0),
+    ],
+)
+def test_keys_and_values_lie_where_the_method_keeps_them(
+    method: str, settings: dict[str, Any], device: int, host: int
+) -> None:
+    option = option_of(128 << 10, "hybrid", method=method, **settings)
+    token = LLAMA_8B.kv_bytes_per_token
+    assert option.device_bytes["kv"] == pytest.approx(device * token, rel=0.002)
+    assert option.host_bytes["kv"] == host * token
+    assert option.cold_tokens == host
+    if not host and option.ms:
+        assert option.ms["search"] == option.ms["cold_attention"] == option.ms["transfer"] == 0
+    if method in ("full", "snapkv") and not host:
+        read = option.ms["resident_attention"] * DESKTOP.rates.device * 1e6
+        assert read == pytest.approx(device * token, rel=0.002)
+
+
+def test_advice_names_no_index_where_nothing_is_cold() -> None:
+    plan = make_plan(LLAMA_8B, DESKTOP, 128 << 10, HybridConfig(method="snapkv"))
+    assert plan.advice.startswith("the method fits: what it keeps lies beside the weights")
+    offloads = HybridConfig(method="snapkv", demote="offload")
+    assert "found by an index" in make_plan(LLAMA_8B, DESKTOP, 128 << 10, offloads).advice
