@@ -9,16 +9,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def logged(*, to_stderr: bool) -> Iterator[None]:
-    """A block whose log lines, from DEBUG on, are shown if `to_stderr`."""
-    if not to_stderr:
-        yield
-        return
+def logged(*, debug: bool) -> Iterator[None]:
+    """A block whose log lines are shown: errors, with their tracebacks, and all if `debug`."""
     logger, handler = logging.getLogger("hybrid_kv"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(relativeCreated)7d ms %(name)s: %(message)s"))
-    level = logger.level
+    level, shown = logger.level, logging.DEBUG if debug else logging.ERROR
+    handler.setLevel(shown)
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
+    if debug:
+        logger.setLevel(shown)
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ class Verbs(TyperGroup):
         extra.update(standalone_mode=False, prog_name="hybrid-kv")
         try:
             refuse_foreign_bytes(words)
-            with logged(to_stderr="--debug" in words):
+            with logged(debug="--debug" in words):
                 code = super().main(words, *rest, **extra)
             sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):

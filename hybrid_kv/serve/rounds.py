@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
-from hybrid_kv.errors import CapacityError, HybridKVError
+from hybrid_kv.errors import BusyError, CapacityError, ConfigError, HybridKVError
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.runtime import memory_errors
@@ -340,12 +340,14 @@ def _early_end(ticket: Ticket) -> Reason | None:
 
 
 def as_ours(error: Exception) -> HybridKVError:
-    """An error for whoever asked; what nobody expected is logged and named."""
-    if isinstance(error, HybridKVError):
+    """An error for whoever asked; all that are not the request's own are logged."""
+    if isinstance(error, ConfigError | CapacityError | BusyError):
         return error
     if isinstance(error, MemoryError):
         return CapacityError(f"memory ran out: {error}; shorten the prompt, or ask again later")
     _log.error("a request failed", exc_info=error)
+    if isinstance(error, HybridKVError):
+        return error
     named = HybridKVError(f"the request failed: {type(error).__name__}: {error}; see the log")
     named.__cause__ = error
     return named

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import hybrid_kv as hkv
+from hybrid_kv.cli.logs import logged
 from hybrid_kv.planning.rates import Rates
 from tests.cli.support import TINY, call
 
@@ -81,3 +82,17 @@ def test_debug_shows_the_log_and_leaves_no_listener() -> None:
     assert [type(handler) for handler in logging.getLogger("hybrid_kv").handlers] == [
         logging.NullHandler
     ]
+
+
+def test_errors_are_shown_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("hybrid_kv.serve")
+    with logged(debug=False):
+        log.info("a prompt ended")
+        try:
+            raise ZeroDivisionError("of a hook")
+        except ZeroDivisionError:
+            log.exception("a request failed")
+    shown = capsys.readouterr().err
+    assert "a request failed" in shown
+    assert "ZeroDivisionError: of a hook" in shown
+    assert "a prompt ended" not in shown

@@ -285,15 +285,18 @@ def test_an_error_ends_its_own_request_only(one: hkv.LLM) -> None:
         assert [read(ticket)[0] for ticket in others] == [want, want]
 
 
-def test_weights_that_give_nan_are_an_error_of_each_request(model: PreTrainedModel) -> None:
+def test_weights_that_give_nan_are_an_error_of_each_request(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     broken: Any = small_model()
     broken.model.norm.weight.data[0] = torch.nan
     with hkv.load(broken, config=tiered(16)) as llm, Engine(llm) as engine:
         ends = [read(engine.submit(asked(length)))[1] for length in (20, 40)]
     assert [type(end.error) for end in ends] == [NonFiniteError] * 2
+    assert caplog.text.count("Traceback") == 2  # whoever serves has to know
 
 
-def test_an_unexpected_error_is_named(one: hkv.LLM) -> None:
+def test_an_unexpected_error_is_named(one: hkv.LLM, caplog: pytest.LogCaptureFixture) -> None:
     def break_down(*_: Any) -> None:
         raise ZeroDivisionError("of a hook")
 
@@ -302,6 +305,7 @@ def test_an_unexpected_error_is_named(one: hkv.LLM) -> None:
         _, end = read(engine.submit(asked(20)))
         hook.remove()
         assert "ZeroDivisionError: of a hook" in str(end.error)
+        assert "in break_down" in caplog.text
         assert read(engine.submit(asked(20)))[1].reason == "length"
 
 

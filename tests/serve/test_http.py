@@ -13,6 +13,7 @@ from hybrid_kv.api import LLM
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.serve import Limits
 from hybrid_kv.serve.http.guard import Rules
+from tests.serve.asking import until
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import serving
 
@@ -373,12 +374,19 @@ def test_a_full_queue_says_when_to_come_back(client: httpx.Client, engine: FakeE
     ],
 )
 def test_what_fails_is_said_without_details(
-    client: httpx.Client, engine: FakeEngine, error: Exception, status: int, code: str
+    client: httpx.Client,
+    engine: FakeEngine,
+    error: Exception,
+    status: int,
+    code: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.fails = error
     answer = client.post(COMPLETIONS, json=completion())
     assert (answer.status_code, refusal(answer)["code"]) == (status, code)
     assert "secret" not in answer.text
+    until(lambda: status < 500 or "Traceback (" in caplog.text)  # a moment after the answer
+    assert status == 500 or not caplog.text
 
 
 def test_a_model_without_template_refuses_chats(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,16 @@ def client(url: str, seed: int, end: float, seen: Counter[str]) -> None:
         while time.monotonic() < end:
             time.sleep(dice.uniform(0, 2 * PAUSE_S))
             try:
-                seen[str(ask(wire, dice))] += 1
+                status, body = ask(wire, dice)
+                seen[str(status)] += 1
+                if status >= 500:
+                    print(status, body, flush=True)
             except httpx.TransportError:  # the server ends connections that were idle too long
                 seen["idle"] += 1
 
 
-def ask(wire: httpx.Client, dice: random.Random) -> int:
-    """One request of a random kind; its status."""
+def ask(wire: httpx.Client, dice: random.Random) -> tuple[int, str]:
+    """One request of a random kind; its status, and what came of it."""
     path, body = (
         "/v1/completions",
         {
@@ -50,17 +53,21 @@ def ask(wire: httpx.Client, dice: random.Random) -> int:
     )
     kind = dice.choice(("whole", "stream", "leave", "wrong", "broken"))
     if kind == "whole":
-        return wire.post(path, json=body).status_code
+        answer = wire.post(path, json=body)
     if kind == "wrong":
-        return wire.post(path, json={**body, "n": "many"}).status_code
+        answer = wire.post(path, json={**body, "n": "many"})
     if kind == "broken":
         head = {"content-type": "application/json"}
-        return wire.post(path, content=b'{"model', headers=head).status_code
+        answer = wire.post(path, content=b'{"model', headers=head)
+    if kind in ("whole", "wrong", "broken"):
+        return answer.status_code, answer.text
     with wire.stream("POST", path, json={**body, "stream": True}) as stream:
-        for _ in stream.iter_lines():
+        for line in stream.iter_lines():
+            if '"error"' in line:  # what fails later than its first byte
+                return 500, line
             if kind == "leave" and dice.random() < 0.2:
                 break
-        return stream.status_code
+        return stream.status_code, ""
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hybrid_kv.errors import HybridKVError
 from hybrid_kv.serve.http.answers import gathered, streamed
 from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.forms import ChatForm, CompletionForm, Form
-from hybrid_kv.serve.http.guard import Guard, Rules
+from hybrid_kv.serve.http.guard import Guard, Rules, log
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page
 from hybrid_kv.serve.http.schemas import (
@@ -88,7 +88,10 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(HybridKVError)
     async def failed(http: HttpRequest, error: Exception) -> Response:
-        return api_error(error).response()
+        refusal = api_error(error)
+        if refusal.status == 500 and isinstance(error, HybridKVError):  # the guard logs all others
+            log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+        return refusal.response()
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
