@@ -92,15 +92,20 @@ class Scene:
         visible[..., first:stop] = best
         exact, lse = softmax_attention(q, k, v, scale=SCALE, softcap=None, visible=visible)
         if estimates:
-            (span,) = self.row.chain.spans
-            learned = slice(first, first + span.known.count)
-            known = Tail.of(self.k[:, learned], self.v[:, learned])
             lowest = SCALE * scores.topk(top_k).values[..., -1]
-            left = torch.full(lowest.shape, self.cold - top_k)
-            asked = [t.unflatten(0, (HEADS, GROUP)).flatten(1, 2) for t in (q, left, lowest)]
-            guess = known.attend(*asked, scale=SCALE)
-            share = torch.sigmoid(lse - guess.lse.view(lse.shape).double())[..., None]
-            exact = share * exact + (1 - share) * guess.out.view(exact.shape).double()
+            for span in self.row.chain.spans:
+                end = min(stop, first + span.length)
+                if end == first:  # what left as the step ended
+                    break
+                learned = slice(first, first + span.known.count)
+                known = Tail.of(self.k[:, learned], self.v[:, learned])
+                left = end - first - visible[..., first:end].sum(-1)
+                asked = [t.unflatten(0, (HEADS, GROUP)).flatten(1, 2) for t in (q, left, lowest)]
+                guess = known.attend(*asked, scale=SCALE)
+                more = guess.lse.view(lse.shape).double()
+                share = torch.sigmoid(lse - more)[..., None]
+                exact = share * exact + (1 - share) * guess.out.view(exact.shape).double()
+                first, lse = end, torch.logaddexp(lse, more)
         torch.testing.assert_close(out.double(), exact, **TOLERANCES[torch.float32])
 
 
@@ -128,6 +133,17 @@ def test_what_is_left_is_estimated_by_its_moments(new: int) -> None:
     scene = Scene(estimate="gaussian")
     for _ in range(4):
         scene.expect_best(*scene.step(new), 20, estimates=True)
+
+
+@pytest.mark.usefixtures("roomy")
+def test_what_is_left_of_each_extent_is_estimated_by_its_own_moments() -> None:
+    scene = Scene(900, estimate="gaussian")
+    scene.step()
+    before, scene.is_branched = scene.cache.checkpoint(), True
+    for _ in range(4):
+        scene.expect_best(*scene.step(20), 20, estimates=True)
+    assert len(scene.row.chain.spans) == 2, "a shared extent is followed by one of its own"
+    del before
 
 
 def recalls(scene: Scene, steps: int) -> float:

@@ -81,7 +81,6 @@ def _part_below(mean, width, limit, is_open):
     The logarithm is m + w^2 / 2 + log P(z) - log P(c). Squares of a negative z and c cancel in it,
     so that they are never formed.
     """
-    limit = tl.where(is_open, mean, limit)
     c = tl.where(is_open, width + 40.0, (limit - mean) / width)
     z = c - width
     half_c, half_z = _log_half(c), _log_half(z)

@@ -108,7 +108,7 @@ def test_of_nothing_found_all_is_left_and_of_nothing_left_nothing(ops: Ops, devi
 
 def test_entries_that_are_all_alike_are_no_error(ops: Ops, device: str) -> None:
     scene = Scene(device, 24)
-    k, v = (t[:, :1].expand(-1, ENTRIES, -1) for t in (scene.k, scene.v))
+    k, v = (t[:, :1].round().expand(-1, ENTRIES, -1) for t in (scene.k, scene.v))
     scene.known = Tail.of(k, v).to(torch.device(device))
     scene.scores.fill_(-math.inf)
     scene.expect(ops, slice(0, FOUND), scale=0.2)
