@@ -155,3 +155,13 @@ def test_of_many_methods_only_those_that_nobody_beats_are_named(count: int, name
 )
 def test_bytes_are_short(count: float | None, text: str) -> None:
     assert short_bytes(count) == text
+
+
+def test_of_equal_scores_the_page_names_who_reads_least() -> None:
+    thrifty = row("flat", "5%", 0.75).model_copy(
+        update={"counters": Counters(attended_tokens=205.5, read_bytes=2e6)}
+    )
+    lone = ROWS[:4]
+    words = " ".join(Page(render_evaluation(report((*lone, thrifty)))).words)
+    assert "flat 5% scores 0.75 (full attention 1.00), the most of 3 methods at 2 budgets" in words
+    assert "; 1 more score as much and read more" in words

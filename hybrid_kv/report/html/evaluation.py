@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 
 from hybrid_kv.report.evaluation import EvalRow
 from hybrid_kv.report.evaluation_tables import (
@@ -74,7 +75,9 @@ def _warnings(report: EvalReport) -> Iterator[Html]:
 
 
 def _lead(found: Sequence[Sheet]) -> Html | None:
-    """Who is nearest to full attention on the longest context, question after the eviction."""
+    """Who is nearest to full attention on the longest context, question after the eviction; of
+    equals who reads least.
+    """
     asked = [sheet for sheet in found if sheet.asking == "after"] or list(found)
     if not asked:
         return None
@@ -83,12 +86,15 @@ def _lead(found: Sequence[Sheet]) -> Html | None:
     if not rivals:
         return None
     full = next((line.score for line in sheet.lines if line.method == "full"), None)
-    best = max(rivals, key=lambda line: line.score or 0.0)
+    best = max(rivals, key=lambda line: (line.score or 0.0, -(line.counters.read_bytes or inf)))
+    equals = sum(line.score == best.score for line in rivals) - 1
     against = "" if full is None else f" (full attention {full:.2f})"
+    methods, budgets = ({getattr(line, of) for line in rivals} for of in ("method", "budget"))
+    others = f"; {equals} more score as much and read more" if equals else ""
     return el(
         "p",
         f"{sheet.title}: {best.name} scores {best.score:.2f}{against}, the most of "
-        f"{len(rivals)} methods under a budget.",
+        f"{len(methods)} methods at {len(budgets)} budgets{others}.",
         class_="lead",
     )
 
