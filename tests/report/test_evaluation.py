@@ -9,9 +9,10 @@ import pytest
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
 from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
 from hybrid_kv.report.html.evaluation import render_evaluation
+from hybrid_kv.report.html.figures.depths import DepthMap, depths_figure
 from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier, pareto_figure
 from hybrid_kv.report.html.palette import looks
-from hybrid_kv.report.html.scene import Dot, Text
+from hybrid_kv.report.html.scene import Dot, Text, text_width
 from hybrid_kv.report.schema import EvalReport, parse_report, to_json
 from tests.report.profiles import HOSTILE, environment
 from tests.report.test_html_page import Page
@@ -165,3 +166,17 @@ def test_of_equal_scores_the_page_names_who_reads_least() -> None:
     words = " ".join(Page(render_evaluation(report((*lone, thrifty)))).words)
     assert "flat 5% scores 0.75 (full attention 1.00), the most of 3 methods at 2 budgets" in words
     assert "; 1 more score as much and read more" in words
+
+
+@pytest.mark.parametrize("width", [320.0, 700.0])
+def test_names_above_the_maps_of_depths_do_not_run_into_each_other(width: float) -> None:
+    scores = (DepthScore(low=0.2, high=0.4, score=1.0, questions=4),)
+    names = ("full", "snapkv:demote=offload 10%", "h2o 5%")
+    maps = [DepthMap(name, ((2048, scores), (4096, scores))) for name in names]
+    scene = depths_figure("depths", "passkey", maps, width)
+    shown = [one for one in scene.marks if isinstance(one, Text) and one.text in names]
+    assert len(shown) == 3
+    for one in shown:
+        right = one.x + text_width(one.text, one.size, bold=True)
+        beside = [other.x for other in shown if other.y == one.y and other.x > one.x]
+        assert right <= min(beside, default=width)

@@ -94,7 +94,7 @@ def _lead(found: Sequence[Sheet]) -> Html | None:
     return el(
         "p",
         f"{sheet.title}: {best.name} scores {best.score:.2f}{against}, the most of "
-        f"{len(methods)} methods at {len(budgets)} budgets{others}.",
+        f"{len(methods)} methods at {len(budgets)} budget{'s' * (len(budgets) > 1)}{others}.",
         class_="lead",
     )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hybrid_kv.report.evaluation import DepthScore
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.figures.frame import SMALL
-from hybrid_kv.report.html.scene import Box, Scene, Text
+from hybrid_kv.report.html.scene import Box, Scene, Text, text_width
 
 _ROW, _MAP = 15.0, 156.0
-"""Height of a row, and width of a map with its margins, in pixels."""
+"""Height of a row, and width of a map with its margins, in pixels; wider where names are."""
 _STEPS = 9
 
 
@@ -28,12 +28,14 @@ def depths_figure(name: str, title: str, maps: Sequence[DepthMap], width: float)
     scene = Scene(name, title, _describe(maps), width, 0)
     _legend(scene)
     parts = sorted({score.low for one in maps for _, scores in one.columns for score in scores})
-    across = max(1, int(width // _MAP))
+    names = max((text_width(one.name, SMALL, bold=True) for one in maps), default=0)
+    each = min(max(_MAP, names + 14), max(width, _MAP))
+    across = max(1, int(width // each))
     high = 46 + _ROW * len(parts)
     for number, one in enumerate(maps):
-        left, top = _MAP * (number % across), 34 + high * (number // across)
+        left, top = each * (number % across), 34 + high * (number // across)
         scene.add(Text(left, top + 10, one.name, "ink", SMALL, bold=True))
-        wide = (_MAP - 14) / len(one.columns)
+        wide = (each - 14) / len(one.columns)
         for column, (context, scores) in enumerate(one.columns):
             x = left + column * wide
             for score in scores:
