@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Needs,
         Read,
         SearchResult,
+        Tiers,
         TokenBudget,
     )
 
@@ -75,6 +76,7 @@ _HOME = {
     "Needs": "hybrid_kv.types",
     "Read": "hybrid_kv.types",
     "SearchResult": "hybrid_kv.types",
+    "Tiers": "hybrid_kv.types",
     "TokenBudget": "hybrid_kv.types",
 }
 
@@ -104,6 +106,7 @@ __all__ = [
     "Ragged",
     "Read",
     "SearchResult",
+    "Tiers",
     "TokenBudget",
     "attach",
     "detach",
