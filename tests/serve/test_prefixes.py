@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, Sampling, Ticket, Token
+from hybrid_kv.serve.prefixes import KeptPrefixes
 from tests.models.folder import tokenizer
 from tests.serve.asking import NEW, alone, asked, prompt, read, slow, small_model, tiered, until
 
@@ -133,6 +135,43 @@ def test_kept_contexts_stay_within_their_bytes(llm: hkv.LLM) -> None:
         assert engine.stats().prefix_bytes <= limits.prefix_bytes
         reused = [read(engine.submit(asked(200, seed=s)))[1].usage.reused_tokens for s in (1, 2)]
     assert reused == [199, 0]
+
+
+def kept_of(llm: hkv.LLM, *seeds: int, tokens: int = 200) -> KeptPrefixes:
+    """Caches of prompts, in this order."""
+    kept = KeptPrefixes(1 << 40)
+    for seed in seeds:
+        ids, cache = prompt(tokens, seed=seed), llm.runtime.cache()
+        with torch.no_grad():
+            llm.model(torch.tensor([ids]), past_key_values=cache)
+        assert kept.keep(cache, ids)
+    return kept
+
+
+def test_what_was_used_least_recently_goes_first(llm: hkv.LLM) -> None:
+    kept = kept_of(llm, 1, 2)
+    found = kept.best((*prompt(200, seed=1)[:150], *prompt(20, seed=9)), llm.config)
+    assert found is not None
+    assert found[1] == 150
+    found[0].close()
+    kept.drop_oldest()
+    assert kept.best(prompt(200, seed=2), llm.config) is None
+    again = kept.best(prompt(200, seed=1), llm.config)
+    assert again is not None
+    again[0].close()
+    kept.close()
+
+
+def test_a_cache_most_of_whose_index_would_be_hidden_is_not_gone_on_with(llm: hkv.LLM) -> None:
+    """Every search would find what was cut off first."""
+    kept = kept_of(llm, 1, tokens=700)
+    ids = prompt(700, seed=1)
+    assert kept.best((*ids[:200], *prompt(20, seed=9)), llm.config) is None
+    found = kept.best((*ids[:600], *prompt(20, seed=9)), llm.config)
+    assert found is not None
+    assert found[1] == 600
+    found[0].close()
+    kept.close()
 
 
 def test_a_saved_context_serves_the_next_engine(llm: hkv.LLM, tmp_path: Path) -> None:

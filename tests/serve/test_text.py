@@ -39,6 +39,12 @@ def test_a_stop_string_across_tokens_is_cut_off_with_what_follows() -> None:
     assert answer.is_stopped
 
 
+def test_all_but_the_last_character_of_a_stop_string_is_held_back() -> None:
+    shown, answer = pieces("sea sky sun", ("sky ",))
+    assert shown == ["sea", " ", ""]
+    assert answer.is_stopped
+
+
 def test_what_only_began_a_stop_string_is_shown_later() -> None:
     shown, answer = pieces("sea sky oak", ("sky sun", "oaks"))
     assert shown == ["sea", " ", "sky oak"]
