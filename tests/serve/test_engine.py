@@ -382,27 +382,21 @@ def test_requests_wait_for_memory_that_others_hold(
     assert most == 2
 
 
-def test_kept_prefixes_give_way_to_requests_beside_others(
+def test_kept_prefixes_give_way_to_a_request_beside_others(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [asked(500, seed=seed) for seed in (1, 2, 3)]
-    room, most = int(2.5 * needed_bytes(one, requests[0]).host), 0
+    room = 4 * needed_bytes(one, asked(500)).host
     with slow(one, 0.003), Engine(one) as engine:
         rounds = engine._rounds
-        read(engine.submit(requests[0]))
+        first = engine.submit(asked(100, seed=1, max_new_tokens=400))
+        read(engine.submit(asked(500, seed=2)))
         until(lambda: engine.stats().prefixes == 1)
-
-        def left() -> FreeMemory:
-            held = sum(run.held_bytes for run in rounds.runs) + sum(rounds._prefixes.held())
-            return FreeMemory(room - held)
-
-        monkeypatch.setattr(capacity, "free_memory", left)
-        tickets = [engine.submit(request) for request in requests[1:]]
-        while not tickets[-1].is_finished:
-            most = max(most, len(rounds.runs))
-            sleep(0.001)
-        assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
-    assert most == 2
+        monkeypatch.setattr(
+            capacity, "free_memory", lambda: FreeMemory(0 if rounds._prefixes else room)
+        )
+        read(engine.submit(asked(500, seed=3)))
+        assert not first.is_finished, "the other would have waited for its end"
+        first.cancel()
 
 
 def test_requests_wait_for_memory_of_a_device_that_prompts_hold(
