@@ -272,6 +272,7 @@ class Placement:
         nothing is lost. What the method keeps are then copies, and a step that attends them leaves
         the originals out.
     index: makes the index that finds offloaded keys; None where all of them are attended.
+    learns: of the queries that were collected, what that index is given; None for all.
     digests: keep the page digests that a page budget in `read` needs.
     """
 
@@ -281,6 +282,7 @@ class Placement:
     rest: Demotion = Demotion.KEEP
     offload: bool = False
     index: Callable[[], Index] | None = None
+    learns: Needs | None = None
     digests: bool = False
     hot_tokens: int = 0
     fetch: bool = False

@@ -257,6 +257,26 @@ class Evidence:
         )
         return sums * (self.num_tokens / len(positions))
 
+    def narrowed(self, needs: Needs) -> Evidence:
+        """What would have been collected for these needs alone, of evidence for at least them."""
+        last, sampled, positions = self.last_queries, self.sampled_queries, self.sampled_positions
+        if last is not None:
+            count = min(needs.last_queries, last.shape[1])
+            last = last[:, last.shape[1] - count :] if count else None
+        if sampled is not None:
+            stride, wanted = 1, needs.sampled_queries
+            while wanted and -(-sampled.shape[1] // stride) >= 2 * wanted:
+                stride *= 2  # as its collector would have halved them
+            sampled = sampled[:, ::stride] if wanted else None
+            positions = positions if positions is None else positions[::stride]
+        return replace(
+            self,
+            last_queries=last,
+            sampled_queries=sampled,
+            sampled_positions=positions,
+            column_sums=self.column_sums if needs.column_sums else None,
+        )
+
     @property
     def queries(self) -> Tensor | None:
         """All queries [Hq, M, D] that were kept, in the order of the prompt but for overlaps."""

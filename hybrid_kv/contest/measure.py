@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
 from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
-from hybrid_kv.contest.shared import SharedPrompt, narrowed
+from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.entries import Entries
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
@@ -154,7 +154,7 @@ def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iter
                 cache.layers, prompt.layers, prompt.evidence, strict=True
             ):
                 assert isinstance(layer, HybridLayer)  # `SharedPrompt` has looked
-                layer.fill(k, v, tuple(narrowed(row, needs) for row in seen))
+                layer.fill(k, v, tuple(row.narrowed(needs) for row in seen))
         kv.work = Work()
         yield cache
     finally:

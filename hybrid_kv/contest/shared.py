@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -106,24 +105,3 @@ class SharedPrompt:
                 step, past_key_values=self._cache, use_cache=True, logits_to_keep=1
             ).logits
         return logits
-
-
-def narrowed(seen: Evidence, needs: Needs) -> Evidence:
-    """Of the evidence for many methods, what one of them would have been given alone."""
-    last, sampled, places = seen.last_queries, seen.sampled_queries, seen.sampled_positions
-    if last is not None:
-        count = min(needs.last_queries, last.shape[1])
-        last = last[:, last.shape[1] - count :] if count else None
-    if sampled is not None and places is not None:
-        stride = 1
-        while needs.sampled_queries and -(-sampled.shape[1] // stride) >= 2 * needs.sampled_queries:
-            stride *= 2  # as its collector would have halved them
-        sampled = sampled[:, ::stride] if needs.sampled_queries else None
-        places = places[::stride]
-    return replace(
-        seen,
-        last_queries=last,
-        sampled_queries=sampled,
-        sampled_positions=places,
-        column_sums=seen.column_sums if needs.column_sums else None,
-    )

@@ -17,6 +17,8 @@ from hybrid_kv.types import Evidence, ModelInfo, Needs
 
 _EVERY = 1 << 40
 """Queries: those of the whole prompt."""
+_TOKENS = 4096
+"""Scored at once: what the heads read of a token is as large as several KV entries in float32."""
 
 
 @METHODS.register("locret", paper="Huang et al. 2024, arXiv:2410.01805, section 3")
@@ -69,9 +71,14 @@ class Locret(Evicting):
     def _scores(self, layer_idx: int, left: Entries, seen: Evidence) -> Tensor:
         """[Hkv, N] of what left the window."""
         at, rotary = left.split("positions")[0], self._info.rotary_of(layer_idx)
-        k, v = (torch.stack(left.split(column)).float() for column in ("k", "v"))
+        k, v = (torch.stack(left.split(column)) for column in ("k", "v"))
         assert seen.sampled_queries is not None, "all of the prompt's"
-        q = seen.sampled_queries[:, at].float()
-        states = torch.cat([rotary.turn(q, -at), rotary.turn(k, -at), v])  # [Hq + 2 Hkv, N, D]
-        into, out = self._heads.of(layer_idx, states.device)
-        return silu(states.transpose(0, 1).flatten(1) @ into.mT).matmul(out.mT).mT
+        into, out = self._heads.of(layer_idx, k.device)
+        scores = k.new_empty(len(out), len(at), dtype=torch.float32)
+        for some in torch.arange(len(at)).split(_TOKENS):
+            own, of = at[some], slice(int(some[0]), int(some[-1]) + 1)
+            q = rotary.turn(seen.sampled_queries[:, own].float(), -own)
+            states = torch.cat([q, rotary.turn(k[:, of].float(), -own), v[:, of].float()])
+            hidden = silu(states.transpose(0, 1).flatten(1) @ into.mT)  # from [N, (Hq + 2 Hkv) * D]
+            scores[:, of] = out @ hidden.mT
+        return scores

@@ -46,7 +46,8 @@ class RetainingHeads:
                 f"{name} must be a file of trained heads, got none: {reason}; {_WAY_OUT}"
             ) from None
         if not isinstance(found, Mapping):
-            raise ConfigError(f"{name} must hold named tensors, got {type(found)}; {_WAY_OUT}")
+            kind = type(found).__name__
+            raise ConfigError(f"{name} must hold named tensors, got a {kind}; {_WAY_OUT}")
         by_end = {".".join(str(key).split(".")[-5:]): value for key, value in found.items()}
         return cls({one.layer_idx: _of_layer(by_end, one, name) for one in info.layers})
 

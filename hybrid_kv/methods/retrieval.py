@@ -125,6 +125,10 @@ class RetrievalAttention(Method):
 
     @property
     def needs(self) -> Needs:
+        return self._learns
+
+    @property
+    def _learns(self) -> Needs:
         index = self.params.cold.index
         return index.plugin().factory.needs(index.params)  # type: ignore[no-any-return]
 
@@ -146,6 +150,7 @@ class RetrievalAttention(Method):
             window_tokens=self.params.window_tokens,
             rest=Demotion.OFFLOAD,
             index=self.params.cold.index.build,
+            learns=self._learns,
             fetch=self.params.cold.attend == "fetch",
             stand_in=self.params.cold.stand_in,
             select="host" if self.params.cold.why_host else self.params.cold.select,

@@ -423,6 +423,9 @@ class TieredLayer:
 
     def _samples(self, seen: Evidence, horizon: int) -> Samples | None:
         """What an index may learn from, turned to where decoding will ask."""
+        placement = self.held.placement
+        if placement is not None and placement.learns is not None:
+            seen = seen.narrowed(placement.learns)
         asked = seen.samples(self.shape.num_kv_heads, self.rotary)
         return None if asked is None else asked.ahead(seen.num_tokens, horizon)
 

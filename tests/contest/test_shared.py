@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.contest.shared import SharedPrompt, narrowed
+from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.types import Needs
 from tests.tolerances import TOLERANCES
@@ -68,7 +68,7 @@ def test_a_method_gets_the_evidence_that_it_would_have_got_alone(
     many = SharedPrompt(llm.runtime, CONTEXT, NEEDS).context()
     alone = SharedPrompt(llm.runtime, CONTEXT, needs).context()
     for all_seen, own in zip(many.evidence, alone.evidence, strict=True):
-        seen = narrowed(all_seen[0], needs)
+        seen = all_seen[0].narrowed(needs)
         if not own:  # nobody asked
             assert (seen.sampled_queries, seen.last_queries) == (None, None)
             assert seen.column_sums is None

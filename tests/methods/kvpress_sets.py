@@ -23,7 +23,7 @@ class GivenQueries(kvpress.ThinKPress):
 def main(source, target):
     given = torch.load(source)
     queries, keys, values = (given[name][None] for name in ("queries", "keys", "values"))
-    budget, window, pool, sinks = (given["settings"][name] for name in given["settings"])
+    budget, window, pool, sinks = given["settings"].values()
     heads, (_, kv_heads, count, dim) = queries.shape[1], keys.shape
     config = SimpleNamespace(
         num_attention_heads=heads,

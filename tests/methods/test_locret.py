@@ -65,8 +65,10 @@ def saved(path: Path, shape: LayerShape, prefix: str = "") -> str:
 @pytest.mark.parametrize("sinks", [0, 16])
 @pytest.mark.parametrize("file", ["heads.safetensors", "heads.bin"])
 def test_the_best_by_the_trained_heads_stay(
-    given: Heads, tmp_path: Path, sinks: int, file: str
+    given: Heads, tmp_path: Path, sinks: int, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if sinks:
+        monkeypatch.setattr("hybrid_kv.methods.locret._TOKENS", 37)  # in pieces
     shape = shape_of(given)
     path = saved(tmp_path / file, shape, "model." if sinks else "")
     tested = method(
@@ -93,6 +95,10 @@ def test_a_file_of_another_kind_or_model_is_refused(tmp_path: Path, file: str) -
     path.write_text("no tensors at all")
     with pytest.raises(ConfigError, match="got none: it is no such file"):
         drive(method("locret", heads=str(path)), rotary=ROTARY)
+    if path.suffix == ".bin":
+        torch.save([torch.zeros(3)], path)
+        with pytest.raises(ConfigError, match="must hold named tensors, got a list; name a"):
+            drive(method("locret", heads=str(path)), rotary=ROTARY)
     saved(path, LayerShape(3, 6, 2, 72))
     with pytest.raises(ConfigError, match=r"must hold layers\.0\.self_attn\.fc1\.weight"):
         drive(method("locret", heads=str(path)), rotary=ROTARY)

@@ -412,20 +412,47 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     assert evidence.queries is not None
     assert evidence.queries.shape[1] == evidence.sampled_queries.shape[1] + 3
 
-    class Learning(FlatIndex):
-        samples: ClassVar[list[Tensor | None]] = []
-
-        def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-            self.samples.append(samples)
-
-    kv = cache("retrieval_attention", **SMALL)
-    placement = kv.method.seal(0, ())
-    kv.method.seal = lambda *_: replace(placement, index=lambda: Learning(FlatIndex.Params()))  # type: ignore[method-assign]
-    kv.load(0, k, v, (evidence,))
-    (samples,) = Learning.samples
+    samples = _learned(k, v, evidence, learns=None)
     assert samples is not None
     assert torch.equal(samples.flatten(0, 1), evidence.queries)
     assert cache("full").layers[0].evidence() == ()
+
+
+class Learning(FlatIndex):
+    samples: ClassVar[list[Tensor | None]] = []
+
+    def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
+        self.samples.append(samples)
+
+
+def _learned(k: Tensor, v: Tensor, seen: Evidence, *, learns: Needs | None) -> Tensor | None:
+    """What the index of a prompt is given to learn from."""
+    kv = cache("retrieval_attention", **SMALL)
+    change = {"index": lambda: Learning(FlatIndex.Params()), "learns": learns}
+    placement = replace(kv.method.seal(0, ()), **change)
+    kv.method.seal = lambda *_: placement  # type: ignore[method-assign]
+    Learning.samples.clear()
+    kv.load(0, k, v, (seen,))
+    (samples,) = Learning.samples
+    return samples
+
+
+def test_an_index_learns_from_no_more_queries_than_it_asks_for() -> None:
+    """A method may want all of them for itself."""
+    watching = cache("full")
+    watching.watch(Needs(sampled_queries=1 << 40, last_queries=3))
+    q, (k, v) = tokens(41)
+    watching.attend(0, q, (k, v), None, scale=0.3)
+    (evidence,) = watching.layers[0].evidence()
+    samples = _learned(k, v, evidence, learns=Needs(sampled_queries=4))
+    assert samples is not None
+    assert torch.equal(samples.flatten(0, 1), q[0, :, ::8])
+    assert _learned(k, v, evidence, learns=Needs()) is None
+    own = HybridConfig(method="locret", demote="offload", index={"kind": "sketch"}).build()
+    assert own.needs.sampled_queries > 1 << 30
+    learns = own.seal(0, ()).learns
+    assert learns is not None
+    assert learns.sampled_queries == 1024
 
 
 # Checkpoints
