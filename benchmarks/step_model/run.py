@@ -3,9 +3,11 @@
     python benchmarks/step_model/run.py --context 32k,128k,256k --kinds sketch,graph,flat
 
 Attention-like KV of one layer of the Llama-3-8B shape is filled in, and decode steps are made with
-one thread. Times are CPU times of that thread, the lowest tenth of the steps: other work on the
-machine empties caches. `planning.designs.HOST_COSTS` was set from such runs. The last line on
-stdout is one JSON document.
+one thread, as for a model on a device: queries are sent, the host makes its part by one call of the
+engine, and its result is delivered. Times are CPU times of that thread, the lowest tenth of the
+steps: other work on the machine empties caches. Entering is all that is neither in that call nor
+resident attention. `planning.designs.HOST_COSTS` was set from such runs. The last line on stdout is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -23,24 +25,25 @@ from time import thread_time
 from typing import Any
 
 os.environ["HYBRID_KV_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HYBRID_KV_ONE_CALL"] = "0"  # as the host works for a GPU, where steps are made op by op
 
 import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.filling import FilledKV, SyntheticContext
-from hybrid_kv.ops import dispatch
+from hybrid_kv.ops import Ops
+from hybrid_kv.ops.native import library
 from hybrid_kv.planning.designs import HOST_COSTS
 from hybrid_kv.report import probe_environment
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
 SHAPE = LayerShape(0, 32, 8, 128)
 KINDS = {"sketch": {"kind": "sketch"}, "graph": {"kind": "graph"}}
 KINDS["flat"] = {"kind": "flat", "precision": "int8"}
 _WARM = 3  # steps that set things up
+ENGINE_PHASES = "search", "cold_attention"  # by the wall, within the engine's call
 COST_OF = {"sketch": "sketch", "graph": "graph", "flat": "scan"}
 
 
@@ -49,7 +52,8 @@ def filled(context: SyntheticContext, kind: str, steps: int) -> KVCache:
     config = hkv.HybridConfig(
         method="retrieval_attention", cold={"index": KINDS[kind]}, index_build="wait"
     )
-    cache = FilledKV(ModelInfo((SHAPE,)), config, context)
+    executor = CudaExecutor(SyncExecutor(), lambda device: None)  # nothing travels, and is sent
+    cache = FilledKV(ModelInfo((SHAPE,)), config, context, executor)
     cache.reserve(context.num_tokens + steps)
     needs = cache.method.needs
     evidence = (context.evidence(0, needs, torch.bfloat16),) if needs != Needs() else ()
@@ -59,18 +63,17 @@ def filled(context: SyntheticContext, kind: str, steps: int) -> KVCache:
 
 @contextmanager
 def watched() -> Iterator[dict[str, float]]:
-    """Seconds of this thread inside searches and attention, outermost calls only."""
+    """Seconds of this thread inside the engine's call and in resident attention."""
     seconds: dict[str, float] = defaultdict(float)
     places: list[tuple[Any, str, str]] = [
-        (dispatch.Ops, "attend_retrieved", "cold attention"),
-        (dispatch.Ops, "attend", "resident attention"),
-        (dispatch.Ops, "attend_visible", "resident attention"),
+        (Ops, "attend", "resident attention"),
+        (Ops, "attend_visible", "resident attention"),
+        (library.engine(), "hkv_attend_step", "call"),
     ]
-    places.append((LiveIndex, "search", "search"))
     inside: list[str] = []
 
     def wrap(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @wraps(function)
+        @wraps(function, assigned=())
         def timed(*args: Any, **kwargs: Any) -> Any:
             if inside:
                 return function(*args, **kwargs)
@@ -84,7 +87,7 @@ def watched() -> Iterator[dict[str, float]]:
 
         return timed
 
-    before = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in places]
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]
     for (owner, attribute, function), (_, _, name) in zip(before, places, strict=True):
         setattr(owner, attribute, wrap(function, name))
     try:
@@ -98,10 +101,12 @@ def measure(cache: KVCache, steps: int) -> dict[str, float]:
     """Microseconds of a layer's step by part, of one thread."""
     q = torch.ones(1, 32, 1, 128, dtype=torch.bfloat16)
     new = torch.ones(1, 8, 1, 128, dtype=torch.bfloat16)
+    cache.attend(0, q, (new, new), None, scale=128**-0.5)  # declares the engine's functions
     parts: dict[str, list[float]] = defaultdict(list)
     with torch.inference_mode(), watched() as seconds:
-        for step in range(steps + 3):
+        for step in range(steps + _WARM):
             seconds.clear()
+            before = dict(cache.phases.seconds)
             begin = thread_time()
             cache.attend(0, q, (new, new), None, scale=128**-0.5)
             layer = thread_time() - begin
@@ -109,8 +114,9 @@ def measure(cache: KVCache, steps: int) -> dict[str, float]:
                 continue
             parts["layer"].append(layer)
             parts["entering"].append(layer - sum(seconds.values()))
-            for name in ("search", "cold attention"):
-                parts[name].append(seconds[name])
+            booked = [cache.phases.seconds[name] - before[name] for name in ENGINE_PHASES]
+            for name, share in zip(("search", "cold attention"), booked, strict=True):
+                parts[name].append(seconds["call"] * share / sum(booked))
     return {name: 1e6 * quantiles(times, n=10)[0] for name, times in parts.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.arguments import check_watchers
-from hybrid_kv.api.context import AskedMessages
+from hybrid_kv.api.asked_messages import AskedMessages
 from hybrid_kv.api.llm import LLM, Prompt
 from hybrid_kv.api.prefill import PrefillProgress, PrefillWatch
 from hybrid_kv.api.template import checked, is_chat

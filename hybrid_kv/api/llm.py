@@ -18,7 +18,8 @@ from hybrid_kv.api.arguments import (
     check_source,
     token_ids,
 )
-from hybrid_kv.api.context import AskedMessages, Context
+from hybrid_kv.api.asked_messages import AskedMessages
+from hybrid_kv.api.context import Context
 from hybrid_kv.api.conversation import Conversation
 from hybrid_kv.api.generation import Generation
 from hybrid_kv.api.prefixes import Prefixes

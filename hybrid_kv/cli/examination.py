@@ -12,8 +12,9 @@ from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.index.crossover import read_crossovers
 from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
+from hybrid_kv.ops.chosen import why_unavailable
 from hybrid_kv.ops.devices import backends_on
-from hybrid_kv.ops.dispatch import get_ops, why_unavailable
+from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned

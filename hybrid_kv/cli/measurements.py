@@ -12,7 +12,7 @@ from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.models.widening import MIN_TOKENS, trial
 from hybrid_kv.planning.facts import model_facts
-from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.report.schema import Check
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hybrid_kv.cli.tables import Column
     from hybrid_kv.planning.designs import DesignStep
-    from hybrid_kv.planning.planner import Option, Plan
+    from hybrid_kv.planning.plan import Option, Plan
     from hybrid_kv.report.schema import PlanReport
 
 _MACHINE = "Machine"

@@ -22,7 +22,7 @@ from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.models.rollback import rolled_back
-from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.report.evaluation import Asking, Counters
 from hybrid_kv.transfer import SyncExecutor

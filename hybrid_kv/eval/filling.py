@@ -31,6 +31,7 @@ from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import FindNearest
+from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
 
 _QUERIES_AT_ONCE = 8192
@@ -236,10 +237,16 @@ def _best_keys(samples: Tensor, keys: Tensor, count: int) -> Tensor:
 class FilledKV(KVCache):
     """A cache whose decode steps ask with the queries of a synthetic context."""
 
-    def __init__(self, info: ModelInfo, config: HybridConfig, context: SyntheticContext) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: HybridConfig,
+        context: SyntheticContext,
+        executor: Executor | None = None,
+    ) -> None:
         self._context = context
         self._asked: dict[int, list[Tensor]] = {}
-        super().__init__(info, config)
+        super().__init__(info, config, executor)
 
     def _new_layer(self, shape: LayerShape) -> TieredLayer:
         return FilledLayer(shape, self.info.rotary_of(shape.layer_idx), self.means, self._context)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hybrid_kv.planning.planner import AIR_BYTES, ModelFacts
+from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.planner import AIR_BYTES
 from hybrid_kv.planning.rates import Card, Rates
 from hybrid_kv.types import LayerShape
 

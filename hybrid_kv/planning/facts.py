@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.load import load_config, resolve_dtype
 from hybrid_kv.models.support import inspect_model, max_context, text_config
-from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.types import LayerShape
 
 _STORED_BITS = {16: 16.0, 8: 8.25, 4: 4.5}

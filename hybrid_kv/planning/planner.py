@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
 
 from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.index.pages import with_room
 from hybrid_kv.models.prompt_states import lie_on_host
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.learning import Learning, learning_bytes
-from hybrid_kv.planning.rates import Rates
+from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
+from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.store.extent import pinned_room
-from hybrid_kv.types import Budget, LayerShape
+from hybrid_kv.types import Budget
 
-Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
+_log = logging.getLogger(__name__)
 
 AIR_BYTES = 2**30
 """Of a device, for nobody: a display, cuBLAS, and what torch's allocator cannot use of blocks."""
@@ -38,163 +38,6 @@ query ranks exactly: those of most heads of a real model (docs/lab.md)."""
 _LONGEST = 2**24
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What planning knows about a model.
-
-    weight_bytes: all weights; read_bytes: those that one token reads (no embedding table).
-    layers: the layers that can be tiered; window_bytes: the most KV that all others hold.
-    dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
-    None where it says nothing.
-    """
-
-    name: str
-    weight_bytes: int
-    read_bytes: int
-    layers: tuple[LayerShape, ...]
-    window_bytes: int
-    hidden_size: int
-    intermediate_size: int
-    dtype_bytes: int = 2
-    max_context_tokens: int | None = None
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all tiered layers."""
-        return sum(self.kv_bytes(layer) for layer in self.layers)
-
-    @property
-    def largest_layer_bytes(self) -> int:
-        """K and V of one token in the widest tiered layer."""
-        return max((self.kv_bytes(layer) for layer in self.layers), default=0)
-
-    @property
-    def states_bytes(self) -> int:
-        """Hidden states of one token."""
-        return self.dtype_bytes * self.hidden_size
-
-    def kv_bytes(self, layer: LayerShape) -> int:
-        """K and V of one token in one layer."""
-        return 2 * layer.num_kv_heads * layer.head_dim * self.dtype_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What there is to run on.
-
-    device: what to call it. device_bytes: its memory, None where the model runs on the CPU.
-    host_bytes: memory that the process may use. assumed: the rates are a card's specification.
-    """
-
-    device: str
-    device_bytes: int | None
-    host_bytes: int
-    rates: Rates
-    assumed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way of running the context.
-
-    device_bytes, host_bytes: by purpose, at the moment when most is needed.
-    ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
-    settings: what to hand to HybridConfig beside the given configuration.
-    select: who finds cold entries, and why; "" where nobody does.
-    cold_tokens: that lie in the cold tier; 0 for methods that keep or drop everything.
-    """
-
-    mode: Mode
-    device_bytes: Mapping[str, int]
-    host_bytes: Mapping[str, int]
-    fits: bool
-    why: str
-    ms: Mapping[str, float] = field(default_factory=dict)
-    settings: Mapping[str, int | str] = field(default_factory=dict)
-    select: str = ""
-    max_context_tokens: int = 0
-    cold_tokens: int = 0
-
-    @property
-    def tpot_ms(self) -> float | None:
-        return sum(self.ms.values()) if self.ms else None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The options in the order in which they are preferred, and the one to take, if any fits."""
-
-    facts: ModelFacts
-    machine: Machine
-    context_tokens: int
-    options: tuple[Option, ...]
-
-    @property
-    def recommended(self) -> Option | None:
-        return next((option for option in self.options if option.fits), None)
-
-    @property
-    def advice(self) -> str:
-        """One sentence."""
-        option = self.recommended
-        if option is None:
-            reasons = "; ".join(f"{other.mode}: {other.why}" for other in self.options)
-            return f"does not fit, because {reasons}"
-        if option.mode == "hybrid" and not option.cold_tokens:
-            return "the method fits: what it keeps lies beside the weights, and nothing is cold"
-        return {
-            "dense": "dense 16-bit KV fits: use method 'full', nothing is approximated",
-            "dense_8bit": (
-                "dense 8-bit KV fits: use that, in a runtime that stores KV in 8 bits; hybrid_kv "
-                "keeps 16 bits and would go to host memory"
-            ),
-            "hybrid": "hybrid: cold keys and values in host memory, found by an index",
-        }[option.mode]
-
-
-def prefill_peak_bytes(facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> int:
-    """The most that a layer-major prefill holds beside weights and KV.
-
-    One hidden-state tensor of full length; rotary tables, whose making takes more than their
-    keeping; and for one chunk either the MLP's three products or the attention block. The factors
-    were read off live storages of a Llama (benchmarks/prefill_memory) and bound them from above;
-    merging by the plain definition, without engine or Triton, takes 2.25 query widths more.
-    """
-    parts = _Prefill.of(facts, num_tokens, chunk_tokens)
-    return parts.waiting + parts.ids + max(parts.making_rotary, parts.working)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """Bytes of a prompt that is being computed.
-
-    waiting: hidden states and rotary tables of full length, which may lie on the host; making them
-    takes `making_rotary` more, once. ids: token ids, positions and masks. working: the most that a
-    chunk takes.
-    """
-
-    waiting: int
-    making_rotary: int
-    ids: int
-    working: int
-
-    @classmethod
-    def of(cls, facts: ModelFacts, num_tokens: int, chunk_tokens: int) -> _Prefill:
-        size, chunk = facts.dtype_bytes, min(chunk_tokens, num_tokens)
-        head_dim = max((layer.head_dim for layer in facts.layers), default=0)
-        q_width = max((layer.num_q_heads * layer.head_dim for layer in facts.layers), default=0)
-        kv_width = max((layer.num_kv_heads * layer.head_dim for layer in facts.layers), default=0)
-        mlp = size * (3 * facts.intermediate_size + 3.25 * facts.hidden_size)
-        attention = size * (2.5 * facts.hidden_size + 5.75 * q_width + 3 * kv_width)
-        states, rotary = facts.states_bytes, 2 * size * head_dim
-        return cls(
-            waiting=num_tokens * (states + rotary),
-            making_rotary=15 * num_tokens * head_dim,
-            ids=4 * 8 * num_tokens,
-            working=int(chunk * max(mlp, attention)),
-        )
-
-
 def make_plan(
     facts: ModelFacts, machine: Machine, context_tokens: int, config: HybridConfig
 ) -> Plan:
@@ -209,9 +52,6 @@ def make_plan(
     plan = Plan(facts, machine, context_tokens, planner.options(context_tokens))
     _log.info("plan for %d tokens on %s: %s", context_tokens, machine.device, plan.advice)
     return plan
-
-
-_log = logging.getLogger(__name__)
 
 
 class _Planner:
@@ -277,7 +117,7 @@ class _Planner:
         # prefill's memory comes on top of them. When a layer ends, its best keys are searched for
         # in what its last chunk has left.
         on_host = self._states_on_host(tokens)
-        parts = _Prefill.of(facts, tokens, self._chunk(tokens))
+        parts = PrefillBytes.of(facts, tokens, self._chunk(tokens))
         working = max(parts.working, learning.sealing)
         # Two layers' KV while one leaves and the next is computed, if the states leave room.
         layer_kv = tokens * facts.largest_layer_bytes

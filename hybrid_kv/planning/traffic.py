@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid_kv.config import HybridConfig, IndexConfig
-from hybrid_kv.planning.planner import ModelFacts
+from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import Work

@@ -146,8 +146,12 @@ def _attend_row(
         return empty_partial(near_q)
     if budget == "all" or budget.top_k >= stored:
         return _attend_all(step, row, near_q, taken)
-    spans, begin = row.chain.spans, step.phases.now()
     ahead = None if pages else step.ahead
+    if not pages:
+        part = step.cold_calls[row.number].attend(step, row, q, budget, ahead)
+        if part is not None:
+            return part
+    spans, begin = row.chain.spans, step.phases.now()
     first = None if ahead is None else ahead.ranked(row, q, budget)
     plain = not pages and not budget.weighs and row.copied is None and first is None
     if plain and len(spans) == 1:  # nearly every step

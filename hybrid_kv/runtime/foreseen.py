@@ -115,13 +115,17 @@ class Foreseen:
             self._standing.reason = "its index weighs what it finds by the query that asked"
             self._found = {}
 
+    def named(self, row: Row, budget: TokenBudget) -> ByExtent | None:
+        """What was found ahead for a row; None where it has to be searched."""
+        if self._standing.on_trial or budget != self._budget:
+            return None
+        return self._found.get(row.number)
+
     def ranked(self, row: Row, queries: Tensor, budget: TokenBudget) -> ByExtent | None:
         """What a search for the true queries [Hkv, G, D] of a row shall have found: the best of
         what was found ahead. None where the row has to be searched.
         """
-        if self._standing.on_trial or budget != self._budget:
-            return None
-        found = self._found.get(row.number)
+        found = self.named(row, budget)
         return None if found is None else _best(found, queries, budget.most)
 
     def compare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -18,6 +19,7 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.absorb import Keeper
+from hybrid_kv.runtime.cold_call import ColdCall
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
@@ -59,7 +61,7 @@ class TieredLayer:
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
         self.method = means.method.of_layer(shape.layer_idx)
         self._stores_as_is = type(self.method).write is Method.write
-        self._one_call = OneCall()
+        self._forget_plans()
 
     @property
     def is_open(self) -> bool:
@@ -158,6 +160,7 @@ class TieredLayer:
             scale=scale,
             softcap=softcap,
             at_home=q.is_cpu and means.executor.at_once,
+            cold_calls=self._cold_calls,
             found=found,
             ahead=ahead,
             unstored=new,
@@ -448,6 +451,12 @@ class TieredLayer:
         self.store, self._collectors, self._kept_evidence, self.leaving = None, [], None, None
         self._samples_left = ()
         self._keeper = None
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """They hold on to the entries that they describe."""
+        self._one_call = OneCall()
+        self._cold_calls: defaultdict[int, ColdCall] = defaultdict(ColdCall)
 
     def forget_leaving(self) -> None:
         """Gives up what is leaving: its entries are about to be forgotten as well."""
@@ -481,7 +490,8 @@ class TieredLayer:
     def forked(self, means: Means) -> TieredLayer:
         """A layer of another cache, of the same method, that continues from the same entries."""
         new = copy(self)
-        new.means, new._one_call = means, OneCall()
+        new.means = means
+        new._forget_plans()
         if self.store is not None:
             new.store = self.store.forked()
             new.store.stand_in = means.stand_ins.of(new.store)
@@ -514,6 +524,7 @@ class TieredLayer:
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from row sources[r]; pages are copied on write only."""
         self.settle()
+        self._forget_plans()
         if self.store is not None:
             self.store.fork(sources)
         if self._collectors:

@@ -2,31 +2,23 @@
 
 `decode` is the definition, and serves where this does not: several rows or new tokens, another
 device, what was searched ahead, entries that a method keeps, hot pages, several cold extents,
-budgets that weigh what was found, an index that only Python can ask.
+budgets that weigh what was found, an index that only Python can ask. Of what it makes op by op,
+`ColdCall` makes the cold part in one call where it can.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, NewToken, ResidentPages, StepResult
+from hybrid_kv.ops.native.step import LayerPlan, NewToken, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
-from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
+from hybrid_kv.runtime.searched import Searched
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import Row, Span
-from hybrid_kv.store.live_index import LiveIndex
-from hybrid_kv.types import Demotion, PartialAttention, Read, TokenBudget
-
-
-class _Searched(NamedTuple):
-    """The only extent of a row, what finds its entries, and how many a query attends."""
-
-    span: Span
-    finder: LiveIndex
-    budget: TokenBudget
+from hybrid_kv.store import Row
+from hybrid_kv.types import Demotion, PartialAttention, Read
 
 
 def storable(step: Step) -> bool:
@@ -63,7 +55,7 @@ class OneCall:
             return None
         row, searched = rows[0], None
         if read.cold is not None and row.chain.num_tokens:
-            searched = _searched(row, read.cold)
+            searched = Searched.of(row, read.cold)
             if searched is None:
                 self.reason = "its cold entries are not found by a plain search of one index"
                 return None
@@ -86,7 +78,7 @@ class OneCall:
             raise
         _count(step, row, total, done)
         if searched is not None and done.ids is not None:
-            _take_up(step, searched, done)
+            searched.take_up(step, row, done)
         times = done.report
         step.phases.book_parts(
             begin,
@@ -100,16 +92,14 @@ class OneCall:
         )
         return done.part
 
-    def _plan_of(self, step: Step, row: Row, searched: _Searched | None) -> LayerPlan | None:
+    def _plan_of(self, step: Step, row: Row, searched: Searched | None) -> LayerPlan | None:
         """None where there can be none."""
         table, queries = row.table, step.q.shape[1]
         pages, slots = table.pool.pages, table.slots()
         if searched is None:
             state: tuple[Any, ...] = (queries, id(pages), id(slots))
         else:
-            span, index, budget = searched
-            cold = id(span), span.length, index.revision, budget
-            state = (queries, id(pages), id(slots), *cold)
+            state = (queries, id(pages), id(slots), *searched.state)
         if state != self._state:
             self._plan = _make_plan(step, row, searched)
             self._state, self._keeps = state, (pages, slots, searched)
@@ -124,41 +114,13 @@ def _why_not_described(step: Step) -> str:
     return "several rows" if len(step.layer.rows) > 1 else "several new tokens"
 
 
-def _searched(row: Row, budget: TokenBudget | str) -> _Searched | None:
-    """None where the engine cannot search for such a budget by itself."""
-    spans = row.chain.spans
-    if isinstance(budget, str) or budget.top_k >= row.chain.num_tokens:
-        return None
-    if budget.weighs or budget.estimate == "index":
-        return None
-    span, extent = spans[0], spans[0].extent
-    index = extent.index
-    if len(spans) > 1 or index is None or row.copied is not None or row.later_index is not None:
-        return None
-    if index.is_building:
-        index.settle(extent.keys)
-    if index.on_device or index.selects or span.length != extent.length:
-        return None
-    return _Searched(span, index, budget)
-
-
-def _make_plan(step: Step, row: Row, searched: _Searched | None) -> LayerPlan | None:
+def _make_plan(step: Step, row: Row, searched: Searched | None) -> LayerPlan | None:
     place, pages, slots = row.placement, row.table.pool.pages, row.table.slots()
     if place is None or place.rest is Demotion.ABSORB or place.fetch or row.hot.capacity:
         return None
-    cold = None
-    if searched is not None:
-        span, index, budget = searched
-        searches = index.plan(budget.width, budget.most)
-        if searches is None:
-            return None
-        width = max(
-            sum(search.width for search in searches if head in search.heads)
-            for head in range(step.layer.shape.num_kv_heads)
-        )
-        extent, tail = span.extent, span.tail(step.q.device) if budget.estimate else None
-        width = min(width, budget.most)
-        cold = ColdEntries(extent.keys, extent.values, searches, width, tail)  # the row sees all
+    cold = None if searched is None else searched.entries(step.layer.shape.num_kv_heads)
+    if searched is not None and cold is None:
+        return None
     resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
     return step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer)
 
@@ -177,14 +139,9 @@ def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
 
 
 def _call(
-    step: Step, plan: LayerPlan, row: Row, searched: _Searched | None, new: NewToken | None
+    step: Step, plan: LayerPlan, row: Row, searched: Searched | None, new: NewToken | None
 ) -> StepResult:
-    warm = None
-    if searched is not None:
-        index, near = searched.finder, searched.span.near
-        index.note(step.grouped[0] if index.listens else None)
-        if plan.begins_warm and near is not None and near.shape[1] == step.grouped.shape[2]:
-            warm = near
+    warm = None if searched is None else searched.ask(plan, step.grouped[0])
     try:
         return plan.attend(
             step.q,
@@ -197,16 +154,6 @@ def _call(
         )
     except NonFiniteError:
         raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
-
-
-def _take_up(step: Step, searched: _Searched, done: StepResult) -> None:
-    """Keeps what was found, for the next search and for who looks at it."""
-    (span, _, budget), ids = searched, done.ids
-    assert ids is not None
-    span.near = ids if ids.shape[2] <= budget.width else ids[..., : budget.width]
-    if step.found is not None:
-        part = RetrievedPart(span.extent, ids)
-        step.found[0] = budget, Retrieved([part], done.report.scored)
 
 
 def _count(step: Step, row: Row, resident: int, done: StepResult) -> None:

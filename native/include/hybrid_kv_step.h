@@ -1,7 +1,7 @@
 /* One decode step of one layer and batch row in one call: cold entries are searched, ranked exactly
  * and attended by the scores of their ranking; resident pages are attended where they lie, all of
  * them or those of the highest bounds; the parts are merged. The step's token is stored before, where
- * it has not been yet.
+ * it has not been yet. A layer without resident pages is the host's part of a step of a device.
  *
  * A layer is described once, when it changes; a step says what is new in each call.
  */
@@ -43,7 +43,7 @@ typedef struct hkv_tail {
 } hkv_tail;
 
 typedef struct hkv_cold {
-  hkv_kv kv; /* of all KV heads; keys are read by the searches alone */
+  hkv_kv kv; /* of all KV heads; keys are read by the searches, or to rank what a step names */
   const hkv_search *searches;
   int32_t num_searches; /* 0: nothing is cold */
   int64_t width;        /* entries that a query attends, at most: the best of all its searches */
@@ -83,6 +83,9 @@ typedef struct hkv_step {
   float *lse;   /* [heads, num_queries] */
   const void *new_keys, *new_values; /* of a token to store, of head h at h * step elements; or NULL */
   int64_t new_key_step, new_value_step, new_position;
+  const int64_t *named; /* [heads, num_queries, num_named] cold rows, each once for a query, -1 for
+                         * none, which are ranked in the place of the searches; or NULL */
+  int64_t num_named;
 } hkv_step;
 
 /* Seconds by part of the work, and counts. */

@@ -139,6 +139,7 @@ void Step::check() const {
   check_resident(layer_, step_);
   check_token();
   check_searches(layer_);
+  check_named(layer_, step_);
   require(step_.num_warm >= 0, "num_warm must be at least 0");
   if (!has_cold()) return;
   require(step_.ids != nullptr, "ids must not be NULL");
@@ -359,8 +360,7 @@ void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
   for (int64_t query = 0; query < num_queries; ++query) {
     int64_t *ids = step_.ids + (row + query) * width;
     float *weights = own.logits.data();
-    const int64_t count =
-        shared_.searches.take(layer_, head, query, width, ids, weights);
+    const int64_t count = shared_.searches.take(head, query, width, ids, weights);
     std::fill(ids + count, ids + width, -1);
     retrieved += count;
     most = std::max(most, count);

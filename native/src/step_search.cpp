@@ -2,8 +2,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
+#include "attend_checks.h"
 #include "error.h"
+#include "exact_scores.h"
+#include "pool.h"
+#include "sort.h"
 
 namespace hkv {
 namespace {
@@ -22,7 +27,48 @@ const Value *of_heads(const Value *from, int64_t size, const hkv_search &search,
   return to.data();
 }
 
+/// Scratch of one thread.
+struct Ranking {
+  std::vector<float> query, scores;
+  std::vector<uint32_t> ids;
+  SortBestFirst sort;
+
+  /// The named rows of one query, best first, then -1; ids, scores: [count].
+  template <typename Element>
+  void run(const hkv_keys &keys, const float *from, const int64_t *named, int64_t count,
+           int64_t *to_ids, float *to_scores) {
+    grow(query, exact_room(keys.dim));
+    std::fill(std::copy_n(from, keys.dim, query.data()), query.data() + exact_room(keys.dim), 0.0f);
+    grow(scores, count);
+    grow(ids, count);
+    int64_t there = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (named[i] < 0) continue;
+      require(named[i] < keys.count, "a named row lies beyond the keys");
+      ids[there++] = static_cast<uint32_t>(named[i]);
+    }
+    score_exactly<Element>(keys, query.data(), ids.data(), there, scores.data());
+    sort.run({scores.data(), ids.data(), there});
+    std::copy_n(ids.data(), there, to_ids);
+    std::fill(to_ids + there, to_ids + count, -1);
+    std::copy_n(scores.data(), there, to_scores);
+  }
+};
+
+Ranking &ranking_here() {
+  thread_local Ranking own;
+  return own;
+}
+
 }  // namespace
+
+void check_named(const hkv_layer &layer, const hkv_step &step) {
+  if (step.named == nullptr) return;
+  require(layer.cold.num_searches > 0, "rows can be named of cold entries only");
+  require(step.num_named >= 1, "num_named must be at least 1");
+  require(layer.cold.kv.keys.count <= std::numeric_limits<uint32_t>::max(),
+          "a head must have fewer than 2^32 keys");
+}
 
 void check_searches(const hkv_layer &layer) {
   const hkv_cold &cold = layer.cold;
@@ -54,13 +100,42 @@ int Searches::run(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
   for (auto &own : sources_) own.clear();
   grow(ids_, cold.num_searches);
   grow(scores_, cold.num_searches);
+  if (step.named != nullptr) {
+    rank_named(pool, layer, step, queries);
+    return HKV_OK;
+  }
   for (int32_t at = 0; at < cold.num_searches; ++at) {
     const int status = run_one(pool, layer, step, queries, at);
     if (status != HKV_OK) return status;
-    for (int32_t place = 0; place < cold.searches[at].num_heads; ++place)
-      sources_[cold.searches[at].heads[place]].push_back({at, place});
+    const hkv_search &search = cold.searches[at];
+    for (int32_t place = 0; place < search.num_heads; ++place) {
+      const int64_t first = place * layer.num_queries * search.width;
+      sources_[search.heads[place]].push_back(
+          {ids_[at].data() + first, scores_[at].data() + first, search.width, search.first_row});
+    }
   }
   return HKV_OK;
+}
+
+void Searches::rank_named(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
+                          const float *queries) {
+  const int64_t each = layer.num_queries * step.num_named, dim = layer.cold.kv.keys.dim;
+  grow(ids_[0], layer.heads * each);
+  grow(scores_[0], layer.heads * each);
+  const auto rank = [&](int64_t row) {
+    const int64_t at = row * step.num_named;
+    const Entries from = entries_of(layer.cold.kv, 0, row / layer.num_queries);
+    with_dtype(from.keys.dtype, [&](auto *element) {
+      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+      ranking_here().run<Element>(from.keys, queries + row * dim, step.named + at, step.num_named,
+                                  ids_[0].data() + at, scores_[0].data() + at);
+    });
+  };
+  parallel_for(pool, layer.heads * layer.num_queries, [&](int64_t row, int) { rank(row); });
+  for (int32_t head = 0; head < layer.heads; ++head)
+    sources_[head].push_back(
+        {ids_[0].data() + head * each, scores_[0].data() + head * each, step.num_named, 0});
+  scored_ = layer.heads * each;
 }
 
 int Searches::run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
@@ -105,22 +180,20 @@ int Searches::run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &st
   return status;
 }
 
-int64_t Searches::take(const hkv_layer &layer, int64_t head, int64_t query, int64_t width,
-                       int64_t *ids, float *scores) const {
+int64_t Searches::take(int64_t head, int64_t query, int64_t width, int64_t *ids,
+                       float *scores) const {
   const std::vector<Source> &sources = sources_[head];
   int64_t count = 0;
   for (const Source &source : sources) {
-    const hkv_search &search = layer.cold.searches[source.search];
-    const int64_t first = (source.place * layer.num_queries + query) * search.width;
-    const int64_t *from = ids_[source.search].data() + first;
-    const float *its = scores_[source.search].data() + first;
+    const int64_t *from = source.ids + query * source.width;
+    const float *its = source.scores + query * source.width;
     int64_t there = 0;
-    while (there < search.width && from[there] >= 0) ++there;
+    while (there < source.width && from[there] >= 0) ++there;
     // What is there already moves behind the better ones of this search, from the worst on.
     int64_t old = count, one = there;
     for (int64_t place = old + one; place-- > 0;) {
       const bool is_new = old == 0 || (one > 0 && its[one - 1] <= scores[old - 1]);
-      const int64_t id = is_new ? from[one - 1] + search.first_row : ids[old - 1];
+      const int64_t id = is_new ? from[one - 1] + source.first_row : ids[old - 1];
       const float score = is_new ? its[one - 1] : scores[old - 1];
       --(is_new ? one : old);
       if (place >= width) continue;

@@ -1,4 +1,5 @@
-// The searches of one step: every kind by its own entry point, and what they found by head.
+// The searches of one step: every kind by its own entry point, and what they found by head; or the
+// ranking of what another search has named.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +23,20 @@ class Searches {
   /// The best entries of a query, best first: at most `width`, as rows of the layer's entries.
   ///
   /// Searches of one head are merged by score; of equal scores that of the earlier search is first.
-  int64_t take(const hkv_layer &layer, int64_t head, int64_t query, int64_t width, int64_t *ids,
-               float *scores) const;
+  int64_t take(int64_t head, int64_t query, int64_t width, int64_t *ids, float *scores) const;
 
  private:
+  /// What one search found for one head: [num_queries, width], best first, then -1.
   struct Source {
-    int32_t search;
-    int32_t place;  // of the head among those of the search
+    const int64_t *ids;
+    const float *scores;
+    int64_t width, first_row;
   };
 
   int run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step, const float *queries,
               int32_t at);
+  void rank_named(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
+                  const float *queries);
 
   std::vector<std::vector<Source>> sources_;  // by KV head
   std::vector<std::vector<int64_t>> ids_;     // by search: [heads, queries, width]
@@ -44,5 +48,6 @@ class Searches {
 
 /// Refuses what does not fit.
 void check_searches(const hkv_layer &layer);
+void check_named(const hkv_layer &layer, const hkv_step &step);
 
 }  // namespace hkv

@@ -143,9 +143,14 @@ struct Given {
         lse(static_cast<size_t>(sizes.heads * sizes.num_queries)),
         ids(static_cast<size_t>(sizes.heads * sizes.num_queries * sizes.width)) {}
 
-  int run(hkv_pool *pool, const LayerCase &of, float softcap = 0.0f) {
-    const hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
-                        softcap, nullptr, 0, ids.data(), out.data(), lse.data()};
+  int run(hkv_pool *pool, const LayerCase &of, float softcap = 0.0f,
+          const std::vector<int64_t> &named = {}) {
+    hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
+                  softcap, nullptr, 0, ids.data(), out.data(), lse.data()};
+    if (!named.empty()) {
+      step.named = named.data();
+      step.num_named = static_cast<int64_t>(named.size() / lse.size());
+    }
     return hkv_attend_step(pool, &of.layer, &step, &report);
   }
 };
@@ -273,6 +278,67 @@ CLAIM(a_step_without_pages_or_entries_is_empty) {
   CHECK_OK(got.run(nullptr, of));
   for (const float lse : got.lse) CHECK(lse == kNone);
   for (const float out : got.out) CHECK(out == 0.0f);
+}
+
+CLAIM(a_step_of_cold_entries_alone_is_their_attention) {
+  Sizes sizes;
+  sizes.num_pages = sizes.num_chosen = sizes.tail_fill = 0;
+  const LayerCase of(sizes);
+  Given got(sizes);
+  CHECK_OK(got.run(nullptr, of, 2.0f));
+  check_parts(of, got, 2.0f, all_pages(of), found(of, of.searches[0]));
+}
+
+/// Rows for each query: what its search finds, from the worst on, among others and places without.
+static std::vector<int64_t> named_among(const LayerCase &of, int64_t others) {
+  const std::vector<int64_t> best = found(of, of.searches[0]);
+  const int64_t width = of.sizes.width;
+  std::vector<int64_t> named;
+  for (int64_t row = 0; row < of.sizes.heads * of.sizes.num_queries; ++row) {
+    const int64_t *own = best.data() + row * width;
+    for (int64_t i = width; i-- > 0;) named.insert(named.end(), {own[i], -1});
+    for (int64_t id = 0, added = 0; added < others; ++id) {
+      if (std::find(own, own + width, id) != own + width) continue;
+      named.push_back(id);
+      ++added;
+    }
+  }
+  return named;
+}
+
+CLAIM(a_step_ranks_what_it_names_and_searches_nothing) {
+  for (const int32_t dtype : {HKV_F32, HKV_BF16})
+    for (const int64_t others : {0, 1, 40}) {
+      Sizes sizes;
+      sizes.dtype = dtype;
+      sizes.num_pages = sizes.num_chosen = others == 1 ? 0 : 5;
+      sizes.tail_fill = others == 1 ? 0 : 7;
+      LayerCase of(sizes);
+      const std::vector<int64_t> best = found(of, of.searches[0]), named = named_among(of, others);
+      const std::vector<hkv_flat_head> wrong(of.flat.size());
+      of.searches[0].head = wrong.data();  // nobody may look there
+      Given got(sizes);
+      ScopedPool pool(2);
+      CHECK_OK(got.run(pool.get(), of, 0.0f, named));
+      check_parts(of, got, 0.0f, all_pages(of), best);
+      CHECK(got.report.scored == static_cast<int64_t>(named.size()));
+      std::vector<int64_t> few(named.size(), -1);
+      few[0] = named[0];
+      CHECK_OK(got.run(nullptr, of, 0.0f, few));
+      CHECK(got.ids[0] == named[0] && got.ids[1] == -1 && got.report.retrieved == 1);
+    }
+}
+
+CLAIM(a_step_refuses_names_that_are_no_rows) {
+  Sizes sizes;
+  LayerCase of(sizes);
+  Given got(sizes);
+  std::vector<int64_t> named = named_among(of, 3);
+  named[1] = sizes.num_cold;
+  CHECK_REFUSED(got.run(nullptr, of, 0.0f, named), "a named row lies beyond the keys");
+  sizes.num_cold = 0;
+  const LayerCase warm(sizes);
+  CHECK_REFUSED(got.run(nullptr, warm, 0.0f, named), "rows can be named of cold entries only");
 }
 
 CLAIM(a_step_merges_searches_of_one_head_by_score) {

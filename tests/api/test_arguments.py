@@ -17,7 +17,7 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
-from hybrid_kv.planning.planner import Option
+from hybrid_kv.planning.plan import Option
 from hybrid_kv.planning.rates import measure_rates
 from tests.models.folder import model, tokenizer
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
 from hybrid_kv.models import widening
-from hybrid_kv.planning.planner import ModelFacts, prefill_peak_bytes
+from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.prefill_bytes import prefill_peak_bytes
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128

@@ -20,7 +20,8 @@ from hybrid_kv.models.support import inspect_model
 from hybrid_kv.ops.host_memory import FreeMemory, free_memory
 from hybrid_kv.planning.facts import model_facts
 from hybrid_kv.planning.forecast import BuildForecast
-from hybrid_kv.planning.planner import Machine, ModelFacts, make_plan
+from hybrid_kv.planning.plan import Machine, ModelFacts
+from hybrid_kv.planning.planner import make_plan
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.planning.traffic import index_of
 from hybrid_kv.report.profile import ProfileRow

@@ -6,7 +6,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.filling import context_bytes
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
 from hybrid_kv.ops.host_memory import FreeMemory
-from hybrid_kv.planning.planner import ModelFacts, prefill_peak_bytes
+from hybrid_kv.planning.plan import ModelFacts
+from hybrid_kv.planning.prefill_bytes import prefill_peak_bytes
 
 USABLE = 0.95
 """Share of the free memory that may be filled; the rest is for activations and the system."""

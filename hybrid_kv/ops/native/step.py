@@ -82,6 +82,7 @@ class StepStruct(Structure):
         *(("warm", c_void_p), ("num_warm", c_int64)),
         *((name, c_void_p) for name in ("ids", "out", "lse", "new_keys", "new_values")),
         *((f"new_{name}", c_int64) for name in ("key_step", "value_step", "position")),
+        *(("named", c_void_p), ("num_named", c_int64)),
     )
 
 
@@ -191,7 +192,7 @@ class LayerPlan:
 
     Args:
         num_queries: M, query heads of a KV head.
-        resident, cold: what is attended; no cold entries for None.
+        resident, cold: what is attended; no pages or no cold entries for None, but one of them.
         writer: of the same pages, where steps store their tokens; None for those that do not.
         engine: another library than the one in use.
 
@@ -203,29 +204,26 @@ class LayerPlan:
     def __init__(
         self,
         num_queries: int,
-        resident: ResidentPages,
+        resident: ResidentPages | None,
         cold: ColdEntries | None,
         *,
         writer: PageWriter | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
         self._engine = _declared(engine)
-        heads, slots, size, dim = resident.k.shape
+        kept = resident or cold
+        if kept is None:
+            raise ShapeError("a plan must hold pages or cold entries, got neither")
+        heads, dim = kept.k.shape[0], kept.k.shape[-1]
         self._size, self._dim = (heads, num_queries), dim
         self._keeps: list[Any] = [resident, cold, writer]
         self._width = 0 if cold is None else cold.width
         searches = () if cold is None else cold.searches
         self.begins_warm = any(search.kind == GRAPH for search in searches)
-        flat = (tensor.view(heads, slots * size, -1) for tensor in (resident.k, resident.v))
         self.layer = LayerStruct(
             heads,
             num_queries,
-            ResidentStruct(
-                described(*flat),
-                *(resident.slots.data_ptr(), len(resident.slots), size),
-                *(len(resident.slots), 0, 1),
-                *_digests(resident),
-            ),
+            _no_pages(cold) if resident is None else _pages(resident),
             ColdStruct() if cold is None else self._cold(cold),
             None if writer is None else ctypes.pointer(writer.struct),
         )
@@ -283,16 +281,19 @@ class LayerPlan:
         softcap: float | None = None,
         new: NewToken | None = None,
         warm: Tensor | None = None,
+        named: Tensor | None = None,
         pool: Pool | None = None,
     ) -> StepResult:
         """One token's queries over what the plan holds.
 
         Args:
             queries: [..., D] of a dtype of DTYPES, as many as [Hkv, M] in that order.
-            tail_fill: filled tokens of the newest page, the new one among them.
+            tail_fill: filled tokens of the newest page, the new one among them; 0 without pages.
             new: the token, where it is stored by this; for plans with a writer. Where this fails it
                 was not stored.
             warm: [Hkv, M, W] int64, where graphs begin; None for none.
+            named: [Hkv, M, C] int64 cold entries, each once for a query, -1 for none, of which the
+                best are attended in the place of a search; None searches.
             pool: threads that share the work; None for the calling one.
 
         Raises:
@@ -314,6 +315,11 @@ class LayerPlan:
             step.warm, step.num_warm = warm.data_ptr(), warm.shape[2]
         else:
             step.warm = None
+        if named is not None:
+            named = named.contiguous()
+            step.named, step.num_named = named.data_ptr(), named.shape[2]
+        else:
+            step.named = None
         if new is not None:
             k, v, step.new_position = new
             step.new_keys, step.new_values = k.data_ptr(), v.data_ptr()
@@ -367,6 +373,25 @@ class _Results(NamedTuple):
 
 def _address(array: ctypes.Array[Any] | None) -> int | None:
     return None if array is None else ctypes.addressof(array)
+
+
+def _pages(resident: ResidentPages) -> ResidentStruct:
+    heads, slots, size, _ = resident.k.shape
+    flat = (tensor.view(heads, slots * size, -1) for tensor in (resident.k, resident.v))
+    count = len(resident.slots)
+    return ResidentStruct(
+        described(*flat),
+        *(resident.slots.data_ptr(), count, size, count, 0, 1),
+        *_digests(resident),
+    )
+
+
+def _no_pages(cold: ColdEntries | None) -> ResidentStruct:
+    """None of the sizes of cold entries."""
+    assert cold is not None
+    none = ResidentStruct()
+    none.kv = described(cold.k[:, :0], cold.v[:, :0])
+    return none
 
 
 def _digests(pages: ResidentPages) -> tuple[DigestStruct, int]:

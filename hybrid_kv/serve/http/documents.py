@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from hybrid_kv.api.context import AskedMessages
+from hybrid_kv.api.asked_messages import AskedMessages
 from hybrid_kv.serve.http.errors import ApiError
 from hybrid_kv.serve.http.texts import Texts
 

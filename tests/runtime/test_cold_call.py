@@ -1,0 +1,177 @@
+"""The host's part of a step as one call of the engine, held against the same made op by op."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.ops.native import engine_state
+from hybrid_kv.ops.native.step import LayerPlan
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.types import ModelInfo
+from tests.runtime import test_look_ahead as look_ahead
+from tests.runtime.test_one_call import (
+    INT8,
+    RETRIEVING,
+    SETTINGS,
+    SHAPE,
+    SPARE,
+    STEPS,
+    begin,
+    compare,
+    feed,
+)
+from tests.transfer.late import LateLane
+
+COLD = [name for name, setting in SETTINGS.items() if "cold" in setting]
+
+pytestmark = pytest.mark.skipif(
+    engine_state().isa is None, reason="no engine: every op is made by itself"
+)
+
+
+def far(settings: dict[str, Any]) -> KVCache:
+    """A cache whose model computes on a device: what travels is late."""
+    lane = LateLane()
+    executor = CudaExecutor(SyncExecutor(), lambda device: lane)
+    config = HybridConfig(**settings, index_build="wait")
+    return KVCache(ModelInfo((SHAPE,)), config, executor)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[LayerPlan]:
+    """Whose plans were attended by, in the order of the calls."""
+    made: list[LayerPlan] = []
+    own = LayerPlan.attend
+
+    def noted(self: LayerPlan, *args: Any, **kwargs: Any) -> Any:
+        made.append(self)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerPlan, "attend", noted)
+    return made
+
+
+@pytest.mark.parametrize("name", COLD)
+def test_the_cold_part_is_that_of_single_ops(
+    name: str, calls: list[LayerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages leave the window meanwhile, so that the plan is made anew; work counts alike."""
+    outs, caches = [], []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = far(SETTINGS[name])
+        tokens = begin(kv)
+        before = len(calls)
+        outs.append([feed(kv, *tokens.next(1), softcap=2.0) for _ in range(STEPS)])
+        assert len(calls) - before == (STEPS if switch == "1" else 0)
+        kv.check_integrity()
+        caches.append(kv)
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts)
+    assert len(set(calls)) > 1
+    one, parts = caches
+    assert one.work == parts.work
+    entered = [{name for name, s in kv.phases.seconds.items() if s > 0} for kv in caches]
+    assert entered[0] - {"merge"} == entered[1] - {"merge"}
+    for kv in caches:
+        kv.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_several_rows_and_tokens_in_16_bits(
+    dtype: torch.dtype, calls: list[LayerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At home too: there only a single row's single token is a whole step of the engine."""
+    outs = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(**SETTINGS["estimated"], index_build="wait"))
+        tokens = begin(kv, dtype)
+        kv.layers[0].fork([0, 0, 0])
+        before = len(calls)
+        outs.append([feed(kv, *tokens.next(new, rows=3)) for new in (1, 1, 4, 1)])
+        assert len(calls) - before == (12 if switch == "1" else 0)
+        kv.layers[0].fork([2])
+        outs[-1].append(feed(kv, *tokens.next(3)))
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts, dtype)
+
+
+def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        kv = far(SETTINGS["int8"])
+        layer, found = kv.layers[0], {}
+        tokens = begin(kv)
+        q, k, v = tokens.next(1)
+        layer.append(k, v, None)
+        layer.attend(layer.step(q, 0.12, None, found=found))
+        budget, retrieved = found[0]
+        assert (budget.top_k, len(retrieved.parts)) == (9, 1)
+        ids.append(retrieved.parts[0].ids)
+    assert torch.equal(*ids)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_was_searched_ahead_is_ranked_in_the_place_of_a_search(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong prediction names everything; on trial a layer is searched as well, op by op."""
+    named: list[bool] = []
+    own = LayerPlan.attend
+
+    def noted(self: LayerPlan, *args: Any, **kwargs: Any) -> Any:
+        named.append(kwargs["named"] is not None)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerPlan, "attend", noted)
+    steps = look_ahead.drawn(9, rows)
+    executor = look_ahead.NotedExecutor()
+    cache = look_ahead.made(executor, look_ahead="always", look_ahead_factor=99)
+    got = look_ahead.run(cache, steps, lambda _, q: -q)
+    # In the first step nobody had sealed the layers yet; nothing comes before the first layer.
+    assert named == [False] * 3 * rows + [*[False] * rows, *[True] * 2 * rows] * 8
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")
+    parts = look_ahead.made(executor, look_ahead="always", look_ahead_factor=99)
+    look_ahead.assert_same(got, look_ahead.run(parts, steps, lambda _, q: -q))
+    assert cache.work == parts.work
+    trial = look_ahead.made(executor, look_ahead="auto")
+    named.clear()
+    monkeypatch.delenv("HYBRID_KV_ONE_CALL")
+    look_ahead.run(trial, steps[:4])
+    assert not any(named)
+    executor.close()
+
+
+def test_what_a_call_cannot_say_is_made_op_by_op(calls: list[LayerPlan]) -> None:
+    """Each of these reads what no descriptor names, or is attended by the device."""
+    for cold, further in (
+        ({"index": "flat"}, {}),  # torch scans
+        ({"index": INT8, "min_share": 0.01}, {}),
+        ({"index": INT8, "top_k": "all"}, {}),
+        ({"index": INT8, "attend": "fetch"}, {}),
+        ({"index": INT8}, {"method": "hybrid", **SPARE, "hot_tokens": 32}),
+        ({"index": INT8}, {"backend": "torch_cpu"}),
+    ):
+        kv = far({**RETRIEVING, **further, "cold": cold})
+        tokens = begin(kv)
+        feed(kv, *tokens.next(1))
+        kv.close()
+    assert not calls
+
+
+def test_a_layer_that_is_forgotten_lets_go_of_its_entries() -> None:
+    kv = far(SETTINGS["int8"])
+    begin(kv)
+    layer = kv.layers[0]
+    keys = weakref.ref(layer.held.rows[0].chain.spans[0].extent)
+    assert keys() is not None
+    layer.reset()
+    assert keys() is None
