@@ -19,6 +19,9 @@ from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget
 
+SHARED = -1
+"""In the place of a row's number: what several rows attend together."""
+
 
 class ColdCall:
     """The plan of a row's cold entries, made anew when what it describes has changed."""
@@ -45,6 +48,26 @@ class ColdCall:
             if found is None or len(found) > 1:
                 return None
             ((_, named),) = found
+        done = self.find(step, row, q, budget, named)
+        if done is None:
+            return None
+        _count(step, done)
+        return done.part
+
+    def find(
+        self,
+        step: Step,
+        row: Row,
+        q: Tensor,
+        budget: TokenBudget,
+        named: SearchResult | None = None,
+    ) -> StepResult | None:
+        """The same, with what was found, and not counted yet; q may be queries of several rows that
+        see the same entries.
+
+        Args:
+            named: what is ranked in the place of a search.
+        """
         searched = Searched.of(row, budget)
         plan = None if searched is None else self._plan_of(step, q, searched)
         if searched is None or plan is None:
@@ -61,12 +84,11 @@ class ColdCall:
         )
         if named is not None:
             done.report.scored += named.scored
-        _count(step, done)
         searched.take_up(step, row, done)
         times = done.report
         parts = ("search", times.search_s), ("cold_attention", times.cold_s + times.merge_s)
         step.phases.book_parts(begin, parts)
-        return done.part
+        return done
 
     def _plan_of(self, step: Step, q: Tensor, searched: Searched) -> LayerPlan | None:
         """None where there can be none."""

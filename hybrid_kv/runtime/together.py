@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid_kv.attention import attend, merge_partials
 from hybrid_kv.runtime.cache import KVCache
 from hybrid_kv.runtime.cold import count_cold, counted
+from hybrid_kv.runtime.cold_call import SHARED
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
@@ -236,6 +237,8 @@ class _Asking:
         """By row attention over what a search of all of its extents finds."""
         assert isinstance(self.cold, TokenBudget)
         width, most, stacked = self.cold.width, self.cold.most, _stacked(rows)
+        if (parts := self._by_one_call(rows, stacked, self.cold)) is not None:
+            return parts
         shared = rows[0].own.chain.spans[0].search(stacked, width, most)
         found: list[list[RetrievedPart]] = []
         for row, ids, scores in zip(
@@ -249,15 +252,31 @@ class _Asking:
             row.step.work.scored += sum(result.scored for _, result in own)
             count_cold(row.step.work, *counted(found[-1]))
         every = torch.cat([named[0].ids for named in found], 1)
-        parts = [
-            [part] for part in _split(self._these(rows[0].step, stacked, extent, every), len(rows))
-        ]
+        shared_part = self._these(rows[0].step, stacked, extent, every)
+        parts = [[part] for part in _split(shared_part, len(rows))]
         for row, named, done in zip(rows, found, parts, strict=True):
             done.extend(self._these(row.step, row.grouped, *one[:2]) for one in named[1:])
             if self.cold.estimate:
                 attended = [one.ids for one in named]
                 done.extend(by_moments(row.step, row.own, row.grouped, named, attended, None))
         return parts
+
+    def _by_one_call(
+        self, rows: Sequence[JointRow], stacked: Tensor, cold: TokenBudget
+    ) -> list[list[PartialAttention]] | None:
+        """The same where no row has an extent of its own and the engine can say it."""
+        if any(len(row.own.chain.spans) > 1 for row in rows):
+            return None
+        first, count = rows[0], len(rows)
+        done = first.step.cold_calls[SHARED].find(first.step, first.own, stacked, cold)
+        if done is None:
+            return None
+        assert done.ids is not None
+        extent = first.own.chain.spans[0].extent
+        for row, ids in zip(rows, done.ids.chunk(count, 1), strict=True):
+            row.step.work.scored += done.report.scored // count
+            count_cold(row.step.work, *counted([RetrievedPart(extent, ids)]))
+        return [[part] for part in _split(done.part, count)]
 
     def _these(self, step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
         return step.ops.attend_retrieved(

@@ -14,6 +14,7 @@ from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.models import joined
 from hybrid_kv.models.attach import Attachment, HybridCache
 from hybrid_kv.models.joined import JoinedCache
+from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import together
 from tests.ops.native.engines import needs_engine
 from tests.serve.asking import prompt, small_model
@@ -64,9 +65,9 @@ def forks(model: Any, runtime: Attachment, own: hkv.HybridConfig) -> list[Hybrid
     return rows
 
 
-def steps(model: Any, rows: list[HybridCache]) -> Tensor:
+def steps(model: Any, rows: list[HybridCache], count: int = STEPS) -> Tensor:
     logits = []
-    for number in range(STEPS):
+    for number in range(count):
         cache = JoinedCache(rows)
         out = model(
             torch.tensor([[3 + (number + row) % 9] for row in range(len(rows))]),
@@ -90,6 +91,40 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(joined, "attend_shared", counted)
     return counts
+
+
+@pytest.mark.parametrize("estimate", ["none", "gaussian"])
+@torch.inference_mode()
+def test_rows_without_cold_entries_of_their_own_are_asked_in_one_call(
+    model: Any, runtime: Attachment, estimate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = config("hybrid, found", 16)
+    own = own.replace(cold={**own.cold.model_dump(), "estimate": estimate})
+    asked: list[int] = []
+    attend = LayerPlan.attend
+
+    def noted(self: LayerPlan, queries: Tensor, **how: Any) -> Any:
+        asked.append(queries.numel() // queries.shape[-1])
+        return attend(self, queries, **how)
+
+    monkeypatch.setattr(LayerPlan, "attend", noted)
+    outs, works = [], []
+    for alone in (False, True):
+        first = runtime.cache(own)
+        model(torch.tensor([prompt(700)]), past_key_values=first)
+        model(torch.tensor([[5]]), past_key_values=first)
+        rows = [first, first.fork(), first.fork()]
+        asked.clear()
+        with monkeypatch.context() as patched:
+            if alone:
+                patched.setattr(joined, "attend_shared", lambda *_, **__: None)
+            outs.append(steps(model, rows, 3))
+        works.append([row.work for row in rows])
+        heads = model.config.num_attention_heads
+        # Their own parts are calls too.
+        assert (asked.count(3 * heads), asked.count(heads)) == ((0, 18) if alone else (6, 18))
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert works[0] == works[1]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
