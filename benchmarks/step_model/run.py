@@ -5,9 +5,10 @@
 Attention-like KV of one layer of the Llama-3-8B shape is filled in, and decode steps are made with
 one thread, as for a model on a device: queries are sent, the host makes its part by one call of the
 engine, and its result is delivered. Times are CPU times of that thread, the lowest tenth of the
-steps: other work on the machine empties caches. Entering is all that is neither in that call nor
-resident attention. `planning.designs.HOST_COSTS` was set from such runs. The last line on stdout is
-one JSON document.
+steps: other work on the machine empties caches. Entering is the Python around that call, from the
+queries' arrival to the result; launching is that of all else, which a device does not wait for
+while its own part of a layer is longer. `planning.designs.HOST_COSTS` was set from such runs. The
+last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.planning.designs import HOST_COSTS
 from hybrid_kv.report import probe_environment
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime import KVCache, decode
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
@@ -63,27 +64,22 @@ def filled(context: SyntheticContext, kind: str, steps: int) -> KVCache:
 
 @contextmanager
 def watched() -> Iterator[dict[str, float]]:
-    """Seconds of this thread inside the engine's call and in resident attention."""
+    """Seconds of this thread inside the engine's call, the host's part, and resident attention."""
     seconds: dict[str, float] = defaultdict(float)
     places: list[tuple[Any, str, str]] = [
-        (Ops, "attend", "resident attention"),
         (Ops, "attend_visible", "resident attention"),
         (library.engine(), "hkv_attend_step", "call"),
+        (decode, "attend_cold", "host's part"),
     ]
-    inside: list[str] = []
 
     def wrap(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @wraps(function, assigned=())
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if inside:
-                return function(*args, **kwargs)
-            inside.append(name)
             begin = thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
                 seconds[name] += thread_time() - begin
-                inside.pop()
 
         return timed
 
@@ -113,7 +109,9 @@ def measure(cache: KVCache, steps: int) -> dict[str, float]:
             if step < _WARM:
                 continue
             parts["layer"].append(layer)
-            parts["entering"].append(layer - sum(seconds.values()))
+            parts["entering"].append(seconds["host's part"] - seconds["call"])
+            beside = seconds["host's part"] + seconds["resident attention"]
+            parts["launching"].append(layer - beside)
             booked = [cache.phases.seconds[name] - before[name] for name in ENGINE_PHASES]
             for name, share in zip(("search", "cold attention"), booked, strict=True):
                 parts[name].append(seconds["call"] * share / sum(booked))
