@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
+from hybrid_kv.runtime.cold_call import ColdCalls
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
@@ -86,7 +87,8 @@ def attend_cold(
     asked: Asked,
     budget: ColdBudget,
     hot: Sequence[Parcel | None] | None,
-    near: Parcel | None = None,
+    near: Parcel | None,
+    calls: ColdCalls,
 ) -> PartialAttention:
     """Retrieved cold entries, or all of them, without those that the device attends.
 
@@ -116,6 +118,11 @@ def attend_cold(
     parts = []
     for row in step.layer.rows:
         number = row.number
+        if not pages[number] and isinstance(budget, TokenBudget):
+            part = calls[number].attend(step, row, q[number], budget, step.ahead)
+            if part is not None:
+                parts.append(part)
+                continue
         parts.append(_attend_row(step, row, q[number], budget, pages[number], taken[number], near))
     one = len(parts) == 1
     part = PartialAttention(parts[0].out[None], parts[0].lse[None]) if one else stacked(parts)
@@ -147,10 +154,6 @@ def _attend_row(
     if budget == "all" or budget.top_k >= stored:
         return _attend_all(step, row, near_q, taken)
     ahead = None if pages else step.ahead
-    if not pages:
-        part = step.cold_calls[row.number].attend(step, row, q, budget, ahead)
-        if part is not None:
-            return part
     spans, begin = row.chain.spans, step.phases.now()
     first = None if ahead is None else ahead.ranked(row, q, budget)
     plain = not pages and not budget.weighs and row.copied is None and first is None

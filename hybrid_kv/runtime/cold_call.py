@@ -7,7 +7,8 @@ what was found in the place of a search. `OneCall` makes whole steps.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget
 
+ColdCalls: TypeAlias = defaultdict[int, "ColdCall"]
+"""By row of a layer."""
 SHARED = -1
 """In the place of a row's number: what several rows attend together."""
 

@@ -19,7 +19,7 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.absorb import Keeper
-from hybrid_kv.runtime.cold_call import ColdCall
+from hybrid_kv.runtime.cold_call import ColdCall, ColdCalls
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
@@ -160,7 +160,6 @@ class TieredLayer:
             scale=scale,
             softcap=softcap,
             at_home=q.is_cpu and means.executor.at_once,
-            cold_calls=self._cold_calls,
             found=found,
             ahead=ahead,
             unstored=new,
@@ -194,7 +193,7 @@ class TieredLayer:
         if part is None:
             if step.unstored is not None:
                 self._store(step)
-            part = decode(step, read)
+            part = decode(step, read, self.cold_calls)
         for row in step.layer.rows:
             if row.hot.capacity:
                 begin = means.phases.now()
@@ -456,7 +455,7 @@ class TieredLayer:
     def _forget_plans(self) -> None:
         """They hold on to the entries that they describe."""
         self._one_call = OneCall()
-        self._cold_calls: defaultdict[int, ColdCall] = defaultdict(ColdCall)
+        self.cold_calls: ColdCalls = defaultdict(ColdCall)
 
     def forget_leaving(self) -> None:
         """Gives up what is leaving: its entries are about to be forgotten as well."""

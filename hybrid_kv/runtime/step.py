@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
 
-if TYPE_CHECKING:
-    from hybrid_kv.runtime.cold_call import ColdCall
-
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 """By row what a step has retrieved, and under which budget."""
 
@@ -31,8 +27,8 @@ class Step:
 
     q: [B, Hq, T, D]. new: T. at_home: whether the host searches where the queries lie, so that
     nothing travels. found: takes what was retrieved, where somebody looks at it. ahead: what was
-    searched before q was known. cold_calls: by row what makes its cold part in one call. unstored:
-    k, v [B, Hkv, T, D] of the new tokens until the layer stores them.
+    searched before q was known. unstored: k, v [B, Hkv, T, D] of the new tokens until the layer
+    stores them.
     """
 
     ops: Ops
@@ -45,7 +41,6 @@ class Step:
     scale: float
     softcap: float | None
     at_home: bool
-    cold_calls: defaultdict[int, ColdCall]
     found: Found | None = None
     ahead: Foreseen | None = None
     unstored: tuple[Tensor, Tensor] | None = None

@@ -268,7 +268,7 @@ class _Asking:
         if any(len(row.own.chain.spans) > 1 for row in rows):
             return None
         first, count = rows[0], len(rows)
-        done = first.step.cold_calls[SHARED].find(first.step, first.own, stacked, cold)
+        done = first.layer.cold_calls[SHARED].find(first.step, first.own, stacked, cold)
         if done is None:
             return None
         assert done.ids is not None

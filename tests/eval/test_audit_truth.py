@@ -34,12 +34,12 @@ class Truth:
         self.recalls: list[float] = []
         self.missed: list[float] = []
 
-        def watched(step: Step, sets: Any) -> PartialAttention:
+        def watched(step: Step, sets: Any, calls: Any) -> PartialAttention:
             if step.q.shape[2] > 1:
-                return decode(step, sets)
+                return decode(step, sets, calls)
             all_found: dict[int, Any] = {} if step.found is None else step.found
             object.__setattr__(step, "found", all_found)
-            part = decode(step, sets)
+            part = decode(step, sets, calls)
             for head in range(step.layer.shape.num_kv_heads):
                 self.note(step, head, part)
             return part
