@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.foreseen import Foreseen
-from hybrid_kv.runtime.searched import Searched
+from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget
@@ -32,7 +32,7 @@ class ColdCall:
     def __init__(self) -> None:
         self._plan: LayerPlan | None = None
         self._state: tuple[Any, ...] = ()
-        self._keeps: Searched | None = None  # what is known by its id
+        self._keeps: SearchedEntries | None = None  # what is known by its id
 
     def attend(
         self, step: Step, row: Row, q: Tensor, budget: TokenBudget, ahead: Foreseen | None
@@ -71,7 +71,7 @@ class ColdCall:
         Args:
             named: what is ranked in the place of a search.
         """
-        searched = Searched.of(row, budget)
+        searched = SearchedEntries.of(row, budget)
         plan = None if searched is None else self._plan_of(step, q, searched)
         if searched is None or plan is None:
             return None
@@ -93,7 +93,7 @@ class ColdCall:
         step.phases.book_parts(begin, parts)
         return done
 
-    def _plan_of(self, step: Step, q: Tensor, searched: Searched) -> LayerPlan | None:
+    def _plan_of(self, step: Step, q: Tensor, searched: SearchedEntries) -> LayerPlan | None:
         """None where there can be none."""
         state = (q.shape[1], *searched.state)
         if state != self._state:

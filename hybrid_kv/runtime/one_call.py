@@ -15,7 +15,7 @@ from hybrid_kv.ops.native.step import LayerPlan, NewToken, ResidentPages, StepRe
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
-from hybrid_kv.runtime.searched import Searched
+from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import Demotion, PartialAttention, Read
@@ -55,7 +55,7 @@ class OneCall:
             return None
         row, searched = rows[0], None
         if read.cold is not None and row.chain.num_tokens:
-            searched = Searched.of(row, read.cold)
+            searched = SearchedEntries.of(row, read.cold)
             if searched is None:
                 self.reason = "its cold entries are not found by a plain search of one index"
                 return None
@@ -92,7 +92,7 @@ class OneCall:
         )
         return done.part
 
-    def _plan_of(self, step: Step, row: Row, searched: Searched | None) -> LayerPlan | None:
+    def _plan_of(self, step: Step, row: Row, searched: SearchedEntries | None) -> LayerPlan | None:
         """None where there can be none."""
         table, queries = row.table, step.q.shape[1]
         pages, slots = table.pool.pages, table.slots()
@@ -114,7 +114,7 @@ def _why_not_described(step: Step) -> str:
     return "several rows" if len(step.layer.rows) > 1 else "several new tokens"
 
 
-def _make_plan(step: Step, row: Row, searched: Searched | None) -> LayerPlan | None:
+def _make_plan(step: Step, row: Row, searched: SearchedEntries | None) -> LayerPlan | None:
     place, pages, slots = row.placement, row.table.pool.pages, row.table.slots()
     if place is None or place.rest is Demotion.ABSORB or place.fetch or row.hot.capacity:
         return None
@@ -139,7 +139,7 @@ def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
 
 
 def _call(
-    step: Step, plan: LayerPlan, row: Row, searched: Searched | None, new: NewToken | None
+    step: Step, plan: LayerPlan, row: Row, searched: SearchedEntries | None, new: NewToken | None
 ) -> StepResult:
     warm = None if searched is None else searched.ask(plan, step.grouped[0])
     try:

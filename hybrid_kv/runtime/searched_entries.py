@@ -14,7 +14,7 @@ from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import TokenBudget
 
 
-class Searched(NamedTuple):
+class SearchedEntries(NamedTuple):
     """The only extent of a row, what finds its entries, and how many a query attends.
 
     state: differs where a plan of these entries has to be made anew.
@@ -26,7 +26,7 @@ class Searched(NamedTuple):
     state: tuple[object, ...]
 
     @classmethod
-    def of(cls, row: Row, budget: TokenBudget | str) -> Searched | None:
+    def of(cls, row: Row, budget: TokenBudget | str) -> SearchedEntries | None:
         """None where the engine cannot search for such a budget by itself."""
         spans = row.chain.spans
         if isinstance(budget, str) or budget.top_k >= row.chain.num_tokens:
