@@ -124,7 +124,8 @@ def predicted(kind: str, keys: int) -> dict[str, float]:
     return {
         "search": heads * costs.search[COST_OF[kind]].core_us(keys),
         "cold attention": heads * costs.attend.core_us(keys),
-        "entering": costs.entering_us(keys),
+        "entering": costs.enter.at(keys),
+        "launching": costs.launch.at(keys),
     }
 
 

@@ -29,6 +29,8 @@ _SMALL_KERNELS = 37
 SELECT_KERNELS = 13
 """More of them where the device finds cold entries, counted in tests: nine that find and attend,
 their sum, the estimate of what is left, the merge with it, and the copy of the queries."""
+_LAUNCH_US = 6.6
+"""Of the model's Python for a kernel or copy that it launches (estimate)."""
 _EVENT_US = 40.0
 """From the last kernel before a wait until the host goes on, or back: event, copy, wake-up."""
 _CALLER_MS = 2.0
@@ -70,35 +72,48 @@ class CoreCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PythonCost:
+    """Python of a layer's step: us, and emptied_us more where the search has emptied the caches, in
+    proportion up to 128K keys.
+    """
+
+    us: float
+    emptied_us: float
+
+    def at(self, keys: int) -> float:
+        """Microseconds behind a search among so many keys."""
+        return self.us + self.emptied_us * min(1.0, keys / _CONTEXT)
+
+
+@dataclass(frozen=True, slots=True)
 class HostCosts:
     """What a core does, measured; groups of 4 query heads of 128 channels in 16 bit.
 
     search: by kind of index. attend: attention over what a group found, 100 entries a query head,
-    which lie farther apart among more keys. enter_us: Python and ctypes of a layer's step, and
-    emptied_us: so much more where the search has emptied the caches, in proportion up to 128K keys.
-    wake_us: until the pool works (estimate).
+    which lie farther apart among more keys. rank: the exact ranking of what was found ahead, 200
+    entries a query head. enter: Python from the queries' arrival to the result, around the engine's
+    call. launch: all other Python of ours, before the queries leave and after the result. wake_us:
+    until the pool works (estimate).
     """
 
     search: dict[str, CoreCost]
     attend: CoreCost
-    enter_us: float
-    emptied_us: float
+    rank: CoreCost
+    enter: PythonCost
+    launch: PythonCost
     wake_us: float
-
-    def entering_us(self, keys: int) -> float:
-        """Of Python around a layer's search among so many keys."""
-        return self.enter_us + self.emptied_us * min(1.0, keys / _CONTEXT)
 
 
 HOST_COSTS = HostCosts(
     search={
-        "graph": CoreCost(0.0, 400.0, 0.9, walked_bytes=1.5 * 9000 * 129),
-        "sketch": CoreCost(50.0, 150.0, 1.0, key_bytes=24.0),
-        "scan": CoreCost(0.0, 520.0, 1.0, key_bytes=129.0),
+        "graph": CoreCost(0.0, 410.0, 1.0, walked_bytes=1.5 * 9000 * 129),
+        "sketch": CoreCost(30.0, 160.0, 1.0, key_bytes=24.0),
+        "scan": CoreCost(0.0, 470.0, 1.0, key_bytes=129.0),
     },
-    attend=CoreCost(10.0, 16.0, 1.0),
-    enter_us=170.0,
-    emptied_us=150.0,
+    attend=CoreCost(8.0, 9.0, 0.5),
+    rank=CoreCost(10.0, 27.0, 0.5),
+    enter=PythonCost(40.0, 50.0),
+    launch=PythonCost(100.0, 110.0),
     wake_us=20.0,
 )
 """One core of an AMD EPYC, Zen 5, AVX-512 (docs/results.md)."""
@@ -175,13 +190,22 @@ def host_search_ms(shape: LayerShape, kind: str, keys: int, host: Host, costs: H
 
 def host_attend_ms(shape: LayerShape, keys: int, host: Host, costs: HostCosts) -> float:
     """A layer's attention over what was found in 16 bit, on as many threads as it has KV heads."""
-    work = shape.num_kv_heads * costs.attend.core_us(keys) / 1e3
-    return max(
-        work / min(host.threads, shape.num_kv_heads), _found_bytes(shape, 2) / host.gather / 1e6
-    )
+    return _by_heads_ms(shape, costs.attend.core_us(keys), _found_bytes(shape, 2) / 2, host)
+
+
+def host_rank_ms(shape: LayerShape, keys: int, host: Host, costs: HostCosts) -> float:
+    """A layer's exact ranking of what was found ahead in 16 bit, on as many threads."""
+    found = _CANDIDATES / _TOP_K * _found_bytes(shape, 2) / 2
+    return _by_heads_ms(shape, costs.rank.core_us(keys), found, host)
+
+
+def _by_heads_ms(shape: LayerShape, core_us: float, read_bytes: float, host: Host) -> float:
+    work = shape.num_kv_heads * core_us / 1e3
+    return max(work / min(host.threads, shape.num_kv_heads), read_bytes / host.gather / 1e6)
 
 
 def _found_bytes(shape: LayerShape, itemsize: int) -> float:
+    """Keys and values of what a layer's query heads find."""
     rows = _FOUND_SHARED * _TOP_K * shape.group_size * shape.num_kv_heads
     return 2 * rows * shape.head_dim * itemsize
 
@@ -227,25 +251,37 @@ class Designs:
         facts, host, costs = self._facts, self._host, self._costs
         search = [host_search_ms(s, kind, self._cold, host, costs) for s in facts.layers]
         attend = [host_attend_ms(s, self._cold, host, costs) for s in facts.layers]
+        rank = [host_rank_ms(s, self._cold, host, costs) if ahead else 0.0 for s in facts.layers]
         base = tuple(self._base(_SMALL_KERNELS + 7))
         layer_ms = sum(part.ms for part in base) / max(1, self._layers)
         exposed = [max(0.0, ms - layer_ms) if ahead else ms for ms in search]
-        enter = self._layers * (costs.entering_us(self._cold) + costs.wake_us) / 1e3
+        enter = self._layers * (costs.enter.at(self._cold) + costs.wake_us) / 1e3
+        kernels = _SMALL_KERNELS + 7 + 2
+        # While a device computes, Python launches what comes behind; what it takes longer shows.
+        launch_ms = (kernels * _LAUNCH_US + costs.launch.at(self._cold)) / 1e3
+        late = self._layers * max(0.0, launch_ms - layer_ms)
         trips = 2 * self._layers
         parts = (
             *base,
             DesignPart("query out, result in", "wait", trips * _EVENT_US / 1e3),
+            DesignPart("launching", "host", late),
+            DesignPart("launching beside", "host", self._layers * launch_ms - late, hidden=True),
             DesignPart("entering the host's part", "host", enter, measured=True),
             DesignPart("search", "host", sum(exposed), measured=True),
             DesignPart(
                 "search ahead", "host", sum(search) - sum(exposed), hidden=True, measured=True
             ),
+            DesignPart("ranking of what was found", "host", sum(rank), measured=True),
             DesignPart("cold attention", "host", sum(attend), measured=True),
             DesignPart("generate", "host", _CALLER_MS),
         )
         core_ms = enter + sum(
             s.num_kv_heads
-            * (costs.search[kind].core_us(self._cold) + costs.attend.core_us(self._cold))
+            * (
+                costs.search[kind].core_us(self._cold)
+                + costs.attend.core_us(self._cold)
+                + (costs.rank.core_us(self._cold) if ahead else 0.0)
+            )
             / 1e3
             for s in facts.layers
         )
@@ -255,9 +291,7 @@ class Designs:
             for s in facts.layers
         )
         travels = 2 * facts.dtype_bytes * sum(s.num_q_heads * s.head_dim for s in facts.layers)
-        return self._step(
-            name, parts, self._layers * (_SMALL_KERNELS + 7 + 2), trips, core_ms, read, travels
-        )
+        return self._step(name, parts, self._layers * kernels, trips, core_ms, read, travels)
 
     def _on_device(self) -> DesignStep:
         facts, cold = self._facts, self._cold

@@ -12,6 +12,7 @@ from hybrid_kv.planning.designs import (
     Designs,
     DesignStep,
     Host,
+    PythonCost,
     host_attend_ms,
     host_search_ms,
 )
@@ -58,9 +59,23 @@ def test_attention_of_what_was_found_has_a_head_for_a_thread() -> None:
 
 
 def test_python_takes_longer_where_a_search_has_emptied_the_caches() -> None:
-    costs = replace(HOST_COSTS, enter_us=100.0, emptied_us=60.0, wake_us=0.0)
-    found = [costs.entering_us(keys) for keys in (0, 2**16, 2**17, 2**20)]
-    assert found == [100.0, 130.0, 160.0, 160.0]
+    cost = PythonCost(100.0, 60.0)
+    assert [cost.at(keys) for keys in (0, 2**16, 2**17, 2**20)] == [100.0, 130.0, 160.0, 160.0]
+
+
+def test_launching_shows_only_where_a_device_is_done_sooner() -> None:
+    quick, slow = (
+        Designs(LLAMA_8B, 2**17, CARD, RATES, HOST, replace(HOST_COSTS, launch=PythonCost(us, 0)))
+        for us in (1.0, 900.0)
+    )
+    for design in range(4):
+        one, other = quick.all()[design], slow.all()[design]
+        device = sum(p.ms for p in one.parts if p.place == "device")
+        launched = parts(other)["launching"] + parts(other)["launching beside"]
+        assert "launching" not in parts(one)
+        assert parts(other)["launching beside"] == pytest.approx(device)
+        assert launched == pytest.approx(32 * (46 * 6.6e-3 + 0.9))
+        assert other.ms == pytest.approx(one.ms + parts(other)["launching"])
 
 
 def test_cores_are_left_to_others_as_the_pool_leaves_them() -> None:
@@ -74,7 +89,10 @@ def test_look_ahead_hides_the_search_behind_a_layer(kind: str) -> None:
     assert ahead.ms < plain.ms
     assert parts(ahead)["search ahead"] == pytest.approx(parts(plain)["search"])
     assert "search" not in parts(ahead), "all of it is hidden"
-    assert (ahead.waits, ahead.host_core_ms) == (plain.waits, plain.host_core_ms)
+    ranked = 32 * 8 * HOST_COSTS.rank.core_us(2**17 - 4096) / 1e3
+    assert ahead.waits == plain.waits
+    assert ahead.host_core_ms == pytest.approx(plain.host_core_ms + ranked)
+    assert parts(ahead)["ranking of what was found"] == pytest.approx(ranked / 8), "8 heads at once"
     slow = steps(host=Host(1, 70.0, 35.0))[f"{kind} on the host, look-ahead"]
     assert parts(slow)["search"] > 0, "a layer is too short to hide it"
 
@@ -110,4 +128,5 @@ def test_streaming_everything_waits_for_the_bus() -> None:
 
 def test_what_a_device_does_is_never_called_measured() -> None:
     marked = {part.name for step in steps().values() for part in step.parts if part.measured}
-    assert marked == {"entering the host's part", "search", "search ahead", "cold attention"}
+    host = {"search", "search ahead", "ranking of what was found", "cold attention"}
+    assert marked == {"entering the host's part", *host}
