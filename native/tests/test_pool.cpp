@@ -1,4 +1,5 @@
 // The library's self-description, and the worker pool.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -102,13 +103,13 @@ CLAIM(a_loop_takes_no_more_workers_than_it_has_further_items) {
 }
 
 CLAIM(a_loop_calls_no_more_sleepers_than_it_has_further_items) {
-  hkv::Pool pool(7, nullptr, 0);
-  CHECK(all_sleep(pool));
-  pool.run(3, [](int64_t, int) {});
-  CHECK(pool.counts().calls == 2);
-  CHECK(all_sleep(pool));
-  pool.run(100, [](int64_t, int) {});
-  CHECK(pool.counts().calls == 2 + 6);
+  // A pool for each loop: one that was called may sleep on for a while, and wake in the next loop.
+  for (const int64_t items : {3, 100}) {
+    hkv::Pool pool(7, nullptr, 0);
+    CHECK(all_sleep(pool));
+    pool.run(items, [](int64_t, int) {});
+    CHECK(pool.counts().calls == std::min<int64_t>(items - 1, 6));
+  }
 }
 
 CLAIM(workers_sleep_again_after_loops_that_followed_each_other) {
