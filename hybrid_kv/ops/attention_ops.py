@@ -219,7 +219,7 @@ class AttentionOps(ChosenBackend):
         device = q.device.type
         if device == "cpu" and self.backend not in DEVICE_BACKENDS:
             return False
-        here = backends_on(device, self.backend)
+        here = self._here(q)
         name = chosen(self.backend, "attend_pages", device_type=device, dtype=q.dtype, here=here)
         return q.shape[2] <= _FEW_TOKENS and name != "reference"
 
