@@ -135,6 +135,14 @@ class Attachment:
         """Where the model takes its tokens: the device of its first weights that lie anywhere."""
         return self._devices[0] if self._devices else self.model.device
 
+    def try_products(self) -> None:
+        """Measures now who multiplies with few tokens, once per process.
+
+        That takes some .1 s for each shape of weights and number of tokens, up to 8; else the first
+        step of so many rows takes it.
+        """
+        self._serving.try_products()
+
     def bytes_per_token(self, method: Method, num_tokens: int) -> int:
         """Bytes of K and V and of indexes for each of `num_tokens`, over all tiered layers."""
         return self._serving.bytes_per_token(method, num_tokens)

@@ -165,6 +165,12 @@ class FewTokens:
             for module, _ in chosen:
                 module.__dict__.pop("forward", None)
 
+    def try_all(self) -> None:
+        """Makes the trials of every number of tokens now, which steps would make in passing."""
+        for alike in self._alike.values():
+            for tokens in range(1, MAX_TOKENS + 1):
+                self._try(alike[0].weight, tokens)
+
     def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         weight, bias = module.weight, module.bias
         if not multiplies(x, weight, bias):

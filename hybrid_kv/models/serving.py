@@ -61,6 +61,10 @@ class Serving:
             self._early = EarlyQueries(self._model, info, compiled=compiled)
         return self._early.unforeseen
 
+    def try_products(self) -> None:
+        """See `Attachment.try_products`."""
+        self._few.try_all()
+
     def _wrap(self, module: nn.Module) -> None:
         # Not by hooks: an interrupt would skip the one that ends a forward.
         self._wrapped.append((module, module.__dict__.get("forward")))

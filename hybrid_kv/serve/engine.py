@@ -163,6 +163,7 @@ class Engine:
     def _run(self, started: Future[None]) -> None:
         try:
             with self._llm.runtime.generating(), torch.inference_mode():
+                self._llm.runtime.try_products()  # nobody waits yet
                 started.set_result(None)
                 self._serve()
                 self._rounds.close()

@@ -280,3 +280,26 @@ def test_a_shape_is_tried_once_a_process(monkeypatch: pytest.MonkeyPatch) -> Non
     for tokens in (1, 1, 2, 1):
         trial(Products(torch.bfloat16, torch.Size((8, 8)), tokens), [torch.ones(8, 8).bfloat16()])
     assert calls == [1, 2]
+
+
+@NARROW
+def test_all_trials_can_be_made_before_the_first_step(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def noted(weights: Any, tokens: int, clock: Any) -> ProductTrial:
+        tried.append(tokens)
+        return ProductTrial(5.0, 10.0)
+
+    monkeypatch.setattr(few_tokens, "measure", noted)
+    model = tiny(dtype)
+    with hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime, torch.inference_mode():
+        runtime.try_products()
+        assert sorted(set(tried)) == list(range(1, MAX_TOKENS + 1))
+        tried.clear()
+        cache = runtime.cache()
+        for count in (9, 1, 3):
+            model(torch.ones(1, count, dtype=torch.int64), past_key_values=cache)
+        runtime.try_products()
+    assert not tried

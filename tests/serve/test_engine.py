@@ -490,3 +490,13 @@ def test_a_bug_in_the_loop_leaves_nobody_waiting(
         assert "KeyError" in str(end.error)
         with pytest.raises(BusyError):
             engine.submit(asked(20))
+
+
+def test_products_are_tried_before_the_first_request(
+    llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream would wait for the first step of so many rows."""
+    tried: list[int] = []
+    monkeypatch.setattr(type(llm.runtime), "try_products", lambda self: tried.append(1))
+    with Engine(llm):
+        assert tried == [1]
