@@ -15,27 +15,23 @@ _LOOKED_BACK = 16
 """Chunks whose delay the next one allows for."""
 _LEAST_DELAY, _MOST_DELAY = 1.18, 4.0
 """Times as long as planned that a chunk is expected to take, at least and at most."""
-_DELAY_BESIDE = 2.0
-"""The same of the first chunk beside another thread's work: they share cores and Python's lock."""
 
 
 class PrefillPace:
     """Predicts by the chunks before: a token takes some time, and more for each one before it.
 
     A machine that others use takes longer now and then; the worst of the latest chunks says how
-    much longer. Chunks beside work of another thread of ours are looked at by themselves.
+    much longer.
     """
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KNOWN)
         self._delays: deque[float] = deque(maxlen=_LOOKED_BACK)
-        self._delays_beside: deque[float] = deque([_DELAY_BESIDE], maxlen=_LOOKED_BACK)
 
-    def note(self, first: int, count: int, seconds: float, *, beside: bool = False) -> None:
+    def note(self, first: int, count: int, seconds: float) -> None:
         """A chunk of `count` tokens took so long, behind `first` others."""
         if self._chunks:
-            delays = self._delays_beside if beside else self._delays
-            delays.append(seconds / self.seconds(first, count))
+            self._delays.append(seconds / self.seconds(first, count))
         self._chunks.append((first, count, seconds))
 
     def seconds(self, first: int, count: int) -> float:
@@ -47,25 +43,22 @@ class PrefillPace:
         each, before = self._costs()
         return count * (each + before * (first + count / 2))
 
-    def tokens(self, first: int, seconds: float, most: int, *, beside: bool = False) -> int:
+    def tokens(self, first: int, seconds: float, most: int) -> int:
         """How many tokens behind `first` others take no more than `seconds`, at most `most`.
 
         At least a few, whatever they take, for else a prompt would never end.
-
-        Args:
-            beside: another thread works meanwhile.
         """
         if not self._chunks:
             return min(most, _FIRST)
         each, before = self._costs()
         # count * (each + before * (first + count / 2)) = seconds
-        own, time = each + before * first, seconds / self._delay(beside)
+        own, time = each + before * first, seconds / self._delay
         count = 2 * time / (own + sqrt(own**2 + 2 * before * time))
         return max(min(_LEAST, most), min(most, int(count)))
 
-    def _delay(self, beside: bool) -> float:
-        known = max(self._delays_beside if beside else self._delays, default=0.0)
-        return min(_MOST_DELAY, max(_LEAST_DELAY, known))
+    @property
+    def _delay(self) -> float:
+        return min(_MOST_DELAY, max(_LEAST_DELAY, *self._delays, 0.0))
 
     def _costs(self) -> tuple[float, float]:
         """Seconds of a token, and of a pair of tokens of which one attends to the other."""

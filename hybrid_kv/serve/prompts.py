@@ -150,20 +150,15 @@ class Prompts:
         return (run for run in self._runs if run.is_ready and keeps_all(run.cache))
 
     def _compute(self, run: ActiveRequest, seconds: float) -> None:
-        left, beside = len(run.request.ids) - run.done, self._works_aside
+        left = len(run.request.ids) - run.done
         count = self.chunk_tokens(run.done, seconds, left)
         begin = monotonic()
         run.compute(count)
-        self._pace.note(run.done - count, count, monotonic() - begin, beside=beside)
+        self._pace.note(run.done - count, count, monotonic() - begin)
 
     def chunk_tokens(self, first: int, seconds: float, left: int) -> int:
         """Of a chunk behind `first` tokens that shall take so long."""
-        most = min(left, self._limits.prefill_chunk_tokens)
-        return self._pace.tokens(first, seconds, most, beside=self._works_aside)
-
-    @property
-    def _works_aside(self) -> bool:
-        return any(run.is_aside for run in self._runs)
+        return self._pace.tokens(first, seconds, min(left, self._limits.prefill_chunk_tokens))
 
     def _seal(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
         if alone:

@@ -63,15 +63,3 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     fast = pace.tokens(0, 0.5, 4096)
     taking(pace, 4e-3, 1e-7, [(100 * n, 100) for n in range(24)])
     assert pace.tokens(0, 0.5, 4096) < fast / 3
-
-
-def test_a_piece_beside_another_thread_is_shorter_from_the_first_on() -> None:
-    """And pieces that nothing disturbs are not, however late those were."""
-    pace = PrefillPace()
-    for _ in range(3):
-        pace.note(0, 100, 0.1)
-    assert pace.tokens(0, 0.118, 4096) == pytest.approx(100, abs=1)
-    assert pace.tokens(0, 0.2, 4096, beside=True) == pytest.approx(100, abs=1)
-    pace.note(0, 100, 0.3, beside=True)
-    assert pace.tokens(0, 0.2, 4096, beside=True) < 90
-    assert pace.tokens(0, 0.118, 4096) > 75, "its own delays, and what tokens take by now"
