@@ -254,7 +254,8 @@ class AttentionOps(ChosenBackend):
             q: [Hkv, M, D] of one token; of several where there are no pages.
             writer: of the same pages, where a step stores its token; None where none does.
         """
-        kept = [(one.k, one.v) for one in (resident, cold) if one is not None]
+        kept = [] if resident is None else [(resident.k, resident.v)]
+        kept += [] if cold is None else [(extent.k, extent.v) for extent in cold.extents]
         here = self._engine_alone() if all(native.serves(*kv) for kv in kept) else ()
         if self._choose("plan_step", q, here=here, few=q.dtype in DTYPES) != "native":
             return None

@@ -8,6 +8,7 @@ what was found in the place of a search. `OneCall` makes whole steps.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -39,18 +40,18 @@ class ColdCall:
     ) -> PartialAttention | None:
         """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
 
-        None where the engine cannot say it: several extents, entries that the device attends too,
-        budgets that weigh what was found, an index that only Python can ask, a layer on trial.
+        None where the engine cannot say it: entries that the device attends too, budgets that weigh
+        what was found, an index that only Python can ask, a layer on trial.
         """
         place = row.placement
         if row.hot.capacity or place is None or place.fetch:
             return None
-        named: SearchResult | None = None
+        named: list[SearchResult] | None = None
         if ahead is not None:
             found = ahead.named(row, budget)
-            if found is None or len(found) > 1:
+            if found is None:
                 return None
-            ((_, named),) = found
+            named = [result for _, result in found]
         done = self.find(step, row, q, budget, named)
         if done is None:
             return None
@@ -63,13 +64,13 @@ class ColdCall:
         row: Row,
         q: Tensor,
         budget: TokenBudget,
-        named: SearchResult | None = None,
+        named: Sequence[SearchResult] | None = None,
     ) -> StepResult | None:
         """The same, with what was found, and not counted yet; q may be queries of several rows that
         see the same entries.
 
         Args:
-            named: what is ranked in the place of a search.
+            named: by extent, what is ranked in the place of a search.
         """
         searched = SearchedEntries.of(row, budget)
         plan = None if searched is None else self._plan_of(step, q, searched)
@@ -82,12 +83,12 @@ class ColdCall:
             scale=step.scale,
             softcap=step.softcap,
             warm=searched.ask(plan, q) if named is None else None,
-            named=None if named is None else named.ids,
+            named=None if named is None else searched.numbered(named),
             pool=pool_here(),
         )
         if named is not None:
-            done.report.scored += named.scored
-        searched.take_up(step, row, done)
+            done.report.scored += sum(result.scored for result in named)
+        searched.take_up(plan, step, row, done)
         times = done.report
         parts = ("search", times.search_s), ("cold_attention", times.cold_s + times.merge_s)
         step.phases.book_parts(begin, parts)

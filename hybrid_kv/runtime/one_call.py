@@ -1,9 +1,9 @@
 """A decode step of a layer as one call of the engine, where its descriptor can say what is read.
 
 `decode` is the definition, and serves where this does not: several rows or new tokens, another
-device, what was searched ahead, entries that a method keeps, hot pages, several cold extents,
-budgets that weigh what was found, an index that only Python can ask. Of what it makes op by op,
-`ColdCall` makes the cold part in one call where it can.
+device, what was searched ahead, entries that a method keeps, hot pages, budgets that weigh what was
+found, an index that only Python can ask. Of what it makes op by op, `ColdCall` makes the cold part
+in one call where it can.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OneCall:
         if read.cold is not None and row.chain.num_tokens:
             searched = SearchedEntries.of(row, read.cold)
             if searched is None:
-                self.reason = "its cold entries are not found by a plain search of one index"
+                self.reason = "its cold entries are not found by plain searches"
                 return None
         plan = self._plan_of(step, row, searched)
         if plan is None:
@@ -78,7 +78,7 @@ class OneCall:
             raise
         _count(step, row, total, done)
         if searched is not None and done.ids is not None:
-            searched.take_up(step, row, done)
+            searched.take_up(plan, step, row, done)
         times = done.report
         step.phases.book_parts(
             begin,

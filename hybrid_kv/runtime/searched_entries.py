@@ -1,74 +1,128 @@
-"""A row's cold entries as calls of the engine are told of them: an extent, and its index."""
+"""A row's cold entries as calls of the engine are told of them: extents, and their indexes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, StepResult
+from hybrid_kv.ops.native.step import ColdEntries, ExtentEntries, LayerPlan, StepResult
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row, Span
 from hybrid_kv.store.live_index import LiveIndex
-from hybrid_kv.types import TokenBudget
+from hybrid_kv.types import SearchResult, TokenBudget
 
 
 class SearchedEntries(NamedTuple):
-    """The only extent of a row, what finds its entries, and how many a query attends.
+    """The extents of a row, what finds their entries, and how many a query attends.
+
+    Calls of the engine number the entries through all extents.
 
     state: differs where a plan of these entries has to be made anew.
     """
 
-    span: Span
-    finder: LiveIndex
+    spans: tuple[Span, ...]
+    finders: list[LiveIndex]
     budget: TokenBudget
     state: tuple[object, ...]
 
     @classmethod
     def of(cls, row: Row, budget: TokenBudget | str) -> SearchedEntries | None:
         """None where the engine cannot search for such a budget by itself."""
-        spans = row.chain.spans
         if isinstance(budget, str) or budget.top_k >= row.chain.num_tokens:
             return None
         if budget.weighs or budget.estimate == "index":
             return None
-        span, extent = spans[0], spans[0].extent
-        index = extent.index
-        if len(spans) > 1 or index is None or row.copied is not None or row.later_index is not None:
+        if row.copied is not None or row.later_index is not None:
             return None
-        if index.is_building:
-            index.settle(extent.keys)
-        if index.on_device or index.selects or span.length != extent.length:
-            return None
-        return cls(span, index, budget, (id(span), span.length, index.revision, budget))
+        spans, finders = tuple(row.chain.spans), []
+        state: tuple[object, ...] = (budget,)
+        for span in spans:
+            extent = span.extent
+            index = extent.index
+            if index is None:
+                return None
+            if index.is_building:
+                index.settle(extent.keys)
+            if index.on_device or index.selects:
+                return None
+            finders.append(index)
+            state += (id(span), span.length, extent.length, index.revision)
+        return cls(spans, finders, budget, state)
 
     def entries(self, num_kv_heads: int) -> ColdEntries | None:
-        """What a plan is told; None where only Python can ask the index."""
-        extent, budget = self.span.extent, self.budget
-        searches = self.finder.plan(budget.width, budget.most)
-        if searches is None:
-            return None
-        width = max(
-            sum(search.width for search in searches if head in search.heads)
-            for head in range(num_kv_heads)
-        )
-        tail = self.span.tail(extent.keys.device) if budget.estimate else None
-        # The row sees all of the extent.
-        return ColdEntries(extent.keys, extent.values, searches, min(width, budget.most), tail)
+        """What a plan is told; None where only Python can ask an index."""
+        budget, extents, found = self.budget, [], [0] * num_kv_heads
+        for span, finder in zip(self.spans, self.finders, strict=True):
+            extent = span.extent
+            beyond = extent.length - span.length  # entries that this row does not see any more
+            searches = finder.plan(budget.width + beyond, budget.most + beyond)
+            if searches is None:
+                return None
+            for search in searches:
+                for head in search.heads:
+                    found[head] += search.width
+            tail = span.tail(extent.keys.device) if budget.estimate else None
+            k, v = extent.k[:, : span.length], extent.v[:, : span.length]
+            extents.append(ExtentEntries(k, v, searches, tail))
+        return ColdEntries(extents, min(max(found), budget.most))
 
     def ask(self, plan: LayerPlan, queries: Tensor) -> Tensor | None:
-        """Tells the index that queries [Hkv, M, D] are coming; returns where the search begins."""
-        self.finder.note(queries if self.finder.listens else None)
-        near = self.span.near
-        warm = plan.begins_warm and near is not None and near.shape[1] == queries.shape[1]
-        return near if warm else None
+        """Tells the indexes that queries [Hkv, M, D] are coming; returns where searches begin."""
+        for finder in self.finders:
+            finder.note(queries if finder.listens else None)
+        if not plan.begins_warm:
+            return None
+        begins = [
+            _moved(span.near, first)
+            for span, first in zip(self.spans, self._firsts(), strict=True)
+            if span.near is not None and span.near.shape[1] == queries.shape[1]
+        ]
+        return torch.cat(begins, -1) if begins else None
 
-    def take_up(self, step: Step, row: Row, done: StepResult) -> None:
-        """Keeps what was found, for the next search and for who looks at it."""
-        ids = done.ids
-        assert ids is not None
-        self.span.near = ids if ids.shape[2] <= self.budget.width else ids[..., : self.budget.width]
+    def take_up(self, plan: LayerPlan, step: Step, row: Row, done: StepResult) -> None:
+        """Keeps what was found, for the next searches and for who looks at it."""
+        assert done.ids is not None
+        if len(self.spans) == 1:  # nearly every row
+            parts = [done.ids]
+        elif plan.begins_warm or step.found is not None:
+            parts = self._by_span(done.ids)
+        else:
+            return
+        for span, part in zip(self.spans, parts, strict=True):
+            span.near = (
+                part if part.shape[2] <= self.budget.width else part[..., : self.budget.width]
+            )
         if step.found is not None:
-            part = RetrievedPart(self.span.extent, ids)
-            step.found[row.number] = self.budget, Retrieved([part], done.report.scored)
+            found = [
+                RetrievedPart(span.extent, part)
+                for span, part in zip(self.spans, parts, strict=True)
+            ]
+            step.found[row.number] = self.budget, Retrieved(found, done.report.scored)
+
+    def numbered(self, found: Sequence[SearchResult]) -> Tensor:
+        """Ids of what was found, by extent, as those of one call."""
+        firsts = self._firsts()[: len(found)]
+        moved = [_moved(part.ids, first) for part, first in zip(found, firsts, strict=True)]
+        return torch.cat(moved, -1)
+
+    def _firsts(self) -> list[int]:
+        """By extent the number of its first entry."""
+        return list(accumulate((span.length for span in self.spans[:-1]), initial=0))
+
+    def _by_span(self, ids: Tensor) -> list[Tensor]:
+        """Ids of one call as those of each span, -1 for what others have."""
+        parts = []
+        for span, first in zip(self.spans, self._firsts(), strict=True):
+            own = (ids >= first) & (ids < first + span.length)
+            parts.append((ids - first).masked_fill_(~own, -1))
+        return parts
+
+
+def _moved(ids: Tensor, first: int) -> Tensor:
+    """Ids that begin with `first`, -1 for none as before."""
+    return ids if first == 0 else torch.where(ids < 0, ids, ids + first)

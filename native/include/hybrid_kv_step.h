@@ -26,7 +26,7 @@ typedef struct hkv_search {
   int32_t num_heads;
   const int32_t *heads;   /* [num_heads] which KV heads of the layer */
   const void *head;       /* [num_heads] hkv_flat_head, hkv_graph_head or hkv_sketch_head */
-  int64_t first_row;      /* row of the layer's entries that the first key of these is */
+  int64_t first_row;      /* row of the extent's entries that the first key of these is */
   int64_t width;          /* results per query */
   int64_t num_ranked;     /* flat: `rerank`; graph: `pool_size`; sketches say it by head */
   const int32_t *beams;   /* graph: [num_heads] */
@@ -34,7 +34,7 @@ typedef struct hkv_search {
   int32_t num_expanded;   /* graph: `width` */
 } hkv_search;
 
-/* The cold entries of every KV head as one Gaussian over keys and values, all float32: what a query
+/* The entries of every KV head of an extent as one Gaussian over keys and values, all float32: what a query
  * does not find is attended as the part of it below the lowest logit that it found.
  */
 typedef struct hkv_tail {
@@ -42,12 +42,20 @@ typedef struct hkv_tail {
   const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances */
 } hkv_tail;
 
-typedef struct hkv_cold {
-  hkv_kv kv; /* of all KV heads; keys are read by the searches, or to rank what a step names */
+/* Cold entries that lie together, and what finds them. */
+typedef struct hkv_extent {
+  hkv_kv kv; /* of all KV heads, those that the row sees: what a search finds behind them is passed
+              * over; keys are read by the searches, or to rank what a step names */
   const hkv_search *searches;
-  int32_t num_searches; /* 0: nothing is cold */
-  int64_t width;        /* entries that a query attends, at most: the best of all its searches */
+  int32_t num_searches; /* at least 1 */
   hkv_tail tail;
+} hkv_extent;
+
+/* The cold entries of the row, numbered from the first extent's first on. */
+typedef struct hkv_cold {
+  const hkv_extent *extents;
+  int32_t num_extents; /* 0: nothing is cold */
+  int64_t width;       /* entries that a query attends, at most: the best of all searches */
 } hkv_cold;
 
 typedef struct hkv_resident {
@@ -76,15 +84,15 @@ typedef struct hkv_step {
   int32_t out_dtype;
   int64_t tail_fill; /* filled tokens of the newest page, the new one among them */
   float scale, softcap; /* as in hkv_attend */
-  const int64_t *warm;  /* [heads, num_queries, num_warm] rows where graphs start; or NULL */
+  const int64_t *warm;  /* [heads, num_queries, num_warm] entries where graphs start; or NULL */
   int64_t num_warm;
   int64_t *ids; /* [heads, num_queries, cold.width] what is attended, best first, then -1 */
   void *out;    /* [heads, num_queries, dim of values] of `out_dtype` */
   float *lse;   /* [heads, num_queries] */
   const void *new_keys, *new_values; /* of a token to store, of head h at h * step elements; or NULL */
   int64_t new_key_step, new_value_step, new_position;
-  const int64_t *named; /* [heads, num_queries, num_named] cold rows, each once for a query, -1 for
-                         * none, which are ranked in the place of the searches; or NULL */
+  const int64_t *named; /* [heads, num_queries, num_named] cold entries, each once for a query, -1
+                         * for none, which are ranked in the place of the searches; or NULL */
   int64_t num_named;
 } hkv_step;
 

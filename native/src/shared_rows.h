@@ -43,16 +43,17 @@ class SharedRows {
 
   int64_t count() const { return count_; }
 
-  /// sums [num_queries, padded dim of values] += the weighted rows.
-  template <typename Element>
-  void sum(const hkv_keys &values, float *sums) const {
-    const RowVectors vectors(values.dim);
-    const Element *base = static_cast<const Element *>(values.data);
-    const int64_t ahead = rows_ahead<Element>(values.dim);
-    const auto row = [&](int64_t i) {
-      return base + int64_t{rows_[std::min(i, count_ - 1)]} * values.stride;
+  /// sums [num_queries, padded `dim`] += the weighted rows.
+  ///
+  /// at_row: gives where a row lies.
+  template <typename Element, typename At>
+  void sum(int32_t dim, const At &at_row, float *sums) const {
+    const RowVectors vectors(dim);
+    const int64_t ahead = rows_ahead<Element>(dim);
+    const auto row = [&](int64_t i) -> const Element * {
+      return at_row(rows_[std::min(i, count_ - 1)]);
     };
-    for (int64_t i = 0; i < std::min(ahead, count_); ++i) prefetch_row(row(i), values.dim);
+    for (int64_t i = 0; i < std::min(ahead, count_); ++i) prefetch_row(row(i), dim);
     for (int64_t at = 0; at < count_; at += kBlock) {
       const int64_t num_rows = std::min(kBlock, count_ - at);
       const Element *rows[kBlock], *later[kBlock];

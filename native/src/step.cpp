@@ -60,7 +60,10 @@ float merge_lse(float &lse, float other) {
 
 /// Scratch of one thread.
 struct Scratch {
-  std::vector<float> logits, sums, scores, tails;
+  std::vector<float> logits, sums, scores;
+  std::vector<float> tail, tails;  // of one extent, and of all by query
+  std::vector<hkv_keys> values;    // by extent
+  float lowest;                    // logit that a query has found
   std::vector<uint32_t> places;
   std::vector<int64_t> slots;
   SharedRows rows;
@@ -83,7 +86,7 @@ class Step {
  private:
   const hkv_resident &resident() const { return layer_.resident; }
   const hkv_cold &cold() const { return layer_.cold; }
-  bool has_cold() const { return cold().num_searches > 0; }
+  bool has_cold() const { return cold().num_extents > 0; }
   bool chooses() const { return resident().num_chosen < resident().num_pages; }
   int64_t rows() const { return layer_.heads * layer_.num_queries; }
   int32_t value_dim() const { return resident().kv.values.dim; }
@@ -99,9 +102,13 @@ class Step {
   void choose_of(int64_t head);
   void attend();
   void attend_resident(int64_t head, int64_t slice, int64_t piece);
+  void check_extent(const hkv_extent &extent) const;
   void attend_cold(int64_t head);
   template <typename Element>
-  void attend_found(Scratch &own, const Entries &from, int64_t head);
+  void attend_found(Scratch &own, int64_t head);
+  template <typename Element>
+  void sum_values(Scratch &own, int64_t head) const;
+  float attend_unread(Scratch &own, int64_t head, int64_t query, int64_t count, float &lse) const;
   void merge();
 
   hkv_pool *pool_;
@@ -143,12 +150,18 @@ void Step::check() const {
   require(step_.num_warm >= 0, "num_warm must be at least 0");
   if (!has_cold()) return;
   require(step_.ids != nullptr, "ids must not be NULL");
-  check_attention(1, layer_.heads, &cold().kv, step_.queries, step_.query_dtype,
+  for (int32_t at = 0; at < cold().num_extents; ++at) check_extent(cold().extents[at]);
+}
+
+void Step::check_extent(const hkv_extent &extent) const {
+  check_attention(1, layer_.heads, &extent.kv, step_.queries, step_.query_dtype,
                   layer_.num_queries, step_.softcap, static_cast<const float *>(step_.out),
                   step_.lse);
-  require(cold().kv.values.dim == value_dim() && cold().kv.keys.dim == resident().kv.keys.dim,
+  require(extent.kv.values.dim == value_dim() && extent.kv.keys.dim == resident().kv.keys.dim,
           "cold and resident entries must agree in dim");
-  const hkv_tail &tail = cold().tail;
+  require(extent.kv.values.dtype == cold().extents[0].kv.values.dtype,
+          "extents must agree in dtype");
+  const hkv_tail &tail = extent.tail;
   require(tail.keys == nullptr || (tail.values && tail.key_key && tail.key_value),
           "a tail must have all of its moments");
 }
@@ -336,23 +349,22 @@ void Step::attend_resident(int64_t head, int64_t slice, int64_t piece) {
 
 /// What was found for a head's queries, by the scores that ranked it: keys are not read again.
 void Step::attend_cold(int64_t head) {
-  const Entries from = entries_of(cold().kv, 0, head);
-  with_dtype(from.values.dtype, [&](auto *element) {
+  with_dtype(cold().extents[0].kv.values.dtype, [&](auto *element) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-    attend_found<Element>(scratch(), from, head);
+    attend_found<Element>(scratch(), head);
   });
 }
 
 template <typename Element>
-void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
-  const int64_t num_queries = layer_.num_queries, width = cold().width;
-  const RowVectors vectors(from.values.dim);
-  const bool has_tail = cold().tail.keys != nullptr;
-  const int64_t dim = from.keys.dim, value_dim = from.values.dim;
+void Step::attend_found(Scratch &own, int64_t head) {
+  const int64_t num_queries = layer_.num_queries, width = cold().width, dim = value_dim();
+  const RowVectors vectors(value_dim());
   grow(own.logits, width + kLanes);
-  grow(own.tails, num_queries * value_dim);
   grow(own.sums, num_queries * vectors.padded());
+  grow(own.tails, num_queries * dim);
+  grow(own.tail, dim);
   std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
+  std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
   own.rows.begin(num_queries * width, num_queries);
   const int64_t row = head * num_queries, part = pieces_ * rows() + row;
   float *lse = shared_.lses.data() + part;
@@ -365,40 +377,77 @@ void Step::attend_found(Scratch &own, const Entries &from, int64_t head) {
     retrieved += count;
     most = std::max(most, count);
     lse[query] = kNoLogit;
-    float share = 1.0f;  // of what was found, the rest is that of what was not
-    float total = 1.0f, lowest = std::numeric_limits<float>::infinity();
+    own.lowest = std::numeric_limits<float>::infinity();
+    float total = 1.0f;
     if (count > 0) {
       to_logits(weights, count, step_.scale, step_.softcap);
-      lowest = weights[count - 1];  // the best come first
+      own.lowest = weights[count - 1];  // the best come first
       const float largest = largest_of(weights, count);
       total = to_weights(weights, count, largest);
       lse[query] = largest + std::log(total);
     }
-    if (has_tail) {
-      float *out = own.tails.data() + query * value_dim;
-      const float left = TailHead::of(cold().tail, head, dim, value_dim)
-                             .attend(shared_.queries.data() + (row + query) * dim,
-                                     from.values.count - count, lowest, step_.scale, step_.softcap,
-                                     out);
-      share = merge_lse(lse[query], left);
-      const float other = left == kNoLogit ? 0.0f : 1.0f - share;
-      for (int64_t i = 0; i < value_dim; ++i) out[i] = other == 0.0f ? 0.0f : other * out[i];
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      require(ids[i] < from.values.count, "an id is not below the number of values");
+    const float share = attend_unread(own, head, query, count, lse[query]);
+    for (int64_t i = 0; i < count; ++i)
       own.rows.add(query, static_cast<uint32_t>(ids[i]), share * weights[i] / total);
-    }
   }
-  own.rows.sum<Element>(from.values, own.sums.data());
+  sum_values<Element>(own, head);
   for (int64_t query = 0; query < num_queries; ++query) {
-    float *out = shared_.outs.data() + (part + query) * value_dim;
+    float *out = shared_.outs.data() + (part + query) * dim;
     vectors.unpad(own.sums.data() + query * vectors.padded(), out);
-    for (int64_t i = 0; has_tail && i < value_dim; ++i)
-      out[i] += own.tails[query * value_dim + i];
+    for (int64_t i = 0; i < dim; ++i) out[i] += own.tails[query * dim + i];
   }
   shared_.retrieved[head] = retrieved;
   shared_.most[head] = most;
   shared_.rows_read[head] = own.rows.count();
+}
+
+/// The values of what was found, wherever they lie, by weight.
+template <typename Element>
+void Step::sum_values(Scratch &own, int64_t head) const {
+  own.values.clear();
+  for (int32_t at = 0; at < cold().num_extents; ++at)
+    own.values.push_back(entries_of(cold().extents[at].kv, 0, head).values);
+  const hkv_keys &first = own.values[0];
+  const auto *base = static_cast<const Element *>(first.data);
+  if (cold().num_extents == 1)
+    return own.rows.sum<Element>(
+        first.dim, [&](int64_t entry) { return base + entry * first.stride; }, own.sums.data());
+  const Searches &searches = shared_.searches;
+  own.rows.sum<Element>(
+      first.dim,
+      [&](int64_t entry) {
+        const int32_t extent = searches.extent_of(entry);
+        const hkv_keys &values = own.values[extent];
+        return static_cast<const Element *>(values.data) +
+               (entry - searches.first(extent)) * values.stride;
+      },
+      own.sums.data());
+}
+
+/// What `count` entries that a query has found leave of extents with moments: estimated, weighed into
+/// `lse` and left in `tails`. Returns the share of what was found.
+float Step::attend_unread(Scratch &own, int64_t head, int64_t query, int64_t count,
+                          float &lse) const {
+  const int64_t row = head * layer_.num_queries + query, dim = value_dim();
+  const int64_t *ids = step_.ids + row * cold().width;
+  float *tails = own.tails.data() + query * dim, share = 1.0f;
+  for (int32_t at = 0; at < cold().num_extents; ++at) {
+    const hkv_extent &extent = cold().extents[at];
+    if (extent.tail.keys == nullptr) continue;
+    const int64_t first = shared_.searches.first(at), end = shared_.searches.first(at + 1);
+    int64_t found = count;
+    if (cold().num_extents > 1)
+      found = std::count_if(ids, ids + count, [&](int64_t id) { return id >= first && id < end; });
+    const float left =
+        TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
+            .attend(shared_.queries.data() + row * extent.kv.keys.dim, end - first - found,
+                    own.lowest, step_.scale, step_.softcap, own.tail.data());
+    const float before = merge_lse(lse, left), other = 1.0f - before;
+    if (left == kNoLogit || other == 0.0f) continue;
+    share *= before;
+    for (int64_t i = 0; i < dim; ++i) tails[i] = before * tails[i] + other * own.tail[i];
+  }
+  return share;
 }
 
 void Step::merge() {

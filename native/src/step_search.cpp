@@ -33,26 +33,36 @@ struct Ranking {
   std::vector<uint32_t> ids;
   SortBestFirst sort;
 
-  /// The named rows of one query, best first, then -1; ids, scores: [count].
-  template <typename Element>
-  void run(const hkv_keys &keys, const float *from, const int64_t *named, int64_t count,
-           int64_t *to_ids, float *to_scores) {
-    grow(query, exact_room(keys.dim));
-    std::fill(std::copy_n(from, keys.dim, query.data()), query.data() + exact_room(keys.dim), 0.0f);
+  /// Begins with a query of `dim` channels, for which at most `count` entries are ranked.
+  void begin(const float *from, int dim, int64_t count) {
+    grow(query, exact_room(dim));
+    std::fill(std::copy_n(from, dim, query.data()), query.data() + exact_room(dim), 0.0f);
     grow(scores, count);
     grow(ids, count);
-    int64_t there = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (named[i] < 0) continue;
-      require(named[i] < keys.count, "a named row lies beyond the keys");
-      ids[there++] = static_cast<uint32_t>(named[i]);
-    }
-    score_exactly<Element>(keys, query.data(), ids.data(), there, scores.data());
+    there = 0;
+  }
+
+  /// Scores those of the named entries that lie in [first, first + number of keys).
+  template <typename Element>
+  void add(const hkv_keys &keys, int64_t first, const int64_t *named, int64_t count) {
+    const int64_t before = there;
+    uint32_t *own = ids.data() + before;
+    for (int64_t i = 0; i < count; ++i)
+      if (named[i] >= first && named[i] < first + keys.count)
+        ids[there++] = static_cast<uint32_t>(named[i] - first);
+    score_exactly<Element>(keys, query.data(), own, there - before, scores.data() + before);
+    for (int64_t i = 0; i < there - before; ++i) own[i] += static_cast<uint32_t>(first);
+  }
+
+  /// All of them, best first, then -1; to_ids, to_scores: [count].
+  void end(int64_t count, int64_t *to_ids, float *to_scores) {
     sort.run({scores.data(), ids.data(), there});
     std::copy_n(ids.data(), there, to_ids);
     std::fill(to_ids + there, to_ids + count, -1);
     std::copy_n(scores.data(), there, to_scores);
   }
+
+  int64_t there = 0;
 };
 
 Ranking &ranking_here() {
@@ -60,94 +70,155 @@ Ranking &ranking_here() {
   return own;
 }
 
+void check_search(const hkv_search &search, const hkv_layer &layer) {
+  require(search.kind >= HKV_SEARCH_FLAT && search.kind <= HKV_SEARCH_SKETCH,
+          "a search must be flat (0), graph (1) or sketch (2)");
+  require(search.num_heads >= 1 && search.heads != nullptr && search.head != nullptr,
+          "a search must have heads");
+  require(search.width >= 1 && search.width <= std::numeric_limits<int32_t>::max() &&
+              search.num_ranked <= std::numeric_limits<int32_t>::max(),
+          "a search must be 1..2^31-1 wide");
+  require(search.first_row >= 0, "first_row must be at least 0");
+  for (int32_t place = 0; place < search.num_heads; ++place)
+    require(search.heads[place] >= 0 && search.heads[place] < layer.heads,
+            "a search names a head that the layer has not");
+}
+
 }  // namespace
 
 void check_named(const hkv_layer &layer, const hkv_step &step) {
   if (step.named == nullptr) return;
-  require(layer.cold.num_searches > 0, "rows can be named of cold entries only");
+  const hkv_cold &cold = layer.cold;
+  require(cold.num_extents > 0, "entries can be named of cold ones only");
   require(step.num_named >= 1, "num_named must be at least 1");
-  require(layer.cold.kv.keys.count <= std::numeric_limits<uint32_t>::max(),
-          "a head must have fewer than 2^32 keys");
+  int64_t entries = 0;
+  for (int32_t at = 0; at < cold.num_extents; ++at) entries += cold.extents[at].kv.keys.count;
+  const int64_t places = int64_t{layer.heads} * layer.num_queries * step.num_named;
+  int64_t last = -1;
+  for (int64_t i = 0; i < places; ++i) last = std::max(last, step.named[i]);
+  require(last < entries, "a named entry lies beyond the keys");
 }
 
 void check_searches(const hkv_layer &layer) {
   const hkv_cold &cold = layer.cold;
-  require(cold.num_searches >= 0, "sizes must be at least 0");
-  if (cold.num_searches == 0) return;
-  require(cold.searches != nullptr, "searches must not be NULL");
+  require(cold.num_extents >= 0, "sizes must be at least 0");
+  if (cold.num_extents == 0) return;
+  require(cold.extents != nullptr, "extents must not be NULL");
   require(cold.width >= 1, "width must be at least 1");
-  for (int32_t at = 0; at < cold.num_searches; ++at) {
-    const hkv_search &search = cold.searches[at];
-    require(search.kind >= HKV_SEARCH_FLAT && search.kind <= HKV_SEARCH_SKETCH,
-            "a search must be flat (0), graph (1) or sketch (2)");
-    require(search.num_heads >= 1 && search.heads != nullptr && search.head != nullptr,
-            "a search must have heads");
-    require(search.width >= 1 && search.width <= std::numeric_limits<int32_t>::max() &&
-                search.num_ranked <= std::numeric_limits<int32_t>::max(),
-            "a search must be 1..2^31-1 wide");
-    require(search.first_row >= 0, "first_row must be at least 0");
-    for (int32_t place = 0; place < search.num_heads; ++place)
-      require(search.heads[place] >= 0 && search.heads[place] < layer.heads,
-              "a search names a head that the layer has not");
+  int64_t entries = 0;
+  for (int32_t number = 0; number < cold.num_extents; ++number) {
+    const hkv_extent &extent = cold.extents[number];
+    require(extent.num_searches >= 1 && extent.searches != nullptr,
+            "an extent must have searches");
+    require(extent.kv.keys.count >= 1, "an extent must have entries");
+    entries += extent.kv.keys.count;
+    for (int32_t at = 0; at < extent.num_searches; ++at) check_search(extent.searches[at], layer);
   }
+  require(entries <= std::numeric_limits<uint32_t>::max(),
+          "a head must have fewer than 2^32 cold entries");
 }
 
 int Searches::run(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
                   const float *queries) {
   const hkv_cold &cold = layer.cold;
+  count_entries(cold);
   scored_ = 0;
   grow(sources_, layer.heads);
   for (auto &own : sources_) own.clear();
-  grow(ids_, cold.num_searches);
-  grow(scores_, cold.num_searches);
+  int32_t searches = 0;
+  for (int32_t extent = 0; extent < cold.num_extents; ++extent)
+    searches += cold.extents[extent].num_searches;
+  grow(ids_, searches);
+  grow(scores_, searches);
   if (step.named != nullptr) {
     rank_named(pool, layer, step, queries);
     return HKV_OK;
   }
-  for (int32_t at = 0; at < cold.num_searches; ++at) {
-    const int status = run_one(pool, layer, step, queries, at);
+  int32_t place = 0;
+  for (int32_t extent = 0; extent < cold.num_extents; ++extent) {
+    const int status = run_extent(pool, layer, step, queries, extent, place);
     if (status != HKV_OK) return status;
-    const hkv_search &search = cold.searches[at];
-    for (int32_t place = 0; place < search.num_heads; ++place) {
-      const int64_t first = place * layer.num_queries * search.width;
-      sources_[search.heads[place]].push_back(
-          {ids_[at].data() + first, scores_[at].data() + first, search.width, search.first_row});
+    place += cold.extents[extent].num_searches;
+  }
+  return HKV_OK;
+}
+
+void Searches::count_entries(const hkv_cold &cold) {
+  firsts_.assign(1, 0);
+  for (int32_t extent = 0; extent < cold.num_extents; ++extent)
+    firsts_.push_back(firsts_.back() + cold.extents[extent].kv.keys.count);
+}
+
+int Searches::run_extent(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
+                         const float *queries, int32_t extent, int32_t first_place) {
+  const hkv_extent &of = layer.cold.extents[extent];
+  const int64_t *warm = warm_of(layer, step, extent);
+  for (int32_t at = 0; at < of.num_searches; ++at) {
+    const hkv_search &search = of.searches[at];
+    const int32_t place = first_place + at;
+    const int status = run_one(pool, layer, step, queries, search, warm, place);
+    if (status != HKV_OK) return status;
+    for (int32_t head = 0; head < search.num_heads; ++head) {
+      const int64_t first = head * layer.num_queries * search.width;
+      sources_[search.heads[head]].push_back({ids_[place].data() + first,
+                                              scores_[place].data() + first, search.width,
+                                              firsts_[extent] + search.first_row,
+                                              firsts_[extent + 1]});
     }
   }
   return HKV_OK;
 }
 
+/// Where the graphs of an extent start, as its rows.
+const int64_t *Searches::warm_of(const hkv_layer &layer, const hkv_step &step, int32_t extent) {
+  if (step.warm == nullptr || layer.cold.num_extents == 1) return step.warm;
+  const int64_t first = firsts_[extent], end = firsts_[extent + 1];
+  const int64_t count = int64_t{layer.heads} * layer.num_queries * step.num_warm;
+  grow(own_warm_, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_own = step.warm[i] >= first && step.warm[i] < end;
+    own_warm_[i] = is_own ? step.warm[i] - first : -1;
+  }
+  return own_warm_.data();
+}
+
 void Searches::rank_named(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
                           const float *queries) {
-  const int64_t each = layer.num_queries * step.num_named, dim = layer.cold.kv.keys.dim;
+  const hkv_cold &cold = layer.cold;
+  const int64_t count = step.num_named, each = layer.num_queries * count;
   grow(ids_[0], layer.heads * each);
   grow(scores_[0], layer.heads * each);
   const auto rank = [&](int64_t row) {
-    const int64_t at = row * step.num_named;
-    const Entries from = entries_of(layer.cold.kv, 0, row / layer.num_queries);
-    with_dtype(from.keys.dtype, [&](auto *element) {
-      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-      ranking_here().run<Element>(from.keys, queries + row * dim, step.named + at, step.num_named,
-                                  ids_[0].data() + at, scores_[0].data() + at);
-    });
+    Ranking &own = ranking_here();
+    const int64_t *named = step.named + row * count;
+    const int dim = cold.extents[0].kv.keys.dim;
+    own.begin(queries + row * dim, dim, count);
+    for (int32_t extent = 0; extent < cold.num_extents; ++extent) {
+      const Entries from = entries_of(cold.extents[extent].kv, 0, row / layer.num_queries);
+      with_dtype(from.keys.dtype, [&](auto *element) {
+        using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+        own.add<Element>(from.keys, firsts_[extent], named, count);
+      });
+    }
+    own.end(count, ids_[0].data() + row * count, scores_[0].data() + row * count);
   };
   parallel_for(pool, layer.heads * layer.num_queries, [&](int64_t row, int) { rank(row); });
   for (int32_t head = 0; head < layer.heads; ++head)
-    sources_[head].push_back(
-        {ids_[0].data() + head * each, scores_[0].data() + head * each, step.num_named, 0});
+    sources_[head].push_back({ids_[0].data() + head * each, scores_[0].data() + head * each, count,
+                              0, firsts_.back()});
   scored_ = layer.heads * each;
 }
 
 int Searches::run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
-                      const float *queries, int32_t at) {
-  const hkv_search &search = layer.cold.searches[at];
-  const int64_t count = layer.num_queries, dim = layer.cold.kv.keys.dim;
+                      const float *queries, const hkv_search &search, const int64_t *warm,
+                      int32_t place) {
+  const int64_t count = layer.num_queries, dim = layer.cold.extents[0].kv.keys.dim;
   const float *own = of_heads(queries, count * dim, search, layer.heads, queries_);
   const int64_t found = search.num_heads * count * search.width;
-  grow(ids_[at], found);
-  grow(scores_[at], found);
-  int64_t *ids = ids_[at].data();
-  float *scores = scores_[at].data();
+  grow(ids_[place], found);
+  grow(scores_[place], found);
+  int64_t *ids = ids_[place].data();
+  float *scores = scores_[place].data();
   int64_t scored = 0;
   int status;
   if (search.kind == HKV_SEARCH_FLAT) {
@@ -164,17 +235,17 @@ int Searches::run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &st
                                 static_cast<int32_t>(search.width),
                                 static_cast<int32_t>(search.num_ranked),
                                 search.num_expanded,
-                                static_cast<int32_t>(step.warm == nullptr ? 0 : step.num_warm),
+                                static_cast<int32_t>(warm == nullptr ? 0 : step.num_warm),
                                 std::numeric_limits<float>::infinity(),
                                 search.walks};
     grow(rows_, search.num_heads);
     grow(dots_, search.num_heads);
     status = hkv_graph_search(
         pool, search.num_heads, static_cast<const hkv_graph_head *>(search.head), &query, own,
-        of_heads(step.warm, count * step.num_warm, search, layer.heads, warm_), ids, scores,
+        of_heads(warm, count * step.num_warm, search, layer.heads, warm_), ids, scores,
         rows_.data(), dots_.data());
-    for (int32_t place = 0; status == HKV_OK && place < search.num_heads; ++place)
-      scored += dots_[place];
+    for (int32_t head = 0; status == HKV_OK && head < search.num_heads; ++head)
+      scored += dots_[head];
   }
   scored_ += scored;
   return status;
@@ -187,13 +258,14 @@ int64_t Searches::take(int64_t head, int64_t query, int64_t width, int64_t *ids,
   for (const Source &source : sources) {
     const int64_t *from = source.ids + query * source.width;
     const float *its = source.scores + query * source.width;
-    int64_t there = 0;
-    while (there < source.width && from[there] >= 0) ++there;
+    int64_t one = 0, there = 0;  // places of this search, and those of them that count
+    for (; one < source.width && from[one] >= 0; ++one) there += source.sees(from[one]);
     // What is there already moves behind the better ones of this search, from the worst on.
-    int64_t old = count, one = there;
-    for (int64_t place = old + one; place-- > 0;) {
+    int64_t old = count;
+    for (int64_t place = old + there; place-- > 0;) {
+      while (one > 0 && !source.sees(from[one - 1])) --one;
       const bool is_new = old == 0 || (one > 0 && its[one - 1] <= scores[old - 1]);
-      const int64_t id = is_new ? from[one - 1] + source.first_row : ids[old - 1];
+      const int64_t id = is_new ? from[one - 1] + source.first : ids[old - 1];
       const float score = is_new ? its[one - 1] : scores[old - 1];
       --(is_new ? one : old);
       if (place >= width) continue;

@@ -20,29 +20,48 @@ class Searches {
 
   int64_t scored() const { return scored_; }
 
-  /// The best entries of a query, best first: at most `width`, as rows of the layer's entries.
+  /// The number of an extent's first entry; of that behind the last one, the number of all entries.
+  int64_t first(int32_t extent) const { return firsts_[extent]; }
+
+  /// Which extent has an entry.
+  int32_t extent_of(int64_t entry) const {
+    int32_t extent = 0;
+    while (entry >= firsts_[extent + 1]) ++extent;
+    return extent;
+  }
+
+  /// The best entries of a query, best first: at most `width`.
   ///
   /// Searches of one head are merged by score; of equal scores that of the earlier search is first.
   int64_t take(int64_t head, int64_t query, int64_t width, int64_t *ids, float *scores) const;
 
  private:
   /// What one search found for one head: [num_queries, width], best first, then -1.
+  ///
+  /// first: the entry that its id 0 stands for; end: the first that the row does not see.
   struct Source {
     const int64_t *ids;
     const float *scores;
-    int64_t width, first_row;
+    int64_t width, first, end;
+
+    bool sees(int64_t id) const { return id + first < end; }
   };
 
+  void count_entries(const hkv_cold &cold);
+  int run_extent(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step, const float *queries,
+                 int32_t extent, int32_t first_place);
   int run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step, const float *queries,
-              int32_t at);
+              const hkv_search &search, const int64_t *warm, int32_t place);
+  const int64_t *warm_of(const hkv_layer &layer, const hkv_step &step, int32_t extent);
   void rank_named(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
                   const float *queries);
 
+  std::vector<int64_t> firsts_;               // by extent, and the number of all entries
   std::vector<std::vector<Source>> sources_;  // by KV head
   std::vector<std::vector<int64_t>> ids_;     // by search: [heads, queries, width]
   std::vector<std::vector<float>> scores_;
   std::vector<float> queries_;  // of the heads of one search
-  std::vector<int64_t> warm_, rows_, dots_;
+  std::vector<int64_t> own_warm_, warm_, rows_, dots_;  // own: of an extent, as its rows
   int64_t scored_ = 0;
 };
 

@@ -158,7 +158,8 @@ CLAIM(steps_survive_lack_of_memory) {
   layer.num_queries = 3;
   layer.resident = {kv_of(pages, pages), slots.data(), 4, 8, 3, 1, 1,
                     {rows.keys(), rows.keys()}, 0};
-  layer.cold = {kv_of(rows, rows), &search, 1, 6};
+  const hkv_extent extents[] = {{kv_of(rows, rows), &search, 1, {}}, {kv_of(rows, rows), &search, 1, {}}};
+  layer.cold = {extents, 2, 6};
   std::vector<int64_t> ids(3 * 6);
   std::vector<float> out(3 * 12), lse(3);
   hkv_step_report report;

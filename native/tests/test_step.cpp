@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "graph_case.h"
 #include "hybrid_kv_step.h"
@@ -64,16 +65,16 @@ class LayerCase {
                       {},
                       0};
     if (sizes.num_cold == 0) return;
-    layer.cold.kv = per_head(cold_keys, cold_values, sizes.num_cold);
-    layer.cold.width = sizes.width;
+    extent.kv = per_head(cold_keys, cold_values, sizes.num_cold);
+    layer.cold = {&extent, 1, sizes.width};
     for (int32_t head = 0; head < sizes.heads; ++head) {
       heads.push_back(head);
       flat.push_back({keys_of(head), nullptr});
     }
     searches.push_back({HKV_SEARCH_FLAT, sizes.heads, heads.data(), flat.data(), 0, sizes.width, 0,
                         nullptr, nullptr, 0});
-    layer.cold.searches = searches.data();
-    layer.cold.num_searches = 1;
+    extent.searches = searches.data();
+    extent.num_searches = 1;
   }
 
   hkv_kv per_head(const Rows &keys, const Rows &values, int64_t rows) const {
@@ -129,6 +130,7 @@ class LayerCase {
   std::vector<hkv_flat_head> flat;
   std::vector<hkv_search> searches;
   std::vector<float> lows, highs;
+  hkv_extent extent{};
   hkv_layer layer{};
 };
 
@@ -176,7 +178,7 @@ void check_parts(const LayerCase &of, const Given &got, float softcap,
     CHECK_OK(hkv_attend_rows(nullptr, 1, 1, &near, queries.keys().data, HKV_F32, num_queries, nullptr,
                              0.5f, softcap, outs[0].data(), lses[0].data()));
     if (!ids.empty()) {
-      hkv_kv far = of.layer.cold.kv;
+      hkv_kv far = of.extent.kv;
       far.keys = of.keys_of(head);
       const int64_t size = sizes.dtype == HKV_F32 ? 4 : 2;
       far.values.data = static_cast<const uint8_t *>(far.values.data) +
@@ -335,10 +337,10 @@ CLAIM(a_step_refuses_names_that_are_no_rows) {
   Given got(sizes);
   std::vector<int64_t> named = named_among(of, 3);
   named[1] = sizes.num_cold;
-  CHECK_REFUSED(got.run(nullptr, of, 0.0f, named), "a named row lies beyond the keys");
+  CHECK_REFUSED(got.run(nullptr, of, 0.0f, named), "a named entry lies beyond the keys");
   sizes.num_cold = 0;
   const LayerCase warm(sizes);
-  CHECK_REFUSED(got.run(nullptr, warm, 0.0f, named), "rows can be named of cold entries only");
+  CHECK_REFUSED(got.run(nullptr, warm, 0.0f, named), "entries can be named of cold ones only");
 }
 
 CLAIM(a_step_merges_searches_of_one_head_by_score) {
@@ -362,8 +364,8 @@ CLAIM(a_step_merges_searches_of_one_head_by_score) {
   parts[2].heads = &order[1];
   parts[1].first_row = parts[2].first_row = cut;
   parts[1].width = 5;  // narrower, and still as good here
-  of.layer.cold.searches = parts.data();
-  of.layer.cold.num_searches = 3;
+  of.extent.searches = parts.data();
+  of.extent.num_searches = 3;
   Given got(sizes);
   CHECK_OK(got.run(nullptr, of));
   int64_t same = 0;
@@ -378,6 +380,89 @@ CLAIM(a_step_merges_searches_of_one_head_by_score) {
   CHECK_OK(got.run(nullptr, of));
   CHECK(got.ids == whole);
   check_parts(of, got, 0.0f, all_pages(of), whole);
+}
+
+/// The cold entries of a case in several extents, whose ends its searches do not know of.
+struct InExtents {
+  const LayerCase &of;
+  std::vector<std::vector<hkv_flat_head>> flat;
+  std::vector<hkv_search> searches;
+  std::vector<hkv_extent> extents;
+  hkv_layer layer;
+
+  /// ends: of the extents; beyond: further keys that the searches find.
+  InExtents(const LayerCase &of, const std::vector<int64_t> &ends, int64_t beyond)
+      : of(of), flat(ends.size()), searches(ends.size(), of.searches[0]), layer(of.layer) {
+    int64_t first = 0;
+    const int64_t size = of.sizes.dtype == HKV_F32 ? 4 : 2;
+    for (size_t at = 0; at < ends.size(); ++at) {
+      const int64_t count = ends[at] - first;
+      for (int32_t head = 0; head < of.sizes.heads; ++head) {
+        flat[at].push_back({of.keys_of(head, first), nullptr});
+        int64_t &keys = flat[at].back().keys.count;
+        keys = std::min(keys, count + beyond);
+      }
+      searches[at].head = flat[at].data();
+      searches[at].width = of.sizes.width + beyond;
+      hkv_extent extent = of.extent;
+      for (hkv_keys *rows : {&extent.kv.keys, &extent.kv.values}) {
+        rows->data = static_cast<const uint8_t *>(rows->data) + first * rows->dim * size;
+        rows->count = count;
+      }
+      extents.push_back(extent);
+      first = ends[at];
+    }
+    for (size_t at = 0; at < ends.size(); ++at) {
+      extents[at].searches = &searches[at];
+      extents[at].num_searches = 1;
+    }
+    layer.cold.extents = extents.data();
+    layer.cold.num_extents = static_cast<int32_t>(ends.size());
+  }
+
+  int run(hkv_pool *pool, Given &got, const std::vector<int64_t> &named = {}) const {
+    hkv_step step{of.queries.keys().data, of.sizes.dtype, HKV_F32, of.sizes.tail_fill, 0.5f,
+                  0.0f, nullptr, 0, got.ids.data(), got.out.data(), got.lse.data()};
+    if (!named.empty()) {
+      step.named = named.data();
+      step.num_named = static_cast<int64_t>(named.size() / got.lse.size());
+    }
+    return hkv_attend_step(pool, &layer, &step, &got.report);
+  }
+};
+
+CLAIM(a_step_attends_entries_of_several_extents_as_if_they_lay_together) {
+  for (const int32_t dtype : {HKV_F32, HKV_BF16})
+    for (const std::vector<int64_t> &ends : std::vector<std::vector<int64_t>>{
+             {300}, {1, 300}, {130, 131, 290, 300}, {295, 300}})
+      for (const int64_t beyond : {0, 7}) {
+        Sizes sizes;
+        sizes.dtype = dtype;
+        const LayerCase of(sizes);
+        const InExtents parts(of, ends, beyond);
+        const std::vector<int64_t> best = found(of, of.searches[0]);
+        Given got(sizes);
+        ScopedPool pool(2);
+        CHECK_OK(parts.run(pool.get(), got));
+        check_parts(of, got, 0.0f, all_pages(of), best);
+        CHECK(got.report.retrieved == sizes.heads * sizes.num_queries * sizes.width);
+        Given named(sizes);
+        CHECK_OK(parts.run(pool.get(), named, named_among(of, 5)));
+        check_parts(of, named, 0.0f, all_pages(of), best);
+      }
+}
+
+CLAIM(a_step_passes_over_what_the_row_does_not_see) {
+  Sizes sizes;
+  const LayerCase of(sizes);
+  std::vector<hkv_flat_head> short_heads = of.flat;
+  for (hkv_flat_head &head : short_heads) head.keys.count = 280;
+  hkv_search shorter = of.searches[0];
+  shorter.head = short_heads.data();
+  const InExtents parts(of, {280}, 20);
+  Given got(sizes);
+  CHECK_OK(parts.run(nullptr, got));
+  check_parts(of, got, 0.0f, all_pages(of), found(of, shorter));
 }
 
 CLAIM(a_step_searches_graphs_and_sketches_as_their_own_calls_do) {
@@ -400,8 +485,8 @@ CLAIM(a_step_searches_graphs_and_sketches_as_their_own_calls_do) {
   const hkv_search parts[] = {
       {HKV_SEARCH_GRAPH, 1, &heads[0], &graph_head, 0, sizes.width, 40, beams_of(30), walks, 4},
       {HKV_SEARCH_SKETCH, 1, &heads[1], &sketch_head, 0, sizes.width, 0, nullptr, nullptr, 0}};
-  of.layer.cold.searches = parts;
-  of.layer.cold.num_searches = 2;
+  of.extent.searches = parts;
+  of.extent.num_searches = 2;
   std::vector<float> queries;
   for (int64_t row = 0; row < of.queries.count(); ++row)
     for (int32_t d = 0; d < sizes.dim; ++d) queries.push_back(of.queries.at(row, d));
@@ -429,6 +514,61 @@ CLAIM(a_step_searches_graphs_and_sketches_as_their_own_calls_do) {
     check_parts(of, got, 0.0f, all_pages(of), ids);
     CHECK(got.report.scored == dots + scored);
     warm = ids;
+  }
+}
+
+CLAIM(a_step_begins_the_graph_of_an_extent_at_its_own_warm_entries) {
+  Sizes sizes;
+  sizes.heads = 1;
+  const int64_t half = sizes.num_cold / 2;
+  const LayerCase of(sizes);
+  InExtents parts(of, {half, sizes.num_cold}, 0);
+  std::vector<std::unique_ptr<Rows>> rows;
+  for (const int64_t first : {int64_t{0}, half})
+    rows.push_back(std::make_unique<Rows>(some(of.cold_keys, of_range(half, first)), sizes.dim,
+                                          sizes.dtype));
+  std::vector<std::unique_ptr<Graph>> graphs;
+  std::vector<std::unique_ptr<GraphCase>> cases;
+  std::vector<hkv_graph_head> heads;
+  const int32_t walks[] = {1};
+  for (size_t at = 0; at < 2; ++at) {
+    const Rows plain(some(*rows[at], of_range(half)), sizes.dim);
+    const std::vector<int32_t> lists = best_keys(plain, random_floats(40 * sizes.dim, 7), 12);
+    graphs.push_back(std::make_unique<Graph>());
+    CHECK_OK(build(nullptr, projection_of(lists, 12, half, 8), *graphs[at]));
+    cases.push_back(std::make_unique<GraphCase>(*rows[at], *graphs[at]));
+    heads.push_back(cases[at]->head());
+    heads[at].num_entries = 0;  // nothing is found but from warm entries on
+  }
+  for (size_t at = 0; at < 2; ++at)
+    parts.searches[at] = {HKV_SEARCH_GRAPH, 1,  of.heads.data(), &heads[at], 0,
+                          sizes.width,      40, beams_of(30),    walks,      4};
+  const auto places = static_cast<size_t>(sizes.num_queries);
+  for (const size_t at : {size_t{0}, size_t{1}}) {
+    const int64_t first = at == 0 ? 0 : half;
+    std::vector<int64_t> warm(2 * places, -1), own(2 * places, -1);
+    for (size_t query = 0; query < places; ++query) {
+      own[2 * query] = heads[at].keys_of[7];
+      warm[2 * query] = first + own[2 * query];
+    }
+    const hkv_graph_query query{beams_of(30), static_cast<int32_t>(sizes.num_queries),
+                                static_cast<int32_t>(sizes.width), 40, 4, 2,
+                                std::numeric_limits<float>::infinity(), walks};
+    std::vector<float> queries;
+    for (int64_t row = 0; row < of.queries.count(); ++row)
+      for (int32_t d = 0; d < sizes.dim; ++d) queries.push_back(of.queries.at(row, d));
+    std::vector<int64_t> ids(places * static_cast<size_t>(sizes.width));
+    std::vector<float> scores(ids.size());
+    int64_t scored_rows, dots;
+    CHECK_OK(hkv_graph_search(nullptr, 1, &heads[at], &query, queries.data(), own.data(), ids.data(),
+                              scores.data(), &scored_rows, &dots));
+    CHECK(ids[0] >= 0);
+    Given got(sizes);
+    const hkv_step step{of.queries.keys().data, sizes.dtype, HKV_F32, sizes.tail_fill, 0.5f, 0.0f,
+                        warm.data(), 2, got.ids.data(), got.out.data(), got.lse.data()};
+    CHECK_OK(hkv_attend_step(nullptr, &parts.layer, &step, &got.report));
+    for (size_t i = 0; i < ids.size(); ++i)
+      CHECK(got.ids[i] == (ids[i] < 0 ? -1 : first + ids[i]));
   }
 }
 
@@ -552,10 +692,10 @@ CLAIM(a_step_that_fails_stores_no_token) {
   with.pages.slots -= 1;
   CHECK_REFUSED(with.run(true), "sizes of those that are attended");
   with.pages.slots += 1;
-  with.of.searches[0].first_row = 1;  // found out when the token lies there already
-  CHECK_REFUSED(with.run(true), "not below the number of values");
+  with.of.searches[0].num_ranked = -1;  // found out when the token lies there already
+  CHECK_REFUSED(with.run(true), "rerank");
   CHECK(with.positions == none);
-  with.of.searches[0].first_row = 0;
+  with.of.searches[0].num_ranked = 0;
   with.of.layer.pages = nullptr;
   CHECK_REFUSED(with.run(true), "must not be NULL");
   with.of.layer.pages = &with.pages;
@@ -579,7 +719,7 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
       }
     Given plain(sizes), got(sizes);
     CHECK_OK(plain.run(nullptr, of));
-    of.layer.cold.tail = {keys.data(), values.data(), key_key.data(), key_value.data()};
+    of.extent.tail = {keys.data(), values.data(), key_key.data(), key_value.data()};
     CHECK_OK(got.run(nullptr, of));
     CHECK(got.ids == plain.ids);
     const double left = static_cast<double>(sizes.num_cold - width);
@@ -614,7 +754,9 @@ CLAIM(a_step_refuses_what_does_not_fit) {
     CHECK_REFUSED(got.run(nullptr, of), why);
     of.layer = good.layer;
     of.layer.resident.slots = of.slots.data();
-    of.layer.cold.searches = of.searches.data();
+    of.layer.cold.extents = &of.extent;
+    of.extent = good.extent;
+    of.extent.searches = of.searches.data();
     of.searches[0] = good.searches[0];
   };
   CHECK_OK(got.run(nullptr, of));
@@ -632,8 +774,8 @@ CLAIM(a_step_refuses_what_does_not_fit) {
   refused("chosen pages");
   of.layer.resident.num_chosen = 3;
   refused("digest");
-  of.layer.cold.kv.values.dim = 4;
-  of.layer.cold.kv.keys.dim = 20;
+  of.extent.kv.values.dim = 4;
+  of.extent.kv.keys.dim = 20;
   refused("agree in dim");
   of.layer.cold.width = 0;
   refused("width");
@@ -641,10 +783,14 @@ CLAIM(a_step_refuses_what_does_not_fit) {
   refused("a search must be flat");
   of.searches[0].first_row = -1;
   refused("first_row");
-  of.searches[0].first_row = 1;  // ids beyond the values
-  refused("not below the number of values");
+  of.extent.num_searches = 0;
+  refused("an extent must have searches");
+  of.layer.cold.extents = nullptr;
+  refused("extents must not be NULL");
+  of.extent.kv.keys.count = of.extent.kv.values.count = 0;
+  refused("an extent must have entries");
   const float moment = 0.0f;
-  of.layer.cold.tail.keys = &moment;
+  of.extent.tail.keys = &moment;
   refused("all of its moments");
   const int32_t heads[] = {0, 2};
   of.searches[0].heads = heads;

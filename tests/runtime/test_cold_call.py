@@ -83,6 +83,28 @@ def test_the_cold_part_is_that_of_single_ops(
         kv.close()
 
 
+@pytest.mark.parametrize("name", ["int8", "estimated"])
+def test_cold_parts_of_forks_are_one_call(
+    name: str, calls: list[LayerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them has cropped what it shares; both have an extent of their own behind it."""
+    outs = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        first = far(SETTINGS[name])
+        tokens = begin(first)
+        shorter = first.fork()
+        shorter.layers[0].crop(140)
+        outs.append([])
+        for kv in (first, shorter):
+            before = len(calls)
+            outs[-1] += [feed(kv, *tokens.next(1)) for _ in range(70)]
+            assert len(calls) - before == (70 if switch == "1" else 0)
+            assert len(kv.stores[0].rows[0].chain.spans) == 2
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_several_rows_and_tokens_in_16_bits(
     dtype: torch.dtype, calls: list[LayerPlan], monkeypatch: pytest.MonkeyPatch
@@ -142,6 +164,18 @@ def test_what_was_searched_ahead_is_ranked_in_the_place_of_a_search(
     parts = look_ahead.made(executor, look_ahead="always", look_ahead_factor=99)
     look_ahead.assert_same(got, look_ahead.run(parts, steps, lambda _, q: -q))
     assert cache.work == parts.work
+    caches = []
+    for switch, kv in (("1", cache), ("0", parts)):  # what leaves now lies in an extent of its own
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        caches.append((kv.fork(), kv))
+    named.clear()
+    forked = []
+    for switch, (fork, _) in zip(("1", "0"), caches, strict=True):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        forked.append(look_ahead.run(fork, look_ahead.drawn(20, rows, 1)[1:], lambda _, q: -q))
+        assert len(fork.stores[1].rows[0].chain.spans) == 2
+    assert named == [*[False] * rows, *[True] * 2 * rows] * 20
+    look_ahead.assert_same(*forked)
     trial = look_ahead.made(executor, look_ahead="auto")
     named.clear()
     monkeypatch.delenv("HYBRID_KV_ONE_CALL")

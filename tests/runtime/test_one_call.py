@@ -15,7 +15,8 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.runtime import KVCache, one_call
-from hybrid_kv.types import LayerShape, ModelInfo
+from hybrid_kv.runtime.searched_entries import SearchedEntries
+from hybrid_kv.types import LayerShape, ModelInfo, TokenBudget
 from tests.tolerances import TOLERANCES
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -189,6 +190,66 @@ def test_after_crop_and_fork_the_plan_is_that_of_what_is_left(apart: Any) -> Non
         kv.check_integrity()
 
 
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "cold" in SETTINGS[name]])
+def test_rows_that_go_on_from_shared_entries_are_one_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What leaves the window of a fork lies in an extent of its own; what a fork has cropped is
+    still there for the others, and found by every search.
+    """
+    outs: list[list[Any]] = []
+    works = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
+        first = cache(SETTINGS[name])
+        tokens = begin(first)
+        shorter = first.fork()
+        shorter.layers[0].crop(140)
+        again = shorter.fork()
+        outs.append([])
+        for kv in (first, shorter, again):
+            outs[-1] += [feed(kv, *tokens.next(1), softcap=2.0) for _ in range(150)]
+        twice = again.fork()
+        outs[-1] += [feed(twice, *tokens.next(1)) for _ in range(150)]
+        for kv, extents in ((first, 2), (shorter, 2), (again, 2), (twice, 3)):
+            (row,) = kv.stores[0].rows
+            seen = row.chain.spans[0]
+            assert len(row.chain.spans) == extents
+            assert (seen.length < seen.extent.length) == (kv is not first)
+            assert kv.describe_steps()[0]["one_call"] == (switch == "1")
+            kv.check_integrity()
+        works.append([kv.work for kv in (first, shorter, again, twice)])
+    if name == "graph":  # begins at what all extents together found, and by itself at its own
+        masses = [torch.cat([out.lse for out in each]).exp().mean() for each in outs]
+        assert float(masses[0] / masses[1]) == pytest.approx(1, abs=0.01)
+        return
+    for one, parts in zip(*outs, strict=True):
+        compare(one, parts)
+    assert works[0] == works[1]
+
+
+def test_every_extent_is_searched_from_where_its_entries_were_found() -> None:
+    first = cache(SETTINGS["graph"])
+    tokens = begin(first)
+    kv = first.fork()
+    for _ in range(100):
+        feed(kv, *tokens.next(1))
+    (row,) = kv.stores[0].rows
+    entries = SearchedEntries.of(row, TokenBudget(20))
+    assert entries is not None
+    plan = kv.layers[0]._one_call._plan
+    assert plan is not None
+    begins = entries.ask(plan, torch.zeros(2, 3, 72))
+    assert begins is not None
+    shared, own = row.chain.spans
+    assert shared.near is not None
+    assert own.near is not None
+    assert 0 <= int(own.near.max()) < own.length
+    assert int(shared.near.max()) < shared.length
+    moved = torch.where(own.near < 0, -1, own.near + shared.length)
+    assert torch.equal(begins, torch.cat([shared.near, moved], -1))
+
+
 def stored(kv: KVCache) -> list[Tensor]:
     """All that a layer's only row holds in its pages."""
     row = kv.stores[0].rows[0]
@@ -336,7 +397,7 @@ def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyP
     assert kv.describe_steps()[0]["reason"] == "several rows"
     for settings, reason in (
         ({"backend": "torch_cpu"}, "backend 'torch_cpu' computes each op"),
-        ({"cold": {"top_k": "all"}}, "not found by a plain search"),
+        ({"cold": {"top_k": "all"}}, "not found by plain searches"),
         ({"cold": {"index": "flat"}}, "asked by Python"),
     ):
         kv = cache({**RETRIEVING, **settings})

@@ -44,13 +44,19 @@ class TailStruct(Structure):
     _fields_ = tuple((name, c_void_p) for name in MOMENTS)
 
 
-class ColdStruct(Structure):
-    """`hkv_cold`."""
+class ExtentStruct(Structure):
+    """`hkv_extent`."""
 
     _fields_ = (
         *(("kv", KVStruct), ("searches", c_void_p)),
-        *(("num_searches", c_int32), ("width", c_int64), ("tail", TailStruct)),
+        *(("num_searches", c_int32), ("tail", TailStruct)),
     )
+
+
+class ColdStruct(Structure):
+    """`hkv_cold`."""
+
+    _fields_ = (("extents", c_void_p), ("num_extents", c_int32), ("width", c_int64))
 
 
 class ResidentStruct(Structure):
@@ -144,18 +150,27 @@ class ResidentPages(NamedTuple):
     key_max: Tensor | None = None
 
 
-class ColdEntries(NamedTuple):
-    """The cold entries of a row and how they are searched.
+class ExtentEntries(NamedTuple):
+    """Cold entries of a row that lie together, and how they are searched.
 
-    k, v: [Hkv, N, D]. width: entries that a query attends at most. tail: their moments, by which
-    what is not found is attended; None leaves it out.
+    k, v: [Hkv, N, D], N >= 1; what a search finds behind them is passed over. tail: their moments,
+    by which what is not found is attended; None leaves it out.
     """
 
     k: Tensor
     v: Tensor
     searches: Sequence[EngineSearch]
-    width: int
     tail: Tail | None = None
+
+
+class ColdEntries(NamedTuple):
+    """The cold entries of a row, numbered through its extents, of which there is at least one.
+
+    width: entries that a query attends at most, the best of all extents.
+    """
+
+    extents: Sequence[ExtentEntries]
+    width: int
 
 
 class StepResult(NamedTuple):
@@ -211,19 +226,20 @@ class LayerPlan:
         engine: ctypes.CDLL | None = None,
     ) -> None:
         self._engine = _declared(engine)
-        kept = resident or cold
-        if kept is None:
+        extents = () if cold is None else cold.extents
+        if resident is None and not extents:
             raise ShapeError("a plan must hold pages or cold entries, got neither")
-        heads, dim = kept.k.shape[0], kept.k.shape[-1]
+        k = extents[0].k if resident is None else resident.k
+        heads, dim = k.shape[0], k.shape[-1]
         self._size, self._dim = (heads, num_queries), dim
         self._keeps: list[Any] = [resident, cold, writer]
         self._width = 0 if cold is None else cold.width
-        searches = () if cold is None else cold.searches
+        searches = [search for extent in extents for search in extent.searches]
         self.begins_warm = any(search.kind == GRAPH for search in searches)
         self.layer = LayerStruct(
             heads,
             num_queries,
-            _no_pages(cold) if resident is None else _pages(resident),
+            _no_pages(extents[0]) if resident is None else _pages(resident),
             ColdStruct() if cold is None else self._cold(cold),
             None if writer is None else ctypes.pointer(writer.struct),
         )
@@ -242,8 +258,13 @@ class LayerPlan:
         resident.num_chosen, resident.oldest, resident.newest = count, oldest, newest
 
     def _cold(self, cold: ColdEntries) -> ColdStruct:
-        searches = (SearchStruct * len(cold.searches))()
-        for struct, search in zip(searches, cold.searches, strict=True):
+        extents = (ExtentStruct * len(cold.extents))(*map(self._extent, cold.extents))
+        self._keeps.append(extents)
+        return ColdStruct(_address(extents), len(extents), cold.width)
+
+    def _extent(self, extent: ExtentEntries) -> ExtentStruct:
+        searches = (SearchStruct * len(extent.searches))()
+        for struct, search in zip(searches, extent.searches, strict=True):
             count = len(search.heads)
             heads, beams, walks = (
                 (c_int32 * count)(*numbers) if numbers else None
@@ -256,9 +277,8 @@ class LayerPlan:
             struct.num_ranked, struct.num_expanded = search.num_ranked, search.num_expanded
             struct.beams, struct.walks = _address(beams), _address(walks)
         self._keeps.append(searches)
-        where = _address(searches)
-        tail = TailStruct() if cold.tail is None else self._tail(cold.tail)
-        return ColdStruct(described(cold.k, cold.v), where, len(searches), cold.width, tail)
+        tail = TailStruct() if extent.tail is None else self._tail(extent.tail)
+        return ExtentStruct(described(extent.k, extent.v), _address(searches), len(searches), tail)
 
     def _tail(self, tail: Tail) -> TailStruct:
         heads, dim = self._size[0], self._dim
@@ -386,9 +406,8 @@ def _pages(resident: ResidentPages) -> ResidentStruct:
     )
 
 
-def _no_pages(cold: ColdEntries | None) -> ResidentStruct:
+def _no_pages(cold: ExtentEntries) -> ResidentStruct:
     """None of the sizes of cold entries."""
-    assert cold is not None
     none = ResidentStruct()
     none.kv = described(cold.k[:, :0], cold.v[:, :0])
     return none
