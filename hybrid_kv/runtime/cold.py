@@ -156,6 +156,8 @@ def _attend_row(
     ahead = None if pages else step.ahead
     spans, begin = row.chain.spans, step.phases.now()
     first = None if ahead is None else ahead.ranked(row, q, budget)
+    if step.asked is not None:
+        first = row.chain.search(q, budget.width, budget.most, first=step.asked)
     plain = not pages and not budget.weighs and row.copied is None and first is None
     if plain and len(spans) == 1:  # nearly every step
         result = spans[0].search(q, budget.width, budget.most)

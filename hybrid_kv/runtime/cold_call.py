@@ -8,7 +8,6 @@ what was found in the place of a search. `OneCall` makes whole steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -23,8 +22,6 @@ from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget
 
 ColdCalls: TypeAlias = defaultdict[int, "ColdCall"]
 """By row of a layer."""
-SHARED = -1
-"""In the place of a row's number: what several rows attend together."""
 
 
 class ColdCall:
@@ -52,26 +49,6 @@ class ColdCall:
             if found is None:
                 return None
             named = [result for _, result in found]
-        done = self.find(step, row, q, budget, named)
-        if done is None:
-            return None
-        _count(step, done)
-        return done.part
-
-    def find(
-        self,
-        step: Step,
-        row: Row,
-        q: Tensor,
-        budget: TokenBudget,
-        named: Sequence[SearchResult] | None = None,
-    ) -> StepResult | None:
-        """The same, with what was found, and not counted yet; q may be queries of several rows that
-        see the same entries.
-
-        Args:
-            named: by extent, what is ranked in the place of a search.
-        """
         searched = SearchedEntries.of(row, budget)
         plan = None if searched is None else self._plan_of(step, q, searched)
         if searched is None or plan is None:
@@ -84,15 +61,17 @@ class ColdCall:
             softcap=step.softcap,
             warm=searched.ask(plan, q) if named is None else None,
             named=None if named is None else searched.numbered(named),
+            found=None if step.asked is None else (step.asked.ids, step.asked.scores),
             pool=pool_here(),
         )
-        if named is not None:
-            done.report.scored += sum(result.scored for result in named)
+        known = named or ([] if step.asked is None else [step.asked])
+        done.report.scored += sum(result.scored for result in known)
+        _count(step, done)
         searched.take_up(plan, step, row, done)
         times = done.report
         parts = ("search", times.search_s), ("cold_attention", times.cold_s + times.merge_s)
         step.phases.book_parts(begin, parts)
-        return done
+        return done.part
 
     def _plan_of(self, step: Step, q: Tensor, searched: SearchedEntries) -> LayerPlan | None:
         """None where there can be none."""

@@ -29,7 +29,15 @@ from hybrid_kv.runtime.one_call import OneCall, storable
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row
-from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention, Read
+from hybrid_kv.types import (
+    Demotion,
+    Evidence,
+    LayerShape,
+    Needs,
+    PartialAttention,
+    Read,
+    SearchResult,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -141,12 +149,13 @@ class TieredLayer:
         new: tuple[Tensor, Tensor] | None = None,
         found: Found | None = None,
         ahead: Foreseen | None = None,
+        asked: SearchResult | None = None,
     ) -> Step:
         """A step of q [B, Hq, T, D].
 
         Args:
             new: k, v [B, Hkv, T, D] of its tokens, which `attend` stores; None where they are.
-            found, ahead: see `Step`.
+            found, ahead, asked: see `Step`.
         """
         means = self.means
         return Step(
@@ -162,6 +171,7 @@ class TieredLayer:
             at_home=q.is_cpu and means.executor.at_once,
             found=found,
             ahead=ahead,
+            asked=asked,
             unstored=new,
         )
 

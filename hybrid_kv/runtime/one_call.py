@@ -76,6 +76,8 @@ class OneCall:
             if new is not None:
                 row.uncount_token()
             raise
+        if step.asked is not None:
+            done.report.scored += step.asked.scored
         _count(step, row, total, done)
         if searched is not None and done.ids is not None:
             searched.take_up(plan, step, row, done)
@@ -150,6 +152,7 @@ def _call(
             softcap=step.softcap,
             new=new,
             warm=warm,
+            found=None if step.asked is None else (step.asked.ids, step.asked.scores),
             pool=pool_here(),
         )
     except NonFiniteError:

@@ -14,7 +14,7 @@ from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import PartialAttention, TokenBudget, Work
+from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
 
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
@@ -27,8 +27,9 @@ class Step:
 
     q: [B, Hq, T, D]. new: T. at_home: whether the host searches where the queries lie, so that
     nothing travels. found: takes what was retrieved, where somebody looks at it. ahead: what was
-    searched before q was known. unstored: k, v [B, Hkv, T, D] of the new tokens until the layer
-    stores them.
+    searched before q was known. asked: what the search of the first extent of the only row finds,
+    where it was asked together with other caches. unstored: k, v [B, Hkv, T, D] of the new tokens
+    until the layer stores them.
     """
 
     ops: Ops
@@ -43,6 +44,7 @@ class Step:
     at_home: bool
     found: Found | None = None
     ahead: Foreseen | None = None
+    asked: SearchResult | None = None
     unstored: tuple[Tensor, Tensor] | None = None
     _grouped: Tensor | None = None
 

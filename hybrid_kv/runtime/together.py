@@ -1,8 +1,9 @@
 """One decode step of several caches that were forked from one: what they share is read once.
 
 As in Hydragen (arXiv:2402.05099) a common beginning is attended with the queries of all rows at
-once: cold entries of an extent that several rows see are searched once, resident pages that several
-rows read are passed over once, and each row's own part is merged by log-sum-exp.
+once: cold entries of an extent that several rows see, resident pages that several rows read; each
+row's own part is merged by log-sum-exp. Where only some of an extent's entries are attended, it is
+searched with the queries of all rows at once, and each row goes on with what was found for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +18,10 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, merge_partials
 from hybrid_kv.runtime.cache import KVCache
-from hybrid_kv.runtime.cold import count_cold, counted
-from hybrid_kv.runtime.cold_call import SHARED
+from hybrid_kv.runtime.cold import count_cold
 from hybrid_kv.runtime.layer import TieredLayer
-from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.runtime.unread import by_moments
-from hybrid_kv.store import ColdExtent, Row, Span, best_of
+from hybrid_kv.store import Row, Span
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget
 
@@ -118,6 +115,17 @@ class JointRow:
         work.visible += heads * self.own.length
         work.steps += heads
 
+    def complete(self, asked: SearchResult, scale: float, softcap: float | None) -> None:
+        """Takes the whole step, with what a search of the first extent has found for it."""
+        layer = self.layer
+        try:
+            layer.settle()
+            step = layer.step(self.q, scale, softcap, new=self.new, asked=asked)
+            self.outcome = layer.attend_as(step, self.read)
+            layer.move_on()
+        except Exception as error:
+            self.outcome = error
+
     def taken(self) -> PartialAttention | None:
         """Its outcome; None where it has none.
 
@@ -167,10 +175,12 @@ def attend_shared(rows: Sequence[JointRow], *, scale: float, softcap: float | No
     for what, group in groups.items():
         if len(group) < 2:
             continue
-        if isinstance(what, tuple):
-            _attend_extent(group, what[2], scale, softcap)
-        else:
+        if not isinstance(what, tuple):
             _attend_pages(group, scale, softcap)
+        elif isinstance(what[2], TokenBudget):
+            _search_extent(group, what[2], scale, softcap)
+        else:
+            _attend_extent(group, scale, softcap)
 
 
 def _split(part: PartialAttention, rows: int) -> list[PartialAttention]:
@@ -182,13 +192,28 @@ def _split(part: PartialAttention, rows: int) -> list[PartialAttention]:
 # Shared cold entries ----------------------------------------------------------------------------
 
 
-def _attend_extent(
-    rows: Sequence[JointRow],
-    cold: TokenBudget | Literal["all"],
-    scale: float,
-    softcap: float | None,
+def _search_extent(
+    rows: Sequence[JointRow], budget: TokenBudget, scale: float, softcap: float | None
 ) -> None:
-    """The first extent of each row is the same; what follows it is its own."""
+    """The first extent of each row is the same, and is searched for all of them."""
+    q = torch.cat(
+        [row.q.reshape(row.layer.shape.num_kv_heads, -1, row.q.shape[3]) for row in rows], 1
+    )
+    try:
+        found = rows[0].own.chain.spans[0].search(q, budget.width, budget.most)
+    except Exception as error:
+        for row in rows:
+            row.outcome = error
+        return
+    each, count = found.scored // len(rows), len(rows)
+    for row, ids, scores in zip(
+        rows, found.ids.chunk(count, 1), found.scores.chunk(count, 1), strict=True
+    ):
+        row.complete(SearchResult(ids, scores, each), scale, softcap)
+
+
+def _attend_extent(rows: Sequence[JointRow], scale: float, softcap: float | None) -> None:
+    """The first extent of each row is the same, and is attended whole; what follows is its own."""
     near: list[tuple[JointRow, PartialAttention]] = []
     for row in rows:
         try:
@@ -197,91 +222,24 @@ def _attend_extent(
             row.outcome = error
     if not near:
         return
-    whole, extent = [row for row, _ in near], near[0][0].own.chain.spans[0].extent
-    ask = _Asking(scale, softcap, cold)
+    whole = [row for row, _ in near]
+
+    def attended(step: Step, q: Tensor, span: Span) -> PartialAttention:
+        k, v = (tensor[None] for tensor in span.extent.first(span.length))
+        part = attend(step.ops, q[None], k, v, scale=scale, softcap=softcap)
+        return PartialAttention(part.out[0], part.lse[0])
+
     try:
-        far = ask.all_of(whole) if cold == "all" else ask.best_of(whole, extent)
+        first = whole[0].own.chain.spans[0]
+        shared = _split(attended(whole[0].step, _stacked(whole), first), len(whole))
+        for (row, part), own in zip(near, shared, strict=True):
+            chain = row.own.chain
+            later = [attended(row.step, row.grouped, span) for span in chain.spans[1:]]
+            count_cold(row.step.work, chain.num_tokens * row.q.shape[1], chain.num_tokens)
+            row.end([part, *map(row.spread, [own, *later])])
     except Exception as error:
         for row in whole:
             row.outcome = error
-        return
-    for (row, part), parts in zip(near, far, strict=True):
-        row.end([part, *map(row.spread, parts)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """How cold entries are attended; every part is [Hkv, G, D]."""
-
-    scale: float
-    softcap: float | None
-    cold: TokenBudget | Literal["all"]
-
-    def all_of(self, rows: Sequence[JointRow]) -> list[list[PartialAttention]]:
-        """By row attention over all of its extents, the first of which is shared."""
-        first = rows[0].own.chain.spans[0]
-        shared = self._whole(rows[0].step, _stacked(rows), first)
-        parts = [[part] for part in _split(shared, len(rows))]
-        for row, own in zip(rows, parts, strict=True):
-            own += [self._whole(row.step, row.grouped, span) for span in row.own.chain.spans[1:]]
-            stored = row.own.chain.num_tokens
-            count_cold(row.step.work, stored * row.q.shape[1], stored)
-        return parts
-
-    def _whole(self, step: Step, q: Tensor, span: Span) -> PartialAttention:
-        k, v = (tensor[None] for tensor in span.extent.first(span.length))
-        part = attend(step.ops, q[None], k, v, scale=self.scale, softcap=self.softcap)
-        return PartialAttention(part.out[0], part.lse[0])
-
-    def best_of(self, rows: Sequence[JointRow], extent: ColdExtent) -> list[list[PartialAttention]]:
-        """By row attention over what a search of all of its extents finds."""
-        assert isinstance(self.cold, TokenBudget)
-        width, most, stacked = self.cold.width, self.cold.most, _stacked(rows)
-        if (parts := self._by_one_call(rows, stacked, self.cold)) is not None:
-            return parts
-        shared = rows[0].own.chain.spans[0].search(stacked, width, most)
-        found: list[list[RetrievedPart]] = []
-        for row, ids, scores in zip(
-            rows, shared.ids.chunk(len(rows), 1), shared.scores.chunk(len(rows), 1), strict=True
-        ):
-            own = [(extent, SearchResult(ids, scores, shared.scored // len(rows)))]
-            for span in row.own.chain.spans[1:]:
-                own.append((span.extent, span.search(row.grouped, width, most)))
-            best = best_of(own, most)
-            found.append([RetrievedPart(one, r.ids, None, r.scores) for one, r in best])
-            row.step.work.scored += sum(result.scored for _, result in own)
-            count_cold(row.step.work, *counted(found[-1]))
-        every = torch.cat([named[0].ids for named in found], 1)
-        shared_part = self._these(rows[0].step, stacked, extent, every)
-        parts = [[part] for part in _split(shared_part, len(rows))]
-        for row, named, done in zip(rows, found, parts, strict=True):
-            done.extend(self._these(row.step, row.grouped, *one[:2]) for one in named[1:])
-            if self.cold.estimate:
-                attended = [one.ids for one in named]
-                done.extend(by_moments(row.step, row.own, row.grouped, named, attended, None))
-        return parts
-
-    def _by_one_call(
-        self, rows: Sequence[JointRow], stacked: Tensor, cold: TokenBudget
-    ) -> list[list[PartialAttention]] | None:
-        """The same where no row has an extent of its own and the engine can say it."""
-        if any(len(row.own.chain.spans) > 1 for row in rows):
-            return None
-        first, count = rows[0], len(rows)
-        done = first.layer.cold_calls[SHARED].find(first.step, first.own, stacked, cold)
-        if done is None:
-            return None
-        assert done.ids is not None
-        extent = first.own.chain.spans[0].extent
-        for row, ids in zip(rows, done.ids.chunk(count, 1), strict=True):
-            row.step.work.scored += done.report.scored // count
-            count_cold(row.step.work, *counted([RetrievedPart(extent, ids)]))
-        return [[part] for part in _split(done.part, count)]
-
-    def _these(self, step: Step, q: Tensor, extent: ColdExtent, ids: Tensor) -> PartialAttention:
-        return step.ops.attend_retrieved(
-            q, extent.k, extent.v, ids, scale=self.scale, softcap=self.softcap
-        )
 
 
 # Shared resident pages --------------------------------------------------------------------------

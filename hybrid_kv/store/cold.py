@@ -158,6 +158,7 @@ class ColdChain:
         top_k: int,
         most: int | None = None,
         without: Container[int] = (),
+        first: SearchResult | None = None,
     ) -> list[tuple[ColdExtent, SearchResult]]:
         """The best `top_k` entries of a row per query, by extent.
 
@@ -165,6 +166,7 @@ class ColdChain:
             queries: [Hkv, M, D] on the host.
             most: as for `Index.search`.
             without: numbers of extents that are not searched.
+            first: what a search of the first extent gives; None searches it.
 
         Returns:
             For each other extent a result whose ids are rows of that extent, -1 (and score -inf)
@@ -172,7 +174,7 @@ class ColdChain:
         """
         most = top_k if most is None else most
         found = [
-            (span.extent, span.search(queries, top_k, most))
+            (span.extent, first if first and not number else span.search(queries, top_k, most))
             for number, span in enumerate(self.spans)
             if number not in without
         ]

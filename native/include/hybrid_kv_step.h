@@ -94,6 +94,11 @@ typedef struct hkv_step {
   const int64_t *named; /* [heads, num_queries, num_named] cold entries, each once for a query, -1
                          * for none, which are ranked in the place of the searches; or NULL */
   int64_t num_named;
+  /* [heads, num_queries, num_found] what the searches of the first extent would find, its rows, best
+   * first, then -1, and their scores: that extent is not searched; or NULL */
+  const int64_t *found;
+  const float *found_scores;
+  int64_t num_found;
 } hkv_step;
 
 /* Seconds by part of the work, and counts. */

@@ -147,6 +147,7 @@ void Step::check() const {
   check_token();
   check_searches(layer_);
   check_named(layer_, step_);
+  check_found(layer_, step_);
   require(step_.num_warm >= 0, "num_warm must be at least 0");
   if (!has_cold()) return;
   require(step_.ids != nullptr, "ids must not be NULL");

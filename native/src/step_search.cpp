@@ -99,6 +99,14 @@ void check_named(const hkv_layer &layer, const hkv_step &step) {
   require(last < entries, "a named entry lies beyond the keys");
 }
 
+void check_found(const hkv_layer &layer, const hkv_step &step) {
+  if (step.found == nullptr) return;
+  require(layer.cold.num_extents > 0 && step.named == nullptr,
+          "entries can be found before of cold ones only, and not be named as well");
+  require(step.found_scores != nullptr && step.num_found >= 1,
+          "what was found must have scores, and num_found must be at least 1");
+}
+
 void check_searches(const hkv_layer &layer) {
   const hkv_cold &cold = layer.cold;
   require(cold.num_extents >= 0, "sizes must be at least 0");
@@ -136,6 +144,10 @@ int Searches::run(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,
   }
   int32_t place = 0;
   for (int32_t extent = 0; extent < cold.num_extents; ++extent) {
+    if (extent == 0 && step.found != nullptr) {
+      take_up(layer, step);
+      continue;
+    }
     const int status = run_extent(pool, layer, step, queries, extent, place);
     if (status != HKV_OK) return status;
     place += cold.extents[extent].num_searches;
@@ -147,6 +159,14 @@ void Searches::count_entries(const hkv_cold &cold) {
   firsts_.assign(1, 0);
   for (int32_t extent = 0; extent < cold.num_extents; ++extent)
     firsts_.push_back(firsts_.back() + cold.extents[extent].kv.keys.count);
+}
+
+/// What was found in the first extent before.
+void Searches::take_up(const hkv_layer &layer, const hkv_step &step) {
+  const int64_t each = layer.num_queries * step.num_found;
+  for (int32_t head = 0; head < layer.heads; ++head)
+    sources_[head].push_back({step.found + head * each, step.found_scores + head * each,
+                              step.num_found, 0, firsts_[1]});
 }
 
 int Searches::run_extent(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step,

@@ -48,6 +48,7 @@ class Searches {
   };
 
   void count_entries(const hkv_cold &cold);
+  void take_up(const hkv_layer &layer, const hkv_step &step);
   int run_extent(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step, const float *queries,
                  int32_t extent, int32_t first_place);
   int run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &step, const float *queries,
@@ -68,5 +69,6 @@ class Searches {
 /// Refuses what does not fit.
 void check_searches(const hkv_layer &layer);
 void check_named(const hkv_layer &layer, const hkv_step &step);
+void check_found(const hkv_layer &layer, const hkv_step &step);
 
 }  // namespace hkv

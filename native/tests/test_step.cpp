@@ -452,6 +452,41 @@ CLAIM(a_step_attends_entries_of_several_extents_as_if_they_lay_together) {
       }
 }
 
+CLAIM(a_step_takes_up_what_was_found_in_its_first_extent) {
+  Sizes sizes;
+  const LayerCase of(sizes);
+  for (const int64_t cut : {130, 295}) {
+    const InExtents parts(of, {cut, sizes.num_cold}, 0);
+    const auto places = static_cast<size_t>(sizes.heads * sizes.num_queries * sizes.width);
+    std::vector<int64_t> ids(places);
+    std::vector<float> scores(places), queries;
+    for (int64_t row = 0; row < of.queries.count(); ++row)
+      for (int32_t d = 0; d < sizes.dim; ++d) queries.push_back(of.queries.at(row, d));
+    CHECK_OK(hkv_flat_search(nullptr, sizes.heads, parts.flat[0].data(), queries.data(),
+                             sizes.num_queries, sizes.width, 0, HKV_IDS_INT64, ids.data(),
+                             scores.data(), nullptr));
+    InExtents blind(of, {cut, sizes.num_cold}, 0);
+    const std::vector<hkv_flat_head> wrong(of.flat.size());
+    blind.searches[0].head = wrong.data();  // nobody may look there
+    Given whole(sizes), got(sizes);
+    CHECK_OK(parts.run(nullptr, whole));
+    hkv_step step{of.queries.keys().data, sizes.dtype, HKV_F32, sizes.tail_fill, 0.5f,
+                  0.0f, nullptr, 0, got.ids.data(), got.out.data(), got.lse.data()};
+    step.found = ids.data();
+    step.num_found = sizes.width;
+    CHECK_REFUSED(hkv_attend_step(nullptr, &blind.layer, &step, &got.report), "must have scores");
+    step.found_scores = scores.data();
+    ScopedPool pool(2);
+    CHECK_OK(hkv_attend_step(pool.get(), &blind.layer, &step, &got.report));
+    CHECK(got.ids == whole.ids && got.out == whole.out && got.lse == whole.lse);
+    CHECK(got.report.scored ==
+          whole.report.scored - sizes.heads * sizes.num_queries * cut);
+    step.named = ids.data();
+    step.num_named = sizes.width;
+    CHECK_REFUSED(hkv_attend_step(nullptr, &blind.layer, &step, &got.report), "not be named");
+  }
+}
+
 CLAIM(a_step_passes_over_what_the_row_does_not_see) {
   Sizes sizes;
   const LayerCase of(sizes);

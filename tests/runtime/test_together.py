@@ -16,6 +16,7 @@ from hybrid_kv.models.attach import Attachment, HybridCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import together
+from hybrid_kv.store import Span
 from tests.ops.native.engines import needs_engine
 from tests.serve.asking import prompt, small_model
 
@@ -93,36 +94,55 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.parametrize("one_call", ["1", "0"])
 @pytest.mark.parametrize("estimate", ["none", "gaussian"])
 @torch.inference_mode()
-def test_rows_without_cold_entries_of_their_own_are_asked_in_one_call(
-    model: Any, runtime: Attachment, estimate: str, monkeypatch: pytest.MonkeyPatch
+def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
+    model: Any,
+    runtime: Attachment,
+    estimate: str,
+    one_call: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By one call of each row, or op by op; two rows have an extent of their own as well."""
     own = config("hybrid, found", 16)
     own = own.replace(cold={**own.cold.model_dump(), "estimate": estimate})
-    asked: list[int] = []
-    attend = LayerPlan.attend
+    searched: list[int] = []
+    taken_up: list[bool] = []
+    search, attend = Span.search, LayerPlan.attend
 
-    def noted(self: LayerPlan, queries: Tensor, **how: Any) -> Any:
-        asked.append(queries.numel() // queries.shape[-1])
-        return attend(self, queries, **how)
+    def noted(self: Span, queries: Tensor, *args: Any) -> Any:
+        searched.append(queries.shape[1])
+        return search(self, queries, *args)
 
-    monkeypatch.setattr(LayerPlan, "attend", noted)
-    outs, works = [], []
+    def called(self: LayerPlan, *args: Any, **how: Any) -> Any:
+        taken_up.append(how["found"] is not None)
+        return attend(self, *args, **how)
+
+    monkeypatch.setattr(Span, "search", noted)
+    monkeypatch.setattr(LayerPlan, "attend", called)
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", one_call)
+    outs, works, counts = [], [], []
     for alone in (False, True):
-        first = runtime.cache(own)
-        model(torch.tensor([prompt(700)]), past_key_values=first)
-        model(torch.tensor([[5]]), past_key_values=first)
-        rows = [first, first.fork(), first.fork()]
-        asked.clear()
+        rows = forks(model, runtime, own)
+        searched.clear()
+        taken_up.clear()
         with monkeypatch.context() as patched:
             if alone:
                 patched.setattr(joined, "attend_shared", lambda *_, **__: None)
             outs.append(steps(model, rows, 3))
         works.append([row.work for row in rows])
-        heads = model.config.num_attention_heads
-        # Their own parts are calls too.
-        assert (asked.count(3 * heads), asked.count(heads)) == ((0, 18) if alone else (6, 18))
+        group = model.config.num_attention_heads // model.config.num_key_value_heads
+        together = 0 if alone else 2 * 3
+        assert searched.count(3 * group) == together
+        if one_call == "1":
+            assert taken_up == [not alone] * (2 * 3 * 3)
+            assert len(searched) == together
+        else:
+            assert taken_up == []
+        counts.append(len(searched))
+    # By itself each of three rows searches that extent at each of two layers and three steps.
+    assert one_call == "1" or counts[1] - counts[0] == 2 * 3 * (3 - 1)
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
     assert works[0] == works[1]
 

@@ -89,6 +89,7 @@ class StepStruct(Structure):
         *((name, c_void_p) for name in ("ids", "out", "lse", "new_keys", "new_values")),
         *((f"new_{name}", c_int64) for name in ("key_step", "value_step", "position")),
         *(("named", c_void_p), ("num_named", c_int64)),
+        *(("found", c_void_p), ("found_scores", c_void_p), ("num_found", c_int64)),
     )
 
 
@@ -302,6 +303,7 @@ class LayerPlan:
         new: NewToken | None = None,
         warm: Tensor | None = None,
         named: Tensor | None = None,
+        found: tuple[Tensor, Tensor] | None = None,
         pool: Pool | None = None,
     ) -> StepResult:
         """One token's queries over what the plan holds.
@@ -314,6 +316,8 @@ class LayerPlan:
             warm: [Hkv, M, W] int64, where graphs begin; None for none.
             named: [Hkv, M, C] int64 cold entries, each once for a query, -1 for none, of which the
                 best are attended in the place of a search; None searches.
+            found: ids int64 and scores float32, [Hkv, M, F], of what a search of the first extent
+                finds, best first, then -1; None searches it as well.
             pool: threads that share the work; None for the calling one.
 
         Raises:
@@ -340,6 +344,12 @@ class LayerPlan:
             step.named, step.num_named = named.data_ptr(), named.shape[2]
         else:
             step.named = None
+        if found is not None:
+            ids, scores = found[0].contiguous(), found[1].contiguous()
+            step.found, step.found_scores = ids.data_ptr(), scores.data_ptr()
+            step.num_found = ids.shape[2]
+        else:
+            step.found = None
         if new is not None:
             k, v, step.new_position = new
             step.new_keys, step.new_values = k.data_ptr(), v.data_ptr()
