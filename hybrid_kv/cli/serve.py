@@ -135,6 +135,16 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = "1GiB"
+    reproducible: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Answers depend on no other request, bit for bit: prompts are computed N tokens "
+            "at a time, steps 8 rows at a time, and nothing of others is continued.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
     cache_dir: Annotated[
         Path | None,
         typer.Option(
@@ -146,8 +156,14 @@ class LimitOptions:
 
     def as_limits(self) -> Limits:
         """As the engine takes them."""
+        from hybrid_kv.errors import ConfigError
         from hybrid_kv.serve import Limits
 
+        if self.reproducible is not None and self.cache_dir is not None:
+            raise ConfigError(
+                "--reproducible must go without --cache-dir, got both: a prompt that continues a "
+                "saved context adds up in another order; leave one of them out"
+            )
         return Limits(
             max_running=self.max_running,
             max_queue=self.max_queue,
@@ -155,6 +171,7 @@ class LimitOptions:
             request_timeout_s=self.timeout or None,
             max_prompt_tokens=self.max_prompt_tokens,
             prefix_bytes=_bytes("--prefix-memory", self.prefix_memory),
+            reproducible=self.reproducible,
         )
 
 

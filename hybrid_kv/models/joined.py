@@ -52,9 +52,11 @@ class JoinedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, rows: Sequence[HybridLayer], errors: list[Exception | None]) -> None:
+    def __init__(
+        self, rows: Sequence[HybridLayer], errors: list[Exception | None], *, shares: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self._errors = rows, errors
+        self._rows, self._errors, self._shares = rows, errors, shares
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Each row does so by itself."""
@@ -80,14 +82,16 @@ class JoinedLayer(CacheLayerMixin):
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
         """Attends with q [B, Hq, 1, D] what rows share together, the rest row by row; a row that
-        has failed gets zeros.
+        has failed gets zeros, and so does one without a cache.
         """
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
-        attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
+        joint = {}
+        if self._shares:
+            joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
+            attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
         for number, row in self._whole_rows():
-            own, shared = slice(number, number + 1), joint[number]
+            own, shared = slice(number, number + 1), joint.get(number)
             with self._isolated(number):
                 part = None if shared is None else shared.taken()
                 if part is None:
@@ -127,26 +131,35 @@ class JoinedCache(Cache):
 
     Pass `position_ids` [B, 1] with it, see `positions`: rows differ in length.
 
-    errors: by row what ended it in this step; None where nothing did.
+    errors: by cache what ended it in this step; None where nothing did. num_rows: B; rows behind
+    those of the caches pass through the weights and attend to nothing.
 
     Args:
         caches: of one attached model, for which `why_alone` is empty; a prompt in each.
+        shares: whether rows that were forked from one context attend it together, which adds up in
+            another order than each by itself.
+        num_rows: at least as many as there are caches; None for these.
 
     Raises:
         ConfigError: a layer of one is not tiered.
     """
 
-    def __init__(self, caches: Sequence[TieredCache]) -> None:
+    def __init__(
+        self, caches: Sequence[TieredCache], *, shares: bool = True, num_rows: int | None = None
+    ) -> None:
         self.caches = list(caches)
+        self.num_rows = num_rows or len(self.caches)
         self.errors: list[Exception | None] = [None] * len(self.caches)
         own = [_tiered_layers(cache) for cache in self.caches]
         self._rows = [layer for layers in own for layer in layers]
-        super().__init__(layers=[JoinedLayer(rows, self.errors) for rows in zip(*own, strict=True)])
+        layers = zip(*own, strict=True)
+        super().__init__(layers=[JoinedLayer(row, self.errors, shares=shares) for row in layers])
 
     @property
     def positions(self) -> list[list[int]]:
-        """[B, 1]: where the next token of each row stands."""
-        return [[cache.get_seq_length()] for cache in self.caches]
+        """[B, 1]: where the next token of each row stands; 0 where it has no cache."""
+        own = [[cache.get_seq_length()] for cache in self.caches]
+        return own + [[0]] * (self.num_rows - len(own))
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -133,9 +133,9 @@ class Serving:
         for row in cache.caches:
             self._check_belongs(row, inputs)
         source = _source(inputs)
-        if source is None or source.shape[:2] != (len(cache.caches), 1):
+        if source is None or source.shape[:2] != (cache.num_rows, 1):
             raise ConfigError(
-                f"joined caches take one new token for each of their {len(cache.caches)} rows, got "
+                f"joined caches take one new token for each of their {cache.num_rows} rows, got "
                 f"{None if source is None else list(source.shape)}; prompts go one by one"
             )
         check_context(self._text_config, cache.get_seq_length() + 1)

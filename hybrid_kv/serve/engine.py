@@ -48,6 +48,7 @@ class Engine:
 
     Raises:
         BusyError: the model generates in another thread.
+        ConfigError: answers shall be reproducible, and contexts be continued.
     """
 
     def __init__(
@@ -57,6 +58,11 @@ class Engine:
         contexts: ContextRegistry | None = None,
     ) -> None:
         self._llm, self.limits = llm, limits or Limits()
+        if self.limits.reproducible is not None and contexts is not None:
+            raise ConfigError(
+                "reproducible must go without saved contexts, got both: a prompt that continues "
+                "one adds up in another order; leave one of them out"
+            )
         self.alone = why_alone(llm.model)
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()

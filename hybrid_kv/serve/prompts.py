@@ -54,6 +54,8 @@ class Prompts:
 
     def leader(self, request: Request) -> ActiveRequest | None:
         """Who computes at least half of this prompt already, so that it need not be done twice."""
+        if self._limits.reproducible:
+            return None
         key, ids = prefix_key(config_of(self._llm, request)), np.asarray(request.ids)
         for run in self._runs:
             other = run.request
@@ -103,8 +105,10 @@ class Prompts:
     def _begin(self, run: ActiveRequest) -> bool:
         """Gives it a cache; False where that is done aside."""
         config, ids = config_of(self._llm, run.request), run.request.ids
-        going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
-        found = self._prefixes.best(ids, config, going_on)
+        found = None
+        if not self._limits.reproducible:
+            going_on = (Prefix.of(one.cache, one.ids) for one in self._continuable())
+            found = self._prefixes.best(ids, config, going_on)
         if found is None:
             self._make_room(run)
             found = self._llm.runtime.cache(config), 0
@@ -158,6 +162,8 @@ class Prompts:
 
     def chunk_tokens(self, first: int, seconds: float, left: int) -> int:
         """Of a chunk behind `first` tokens that shall take so long."""
+        if (size := self._limits.reproducible) is not None:
+            return min(left, size - first % size)
         return self._pace.tokens(first, seconds, min(left, self._limits.prefill_chunk_tokens))
 
     def _seal(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
@@ -174,7 +180,9 @@ class Prompts:
         return executor.background(guarded)
 
     def twins(self, run: ActiveRequest) -> list[ActiveRequest]:
-        """Requests for the same that have not begun."""
+        """Requests for the same that have not begun, and may share what was computed."""
+        if self._limits.reproducible:  # what leaves a fork's window lies, and adds up, otherwise
+            return []
         config, ids = config_of(self._llm, run.request), run.request.ids
         others = (one for one in self._runs if not one.has_begun and not one.is_aside)
         return [

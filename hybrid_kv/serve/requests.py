@@ -290,6 +290,10 @@ class Limits:
     far as the latest ones tell. request_timeout_s: from submission to the end; None for no limit.
     max_prompt_tokens: of one prompt; None for the model's context. prefix_bytes: host memory for
     contexts of ended requests, which later ones with the same beginning continue.
+    reproducible: what a request computes does not depend on others, bit for bit, as long as the
+    engine lives: every piece of a prompt has so many tokens, whatever time that takes, every decode
+    step as many rows, and nothing is continued that another prompt has computed; None for no such
+    care.
 
     Raises:
         ConfigError: a number is out of range.
@@ -302,6 +306,7 @@ class Limits:
     request_timeout_s: float | None = 600.0
     max_prompt_tokens: int | None = None
     prefix_bytes: int = 2**30
+    reproducible: int | None = None
 
     def __post_init__(self) -> None:
         _whole("max_running", self.max_running, 1)
@@ -313,6 +318,8 @@ class Limits:
         if self.max_prompt_tokens is not None:
             _whole("max_prompt_tokens", self.max_prompt_tokens, 1)
         _whole("prefix_bytes", self.prefix_bytes, 0)
+        if self.reproducible is not None:
+            _whole("reproducible", self.reproducible, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import BusyError, CapacityError, ConfigError, HybridKVError
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
+from hybrid_kv.ops.native.linear import MAX_TOKENS
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.active import ActiveRequest
@@ -47,6 +48,9 @@ _LEAST_SHARE = 0.25
 """Of the time that streams may wait, for pieces of prompts where steps take nearly all of it."""
 _LATEST = 8
 """Decode steps of which the longest is expected again."""
+_ROWS = MAX_TOKENS
+"""Of every decode step, where answers shall not depend on how many there are: as many as one pass
+of the engine over 16-bit weights serves."""
 _LOOK_S = 0.05
 """After which a cancellation is noticed where all is done aside."""
 
@@ -69,7 +73,8 @@ class Rounds:
         on_end: Callable[[Ticket], None],
     ) -> None:
         self._llm, self._limits, self._on_end = llm, limits, on_end
-        self._contexts, self._prefixes = contexts, KeptPrefixes(limits.prefix_bytes)
+        self._contexts = contexts
+        self._prefixes = KeptPrefixes(0 if limits.reproducible else limits.prefix_bytes)
         self._alone = why_alone(llm.model)
         self.runs: list[ActiveRequest] = []
         self._prompts = Prompts(llm, limits, contexts, self._prefixes, self.runs, self._make_room)
@@ -190,9 +195,14 @@ class Rounds:
         if not ready:
             return
         before, begin = [run.times[-1] for run in ready], monotonic()
-        if self._alone or len(ready) == 1:
+        if self._alone:
             for run in ready:
                 self._step_alone(run)
+        elif self._limits.reproducible:
+            for first in range(0, len(ready), _ROWS):
+                self._step_joined(ready[first : first + _ROWS])
+        elif len(ready) == 1:
+            self._step_alone(ready[0])
         else:
             self._step_joined(ready)
         self._steps_s.append(monotonic() - begin)
@@ -204,14 +214,30 @@ class Rounds:
     def _step_alone(self, run: ActiveRequest) -> None:
         try:
             with memory_errors(lambda: "decode"):
-                logits = run.step()
+                logits = self._lone_logits(run)
         except Exception as error:
             self._end(run, "error", error)
         else:
             self._take(run, logits)
 
+    def _lone_logits(self, run: ActiveRequest) -> Tensor:
+        """[V] after one more token."""
+        if self._alone or not self._limits.reproducible:
+            return run.step()
+        cache = self._joined([run])
+        logits, (failed,) = self._forward(cache, run.ids[-1:]), cache.errors
+        if failed is not None:
+            raise failed
+        return logits[0]
+
+    def _joined(self, runs: list[ActiveRequest]) -> JoinedCache:
+        caches = [run.cache for run in runs]
+        if self._limits.reproducible:
+            return JoinedCache(caches, shares=False, num_rows=_ROWS)
+        return JoinedCache(caches)
+
     def _step_joined(self, runs: list[ActiveRequest]) -> None:
-        cache = JoinedCache([run.cache for run in runs])
+        cache = self._joined(runs)
         try:
             logits = self._forward(cache, [run.ids[-1] for run in runs])
         except Exception as error:  # of nobody's own cache: the rows are where they were
@@ -219,15 +245,16 @@ class Rounds:
             for run in runs:
                 self._step_alone(run)
             return
-        for run, row, failed in zip(runs, logits, cache.errors, strict=True):
+        for run, row, failed in zip(runs, logits[: len(runs)], cache.errors, strict=True):
             if failed is None:
                 self._take(run, row)
             else:
                 self._end(run, "error", failed)
 
     def _forward(self, cache: JoinedCache, tokens: list[int]) -> Tensor:
-        """Logits [B, V] after one more token of each row."""
+        """Logits [B, V] after one more token of each row; those without a cache get token 0."""
         model, device = self._llm.model, self._llm.runtime.device
+        tokens = tokens + [0] * (cache.num_rows - len(tokens))
         call: Any = model
         output = call(
             torch.tensor(tokens, device=device)[:, None],

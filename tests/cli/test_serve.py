@@ -38,6 +38,10 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(monkeypatch: pytest.Mo
     [
         (("--host", "nowhere.invalid"), "--host must be an address of this machine, got 'nowhere"),
         (("--max-body", "much"), "--max-body must be bytes such as 512MiB, got 'much'"),
+        (
+            ("--reproducible", "64", "--cache-dir", "x"),
+            "--reproducible must go without --cache-dir, got both",
+        ),
         (("--prefix-memory", "-1"), "--prefix-memory must be bytes such as 512MiB, got '-1'"),
         (("--api-key", " "), "--api-key is empty"),
     ],
@@ -61,3 +65,5 @@ def test_limits_are_those_of_the_engine() -> None:
     assert limits.request_timeout_s is None
     assert limits.prefix_bytes == 2**21
     assert serve.LimitOptions().as_limits().max_stall_ms == 100
+    assert serve.LimitOptions().as_limits().reproducible is None
+    assert serve.LimitOptions(reproducible=64).as_limits().reproducible == 64
