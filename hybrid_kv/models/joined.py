@@ -52,11 +52,9 @@ class JoinedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(
-        self, rows: Sequence[HybridLayer], errors: list[Exception | None], *, shares: bool
-    ) -> None:
+    def __init__(self, rows: Sequence[HybridLayer], errors: list[Exception | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self._errors, self._shares = rows, errors, shares
+        self._rows, self._errors = rows, errors
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Each row does so by itself."""
@@ -86,12 +84,10 @@ class JoinedLayer(CacheLayerMixin):
         """
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        joint = {}
-        if self._shares:
-            joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
-            attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
+        joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
+        attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
         for number, row in self._whole_rows():
-            own, shared = slice(number, number + 1), joint.get(number)
+            own, shared = slice(number, number + 1), joint[number]
             with self._isolated(number):
                 part = None if shared is None else shared.taken()
                 if part is None:
@@ -136,24 +132,19 @@ class JoinedCache(Cache):
 
     Args:
         caches: of one attached model, for which `why_alone` is empty; a prompt in each.
-        shares: whether rows that were forked from one context attend it together, which adds up in
-            another order than each by itself.
         num_rows: at least as many as there are caches; None for these.
 
     Raises:
         ConfigError: a layer of one is not tiered.
     """
 
-    def __init__(
-        self, caches: Sequence[TieredCache], *, shares: bool = True, num_rows: int | None = None
-    ) -> None:
+    def __init__(self, caches: Sequence[TieredCache], num_rows: int | None = None) -> None:
         self.caches = list(caches)
         self.num_rows = num_rows or len(self.caches)
         self.errors: list[Exception | None] = [None] * len(self.caches)
         own = [_tiered_layers(cache) for cache in self.caches]
         self._rows = [layer for layers in own for layer in layers]
-        layers = zip(*own, strict=True)
-        super().__init__(layers=[JoinedLayer(row, self.errors, shares=shares) for row in layers])
+        super().__init__(layers=[JoinedLayer(rows, self.errors) for rows in zip(*own, strict=True)])
 
     @property
     def positions(self) -> list[list[int]]:

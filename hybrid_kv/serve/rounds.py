@@ -231,10 +231,9 @@ class Rounds:
         return logits[0]
 
     def _joined(self, runs: list[ActiveRequest]) -> JoinedCache:
-        caches = [run.cache for run in runs]
-        if self._limits.reproducible:
-            return JoinedCache(caches, shares=False, num_rows=_ROWS)
-        return JoinedCache(caches)
+        return JoinedCache(
+            [run.cache for run in runs], _ROWS if self._limits.reproducible else None
+        )
 
     def _step_joined(self, runs: list[ActiveRequest]) -> None:
         cache = self._joined(runs)
