@@ -26,6 +26,16 @@ def test_a_piece_fits_into_its_time_wherever_it_stands(first: int) -> None:
     assert 0.7 * 0.5 < took <= 0.5
 
 
+def test_pieces_are_even_but_for_the_last_and_the_least() -> None:
+    """Products of ever new sizes are slow."""
+    pace = PrefillPace()
+    taking(pace, 1e-3, 1e-6, [(0, 128), (128, 256), (384, 352)])
+    for first in range(0, 4000, 77):
+        assert pace.tokens(first, 0.3, 4096) % 32 == 0
+    assert pace.tokens(0, 0.02, 4096) == 16
+    assert pace.tokens(0, 0.3, 101) == 101
+
+
 def test_costs_that_do_not_grow_are_learned_as_such() -> None:
     pace = PrefillPace()
     taking(pace, 1e-3, 0.0, [(0, 128), (128, 256)])
