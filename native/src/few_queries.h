@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attend_checks.h"
@@ -40,6 +41,33 @@ HKV_INLINE inline void add_tile(const Element *rows, int64_t stride, int64_t cou
   }
   for (int query = 0; query < Queries; ++query)
     for (int i = 0; i < Vectors; ++i) store_floats(at(query, i), own[query][i]);
+}
+
+template <typename Element, int Queries>
+HKV_INLINE inline void add_columns(const Element *rows, int64_t stride, int64_t count,
+                                   const RowVectors &vectors, const float *weights,
+                                   int64_t weights_step, float *sums) {
+  int vector = 0;
+  for (; vector + kValueTile <= vectors.count; vector += kValueTile)
+    add_tile<Element, Queries, kValueTile>(rows, stride, count, vectors, vector, weights,
+                                           weights_step, sums);
+  for (; vector < vectors.count; ++vector)
+    add_tile<Element, Queries, 1>(rows, stride, count, vectors, vector, weights, weights_step,
+                                  sums);
+}
+
+/// sums [num_queries, padded] += weights [num_queries, weights_step] of `count` rows.
+template <typename Element>
+void add_rows(const Element *rows, int64_t stride, int64_t count, const RowVectors &vectors,
+              int64_t num_queries, const float *weights, int64_t weights_step, float *sums) {
+  const auto add = [&](auto queries, int64_t query) {
+    add_columns<Element, decltype(queries)::value>(rows, stride, count, vectors,
+                                                   weights + query * weights_step, weights_step,
+                                                   sums + query * vectors.padded());
+  };
+  int64_t query = 0;
+  for (; query + 4 <= num_queries; query += 4) add(std::integral_constant<int, 4>{}, query);
+  for (; query < num_queries; ++query) add(std::integral_constant<int, 1>{}, query);
 }
 
 /// Up to kSlice queries of one KV head: what they have seen so far.
@@ -109,25 +137,10 @@ class Few {
   }
 
   void add_values(int64_t first, int64_t count) {
-    int64_t query = 0;
-    for (; query + 4 <= count_; query += 4) add_columns<4>(query, first, count);
-    for (; query < count_; ++query) add_columns<1>(query, first, count);
-  }
-
-  template <int Queries>
-  void add_columns(int64_t query, int64_t first, int64_t count) {
     const hkv_keys &values = from_->values;
-    const RowVectors vectors(values.dim);
     const Element *rows = static_cast<const Element *>(values.data) + first * values.stride;
-    const float *weights = logits_.data() + query * kStep;
-    float *sums = sums_.data() + query * vectors.padded();
-    int vector = 0;
-    for (; vector + kValueTile <= vectors.count; vector += kValueTile)
-      add_tile<Element, Queries, kValueTile>(rows, values.stride, count, vectors, vector, weights, kStep,
-                                        sums);
-    for (; vector < vectors.count; ++vector)
-      add_tile<Element, Queries, 1>(rows, values.stride, count, vectors, vector, weights, kStep,
-                                    sums);
+    add_rows(rows, values.stride, count, RowVectors(values.dim), count_, logits_.data(), kStep,
+             sums_.data());
   }
 
   const Entries *from_ = nullptr;

@@ -58,12 +58,20 @@ float merge_lse(float &lse, float other) {
   return own / both;
 }
 
+/// What a query has found in the cold tier.
+struct Found {
+  int64_t count;
+  float total;  // of the weights, by the largest one
+  float share;  // in all that is attended of the cold tier
+};
+
 /// Scratch of one thread.
 struct Scratch {
   std::vector<float> logits, sums, scores;
-  std::vector<float> tail, tails;  // of one extent, and of all by query
-  std::vector<hkv_keys> values;    // by extent
-  float lowest;                    // logit that a query has found
+  std::vector<Found> found;  // by query
+  std::vector<float> tail, tail_lses, tails, lowest;  // of one extent, and of all, by query
+  std::vector<int64_t> left;                          // of one extent, by query
+  std::vector<hkv_keys> values;                       // by extent
   std::vector<uint32_t> places;
   std::vector<int64_t> slots;
   SharedRows rows;
@@ -91,6 +99,7 @@ class Step {
   int64_t rows() const { return layer_.heads * layer_.num_queries; }
   int32_t value_dim() const { return resident().kv.values.dim; }
   int64_t slices() const { return (layer_.num_queries + kSlice - 1) / kSlice; }
+  int64_t weights_step() const { return cold().width + kLanes; }  // from one query's to the next
   bool brings_token() const { return step_.new_keys != nullptr; }
   NewToken token() const;
   const PageRuns &runs_of(int64_t head) const { return shared_.runs[chooses() ? head : 0]; }
@@ -108,7 +117,9 @@ class Step {
   void attend_found(Scratch &own, int64_t head);
   template <typename Element>
   void sum_values(Scratch &own, int64_t head) const;
-  float attend_unread(Scratch &own, int64_t head, int64_t query, int64_t count, float &lse) const;
+  float weigh_found(Scratch &own, int64_t head, int64_t query);
+  bool attend_unread(Scratch &own, int64_t head, float *lse) const;
+  int64_t num_left(const Scratch &own, int64_t head, int64_t query, int32_t extent) const;
   void merge();
 
   hkv_pool *pool_;
@@ -359,47 +370,54 @@ void Step::attend_cold(int64_t head) {
 template <typename Element>
 void Step::attend_found(Scratch &own, int64_t head) {
   const int64_t num_queries = layer_.num_queries, width = cold().width, dim = value_dim();
-  const RowVectors vectors(value_dim());
-  grow(own.logits, width + kLanes);
-  grow(own.sums, num_queries * vectors.padded());
-  grow(own.tails, num_queries * dim);
-  grow(own.tail, dim);
-  std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
-  std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
-  own.rows.begin(num_queries * width, num_queries);
   const int64_t row = head * num_queries, part = pieces_ * rows() + row;
+  const RowVectors vectors(value_dim());
+  grow(own.logits, num_queries * weights_step());
+  grow(own.found, num_queries);
+  grow(own.lowest, num_queries);
+  grow(own.sums, num_queries * vectors.padded());
+  std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
+  own.rows.begin(num_queries * width, num_queries);
   float *lse = shared_.lses.data() + part;
-  int64_t retrieved = 0, most = 0;
+  for (int64_t query = 0; query < num_queries; ++query)
+    lse[query] = weigh_found(own, head, query);
+  const bool has_tails = attend_unread(own, head, lse);
   for (int64_t query = 0; query < num_queries; ++query) {
-    int64_t *ids = step_.ids + (row + query) * width;
-    float *weights = own.logits.data();
-    const int64_t count = shared_.searches.take(head, query, width, ids, weights);
-    std::fill(ids + count, ids + width, -1);
-    retrieved += count;
-    most = std::max(most, count);
-    lse[query] = kNoLogit;
-    own.lowest = std::numeric_limits<float>::infinity();
-    float total = 1.0f;
-    if (count > 0) {
-      to_logits(weights, count, step_.scale, step_.softcap);
-      own.lowest = weights[count - 1];  // the best come first
-      const float largest = largest_of(weights, count);
-      total = to_weights(weights, count, largest);
-      lse[query] = largest + std::log(total);
-    }
-    const float share = attend_unread(own, head, query, count, lse[query]);
-    for (int64_t i = 0; i < count; ++i)
-      own.rows.add(query, static_cast<uint32_t>(ids[i]), share * weights[i] / total);
+    const Found &found = own.found[query];
+    const int64_t *ids = step_.ids + (row + query) * width;
+    const float *weights = own.logits.data() + query * weights_step();
+    for (int64_t i = 0; i < found.count; ++i)
+      own.rows.add(query, static_cast<uint32_t>(ids[i]), found.share * weights[i] / found.total);
   }
   sum_values<Element>(own, head);
+  int64_t retrieved = 0, most = 0;
   for (int64_t query = 0; query < num_queries; ++query) {
     float *out = shared_.outs.data() + (part + query) * dim;
     vectors.unpad(own.sums.data() + query * vectors.padded(), out);
-    for (int64_t i = 0; i < dim; ++i) out[i] += own.tails[query * dim + i];
+    for (int64_t i = 0; has_tails && i < dim; ++i) out[i] += own.tails[query * dim + i];
+    retrieved += own.found[query].count;
+    most = std::max(most, own.found[query].count);
   }
   shared_.retrieved[head] = retrieved;
   shared_.most[head] = most;
   shared_.rows_read[head] = own.rows.count();
+}
+
+/// A query's best entries and their weights; returns their log-sum-exp.
+float Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
+  const int64_t width = cold().width;
+  int64_t *ids = step_.ids + (head * layer_.num_queries + query) * width;
+  float *weights = own.logits.data() + query * weights_step();
+  const int64_t count = shared_.searches.take(head, query, width, ids, weights);
+  std::fill(ids + count, ids + width, -1);
+  Found &found = own.found[query] = {count, 1.0f, 1.0f};
+  own.lowest[query] = std::numeric_limits<float>::infinity();
+  if (count == 0) return kNoLogit;
+  to_logits(weights, count, step_.scale, step_.softcap);
+  own.lowest[query] = weights[count - 1];  // the best come first
+  const float largest = largest_of(weights, count);
+  found.total = to_weights(weights, count, largest);
+  return largest + std::log(found.total);
 }
 
 /// The values of what was found, wherever they lie, by weight.
@@ -425,30 +443,48 @@ void Step::sum_values(Scratch &own, int64_t head) const {
       own.sums.data());
 }
 
-/// What `count` entries that a query has found leave of extents with moments: estimated, weighed into
-/// `lse` and left in `tails`. Returns the share of what was found.
-float Step::attend_unread(Scratch &own, int64_t head, int64_t query, int64_t count,
-                          float &lse) const {
-  const int64_t row = head * layer_.num_queries + query, dim = value_dim();
-  const int64_t *ids = step_.ids + row * cold().width;
-  float *tails = own.tails.data() + query * dim, share = 1.0f;
+/// What the queries have not found in extents with moments: estimated, weighed into `lse` and left
+/// in `tails`. Returns whether there is any.
+bool Step::attend_unread(Scratch &own, int64_t head, float *lse) const {
+  const int64_t num_queries = layer_.num_queries, dim = value_dim();
+  const float *queries = shared_.queries.data() + head * num_queries * resident().kv.keys.dim;
+  bool has_any = false;
   for (int32_t at = 0; at < cold().num_extents; ++at) {
     const hkv_extent &extent = cold().extents[at];
     if (extent.tail.keys == nullptr) continue;
-    const int64_t first = shared_.searches.first(at), end = shared_.searches.first(at + 1);
-    int64_t found = count;
-    if (cold().num_extents > 1)
-      found = std::count_if(ids, ids + count, [&](int64_t id) { return id >= first && id < end; });
-    const float left =
-        TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
-            .attend(shared_.queries.data() + row * extent.kv.keys.dim, end - first - found,
-                    own.lowest, step_.scale, step_.softcap, own.tail.data());
-    const float before = merge_lse(lse, left), other = 1.0f - before;
-    if (left == kNoLogit || other == 0.0f) continue;
-    share *= before;
-    for (int64_t i = 0; i < dim; ++i) tails[i] = before * tails[i] + other * own.tail[i];
+    if (!has_any) {
+      grow(own.tails, num_queries * dim);
+      std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
+      has_any = true;
+    }
+    grow(own.tail, num_queries * dim);
+    grow(own.tail_lses, num_queries);
+    grow(own.left, num_queries);
+    for (int64_t query = 0; query < num_queries; ++query)
+      own.left[query] = num_left(own, head, query, at);
+    TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
+        .attend(queries, num_queries, own.left.data(), own.lowest.data(), step_.scale,
+                step_.softcap, own.tail.data(), own.tail_lses.data());
+    for (int64_t query = 0; query < num_queries; ++query) {
+      const float before = merge_lse(lse[query], own.tail_lses[query]), other = 1.0f - before;
+      if (own.tail_lses[query] == kNoLogit || other == 0.0f) continue;
+      own.found[query].share *= before;
+      float *tails = own.tails.data() + query * dim;
+      const float *tail = own.tail.data() + query * dim;
+      for (int64_t i = 0; i < dim; ++i) tails[i] = before * tails[i] + other * tail[i];
+    }
   }
-  return share;
+  return has_any;
+}
+
+/// Entries of an extent that a query has not found.
+int64_t Step::num_left(const Scratch &own, int64_t head, int64_t query, int32_t extent) const {
+  const int64_t first = shared_.searches.first(extent), end = shared_.searches.first(extent + 1);
+  const int64_t count = own.found[query].count;
+  if (cold().num_extents == 1) return end - first - count;
+  const int64_t *ids = step_.ids + (head * layer_.num_queries + query) * cold().width;
+  return end - first -
+         std::count_if(ids, ids + count, [=](int64_t id) { return id >= first && id < end; });
 }
 
 void Step::merge() {

@@ -271,28 +271,50 @@ int Searches::run_one(hkv_pool *pool, const hkv_layer &layer, const hkv_step &st
   return status;
 }
 
+/// What a row sees of the query's best; in `room` where some of it lies beyond.
+Searches::Found Searches::Source::of(int64_t query, Room &room) const {
+  const int64_t *from = ids + query * width;
+  const float *its = scores + query * width;
+  const int64_t there =
+      std::find_if(from, from + width, [](int64_t id) { return id < 0; }) - from;
+  const int64_t last = end - first;
+  if (std::count_if(from, from + there, [=](int64_t id) { return id >= last; }) == 0)
+    return {from, its, there};
+  grow(room.ids, there);
+  grow(room.scores, there);
+  int64_t seen = 0;
+  for (int64_t i = 0; i < there; ++i) {
+    if (from[i] >= last) continue;
+    room.ids[seen] = from[i];
+    room.scores[seen++] = its[i];
+  }
+  return {room.ids.data(), room.scores.data(), seen};
+}
+
 int64_t Searches::take(int64_t head, int64_t query, int64_t width, int64_t *ids,
                        float *scores) const {
-  const std::vector<Source> &sources = sources_[head];
+  thread_local Room room;
   int64_t count = 0;
-  for (const Source &source : sources) {
-    const int64_t *from = source.ids + query * source.width;
-    const float *its = source.scores + query * source.width;
-    int64_t one = 0, there = 0;  // places of this search, and those of them that count
-    for (; one < source.width && from[one] >= 0; ++one) there += source.sees(from[one]);
+  for (const Source &source : sources_[head]) {
+    const Found found = source.of(query, room);
+    if (count == 0) {  // as nearly always: nothing to merge with
+      count = std::min(width, found.count);
+      for (int64_t i = 0; i < count; ++i) ids[i] = found.ids[i] + source.first;
+      std::copy_n(found.scores, count, scores);
+      continue;
+    }
     // What is there already moves behind the better ones of this search, from the worst on.
-    int64_t old = count;
-    for (int64_t place = old + there; place-- > 0;) {
-      while (one > 0 && !source.sees(from[one - 1])) --one;
-      const bool is_new = old == 0 || (one > 0 && its[one - 1] <= scores[old - 1]);
-      const int64_t id = is_new ? from[one - 1] + source.first : ids[old - 1];
-      const float score = is_new ? its[one - 1] : scores[old - 1];
+    int64_t old = count, one = found.count;
+    for (int64_t place = old + one; place-- > 0;) {
+      const bool is_new = old == 0 || (one > 0 && found.scores[one - 1] <= scores[old - 1]);
+      const int64_t id = is_new ? found.ids[one - 1] + source.first : ids[old - 1];
+      const float score = is_new ? found.scores[one - 1] : scores[old - 1];
       --(is_new ? one : old);
       if (place >= width) continue;
       ids[place] = id;
       scores[place] = score;
     }
-    count = std::min(width, count + there);
+    count = std::min(width, count + found.count);
   }
   return count;
 }

@@ -36,6 +36,18 @@ class Searches {
   int64_t take(int64_t head, int64_t query, int64_t width, int64_t *ids, float *scores) const;
 
  private:
+  /// Some of what was found for one query, best first.
+  struct Found {
+    const int64_t *ids;
+    const float *scores;
+    int64_t count;
+  };
+
+  struct Room {
+    std::vector<int64_t> ids;
+    std::vector<float> scores;
+  };
+
   /// What one search found for one head: [num_queries, width], best first, then -1.
   ///
   /// first: the entry that its id 0 stands for; end: the first that the row does not see.
@@ -44,7 +56,7 @@ class Searches {
     const float *scores;
     int64_t width, first, end;
 
-    bool sees(int64_t id) const { return id + first < end; }
+    Found of(int64_t query, Room &room) const;
   };
 
   void count_entries(const hkv_cold &cold);

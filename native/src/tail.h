@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "few_queries.h"
 #include "hybrid_kv_step.h"
 #include "softmax.h"
 
@@ -32,18 +33,30 @@ struct TailHead {
             tail.key_value + head * dim * value_dim, dim, value_dim};
   }
 
-  /// `left` entries, all with logits below `limit`: returns their log-sum-exp, out becomes their mean
-  /// value by weight.
-  float attend(const float *query, int64_t left, float limit, float scale, float softcap,
-               float *out) const {
+  /// For each of `count` queries its `left` entries, all with logits below its limit: their
+  /// log-sum-exp, and their mean value by weight.
+  ///
+  /// queries [count, dim], out [count, value_dim]; left, limits, lse [count].
+  void attend(const float *queries, int64_t count, const int64_t *left, const float *limits,
+              float scale, float softcap, float *out, float *lse) const {
+    thread_local std::vector<float> spread;
+    grow(spread, count * dim);
+    product(queries, count, key_key, dim, spread.data());
+    product(queries, count, key_value, value_dim, out);
+    for (int64_t i = 0; i < count; ++i)
+      lse[i] = estimate(queries + i * dim, spread.data() + i * dim, left[i], limits[i], scale,
+                        softcap, out + i * value_dim);
+  }
+
+ private:
+  /// spread: the query times key_key; out: the query times key_value, becomes the mean value.
+  float estimate(const float *query, const float *spread, int64_t left, float limit, float scale,
+                 float softcap, float *out) const {
     constexpr double kLeastVariance = 1e-12, kLeastSlope = 1e-6;
     if (left <= 0) return kNoLogit;
-    thread_local std::vector<float> own;
-    grow(own, dim);
-    const double variance = std::max(
-        kLeastVariance, double(scale) * scale * dot(by(query, key_key, dim, own.data()), query));
+    const double variance =
+        std::max(kLeastVariance, double(scale) * scale * dot(spread, query));
     double mean = double(scale) * dot(keys, query);
-    by(query, key_value, value_dim, out);
     const double deviation = std::sqrt(variance);
     double width = deviation;
     if (softcap > 0.0f) {  // capped logits as normal too: their width by the slope at the mean
@@ -60,7 +73,6 @@ struct TailHead {
                               log_normal_below(cut));
   }
 
- private:
   float dot(const float *a, const float *b) const {
     Floats sums{};
     int64_t i = 0;
@@ -71,14 +83,17 @@ struct TailHead {
     return total;
   }
 
-  /// The query times a matrix [dim, columns], row by row.
-  const float *by(const float *query, const float *matrix, int64_t columns, float *out) const {
-    std::fill_n(out, columns, 0.0f);
-    for (int64_t row = 0; row < dim; ++row) {
-      const float weight = query[row], *from = matrix + row * columns;
-      for (int64_t i = 0; i < columns; ++i) out[i] += weight * from[i];
-    }
-    return out;
+  /// out [count, columns] = queries [count, dim] times a matrix [dim, columns], which is read once
+  /// for every four of them.
+  void product(const float *queries, int64_t count, const float *matrix, int64_t columns,
+               float *out) const {
+    const RowVectors vectors(static_cast<int>(columns));
+    thread_local std::vector<float> sums;
+    grow(sums, count * vectors.padded());
+    std::fill_n(sums.data(), count * vectors.padded(), 0.0f);
+    add_rows(matrix, columns, dim, vectors, count, queries, dim, sums.data());
+    for (int64_t i = 0; i < count; ++i)
+      vectors.unpad(sums.data() + i * vectors.padded(), out + i * columns);
   }
 };
 
