@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_size_t, c_void_p
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -25,6 +26,15 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 HIDDEN, FFN, Q_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 4096
 _KV_WIDTH = KV_HEADS * HEAD_DIM
+_PRODUCTS = (
+    ("attn_q", HIDDEN, HIDDEN),
+    ("attn_k", _KV_WIDTH, HIDDEN),
+    ("attn_v", _KV_WIDTH, HIDDEN),
+    ("attn_output", HIDDEN, HIDDEN),
+    ("ffn_gate", FFN, HIDDEN),
+    ("ffn_up", FFN, HIDDEN),
+    ("ffn_down", HIDDEN, FFN),
+)
 _N_CTX, _N_THREADS, _N_THREADS_BATCH, _FLASH = 0, 28, 32, 52
 _DEFAULTS = {_N_CTX: 512, _N_THREADS: 4, _N_THREADS_BATCH: 4, _FLASH: -1}
 
@@ -44,10 +54,10 @@ class _Batch(ctypes.Structure):
     )
 
 
-def write_model(path: Path) -> None:
-    """One layer of the Llama-3-8B shape with random bf16 weights, as a GGUF file."""
+def write_model(path: Path, layers: int) -> None:
+    """Layers of the Llama-3-8B shape with random bf16 weights, as a GGUF file."""
     writer = GGUFWriter(str(path), "llama")
-    writer.add_block_count(1)
+    writer.add_block_count(layers)
     writer.add_context_length(2**18)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -69,17 +79,10 @@ def write_model(path: Path) -> None:
 
     add("token_embd", VOCAB, HIDDEN)
     add("output", VOCAB, HIDDEN)
-    for name, rows, columns in (
-        ("attn_q", HIDDEN, HIDDEN),
-        ("attn_k", _KV_WIDTH, HIDDEN),
-        ("attn_v", _KV_WIDTH, HIDDEN),
-        ("attn_output", HIDDEN, HIDDEN),
-        ("ffn_gate", FFN, HIDDEN),
-        ("ffn_up", FFN, HIDDEN),
-        ("ffn_down", HIDDEN, FFN),
-    ):
-        add(f"blk.0.{name}", rows, columns)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+    for layer, (name, rows, columns) in product(range(layers), _PRODUCTS):
+        add(f"blk.{layer}.{name}", rows, columns)
+    norms = [f"blk.{layer}.{of}_norm" for layer in range(layers) for of in ("attn", "ffn")]
+    for name in ("output_norm", *norms):
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -136,7 +139,7 @@ class Llama:
         if not np.isfinite(self._logits(self._context, -1)[0]):
             raise SystemExit("llama.cpp's logits are not finite")
 
-    def fill(self, cells: int) -> None:
+    def fill(self, cells: int, layers: int) -> None:
         """Replaces what was fed, three tokens, by a context of random KV."""
         size = self._call("llama_state_seq_get_size", c_size_t, c_void_p, c_int32)
         read = self._call(
@@ -144,7 +147,7 @@ class Llama:
         )
         known = (ctypes.c_uint8 * size(self._context, 0))()
         length = read(self._context, known, len(known), 0)
-        state = _longer(bytes(known[:length]), 3, cells)
+        state = _longer(bytes(known[:length]), 3, cells, layers)
         self._call("llama_memory_clear", None, c_void_p, ctypes.c_bool)(
             self._call("llama_get_memory", c_void_p, c_void_p)(self._context), True
         )
@@ -155,14 +158,19 @@ class Llama:
             raise SystemExit("llama.cpp has refused the state; its format differs from ours")
 
 
-def _longer(state: bytes, cells: int, wanted: int) -> npt.NDArray[np.uint8]:
-    """A state of one sequence and layer with more cells and random keys and values."""
+def _longer(state: bytes, cells: int, wanted: int, layers: int) -> npt.NDArray[np.uint8]:
+    """A state of one sequence with more cells and random keys and values.
+
+    It is a header, its cells, 16 bytes, then all layers' keys and all layers' values, each behind a
+    header of its own.
+    """
     words = struct.unpack_from("<4I", state)
-    if words[3] != cells:
+    kv_bytes, key_header = 2 * cells * _KV_WIDTH, 12
+    keys = 16 + 12 * cells + 16  # behind position, number of sequences and sequence of each cell
+    a_layer, rest = divmod(len(state) - keys, layers)
+    value_header = a_layer - 2 * kv_bytes - key_header
+    if words[3] != cells or rest or value_header < 0:
         raise SystemExit("llama.cpp's state has another format; adapt llama_cpp.py")
-    after = 16 + 12 * cells  # position, number of sequences and sequence of each cell
-    kv_bytes = 2 * cells * _KV_WIDTH
-    middle = len(state) - 2 * kv_bytes - (after + 28)  # the header of V
     places = np.zeros((wanted, 3), dtype=np.uint32)
     places[:, 0], places[:, 1] = np.arange(wanted), 1
     draw = np.random.default_rng(1)
@@ -171,11 +179,12 @@ def _longer(state: bytes, cells: int, wanted: int) -> npt.NDArray[np.uint8]:
     parts = [
         np.frombuffer(struct.pack("<4I", *words[:3], wanted), dtype=np.uint8),
         places.reshape(-1).view(np.uint8),
-        np.frombuffer(state[after : after + 28], dtype=np.uint8),
-        body,
-        np.frombuffer(state[after + 28 + kv_bytes :][:middle], dtype=np.uint8),
-        body,
+        np.frombuffer(state[keys - 16 : keys], dtype=np.uint8),
     ]
+    at = keys
+    for header in [key_header] * layers + [value_header] * layers:
+        parts += [np.frombuffer(state[at : at + header], dtype=np.uint8), body]
+        at += header + kv_bytes
     return np.concatenate(parts)
 
 
@@ -184,6 +193,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=1, help="of the model in the file")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--flash", action="store_true")
     parser.add_argument("--prompt", action="store_true", help="computes it: time to first token")
@@ -200,7 +210,7 @@ def main() -> None:
     if args.prompt:
         timed(args.context)
     else:
-        llama.fill(args.context)
+        llama.fill(args.context, args.layers)
         for _ in range(args.steps):
             timed(1)
     print(json.dumps({"times_ms": times, "system": llama.system}))

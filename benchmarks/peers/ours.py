@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--side", choices=list(SIDES), required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompt", action="store_true", help="computes it: time to first token")
     args = parser.parse_args()
@@ -35,7 +36,7 @@ def main() -> None:
     from hybrid_kv.models.shapes import random_config
 
     torch.set_num_threads(args.threads)
-    shape: Any = random_config("llama-3-8b", 1)
+    shape: Any = random_config("llama-3-8b", args.layers)
     shape.vocab_size = 4096
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()

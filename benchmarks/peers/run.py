@@ -1,13 +1,14 @@
-"""What a user would pick instead on a CPU: llama.cpp beside hybrid_kv, one layer of an 8B model.
+"""What a user would pick instead on a CPU: llama.cpp beside hybrid_kv, some layers of an 8B model.
 
     pip install xllamacpp gguf
     python benchmarks/peers/run.py --context 8k,32k,128k --threads 1,2 --out peers.json
 
-One layer of the Llama-3-8B shape with its whole FFN, bf16 weights, a vocabulary of 4,096, KV filled
-in: random in llama.cpp, whose work does not depend on it, attention-like in ours. One process per
-run, sides in turn, so that what else the machine does meets all of them; a figure is the median of
-the medians. llama.cpp runs with flash attention and without, and its better one is what ratios are
-to. `--prompt` computes the contexts instead: time to the first token.
+One layer of the Llama-3-8B shape with its whole FFN, or `--layers` of them, over which what a token
+costs once is spread as on the whole model; bf16 weights, a vocabulary of 4,096, KV filled in:
+random in llama.cpp, whose work does not depend on it, attention-like in ours. One process per run,
+sides in turn, so that what else the machine does meets all of them; a figure is the median of the
+medians. llama.cpp runs with flash attention and without, and its better one is what ratios are to.
+`--prompt` computes the contexts instead: time to the first token.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def measure(args: argparse.Namespace, gguf: Path) -> list[dict[str, Any]]:
     """A row for each side, context and number of threads."""
     runs: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
     more = ["--prompt"] if args.prompt else ["--steps", str(args.steps)]
+    more += ["--layers", str(args.layers)]
     for context in args.context:
         for threads in args.threads:
             for _ in range(args.rounds):
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("--context", default="8k,32k,128k", **counts)
     parser.add_argument("--threads", default="1", **counts)
     parser.add_argument("--sides", nargs="+", default=[*LLAMA, *OURS], choices=[*LLAMA, *OURS])
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prompt", action="store_true")
@@ -111,14 +114,15 @@ def main() -> None:
     from llama_cpp import write_model
 
     with tempfile.TemporaryDirectory() as folder:
-        gguf = Path(folder, "layer.gguf")
-        write_model(gguf)
+        gguf = Path(folder, "layers.gguf")
+        write_model(gguf, args.layers)
         rows = measure(args, gguf)
     add_ratios(rows)
     show(rows)
     document = {
         "what": "time to first token" if args.prompt else "decode step",
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "layers": args.layers,
         "command": " ".join(["python", "benchmarks/peers/run.py", *sys.argv[1:]]),
         "environment": json.loads(probe_environment().model_dump_json()),
         "rows": rows,
