@@ -18,6 +18,7 @@ class SharedRows {
  public:
   /// Forgets what was added; room for `entries` more, of `num_queries` queries.
   void begin(int64_t entries, int64_t num_queries) {
+    std::fill_n(weights_.data(), count_ * num_queries_, 0.0f);  // the others are 0 already
     num_queries_ = num_queries;
     count_ = 0;
     int64_t slots = 64;
@@ -25,39 +26,44 @@ class SharedRows {
     mask_ = static_cast<uint32_t>(slots - 1);
     shift_ = 64 - __builtin_ctzll(static_cast<uint64_t>(slots));
     grow(places_, slots);
+    grow(entries_, entries);
     grow(rows_, entries);
     grow(weights_, entries * num_queries);
     std::fill_n(places_.data(), slots, 0u);
   }
 
-  void add(int64_t query, uint32_t row, float weight) {
-    uint32_t at = static_cast<uint32_t>((row * 0x9e3779b97f4a7c15u) >> shift_);
-    while (places_[at] != 0 && rows_[places_[at] - 1] != row) at = (at + 1) & mask_;
-    if (places_[at] == 0) {
-      rows_[count_] = row;
-      std::fill_n(weights_.data() + count_ * num_queries_, num_queries_, 0.0f);
-      places_[at] = static_cast<uint32_t>(++count_);
+  /// at(entry): where its row lies.
+  template <typename At>
+  void add(int64_t query, uint32_t entry, float weight, const At &at) {
+    uint32_t slot = static_cast<uint32_t>((entry * 0x9e3779b97f4a7c15u) >> shift_);
+    while (places_[slot] != 0 && entries_[places_[slot] - 1] != entry) slot = (slot + 1) & mask_;
+    if (places_[slot] != 0) {
+      weights_[(places_[slot] - 1) * num_queries_ + query] += weight;
+      return;
     }
-    weights_[(places_[at] - 1) * num_queries_ + query] += weight;
+    const auto *row = at(entry);
+    weights_[count_ * num_queries_ + query] = weight;
+    entries_[count_] = entry;
+    rows_[count_] = row;
+    places_[slot] = static_cast<uint32_t>(++count_);
   }
 
   int64_t count() const { return count_; }
 
-  /// sums [num_queries, padded `dim`] += the weighted rows.
-  ///
-  /// at_row: gives where a row lies.
-  template <typename Element, typename At>
-  void sum(int32_t dim, const At &at_row, float *sums) const {
+  /// sums [num_queries, padded `dim`] += the weighted rows, of `Element`s.
+  template <typename Element>
+  void sum(int dim, float *sums) const {
     const RowVectors vectors(dim);
     const int64_t ahead = rows_ahead<Element>(dim);
-    const auto row = [&](int64_t i) -> const Element * {
-      return at_row(rows_[std::min(i, count_ - 1)]);
-    };
-    for (int64_t i = 0; i < std::min(ahead, count_); ++i) prefetch_row(row(i), dim);
+    for (int64_t i = 0; i < std::min(ahead, count_); ++i)
+      prefetch_row(static_cast<const Element *>(rows_[i]), dim);
     for (int64_t at = 0; at < count_; at += kBlock) {
       const int64_t num_rows = std::min(kBlock, count_ - at);
       const Element *rows[kBlock], *later[kBlock];
-      for (int64_t i = 0; i < num_rows; ++i) rows[i] = row(at + i), later[i] = row(at + ahead + i);
+      for (int64_t i = 0; i < num_rows; ++i) {
+        rows[i] = static_cast<const Element *>(rows_[at + i]);
+        later[i] = static_cast<const Element *>(rows_[std::min(at + ahead + i, count_ - 1)]);
+      }
       int64_t query = 0;
       for (; query + 4 <= num_queries_; query += 4)
         add_block<Element, 4>(rows, later, num_rows, vectors, at, query, sums);
@@ -114,8 +120,10 @@ class SharedRows {
   int64_t num_queries_ = 0, count_ = 0;
   uint32_t mask_ = 0;
   int shift_ = 0;
-  std::vector<uint32_t> places_, rows_;  // of a row its number in `rows_`, from 1 on, by hash
-  std::vector<float> weights_;           // [count, num_queries]
+  std::vector<uint32_t> places_;    // of an entry its number in `entries_`, from 1 on, by hash
+  std::vector<uint32_t> entries_;   // the distinct ones
+  std::vector<const void *> rows_;  // where those lie
+  std::vector<float> weights_;      // [count, num_queries], zeros behind
 };
 
 }  // namespace hkv

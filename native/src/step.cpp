@@ -115,8 +115,6 @@ class Step {
   void attend_cold(int64_t head);
   template <typename Element>
   void attend_found(Scratch &own, int64_t head);
-  template <typename Element>
-  void sum_values(Scratch &own, int64_t head) const;
   float weigh_found(Scratch &own, int64_t head, int64_t query);
   bool attend_unread(Scratch &own, int64_t head, float *lse) const;
   int64_t num_left(const Scratch &own, int64_t head, int64_t query, int32_t extent) const;
@@ -382,14 +380,24 @@ void Step::attend_found(Scratch &own, int64_t head) {
   for (int64_t query = 0; query < num_queries; ++query)
     lse[query] = weigh_found(own, head, query);
   const bool has_tails = attend_unread(own, head, lse);
+  own.values.clear();
+  for (int32_t at = 0; at < cold().num_extents; ++at)
+    own.values.push_back(entries_of(cold().extents[at].kv, 0, head).values);
+  const auto row_of = [&](int64_t entry) {
+    const int32_t extent = shared_.searches.extent_of(entry);
+    const hkv_keys &values = own.values[extent];
+    return static_cast<const Element *>(values.data) +
+           (entry - shared_.searches.first(extent)) * values.stride;
+  };
   for (int64_t query = 0; query < num_queries; ++query) {
     const Found &found = own.found[query];
     const int64_t *ids = step_.ids + (row + query) * width;
-    const float *weights = own.logits.data() + query * weights_step();
+    float *weights = own.logits.data() + query * weights_step();
+    for (int64_t i = 0; i < found.count; ++i) weights[i] = found.share * weights[i] / found.total;
     for (int64_t i = 0; i < found.count; ++i)
-      own.rows.add(query, static_cast<uint32_t>(ids[i]), found.share * weights[i] / found.total);
+      own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i], row_of);
   }
-  sum_values<Element>(own, head);
+  own.rows.sum<Element>(value_dim(), own.sums.data());
   int64_t retrieved = 0, most = 0;
   for (int64_t query = 0; query < num_queries; ++query) {
     float *out = shared_.outs.data() + (part + query) * dim;
@@ -418,29 +426,6 @@ float Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
   const float largest = largest_of(weights, count);
   found.total = to_weights(weights, count, largest);
   return largest + std::log(found.total);
-}
-
-/// The values of what was found, wherever they lie, by weight.
-template <typename Element>
-void Step::sum_values(Scratch &own, int64_t head) const {
-  own.values.clear();
-  for (int32_t at = 0; at < cold().num_extents; ++at)
-    own.values.push_back(entries_of(cold().extents[at].kv, 0, head).values);
-  const hkv_keys &first = own.values[0];
-  const auto *base = static_cast<const Element *>(first.data);
-  if (cold().num_extents == 1)
-    return own.rows.sum<Element>(
-        first.dim, [&](int64_t entry) { return base + entry * first.stride; }, own.sums.data());
-  const Searches &searches = shared_.searches;
-  own.rows.sum<Element>(
-      first.dim,
-      [&](int64_t entry) {
-        const int32_t extent = searches.extent_of(entry);
-        const hkv_keys &values = own.values[extent];
-        return static_cast<const Element *>(values.data) +
-               (entry - searches.first(extent)) * values.stride;
-      },
-      own.sums.data());
 }
 
 /// What the queries have not found in extents with moments: estimated, weighed into `lse` and left
