@@ -81,7 +81,7 @@ class Rounds:
         self._saving: tuple[Future[None], TieredCache] | None = None
         self.tally = EngineTally()
         self._steps_s: deque[float] = deque(maxlen=_LATEST)  # of decode steps
-        self._held_up = False  # a prompt was computed since
+        self._held_up = False  # streams had to wait for a prompt since
 
     def round(self) -> None:
         """One round, for what has been admitted."""
@@ -133,7 +133,7 @@ class Rounds:
         if (run := self._prompts.next()) is None:
             return self._wait_for_others()
         seconds, alone, chosen = self._time_for_a_piece(), not self._streams, run
-        self._held_up = True
+        self._held_up |= not alone
         self._attempt(run, lambda: self._prompts.advance(chosen, seconds, alone=alone))
 
     def _attempt(self, run: ActiveRequest, work: Callable[[], object]) -> None:

@@ -261,7 +261,7 @@ def test_models_health_and_metrics(client: httpx.Client) -> None:
         (COMPLETIONS, completion(hybrid_kv={"set": {"top_kk": 1}}), "unknown hybrid setting", None),
         (COMPLETIONS, completion(hybrid_kv={"budgt": 1}), "did you mean 'budget'", None),
         (COMPLETIONS, completion(hybrid_kv={"budget": "200%"}), "a budget must be", None),
-        (CHAT, chat(messages=[]), "messages: list should have at least 1", "messages"),
+        (CHAT, chat(messages=[]), "messages must have a length of at least 1, got 0", "messages"),
         (CHAT, chat(messages="hello"), "messages: input should be a valid list", "messages"),
         (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "got 'tool'", None),
         (CHAT, chat(messages=[{"role": "user"}]), "messages: field required", None),

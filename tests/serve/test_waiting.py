@@ -16,6 +16,7 @@ from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
 from hybrid_kv.serve.rounds import Rounds
 from tests.serve.asking import (
+    NEW,
     alone,
     asked,
     is_idle,
@@ -255,3 +256,11 @@ def test_waits_beyond_the_bound_are_counted(llm: hkv.LLM) -> None:
         pieces = [event.done for event in other._happened if isinstance(event, Prefilled)]
         stream.cancel()
     assert len(pieces) > 3
+
+
+def test_a_prompt_for_which_no_stream_waits_is_no_wait(llm: hkv.LLM) -> None:
+    with Engine(llm, Limits(prefill_chunk_tokens=100, prefix_bytes=0)) as engine:
+        for seed in range(3):
+            read(engine.submit(asked(300, seed)))
+        until(lambda: engine.stats().steps == 3 * (NEW - 1))
+        assert engine.stats().stalls == 0

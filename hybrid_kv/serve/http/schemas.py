@@ -138,14 +138,19 @@ def first_problem(errors: list[Any]) -> tuple[str, str | None]:
     # Members of a union are named in the middle of a place: those are types, not names.
     names = [part for part in place if part.isidentifier() and part not in _MEMBERS]
     name = names[0] if names else "body"
+    if problem["type"] in _LENGTHS:
+        word, bound = _LENGTHS[problem["type"]]
+        size, got = f"{word} {context[bound]}", len(problem["input"])
+        return f"{name} must have a length of {size}, got {got}", ".".join(names) or None
     text = str(problem["msg"])
     if len({tuple(error["loc"][:2]) for error in errors}) == 1 and len(errors) > 1:
         kinds = dict.fromkeys(str(error["msg"]).lower() for error in errors)
         text = "; or: ".join(kinds)
-    got = "" if problem["type"] == "missing" else f", got {said(problem['input'])[:200]}"
-    return f"{name}: {text[:1].lower()}{text[1:400]}{got}", ".".join(names) or None
+    given = "" if problem["type"] == "missing" else f", got {said(problem['input'])[:200]}"
+    return f"{name}: {text[:1].lower()}{text[1:400]}{given}", ".".join(names) or None
 
 
+_LENGTHS = {"too_short": ("at least", "min_length"), "too_long": ("at most", "max_length")}
 _MEMBERS = {"str", "int", "float", "bool", "list", "dict", "none", "TextPart"}
 
 
