@@ -78,7 +78,7 @@ class CompiledSteps:
             seen = cache.get_seq_length()
             inputs = {**inputs, "position_ids": torch.full(ids.shape, seen, device=ids.device)}
         before, self._text._attn_implementation = self._text._attn_implementation, NAME
-        self._cache = cache
+        self._cache, cache.in_own_graph = cache, True
         try:
             return self._compiled(**{**inputs, "attention_mask": None})
         except Unsupported as error:
@@ -87,7 +87,8 @@ class CompiledSteps:
                 f"this model cannot be compiled into one graph: {reason}; set compile_decode=False"
             ) from error
         finally:
-            self._cache, self._text._attn_implementation = None, before
+            self._cache, cache.in_own_graph = None, False
+            self._text._attn_implementation = before
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.one_token import AWAY, TOLERANCE, OneToken, entering, run_one_token, told
 from hybrid_kv.rotary import Rotary
@@ -100,11 +101,18 @@ class EarlyQueries:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if torch.compiler.is_compiling() or self.cache is None:
+        if self.cache is None:
             return
         hidden = entering(args, kwargs)
         if hidden is not None and hidden.shape[1] == 1:
-            self.cache.kv.search_ahead(layer_idx, lambda: query(hidden).transpose(1, 2))
+            self._search_ahead(self.cache, layer_idx, query, hidden)
+
+    @staticmethod
+    @outside_graphs
+    def _search_ahead(
+        cache: TieredCache, layer_idx: int, query: EarlyQuery, hidden: Tensor
+    ) -> None:
+        cache.kv.search_ahead(layer_idx, lambda: query(hidden).transpose(1, 2))
 
     def close(self) -> None:
         """Takes the hooks off."""

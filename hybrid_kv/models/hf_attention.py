@@ -15,6 +15,7 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import SlidingLayer, layer_of
 from hybrid_kv.ops import get_ops
 from hybrid_kv.types import PartialAttention
@@ -63,6 +64,7 @@ def padding_mask(
     return mask
 
 
+@outside_graphs
 def hybrid_attention(
     module: nn.Module,
     query: Tensor,

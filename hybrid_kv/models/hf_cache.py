@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, MethodError, UnsupportedModelError
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.runtime import HeldLayer, KVCache, TieredLayer
 from hybrid_kv.runtime.together import JointRow
 from hybrid_kv.transfer import Executor
@@ -31,7 +32,7 @@ class CacheState:
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
         self.kv, self._is_open = kv, is_open
-        self.in_forward = self.is_closed = False
+        self.in_forward = self.in_own_graph = self.is_closed = False
         self.forget_mask()
 
     def forget_mask(self) -> None:
@@ -108,6 +109,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     is_pending = False
 
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -150,10 +152,14 @@ class HybridLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Takes new k, v [B, Hkv, T, D]; returns the same values with a handle to us.
 
-        While a graph is made the values only pass: the graph's own operator brings them back.
+        While a graph of ours is made the values only pass: its own operator brings them back.
         """
-        if torch.compiler.is_compiling():
+        if self._state.in_own_graph and torch.compiler.is_dynamo_compiling():
             return key_states, value_states
+        return self._take_in(key_states, value_states)
+
+    @outside_graphs
+    def _take_in(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self._state.require_open()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -305,6 +311,15 @@ class TieredCache(Cache):
     def work(self) -> Work:
         """Counters of what decoding has touched."""
         return self.kv.work
+
+    @property
+    def in_own_graph(self) -> bool:
+        """Whether a compiled step of ours is traced or runs with this cache."""
+        return self._state.in_own_graph
+
+    @in_own_graph.setter
+    def in_own_graph(self, value: bool) -> None:
+        self._state.in_own_graph = value
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tag, tiered_layers
 from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.together import attend_shared
@@ -59,6 +60,7 @@ class JoinedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Each row does so by itself."""
 
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -137,6 +139,9 @@ class JoinedCache(Cache):
     Raises:
         ConfigError: a layer of one is not tiered.
     """
+
+    in_own_graph = False
+    """See `TieredCache`: such steps are not compiled."""
 
     def __init__(self, caches: Sequence[TieredCache], num_rows: int | None = None) -> None:
         self.caches = list(caches)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_states import (
     StatesPlace,
@@ -105,11 +106,14 @@ class LayerMajorPrefill:
         self._wrapped.append((module, module.__dict__.get("forward")))
         inner = module.forward
 
-        @wraps(inner)
+        apart = outside_graphs(way)
+
+        @wraps(inner, updated=())
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._cache is None or (torch.is_grad_enabled() and x.requires_grad):
                 return inner(x, *args, **kwargs)
-            return way(module, inner, x, *args, **kwargs)
+            serve = way if self._cache.in_own_graph else apart
+            return serve(module, inner, x, *args, **kwargs)
 
         module.forward = forward
 

@@ -19,6 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
@@ -70,31 +71,49 @@ class Serving:
         self._wrapped.append((module, module.__dict__.get("forward")))
         inner = module.forward
         names = list(signature(inner).parameters)
+        place = names.index("past_key_values") if "past_key_values" in names else len(names)
 
-        @wraps(inner)
+        # Not with what is noted on `inner`: torch.compile would find its way past us there.
+        @wraps(inner, updated=())
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            cache = args[place] if place < len(args) else kwargs.get("past_key_values")
+            if isinstance(cache, (TieredCache, JoinedCache)):
+                if cache.in_own_graph:
+                    return inner(*args, **kwargs)
+                inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+                return self._serve(module, cache, inputs, lambda: inner(*args, **kwargs))
+            if torch.compiler.is_dynamo_compiling():
                 return inner(*args, **kwargs)
             with self._lock:
-                inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-                cache = inputs.get("past_key_values")
-                if not isinstance(cache, (TieredCache, JoinedCache)) or cache is self._cache:
-                    return inner(*args, **kwargs)
-                with self._turned_on(cache, inputs):
-                    steps = self._steps
-                    if (
-                        steps is not None
-                        and isinstance(cache, TieredCache)
-                        and steps.serves(module, inputs)
-                    ):
-                        output = steps.forward(cache, inputs)
-                    else:
-                        with self._few.served(_num_tokens(inputs)):
-                            output = inner(*args, **kwargs)
-                    _watch_logits(cache, output)
-                    return output
+                return inner(*args, **kwargs)
 
         module.forward = forward
+
+    @outside_graphs
+    def _serve(
+        self,
+        module: nn.Module,
+        cache: TieredCache | JoinedCache,
+        inputs: dict[str, Any],
+        inner: Callable[[], Any],
+    ) -> Any:
+        """A forward with a cache of ours; `inner` is the model's own."""
+        with self._lock:
+            if cache is self._cache:
+                return inner()
+            with self._turned_on(cache, inputs):
+                steps = self._steps
+                if (
+                    steps is not None
+                    and isinstance(cache, TieredCache)
+                    and steps.serves(module, inputs)
+                ):
+                    output = steps.forward(cache, inputs)
+                else:
+                    with self._few.served(_num_tokens(inputs)):
+                        output = inner()
+                _watch_logits(cache, output)
+                return output
 
     @contextmanager
     def _turned_on(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.layer_major import decoder_stacks
 
 
@@ -53,7 +54,8 @@ def _wrapped(
     hidden: Tensor | None,
     done: Callable[[int, Tensor], None],
 ) -> Callable[..., Any]:
-    @wraps(inner)
+    @outside_graphs
+    @wraps(inner, updated=())
     def forward(entering: Tensor, *args: Any, **kwargs: Any) -> Any:
         if number < first:
             return entering

@@ -208,7 +208,7 @@ def test_each_chunk_goes_to_the_weights_and_back(
     AttentionInterface.register("test_own_value", _attend_own_value)
     model.config.get_text_config()._attn_implementation = "test_own_value"
     prefill = LayerMajorPrefill(model, 16, "host")
-    prefill.cache = SimpleNamespace(kv=kv)
+    prefill.cache = SimpleNamespace(kv=kv, in_own_graph=False)
     logits = model(ids().to("meta"), use_cache=False, logits_to_keep=1).logits
     prefill.close()
     assert logits.device.type == "meta"
@@ -265,7 +265,8 @@ def test_hidden_states_move_to_another_device_once(in_place: bool) -> None:
     stack = nn.Module()
     stack.layers = nn.ModuleList([_Elsewhere(place) for place in ("cpu", "meta", "meta")])
     prefill = LayerMajorPrefill(stack, 5)
-    prefill.cache = SimpleNamespace(kv=SimpleNamespace(more_prompt=False))
+    kv = SimpleNamespace(more_prompt=False)
+    prefill.cache = SimpleNamespace(kv=kv, in_own_graph=False)
     prefill.in_place = in_place
     hidden = torch.ones(1, PROMPT, 8)
     places = []

@@ -1,0 +1,203 @@
+"""Models that their user compiles with torch.compile: attached, they answer as if nobody had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import hybrid_kv as hkv
+from hybrid_kv.models import serving
+from tests.contracts.architectures import ARCHITECTURES
+from tests.contracts.edges.calls import CLOSE, fresh, greedy, prompt
+
+SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8, "prefill_chunk_tokens": 10}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full", "page_size": 4, "prefill_chunk_tokens": 10},
+    "hybrid": {"method": "hybrid", "top_k": 3, **SMALL},
+}
+FIRST, LENGTH = 33, 37
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def called(model: Any, **options: Any) -> Any:
+    return torch.compile(model, **options)
+
+
+def forward_of_it(model: Any, **options: Any) -> Any:
+    return torch.compile(model, **options).forward
+
+
+def assigned(model: Any, **options: Any) -> Any:
+    model.forward = torch.compile(model.forward, **options)
+    return model
+
+
+def in_place(model: Any, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+def layer_by_layer(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(**options)
+    return model
+
+
+def layers_forwards(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, **options)
+    return model
+
+
+def attention_only(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn.compile(**options)
+        layer.mlp = torch.compile(layer.mlp, **options)
+    return model
+
+
+WAYS = [called, forward_of_it, assigned, in_place, layer_by_layer, layers_forwards, attention_only]
+
+
+def steps(call: Callable[..., Any], cache: Any) -> Tensor:
+    """Logits of a prompt and of single tokens behind it; the length is looked at before each."""
+    ids, found = prompt(length=LENGTH), []
+    for start, stop in [(0, FIRST), *((at, at + 1) for at in range(FIRST, LENGTH))]:
+        assert cache.get_seq_length() == start
+        found.append(call(ids[:, start:stop], past_key_values=cache)[0])
+        assert cache.get_seq_length() == stop
+    cache.check_integrity()
+    return torch.cat(found, 1)
+
+
+def both(model: Any, call: Any, make: Callable[[Any], Any]) -> list[Tensor]:
+    """For each method the logits of direct calls, and what generate writes."""
+    found = []
+    for settings in METHODS.values():
+        cache = make(settings)
+        found += [steps(call, cache), greedy(model, prompt(), make(settings))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def want() -> list[Tensor]:
+    model = fresh(ARCHITECTURES["llama"]())
+    with torch.no_grad(), hkv.attach(model, METHODS["hybrid"]) as runtime:
+        return both(model, model, runtime.cache)
+
+
+def assert_same(found: list[Tensor], want: list[Tensor]) -> None:
+    for own, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(own, exact, **CLOSE)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_compiled_model_answers_as_one_that_is_not(
+    way: Callable[..., Any], order: str, want: list[Tensor]
+) -> None:
+    """Regression: nothing was stored, every step saw its own token alone, and nobody said so."""
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    call = way(model, backend="eager") if order == "before" else None
+    with hkv.attach(model, METHODS["hybrid"]) as runtime:
+        call = way(model, backend="eager") if call is None else call
+        found = both(model, call, runtime.cache)
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_with_windows_are_no_exception(name: str, order: str) -> None:
+    plain, model = (fresh(ARCHITECTURES[name]()) for _ in range(2))
+    with hkv.attach(plain, METHODS["hybrid"]) as runtime:
+        want = both(plain, plain, runtime.cache)
+    call = attention_only(model, backend="eager") if order == "before" else None
+    with hkv.attach(model, METHODS["hybrid"]) as runtime:
+        call = attention_only(model, backend="eager") if call is None else call
+        assert_same(both(model, call, runtime.cache), want)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_decoder_without_its_head_is_no_exception(order: str) -> None:
+    """Here the compiled forward is the one that calls the layers."""
+    plain, model = (fresh(ARCHITECTURES["llama"]()).model for _ in range(2))
+    with hkv.attach(plain, METHODS["hybrid"]) as runtime:
+        want = steps(plain, runtime.cache())
+    call = assigned(model, backend="eager") if order == "before" else None
+    with hkv.attach(model, METHODS["hybrid"]) as runtime:
+        call = assigned(model, backend="eager") if call is None else call
+        torch.testing.assert_close(steps(call, runtime.cache()), want, **CLOSE)
+
+
+def test_compiled_again_it_is_still_served(want: list[Tensor]) -> None:
+    """torch.compile looks on a function for the one that it was made of."""
+    model: Any = assigned(fresh(ARCHITECTURES["llama"]()), backend="eager")
+    with hkv.attach(model, METHODS["hybrid"]) as runtime:
+        call = assigned(model, backend="eager")
+        assert_same(both(model, call, runtime.cache), want)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("way", [assigned, in_place], ids=lambda way: way.__name__)
+def test_compiled_steps_of_ours_are_told_from_the_users(
+    way: Callable[..., Any], order: str, want: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = serving.CompiledSteps
+    monkeypatch.setattr(serving, "CompiledSteps", lambda *args: made(*args, "aot_eager"))
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    call = way(model, backend="eager") if order == "before" else None
+    with hkv.attach(model, {**METHODS["hybrid"], "compile_decode": True}) as runtime:
+        call = way(model, backend="eager") if call is None else call
+        assert_same(both(model, call, runtime.cache), want)
+
+
+@pytest.mark.slow
+def test_the_compiler_that_is_the_default_is_no_exception(want: list[Tensor]) -> None:
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp, model):
+        part.compile()
+    with hkv.attach(model, METHODS["hybrid"]) as runtime:
+        torch.testing.assert_close(steps(model, runtime.cache()), want[2], **CLOSE)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("way", WAYS[:5], ids=lambda way: way.__name__)
+def test_a_graph_that_may_not_be_cut_is_refused(way: Callable[..., Any], order: str) -> None:
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    call = way(model, backend="eager", fullgraph=True) if order == "before" else None
+    with hkv.attach(model, "full") as runtime:
+        call = way(model, backend="eager", fullgraph=True) if call is None else call
+        cache = runtime.cache()
+        with pytest.raises(Exception, match="without fullgraph=True"):
+            call(prompt(), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_caches_of_transformers_stay_in_one_graph() -> None:
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    want = model(prompt()).logits
+    with hkv.attach(model, "full"):
+        found = call(prompt(), past_key_values=DynamicCache(config=model.config)).logits
+    torch.testing.assert_close(found, want, **CLOSE)
+
+
+def test_what_the_user_compiled_is_there_after_the_attachment() -> None:
+    model: Any = assigned(fresh(ARCHITECTURES["llama"]()), backend="eager")
+    theirs, want = model.forward, model(prompt()).logits
+    with hkv.attach(model, "full") as runtime:
+        model(prompt(), past_key_values=runtime.cache())
+    assert model.forward is theirs
+    torch.testing.assert_close(model(prompt()).logits, want, **CLOSE)
