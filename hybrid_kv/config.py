@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -19,6 +20,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from hybrid_kv.errors import ConfigError, said, unknown_name
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin, Registry
@@ -60,7 +63,11 @@ def budget_tokens(budget: str, context_tokens: int) -> int:
 
 
 class Params(BaseModel):
-    """Base of every parameter group: frozen, unknown keys refused."""
+    """Base of every parameter group: frozen, unknown keys refused.
+
+    A group that is given in part lies over the default of its field: an index without a kind, or a
+    method without a name, is the one that the default names.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -77,6 +84,36 @@ class Params(BaseModel):
                     "as such, unless they are quoted"
                 )
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _groups_lie_over_their_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        fields = cls.model_fields
+        return {
+            key: _laid_over(_default_group(fields[key]), value)
+            if isinstance(value, Mapping) and key in fields
+            else value
+            for key, value in data.items()
+        }
+
+    def without_effect(self) -> Mapping[str, str]:
+        """Settings that change nothing beside the others, with the reason: 'with precision exact'.
+
+        Such a setting is refused unless it has its default, so that no run is labelled with it.
+        """
+        return {}
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        for name, reason in self.without_effect().items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} has no effect {reason}, got {said(value)}; leave it out or change that"
+                )
+        return self
 
 
 def parse_list(value: object) -> object:
@@ -177,6 +214,44 @@ def _refuse_unknown(plugin: Plugin[Any], given: Mapping[str, Any], own: set[str]
         if key not in plugin.params.model_fields:
             known = own | set(plugin.params.model_fields)
             raise unknown_name(f"{plugin.name} setting", key, known)
+
+
+def _group_of(annotation: Any) -> type[BaseModel] | None:
+    """The group of settings that a field of this annotation is; None where it is none."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    for one in get_args(annotation) if is_union else (annotation,):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one
+    return None
+
+
+def _default_group(field: FieldInfo) -> Any:
+    """The default of a field that is a group of settings, as such a group; None for others."""
+    group = _group_of(field.annotation)
+    default = None if group is None else field.get_default(call_default_factory=True)
+    if group is None or default is None or default is PydanticUndefined:
+        return None
+    return default if isinstance(default, BaseModel) else group.model_validate(default)
+
+
+def _laid_over(default: Any, given: Any) -> Any:
+    """The settings that are given, and beside them what the default of their group sets.
+
+    A plug-in that is named begins with its own defaults.
+    """
+    if not isinstance(given, Mapping) or not isinstance(default, BaseModel):
+        return given
+    named: dict[str, Any] = {}
+    if isinstance(default, PluginConfig):
+        if default.name_field in given:
+            return given
+        named, default = {default.name_field: getattr(default, default.name_field)}, default.params
+    set_there = {name: getattr(default, name) for name in default.model_fields_set}
+    return {
+        **named,
+        **set_there,
+        **{key: _laid_over(set_there.get(key), value) for key, value in given.items()},
+    }
 
 
 class IndexConfig(PluginConfig):
@@ -360,9 +435,12 @@ class HybridConfig(PluginConfig):
         for path in values:
             if _is_in_a_group(values, path):
                 raise ConfigError(f"setting '{path}' is given twice; keep one")
+        groups = {**_groups(cls), **_groups(plugin.params)}
+        for path, group in groups.items():
+            _begin_anew(tree, path, group, values)
         # Groups before their members, so that 'cold.index' cannot wipe out 'cold.index.kind'.
         for path in sorted(values, key=lambda path: path.count(".")):
-            _place(tree, path, values[path])
+            _place(tree, path, values[path], groups)
         return tree
 
     @classmethod
@@ -381,22 +459,29 @@ def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy_tree(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
+def _groups(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel]]:
+    """The groups of settings below `model` by their dotted names, plug-ins as one group each."""
+    groups: dict[str, type[BaseModel]] = {}
+    for name, field in model.model_fields.items():
+        group = _group_of(field.annotation)
+        if group is None or name == "params":
+            continue
+        groups[prefix + name] = group
+        if not issubclass(group, PluginConfig):
+            groups |= _groups(group, f"{prefix}{name}.")
+    return groups
+
+
 def _paths(model: type[BaseModel], prefix: str = "") -> set[str]:
     """Dotted names of all settings below `model`, those of every plug-in it may name included."""
-    paths: set[str] = set()
-    for name, field in model.model_fields.items():
-        path = prefix + name
-        paths.add(path)
-        for group in (field.annotation, *get_args(field.annotation)):
-            if not (isinstance(group, type) and issubclass(group, BaseModel)):
-                continue
-            if issubclass(group, MethodConfig):
-                continue  # written as a group: methods compose each other without end
-            paths |= _paths(group, f"{path}.")
-            if issubclass(group, PluginConfig):
-                paths.remove(f"{path}.params")
-                for kind in group.registry:
-                    paths |= _paths(group.registry[kind].params, f"{path}.")
+    paths = {prefix + name for name in model.model_fields if name != "params"}
+    for path, group in _groups(model, prefix).items():
+        if issubclass(group, MethodConfig):
+            continue  # written as a group: methods compose each other without end
+        paths |= {f"{path}.{name}" for name in group.model_fields if name != "params"}
+        if issubclass(group, PluginConfig):
+            for kind in group.registry:
+                paths |= _paths(group.registry[kind].params, f"{path}.")
     return paths
 
 
@@ -425,17 +510,56 @@ def _is_in_a_group(values: Mapping[str, object], path: str) -> bool:
     return False
 
 
-def _place(tree: dict[str, Any], path: str, value: object) -> None:
-    *groups, leaf = path.split(".")
-    for name in groups:
-        group = tree.setdefault(name, {})
-        if isinstance(group, str):  # index: "hnsw" is short for index: {kind: "hnsw"}
-            group = {"kind": group}
+def _begin_anew(
+    tree: dict[str, Any], path: str, group: type[BaseModel], values: Mapping[str, object]
+) -> None:
+    """Drops what the plug-in at `path` was set to where another one is named."""
+    if not issubclass(group, PluginConfig):
+        return
+    *parents, leaf = path.split(".")
+    for name in parents:
+        tree = inner if isinstance(inner := tree.get(name), dict) else {}
+    now, named = tree.get(leaf), values.get(f"{path}.{group.name_field}")
+    if named is not None and isinstance(now, Mapping) and now.get(group.name_field) != named:
+        tree[leaf] = {} if group.name_field in now else dict(now)
+
+
+def _place(
+    tree: dict[str, Any], path: str, value: object, groups: Mapping[str, type[BaseModel]]
+) -> None:
+    """Writes a setting, or the settings of a group, into a tree; what else it holds stays."""
+    *parents, leaf = path.split(".")
+    place = ""
+    for name in parents:
+        place = f"{place}.{name}" if place else name
+        group = _spelled_out(tree.setdefault(name, {}), groups.get(place))
         if not isinstance(group, dict):
             raise ConfigError(f"setting '{path}' cannot be placed: '{name}' holds {group!r}")
         tree[name] = group
         tree = group
-    tree[leaf] = value
+    kind, now = groups.get(path), _spelled_out(tree.get(leaf), groups.get(path))
+    is_new = kind is None or (issubclass(kind, PluginConfig) and _names_one(kind, value))
+    if is_new or not (isinstance(value, Mapping) and isinstance(now, dict)):
+        tree[leaf] = value
+        return
+    tree[leaf] = now
+    inner = {
+        name[len(path) + 1 :]: one for name, one in groups.items() if name.startswith(f"{path}.")
+    }
+    for key, one in value.items():
+        _place(now, str(key), one, inner)
+
+
+def _names_one(group: type[PluginConfig], value: object) -> bool:
+    """Whether the settings of a plug-in say which one it is."""
+    return not isinstance(value, Mapping) or group.name_field in value
+
+
+def _spelled_out(value: Any, group: type[BaseModel] | None) -> Any:
+    """A group from what is short for one: index: "hnsw" is index: {kind: "hnsw"}."""
+    if isinstance(value, str) and group is not None and issubclass(group, PluginConfig):
+        return {group.name_field: value}
+    return value
 
 
 def first_sentence(error: ValidationError, depth: int = 0) -> str:

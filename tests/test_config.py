@@ -311,6 +311,71 @@ class TestSettings:
             HybridConfig.from_settings({"page_size.x": 1}, {"page_size": 16})
 
 
+@pytest.mark.usefixtures("_throwaway_plugins")
+class TestGroupsGivenInPart:
+    """What is left out of a group is as the plug-in has it, the kind of an index too."""
+
+    @staticmethod
+    def method_with(default: Any) -> type:
+        class Own(Params):
+            top_k: BudgetField = 64
+            index: IndexConfig = default
+
+        class Around(Params):
+            cold: Own = Own()
+
+        return type("Method", (Tiered,), {"Params": Around})
+
+    @pytest.mark.parametrize(
+        "default",
+        [
+            Field(default="graph", validate_default=True),
+            Field(default={"kind": "graph", "interval": 7}, validate_default=True),
+            Field(default_factory=lambda: IndexConfig(kind="graph", interval=7)),
+        ],
+        ids=["name", "mapping", "factory"],
+    )
+    def test_an_index_without_a_kind_is_the_methods_own(self, default: Any) -> None:
+        HybridConfig.registry.register("own")(self.method_with(default))
+        usual = HybridConfig(method="own").cold.index
+        for settings in ({"max_degree": 8}, {"index": {"max_degree": 8}}):
+            index = HybridConfig(method="own", **settings).cold.index
+            assert index == IndexConfig(kind="graph", max_degree=8, interval=usual.interval)
+        assert refusal(method="own", cold={"index": {"kind": "flat", "max_degree": 8}}).startswith(
+            "cold.index: unknown flat setting 'max_degree'"
+        )
+        named = HybridConfig(method="own", index={"kind": "graph", "max_degree": 8}).cold.index
+        assert named.interval == 1, "a kind that is named begins with its own defaults"
+
+    def test_a_groups_default_keeps_what_it_sets(self) -> None:
+        class Around(Params):
+            cold: Cold = Cold(top_k=5, index=IndexConfig(kind="graph", interval=7))
+
+        HybridConfig.registry.register("own")(type("Method", (Tiered,), {"Params": Around}))
+        cold = HybridConfig(method="own", max_degree=8).cold
+        assert (cold.top_k, cold.index) == (5, IndexConfig(kind="graph", max_degree=8, interval=7))
+        assert HybridConfig(method="own", cold={"top_k": 6}).cold.index.kind == "graph"
+
+    def test_replace_leaves_the_index_and_what_it_was_set_to(self) -> None:
+        config = HybridConfig(index="graph", max_degree=8, top_k=5)
+        for changes in ({"cold.index.interval": 3}, {"index": {"interval": 3}}):
+            index = config.replace(**changes).cold.index
+            assert index == IndexConfig(kind="graph", max_degree=8, interval=3)
+        changed = config.replace(cold={"index": {"max_degree": 9}})
+        assert (changed.cold.top_k, changed.cold.index.max_degree) == (5, 9)
+
+    @pytest.mark.parametrize("change", [{"kind": "flat"}, {"index": "flat"}])
+    def test_another_kind_drops_what_the_one_before_was_set_to(self, change: Any) -> None:
+        """Regression: `kind` alone left settings of the other kind, which were then unknown."""
+        changed = HybridConfig(index="graph", max_degree=8, top_k=5).replace(**change)
+        assert (changed.cold.top_k, changed.cold.index) == (5, IndexConfig(kind="flat"))
+        base = {"cold": {"index": {"kind": "flat"}}}
+        both = HybridConfig.from_settings({"max_degree": 3, "kind": "graph"}, base)
+        assert both.cold.index == IndexConfig(kind="graph", max_degree=3)
+        grouped = {"cold.index": {"max_degree": 3}, "cold.index.kind": "graph"}
+        assert HybridConfig.from_settings(grouped, base) == both
+
+
 class TestBuiltInMethods:
     """The same promises for what ships, without throwaway plug-ins."""
 
@@ -332,10 +397,76 @@ class TestBuiltInMethods:
         assert isinstance(HybridConfig(method=method).build(), METHODS[method].factory)
 
     def test_human_settings_reach_the_tiers(self) -> None:
-        settings = {"window_tokens": "4k", "top_k": "1k", "index": "flat", "page_budget": "all"}
+        settings = {"window_tokens": "4k", "top_k": "1k", "index": "flat", "spare_tokens": 16}
         config = HybridConfig.from_settings(settings)
-        assert (config.window_tokens, config.page_budget) == (4096, "all")
+        assert (config.window_tokens, config.spare_tokens) == (4096, 16)
         assert (config.cold.top_k, config.cold.index.kind) == (1024, "flat")
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"page_budget": 8}, "page_budget has no effect without spare_tokens or hot_tokens"),
+            (
+                {"look_ahead": "never", "look_ahead_factor": 8},
+                "cold: look_ahead_factor has no effect with look_ahead 'never', got 8; leave",
+            ),
+            ({"select": "device", "stand_in": "scan"}, "cold: stand_in has no effect with select"),
+            ({"select": "device", "attend": "fetch"}, "cold: attend has no effect with select"),
+            ({"select": "device", "look_ahead": "always"}, "cold: look_ahead has no effect with"),
+            ({"select": "device", "look_ahead_factor": 2}, "cold: look_ahead_factor has no effect"),
+            (
+                {"method": "ivf", "stand_in": "scan"},
+                "cold: stand_in has no effect with an index of kind ivf, which is built at once",
+            ),
+            (
+                {"method": "flat", "rerank": 4},
+                "cold.index: rerank has no effect with precision 'exact', which scores every key",
+            ),
+            (
+                {"method": "retrieval_attention", "link_positions": 99},
+                "cold.index: link_positions has no effect with link_keys 0",
+            ),
+            (
+                {"method": "infllm", "sampled_queries": 0, "local_tokens": 99},
+                "cold.index: local_tokens has no effect with sampled_queries 0",
+            ),
+            (
+                {"method": "snapkv", "sure_ratio": 0.1},
+                "sure_ratio has no effect with value_weighting 'none'",
+            ),
+            ({"method": "snapkv", "pool_tokens": 1, "pooling": "mean"}, "pooling has no effect"),
+            (
+                {"method": "h2o", "sampled_queries": 9},
+                "sampled_queries has no effect with prompt_scores 'exact', got 9",
+            ),
+            (
+                {"method": "duo_attention", "heads": "masks.json", "observed_tokens": 9},
+                "observed_tokens has no effect with heads that are given",
+            ),
+            (
+                {"method": "chain", "first": {"sure_ratio": 0.1}},
+                "first: sure_ratio has no effect with value_weighting 'none'",
+            ),
+        ],
+    )
+    def test_a_setting_without_effect_is_refused(self, settings: Any, text: str) -> None:
+        assert refusal(**settings).startswith(text)
+        with pytest.raises(ConfigError, match=r"has no effect"):
+            HybridConfig().replace(**settings)
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_an_opened_configuration_can_be_written_and_read(self, method: str) -> None:
+        opened = HybridConfig(method=method).opened()
+        assert HybridConfig(**json.loads(json.dumps(opened.flat()))) == opened
+
+    def test_settings_of_another_kind_are_refused_and_leave_the_index(self) -> None:
+        """Regression: they chose index kind flat under the method's name."""
+        assert refusal(method="ivf", rerank=4).startswith(
+            "cold.index: unknown ivf setting 'rerank'"
+        )
+        assert refusal(rerank=2).startswith("cold.index: unknown auto setting 'rerank'; did you")
+        ivf = HybridConfig(method="ivf", nprobe=4)
+        assert (ivf.cold.index.kind, ivf.cold.index.nprobe) == ("ivf", 4)
 
     def test_full_attention_has_nothing_to_set(self) -> None:
         assert refusal(method="full", window_tokens=64).startswith(

@@ -50,7 +50,7 @@ def agreement(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         )
         with _attention(model, "sdpa"):
             theirs = model(ids, logits_to_keep=1).logits
-    opened = {"cold": {"top_k": "all"}, "page_budget": "all"}
+    opened = {"cold": {"top_k": "all"}}
     tokens = [
         _greedy(model, ids, hkv.HybridConfig(**settings), sizes.new_tokens)
         for settings in (opened, {"method": "full"})

@@ -150,9 +150,8 @@ def main() -> None:
         for label, link_keys in (("tail", 0), ("linked", options.link_keys)):
             if label not in options.skip:
                 print(label, file=sys.stderr, flush=True)
-                table[label] = decode(
-                    data, marks, link_keys=link_keys, link_positions=options.link_positions
-                )
+                positions = {"link_positions": options.link_positions} if link_keys else {}
+                table[label] = decode(data, marks, link_keys=link_keys, **positions)
                 print(table[label], file=sys.stderr, flush=True)
         if "rebuilt" not in options.skip:
             table["rebuilt"] = {"marks": []}

@@ -36,6 +36,11 @@ class BlocksIndex(PagesIndex, SavedIndex):
         local_tokens: config.Count = 4096
         sampled_queries: config.Tokens = 1024
 
+        def without_effect(self) -> dict[str, str]:
+            why = "with sampled_queries 0, where the mean of a block stands for it"
+            names = ("num_representatives", "local_tokens")
+            return {} if self.sampled_queries else dict.fromkeys(names, why)
+
     file_kind = "blocks"
     _rows = 1
 

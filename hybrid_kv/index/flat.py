@@ -36,6 +36,11 @@ class FlatIndex(KeyIndex):
         precision: Literal["exact", "stored", "int8"] = "exact"
         rerank: Annotated[float, Field(ge=1)] = 1.5
 
+        def without_effect(self) -> dict[str, str]:
+            ranks_once = self.precision != "int8"
+            why = f"with precision '{self.precision}', which scores every key exactly"
+            return {"rerank": why} if ranks_once else {}
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.exact = params.precision != "int8"

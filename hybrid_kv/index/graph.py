@@ -99,6 +99,9 @@ class GraphIndex(SavedIndex):
         link_keys: config.Tokens = 0
         link_positions: config.Count = 1024
 
+        def without_effect(self) -> dict[str, str]:
+            return {} if self.link_keys else {"link_positions": "with link_keys 0"}
+
     _rerank: ClassVar[float] = 1.5
     """Keys that a search ranks exactly per key that it is asked for."""
 

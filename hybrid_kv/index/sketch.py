@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from hybrid_kv import config
@@ -40,6 +40,11 @@ from hybrid_kv.types import Needs, SearchResult
 
 _RERANK = 1.5
 """Of heads that are scanned: keys that a search ranks exactly per key that it is asked for."""
+
+
+def _as_text(value: object) -> object:
+    """16 -> "16": YAML reads a number of bytes as a number."""
+    return str(value) if isinstance(value, int) else value
 
 
 @INDEXES.register("sketch", paper="this project; ScaNN (Guo et al. 2020)")
@@ -80,7 +85,9 @@ class SketchIndex(SavedIndex):
         check_queries: config.Count = 192
         check_top_k: config.Count = 100
         gain: float = Field(default=1.0, ge=0)
-        codes: Literal["auto", "16", "24", "32", "48", "64", "tiers"] = "auto"
+        codes: Annotated[
+            Literal["auto", "16", "24", "32", "48", "64", "tiers"], BeforeValidator(_as_text)
+        ] = "auto"
         num_rerank: config.Count | Literal["auto"] = "auto"
 
     def __init__(self, params: Any) -> None:

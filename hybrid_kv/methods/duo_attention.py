@@ -25,6 +25,10 @@ class DuoParams(DemotingParams):
     observed_tokens: Count = 64
     retrieval_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
 
+    def without_effect(self) -> dict[str, str]:
+        given = self.heads != "prompt"
+        return {"observed_tokens": "with heads that are given"} if given else {}
+
 
 @METHODS.register("duo_attention", paper="Xiao et al. 2024, arXiv:2410.10819, section 2")
 class DuoAttention(Demoting):

@@ -21,6 +21,10 @@ class HeavyParams(RecentHalfParams):
     prompt_scores: Literal["exact", "sampled"] = "exact"
     sampled_queries: Count = 256
 
+    def without_effect(self) -> dict[str, str]:
+        exact = self.prompt_scores == "exact"
+        return {"sampled_queries": "with prompt_scores 'exact'"} if exact else {}
+
 
 def heavy_needs(params: HeavyParams) -> Needs:
     """What `Evidence.total_mass` takes."""

@@ -43,6 +43,10 @@ class Hybrid(RetrievalAttention):
         hot_tokens: Tokens = 0
         page_budget: BudgetField = 32
 
+        def without_effect(self) -> dict[str, str]:
+            why = "without spare_tokens or hot_tokens, whose pages it chooses"
+            return {} if self.spare_tokens or self.hot_tokens else {"page_budget": why}
+
         @model_validator(mode="after")
         def _hot_pages_are_found_by_the_host(self) -> Self:
             if self.cold.select == "device" and self.hot_tokens:
@@ -54,7 +58,9 @@ class Hybrid(RetrievalAttention):
 
     @classmethod
     def full_budget(cls, params: Any) -> Any:
-        return super().full_budget(params).model_copy(update={"page_budget": "all"})
+        params = super().full_budget(params)
+        some = params.spare_tokens or params.hot_tokens
+        return params.model_copy(update={"page_budget": "all"}) if some else params
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         placement = super().seal(layer_idx, evidence)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.methods.budget import ResidentParams, split_budget
-from hybrid_kv.plugins import METHODS, Method, Placement, Select, StandIn
+from hybrid_kv.plugins import METHODS, Index, Method, Placement, Select, StandIn
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -74,6 +74,17 @@ class ColdParams(Params):
                 "which the host decides; leave these out"
             )
         return None
+
+    def without_effect(self) -> dict[str, str]:
+        idle: dict[str, str] = {}
+        if self.index.plugin().factory.stand_in is Index.stand_in:
+            idle["stand_in"] = f"with an index of kind {self.index.kind}, which is built at once"
+        if self.look_ahead == "never":
+            idle["look_ahead_factor"] = "with look_ahead 'never'"
+        if self.select == "device":
+            names = ("stand_in", "attend", "look_ahead", "look_ahead_factor")
+            idle |= dict.fromkeys(names, "with select 'device', which searches and attends itself")
+        return idle
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
@@ -166,9 +177,12 @@ class RetrievalAttention(Method):
 
     @classmethod
     def full_budget(cls, params: Any) -> Any:
-        given = {"top_k": "all", "max_tokens": None, "min_share": None}
-        known = {name: given[name] for name in given if name in type(params.cold).model_fields}
-        return params.model_copy(update={"cold": params.cold.model_copy(update=known)})
+        fields = type(params.cold).model_fields
+        limits = {
+            name: fields[name].default for name in ("max_tokens", "min_share") if name in fields
+        }
+        cold = params.cold.model_copy(update={"top_k": "all", **limits})
+        return params.model_copy(update={"cold": cold})
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:

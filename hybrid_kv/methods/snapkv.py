@@ -39,6 +39,12 @@ class SnapParams(EvictingParams):
     value_weighting: Literal["none", "values", "projected"] = "none"
     sure_ratio: float = Field(default=0.5, ge=0, le=1)
 
+    def without_effect(self) -> dict[str, str]:
+        idle = {"pooling": "with pool_tokens 1"} if self.pool_tokens == 1 else {}
+        if self.value_weighting == "none":
+            idle["sure_ratio"] = "with value_weighting 'none'"
+        return idle
+
 
 @METHODS.register("snapkv", paper="Li et al. 2024, arXiv:2404.14469, section 4")
 class SnapKV(Evicting):

@@ -30,12 +30,12 @@ def _engine() -> None:
         pytest.skip(f"no native engine: {engine_state().detail}")
 
 
-def grow(**params: Any) -> tuple[GraphIndex, Tensor, Tensor]:
+def grow(links: dict[str, Any] = LINKS, **params: Any) -> tuple[GraphIndex, Tensor, Tensor]:
     """An index that was built over FIRST keys and searched while the rest came, the keys, and
     queries to come.
     """
     keys, queries, later = attention_like()
-    index = build(keys[:, :FIRST], queries[:, :, :600], **{**LINKS, **params})
+    index = build(keys[:, :FIRST], queries[:, :, :600], **links, **params)
     for step, stop in enumerate(range(FIRST + PAGE, NUM_KEYS + 1, PAGE)):
         index.search(queries[:, :, 600 + step % 280], 20)
         before = index.reports
@@ -47,7 +47,7 @@ def grow(**params: Any) -> tuple[GraphIndex, Tensor, Tensor]:
 
 def test_linked_keys_are_found_and_fewer_are_scored() -> None:
     linked, keys, later = grow()
-    scanned, _, _ = grow(link_keys=0)
+    scanned, _, _ = grow({"link_keys": 0})
     for index in (linked, scanned):
         result = index.search(later, 20)
         check_result(result, later, keys, 20)
@@ -74,7 +74,7 @@ def test_links_that_lose_keys_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_growth, "wanted_keys", nobody_asks)
     beam = {"beam": 200, "target_recall": 0.9}
     kept, keys, later = grow(**beam)
-    plain, _, _ = grow(**beam, link_keys=0)
+    plain, _, _ = grow({"link_keys": 0}, **beam)
     assert kept.reports == plain.reports
     assert torch.equal(kept.search(later, 20).ids, plain.search(later, 20).ids)
     assert recall(kept.search(later, 20), later, keys, 20) >= 0.9

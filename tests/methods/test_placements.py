@@ -79,5 +79,5 @@ def test_hot_pages_are_chosen_under_the_same_budget_as_spare_ones() -> None:
 def test_where_found_entries_are_attended_and_what_stands_in_is_part_of_the_placement() -> None:
     default = method("flat").seal(0, [])
     assert (default.fetch, default.stand_in) == (False, "auto")
-    other = method("flat", cold={"attend": "fetch", "stand_in": "pages"}).seal(0, [])
+    other = method("retrieval_attention", cold={"attend": "fetch", "stand_in": "pages"}).seal(0, [])
     assert (other.fetch, other.stand_in) == (True, "pages")

@@ -30,7 +30,6 @@ SETTINGS: dict[str, Any] = {
     "window_tokens": 16,
     "sink_tokens": 16,
     "top_k": "all",
-    "page_budget": "all",
 }
 
 

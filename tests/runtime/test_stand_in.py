@@ -51,6 +51,9 @@ class Later(SyncExecutor):
         return self.held[-1].future
 
 
+HOT = {"hot_tokens": 5 * PAGE, "page_budget": "all"}
+
+
 class Scene:
     """A cache whose graph is not built yet, and everything it ever stored."""
 
@@ -123,12 +126,12 @@ def test_the_tokens_of_the_best_pages_are_attended(
 
 
 @needs_engine
-@pytest.mark.parametrize("more", [{}, {"cold": {"attend": "fetch"}}, {"hot_tokens": 5 * PAGE}])
+@pytest.mark.parametrize("more", [{}, {"cold": {"attend": "fetch"}}, HOT])
 @pytest.mark.parametrize("late", [False, True])
 def test_with_all_pages_chosen_nothing_is_missed_also_after_a_crop(
     more: dict[str, Any], late: bool
 ) -> None:
-    scene = Scene(LateLane() if late else None, method="hybrid", page_budget="all", **more)
+    scene = Scene(LateLane() if late else None, method="hybrid", **more)
     for new in (1, 3, 20):
         scene.expect(*scene.step(new))
     scene.crop(101)  # into the cold tier, within a page
