@@ -8,6 +8,7 @@ written writes on; anybody else writes into a copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -350,6 +351,22 @@ class Entries(Ragged):
         """k, v [capacity, D] of the entries' rows, in a float dtype; codecs decode here."""
         return self.k, self.v
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that attending these reads: keys, values and log weights, without room.
+
+        Of a class with a `read` of its own: all columns but positions, its tables and its state,
+        which are what it decodes.
+        """
+        if type(self).read is Entries.read:
+            read = {name: self.columns[name] for name in ("k", "v", "bias") if name in self.columns}
+            return sum(self.lengths) * _row_bytes(read)
+        codes = {name: column for name, column in self.columns.items() if name != "positions"}
+        tables = self.tables.values()
+        shared = sum(sum(table.lengths) * _row_bytes(table.columns) for table in tables)
+        state = sum(value.nbytes for value in self.state.values())
+        return sum(self.lengths) * _row_bytes(codes) + shared + state
+
     def seen_from(self, position: int) -> Self:
         """As queries from this position on read them; these, unless a class turns keys by it."""
         return self
@@ -434,6 +451,10 @@ def _check_alike(rows: Ragged, more: Ragged) -> None:
                 f"{old.dtype} on {old.device} as before, got shape {list(new.shape)} {new.dtype} "
                 f"on {new.device}"
             )
+
+
+def _row_bytes(columns: Mapping[str, Tensor]) -> int:
+    return sum(math.prod(column.shape[1:]) * column.itemsize for column in columns.values())
 
 
 def _held(tensors: Iterable[Tensor]) -> int:

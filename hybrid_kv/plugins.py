@@ -162,6 +162,9 @@ class Index(ABC):
                 search has ranked them by exact score without further work.
             near: [Hkv, M, W] int64, keys that were found for like queries, such as the step
                 before's, -1 for none. Where a search may begin; most kinds have no use for it.
+
+        Returns:
+            With `read_bytes`, what the search has read: methods are compared by it.
         """
 
     def estimate(
@@ -191,6 +194,16 @@ class Index(ABC):
             f"estimate 'index' needs an index that estimates, got {type(self).__name__}; choose "
             "'gaussian' or 'none', or an index of kind clusters or query_channels"
         )
+
+    def estimate_bytes(self, queries: int, found: int) -> int:
+        """Bytes that `estimate` reads for M `queries` of each KV head, `found` entries of all."""
+        return 0
+
+    def selection_bytes(self, queries: int, top_k: int) -> int:
+        """Bytes that `choose_pages` or `candidates` reads for M `queries` of each KV head: of this
+        index, and of the keys that it ranks. Asked in every step.
+        """
+        return 0
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """The pages of `page_tokens` keys that T new tokens attend; only where `on_device` is true.

@@ -7,7 +7,8 @@ K retrieved entries. A layout is an axis list such as [B, Hkv, N, D].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
@@ -102,6 +103,10 @@ class SearchResult(NamedTuple):
     rows_read: keys read, each once per head however many queries share it; None if not counted.
     bias: [Hkv, M, K] float32 log weights added to the logits of what was found, such as -log p of
         an entry that a random choice takes with probability p; None where each weighs 1.
+    read_bytes: bytes of keys and of the index's own arrays that were read, in the dtypes in which
+        they are stored. What all queries of a KV head share (codes, digests, centroids) counts
+        once, what each picks for itself (keys that it ranks) for each; `SearchReads` adds them up.
+        None if not counted: then each dot product is taken to read one stored key.
     """
 
     ids: Tensor
@@ -109,6 +114,43 @@ class SearchResult(NamedTuple):
     scored: int
     rows_read: int | None = None
     bias: Tensor | None = None
+    read_bytes: int | None = None
+
+
+class SearchReads(NamedTuple):
+    """Bytes that a search of one kind reads, of all its KV heads together.
+
+    scanned: once for all queries of a KV head: codes, digests, centroids. ranked: for each query of
+    every KV head: keys that it ranks exactly, neighbour lists; `most`: no more than that for all
+    queries, as there are no more keys. scores: dot products per query that these stand for.
+    walked: bytes of a key that is scored beyond those; walks: among which the queries of a KV head
+    are divided, each of which reads such a key once.
+    """
+
+    scanned: float = 0.0
+    ranked: float = 0.0
+    most: float = math.inf
+    scores: float = 0.0
+    walked: float = 0.0
+    walks: float = 1.0
+
+    def of(self, queries: int, scored: int) -> int:
+        """Bytes of a search for M `queries` of each KV head that computed so many dot products."""
+        beyond = max(0.0, scored / queries - self.scores)
+        chosen = min(queries * self.ranked, self.most)
+        return round(self.scanned + chosen + self.walked * self.walks * beyond)
+
+    @classmethod
+    def joined(cls, parts: Sequence[SearchReads], queries: int) -> SearchReads:
+        """Those of several searches that are made together for so many queries of each KV head."""
+        walking = [part for part in parts if part.walked]
+        share = 1 / max(1, len(walking))
+        return cls(
+            sum(part.scanned + min(queries * part.ranked, part.most) for part in parts),
+            scores=sum(part.scores for part in parts),
+            walked=sum(part.walked * share for part in walking),
+            walks=sum(part.walks * share for part in walking) or 1.0,
+        )
 
 
 class Candidates(NamedTuple):
@@ -415,6 +457,13 @@ class Work:
     x heads. most_retrieved: by a single query head in one step and layer, not a sum. hot: entries
     that a search found and the device attended in hot pages, not counted as retrieved;
     promoted_pages: copied to the device to be hot; fetched_bytes: of found entries, attended there.
+
+    Bytes that were read, in the dtypes in which things are stored, by purpose. What the query heads
+    of a KV head share counts once, what each picks for itself for each. resident_bytes: keys and
+    values on the device, and codes of what a method keeps; select_bytes: page digests and codes
+    there, keys that are ranked by them; search_bytes: what indexes scan, and the keys that are
+    ranked exactly; cold_bytes: values of found entries, and keys that no search has ranked;
+    estimate_bytes: moments, or what an index sums up of unread entries.
     """
 
     attended: int = 0
@@ -426,6 +475,17 @@ class Work:
     hot: int = 0
     promoted_pages: int = 0
     fetched_bytes: int = 0
+    resident_bytes: int = 0
+    select_bytes: int = 0
+    search_bytes: int = 0
+    cold_bytes: int = 0
+    estimate_bytes: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """All bytes that were read; over `steps`, those of a query head in one layer and step."""
+        of_pages = self.resident_bytes + self.select_bytes
+        return of_pages + self.search_bytes + self.cold_bytes + self.estimate_bytes
 
     @property
     def hot_ratio(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -17,7 +17,6 @@ from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
 from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt
-from hybrid_kv.entries import Entries
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
@@ -50,9 +49,10 @@ class Place:
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted while a method runs."""
+    """What is counted while a method runs; by_token: in steps of one token, as decoding reads."""
 
     work: Work = field(default_factory=Work)
+    by_token: Work = field(default_factory=Work)
     step_s: list[float] = field(default_factory=list)
     missed: list[tuple[float, float]] = field(default_factory=list)
     recalls: list[float] = field(default_factory=list)
@@ -125,6 +125,7 @@ def reading(
                 begin = perf_counter()
                 _feed(place, cache, [token])
                 tally.step_s.append(perf_counter() - begin)
+        tally.by_token.add(cache.kv.work)
         cache.kv.work = Work()
         parts = [_feed(place, cache, read[i : i + step]) for i in range(0, len(read), step)]
         found = torch.cat(parts)
@@ -195,10 +196,15 @@ def _answer(
     """The greedy answer behind some tokens; `begun` is what there is of it already."""
     answer = list(begun)
     while not answer or not judge.is_over(answer):
+        kv, own = cache.kv, Work()
+        work, kv.work = kv.work, own
         begin = perf_counter()
         token = _next(place, cache, ids)
         if len(ids) == 1:
             tally.step_s.append(perf_counter() - begin)
+            tally.by_token.add(own)
+        kv.work = work
+        work.add(own)
         answer.append(token)
         ids = [token]
     return answer
@@ -238,36 +244,12 @@ def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
     read = bytes_per_step(
         place.facts,
         kv,
-        kv.work,
-        selects=kv.work.scored > 0,
+        tally.by_token,
         on_device=place.runtime.device.type != "cpu",
     )
     if read:
-        tally.read_bytes.append(sum(read.values()) - read["weights"] - _coded(cache))
+        tally.read_bytes.append(sum(read.values()) - read["weights"])
     tally.work.add(kv.work)
-
-
-def _coded(cache: TieredCache) -> int:
-    """Bytes by which codes are smaller than the keys and values that they stand for."""
-    saved = 0
-    for store in cache.kv.stores.values():
-        kept, shape = store.rows[0].kept, store.shape
-        if kept is not None and type(kept).read is not Entries.read:
-            plain = bytes_per_token(shape, store.cold.dtype) // shape.num_kv_heads
-            saved += sum(kept.lengths) * plain - _decoded_from(kept)
-    return saved
-
-
-def _decoded_from(kept: Entries) -> int:
-    """Bytes that a codec reads: rows of its columns and tables, without room, and its state."""
-    codes = {name: column for name, column in kept.columns.items() if name != "positions"}
-    read = sum(kept.lengths) * _row_bytes(codes)
-    read += sum(sum(table.lengths) * _row_bytes(table.columns) for table in kept.tables.values())
-    return read + sum(value.nbytes for value in kept.state.values())
-
-
-def _row_bytes(columns: Mapping[str, Tensor]) -> int:
-    return sum(column[:1].nbytes for column in columns.values())
 
 
 def _judged(

@@ -34,6 +34,10 @@ class KeyIndex(Index):
             raise IntegrityError("the index was used before build; call build(keys, samples) first")
         return self._known
 
+    def _key_bytes(self, rows: int | float) -> int:
+        """Bytes of so many keys as they are stored."""
+        return int(rows * self._keys.shape[2] * self._keys.itemsize)
+
     def __len__(self) -> int:
         return 0 if self._known is None else self._known.shape[1]
 
@@ -87,7 +91,9 @@ class KeyIndex(Index):
             _checks.refuse_search(queries, keys, top_k, most, near)
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:
-            return SearchResult(torch.empty(size, dtype=torch.int64), torch.empty(size), 0)
+            return SearchResult(
+                torch.empty(size, dtype=torch.int64), torch.empty(size), 0, read_bytes=0
+            )
         queries, most = queries.float(), min(most, keys.shape[1])
         if near is None:
             return self._find(queries, size[2], most)

@@ -85,7 +85,14 @@ class FaissIndex(KeyIndex):
         scores = torch.stack([torch.from_numpy(scores) for scores, _, _ in found])
         scores += torch.matmul(queries, self._means[:, :, None])
         scores.masked_fill_(ids < 0, -torch.inf)
-        return SearchResult(ids, scores, sum(scored for _, _, scored in found))
+        scored = sum(scored for _, _, scored in found)
+        read = scored * self._bytes_per_score
+        return SearchResult(ids, scores, scored, read_bytes=read + self._means.nbytes)
+
+    @property
+    def _bytes_per_score(self) -> int:
+        """Of a row: Faiss reads it for each query by itself, in float32."""
+        return 4 * self._keys.shape[2]
 
     def _search_head(
         self, index: Any, queries: Any, count: int, setup: tuple[Any, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import default_pool, here, pool_here
-from hybrid_kv.types import SearchResult
+from hybrid_kv.types import SearchReads, SearchResult
 
 _SPARE_CANDIDATES = 32
 _REFRESH = 4
@@ -55,6 +56,14 @@ def num_candidates(rerank: float, count: int, rows: int) -> int:
     return min(rows, max(math.ceil(rerank * count), count + _SPARE_CANDIDATES))
 
 
+def scan_reads(keys: Tensor, code_bytes: int, ranked: int) -> SearchReads:
+    """Of a scan of codes that ranks so many keys [Hkv, N, D] of each query exactly."""
+    heads, rows, dim = keys.shape
+    row = dim * keys.itemsize
+    most = heads * rows * row
+    return SearchReads(code_bytes, heads * ranked * row, most, heads * (rows + ranked))
+
+
 def _readable(keys: Tensor) -> Tensor:
     return keys if native_rows.is_readable(keys) else keys.contiguous()
 
@@ -70,10 +79,17 @@ class _StoredScan:
     append = rebuild
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
-        return self._scan.search(queries, most, pool=pool_here())
+        found = self._scan.search(queries, most, pool=pool_here())
+        return found._replace(read_bytes=self._reads.of(queries.shape[1], found.scored))
 
     def plan(self, count: int, most: int) -> EngineSearch | None:
-        return self._scan.plan(most)
+        return replace(self._scan.plan(most), reads=self._reads)
+
+    @property
+    def _reads(self) -> SearchReads:
+        heads, rows, dim = self._scan.keys.shape
+        every = heads * rows
+        return SearchReads(every * dim * self._scan.keys.itemsize, scores=every)
 
 
 class _Int8Scan:
@@ -99,11 +115,14 @@ class _Int8Scan:
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
         pool = None if here.is_alone else default_pool()
-        return self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool)
+        found = self._scan.search(queries, min(most, ranked), rerank=ranked, pool=pool)
+        reads = scan_reads(self._scan.keys, self.memory_bytes, ranked)
+        return found._replace(read_bytes=reads.of(queries.shape[1], found.scored))
 
     def plan(self, count: int, most: int) -> EngineSearch | None:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
-        return self._scan.plan(min(most, ranked), rerank=ranked)
+        reads = scan_reads(self._scan.keys, self.memory_bytes, ranked)
+        return replace(self._scan.plan(min(most, ranked), rerank=ranked), reads=reads)
 
     @property
     def memory_bytes(self) -> int:
@@ -139,7 +158,9 @@ class _PortableInt8Scan:
         found = self._keys[of_head, ids].float()
         found_scores = (found @ queries[..., None]).squeeze(-1)
         scores, ids = rank(found_scores, ids, min(most, candidates))
-        return SearchResult(ids, scores, heads * num_queries * (rows + candidates))
+        reads = scan_reads(self._keys, self._quantised.memory_bytes, candidates)
+        scored = heads * num_queries * (rows + candidates)
+        return SearchResult(ids, scores, scored, read_bytes=reads.of(num_queries, scored))
 
     def plan(self, count: int, most: int) -> EngineSearch | None:
         return None

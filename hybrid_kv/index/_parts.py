@@ -32,4 +32,6 @@ def joined(
     for heads, found in parts:
         ids[heads, :, : found.ids.shape[2]] = found.ids
         scores[heads, :, : found.ids.shape[2]] = found.scores
-    return SearchResult(ids, scores, sum(found.scored for _, found in parts), rows_read)
+    scored = sum(found.scored for _, found in parts)
+    read = sum(found.read_bytes or 0 for _, found in parts)
+    return SearchResult(ids, scores, scored, rows_read, read_bytes=read)

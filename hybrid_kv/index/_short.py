@@ -37,7 +37,14 @@ class ShortIndex(KeyIndex):
         wanted = min(len(self), math.ceil(self.params.rerank * count))
         ids = self._candidates(queries, wanted)
         scores, ids = rank(true_scores(queries, self._keys, ids), ids, min(most, wanted))
-        return SearchResult(ids, scores, len(ids) * queries.shape[1] * (len(self) + wanted))
+        asked = len(ids) * queries.shape[1]
+        read = self._scanned_bytes + self._key_bytes(asked * wanted)
+        return SearchResult(ids, scores, asked * (len(self) + wanted), read_bytes=read)
+
+    @property
+    @abstractmethod
+    def _scanned_bytes(self) -> int:
+        """Bytes that `_candidates` reads, once for all queries of a KV head."""
 
 
 class ProjectedIndex(ShortIndex):
@@ -89,6 +96,10 @@ class ProjectedIndex(ShortIndex):
             self._short = grown
         for head, (keys, directions) in enumerate(zip(self._keys, self._directions, strict=True)):
             self._short[head, known:count] = (keys[known:].float() @ directions).to(keys.dtype)
+
+    @property
+    def _scanned_bytes(self) -> int:
+        return self._short[:, : len(self)].nbytes + self._directions.nbytes
 
     def _candidates(self, queries: Tensor, wanted: int) -> Tensor:
         return scan(queries @ self._directions, self._short[:, : len(self)], wanted)[1]

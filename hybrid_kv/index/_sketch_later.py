@@ -71,7 +71,10 @@ class LaterKeys:
         assert coded.rows_read is not None
         scored = coded.scored + sum(part.scored for part in parts)
         rows_read = coded.rows_read + len(ids) * later
-        return SearchResult(ids[..., :most], scores[..., :most], scored, rows_read)
+        read = coded.read_bytes or 0
+        read += sum(part.read_bytes or 0 for part in parts)
+        ids, scores = ids[..., :most], scores[..., :most]
+        return SearchResult(ids, scores, scored, rows_read, read_bytes=read)
 
     def plan(self, num_keys: int, count: int, most: int) -> list[EngineSearch | None]:
         """The scans as parts of a step that is one call."""

@@ -103,7 +103,10 @@ class ClustersIndex(KeyIndex):
             [pad(ids, (0, columns - ids.shape[-1]), value=-1) for ids, _, _ in found], 1
         )
         scores = [pad(s, (0, columns - s.shape[-1]), value=-torch.inf) for _, s, _ in found]
-        return SearchResult(ids, torch.cat(scores, 1), sum(scored for _, _, scored in found))
+        scored = sum(scored for _, _, scored in found)
+        clusters = len(queries) * queries.shape[1] * self._groups.sizes.shape[1]
+        read = self._groups.centroids.nbytes + self._key_bytes(scored - clusters)
+        return SearchResult(ids, torch.cat(scores, 1), scored, read_bytes=read)
 
     def _find_few(self, queries: Tensor, count: int, most: int) -> tuple[Tensor, Tensor, int]:
         later = torch.arange(self._clustered, len(self)).expand(*queries.shape[:2], -1)
@@ -159,6 +162,11 @@ class ClustersIndex(KeyIndex):
         lse = logits.logsumexp(-1)
         weights = (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp()
         return PartialAttention(weights @ (sums / sizes.clamp_min(1)[..., None]), lse)
+
+    def estimate_bytes(self, queries: int, found: int) -> int:
+        """See `Index.estimate_bytes`: centroids, sums of values and sizes."""
+        centroids, sizes = self._groups.centroids, self._groups.sizes
+        return 2 * centroids.nbytes + sizes.nbytes
 
     def _summary(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Centroids and sums of values [Hkv, C, D], sizes [Hkv, C] and groups [Hkv, n], of the

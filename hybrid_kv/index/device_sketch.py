@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_kv.index._device_learn import Learned, SelectGoal, learn
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
-from hybrid_kv.ops.sketch_select import DeviceCodes
+from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Candidates, SearchResult
 
@@ -174,7 +174,24 @@ class DeviceSketch(Index):
         found = self.candidates(there, self._known, queries.shape[1], max(1, top_k))
         best = found.scores.topk(min(top_k, found.scores.shape[-1]), -1)
         ids = found.ids.gather(-1, best.indices).long().cpu()
-        return SearchResult(ids, best.values.cpu(), heads * queries.shape[1] * len(self))
+        scored = heads * queries.shape[1] * len(self)
+        read = self.selection_bytes(queries.shape[1], top_k)
+        return SearchResult(ids, best.values.cpu(), scored, read_bytes=read)
+
+    def selection_bytes(self, queries: int, top_k: int) -> int:
+        """See `Index.selection_bytes`: codes, some of them twice, later keys, and the keys that are
+        aimed at for ranking.
+        """
+        codes, keys = self._codes, self._known
+        count, coded = self._state
+        sampled = min(codes.num_samples, coded)
+        row, heads = keys.shape[2] * keys.itemsize, len(keys)
+        width = self.learned.width(top_k)
+        times = MARGIN * self.learned.times(top_k)
+        ranked = [min(width, queries * times * p.num_rerank) for p in self.learned.promises]
+        maps = codes.query_map.nbytes + codes.mean.nbytes
+        scanned = heads * ((coded + sampled) * codes.codes.shape[2] + (count - coded) * row)
+        return int(scanned + maps + sum(ranked) * row)
 
     def describe(self) -> list[dict[str, Any]]:
         lost = self._codes.lost.tolist()

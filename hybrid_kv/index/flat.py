@@ -62,7 +62,8 @@ class FlatIndex(KeyIndex):
             return self._scan.find(queries, count, most)
         scores, ids = rank(*scan(queries, self._keys, most), most)  # all keys are ranked
         heads, num_queries, _ = queries.shape
-        return SearchResult(ids, scores, heads * num_queries * len(self))
+        scored = heads * num_queries * len(self)
+        return SearchResult(ids, scores, scored, read_bytes=self._key_bytes(heads * len(self)))
 
     def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
         return planned(self._scan, count, most)

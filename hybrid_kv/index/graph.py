@@ -7,6 +7,8 @@ Sources: RetrievalAttention (Liu et al. 2024, arXiv:2409.10516), section 3.2; Ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +42,7 @@ from hybrid_kv.ops.native.rows import DTYPES, QuantisedKeys, is_readable
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import default_pool, pool_here
 from hybrid_kv.plugins import INDEXES, Index
-from hybrid_kv.types import Needs, SearchResult
+from hybrid_kv.types import Needs, SearchReads, SearchResult
 
 _ROW_ALIGNMENT = 64
 _QUERIES_AT_ONCE = 8192
@@ -294,7 +296,12 @@ class GraphIndex(SavedIndex):
             per_position = (self._group_size, -1)  # of several new tokens the newest one counts
             newest = (part.unflatten(1, per_position)[:, :, -1] for part in (queries, found.ids))
             self._growth.recent.record(*newest)
-        return SearchResult(found.ids, found.scores, found.dots, found.rows_visited)
+        read = self._reads(beams, ranked)
+        walked = round(found.rows_visited * read.walked)
+        return SearchResult(
+            *(found.ids, found.scores, found.dots, found.rows_visited),
+            read_bytes=walked + read.of(queries.shape[1], 0),
+        )
 
     def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
         if self._growth is not None:  # it learns from what searches find
@@ -303,7 +310,24 @@ class GraphIndex(SavedIndex):
             return planned(self._scan, count, most)
         beams, ranked = self._effort(count, most)
         width = min(most, ranked)
-        return [self._searcher.plan(width, beam=beams, walks=self._walks, pool_size=ranked)]
+        plan = self._searcher.plan(width, beam=beams, walks=self._walks, pool_size=ranked)
+        return [replace(plan, reads=self._reads(beams, ranked))]
+
+    def _reads(self, beams: Sequence[int], ranked: int) -> SearchReads:
+        """Of a search: 8-bit rows that walks score, lists of the expanded, keys ranked exactly.
+
+        Keys that are no nodes are scored with the walked ones, and are as wide.
+        """
+        assert self._searcher is not None
+        rows, heads, row = self._searcher.rows, len(self._graphs), self._key_bytes(1)
+        lists = [graph.lists.shape[1] if len(graph) else 0 for graph in self._graphs]
+        expanded = sum(map(mul, beams, lists))
+        return SearchReads(
+            ranked=expanded + heads * ranked * row,
+            most=sum(graph.lists.nbytes for graph in self._graphs) + heads * len(self) * row,
+            walked=rows[0].row_bytes + 1,
+            walks=sum(self._walks) / heads,
+        )
 
     def _effort(self, count: int, most: int) -> tuple[list[int], int]:
         """Of a search for so many keys: the beam of each head, and how many are ranked exactly."""

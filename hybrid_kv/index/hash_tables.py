@@ -126,6 +126,16 @@ class HashTables:
         found = zip(self._tables, self._hash(queries, 0.0), strict=True)
         return [[_sample(*tables, one) for one in codes] for tables, codes in found]
 
+    def read_bytes(self, queries: Tensor) -> int:
+        """Bytes that `collisions` of queries [Hkv, M, D] reads: projections, buckets, codes."""
+        read = 4 * len(queries) * queries.shape[-1] * self._num_tables * self._bits
+        every = range(self._num_tables)
+        for (order, first, tail), codes in zip(self._tables, self._hash(queries, 0.0), strict=True):
+            for code in codes:
+                buckets = int((first[every, code + 1] - first[every, code]).sum())
+                read += (buckets + 2 * self._num_tables) * order.itemsize + tail.nbytes
+        return read
+
     def log_probability(self, cosine: Tensor) -> Tensor:
         """Of a collision in two tables, where query and shifted key enclose such an angle."""
         alike = 1 - cosine.double().clamp(-1, 1).acos() / torch.pi

@@ -55,5 +55,9 @@ class HnswIndex(FaissIndex):
         words = index.ntotal * index.d + links.neighbors.size() + links.levels.size()
         return int(4 * words + 8 * links.offsets.size())
 
+    @property
+    def _bytes_per_score(self) -> int:
+        return super()._bytes_per_score + 4  # a link led to it
+
     def _uncounted(self, index: Any) -> int:
         return 1  # the query against the entry point

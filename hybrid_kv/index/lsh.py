@@ -56,6 +56,6 @@ class LshIndex(KeyIndex):
                 cosine = (shifted @ q) / (shifted.norm(dim=-1) * q.norm()).clamp_min(1e-20)
                 ids[head, m, :n], scores[head, m, :n] = some[order[:n]], best[:n]
                 bias[head, m, :n] = -self._tables.log_probability(cosine)
-        return SearchResult(
-            ids, scores, sum(len(some) for head in sampled for some in head), bias=bias
-        )
+        scored = sum(len(some) for head in sampled for some in head)
+        read = self._tables.read_bytes(queries) + self._key_bytes(scored)
+        return SearchResult(ids, scores, scored, bias=bias, read_bytes=read)

@@ -127,6 +127,8 @@ class PagesIndex(KeyIndex):
             torch.cat([part.ids for part in parts], 1),
             torch.cat([part.scores for part in parts], 1),
             sum(part.scored for part in parts),
+            read_bytes=self.selection_bytes(num_queries, count)
+            + sum(part.read_bytes or 0 for part in parts),
         )
 
     def _find_few(self, queries: Tensor, count: int, wanted: int) -> SearchResult:
@@ -138,8 +140,13 @@ class PagesIndex(KeyIndex):
         rows = self._keys[heads, ids.clamp_max(len(self) - 1)].float()
         scores = torch.matmul(rows, queries[..., None])[..., 0].masked_fill(beyond, -torch.inf)
         scored = queries.shape[0] * queries.shape[1] * self._num_pages + int((~beyond).sum())
+        read = self._key_bytes(int((~beyond).sum()))
         scores, ids = rank(scores, ids, count)
-        return SearchResult(ids, scores, scored)
+        return SearchResult(ids, scores, scored, read_bytes=read)
+
+    def selection_bytes(self, queries: int, top_k: int) -> int:
+        """Bytes of the digests, which every choice of pages reads."""
+        return self._digests[:, : self._num_pages].nbytes
 
     def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
         """[Hkv, M, wanted] pages with the highest bounds, unordered."""

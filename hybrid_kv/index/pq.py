@@ -78,6 +78,10 @@ class PqIndex(ShortIndex):
             self._codes = grown
         self._codes[..., known:count] = codes
 
+    @property
+    def _scanned_bytes(self) -> int:
+        return self._codes[..., : len(self)].nbytes + self._centroids.nbytes
+
     def _candidates(self, queries: Tensor, wanted: int) -> Tensor:
         step = max(1, SCRATCH_BYTES // (4 * len(queries) * len(self)))
         parts = [

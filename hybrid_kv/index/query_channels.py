@@ -42,6 +42,10 @@ class QueryChannelsIndex(ShortIndex):
         share = kept.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp_min(1e-20)
         return kept / share.clamp_min(1e-20).sqrt()
 
+    @property
+    def _scanned_bytes(self) -> int:
+        return self._key_bytes(self._keys.shape[0] * len(self))
+
     def _candidates(self, queries: Tensor, wanted: int) -> Tensor:
         return scan(self._largest(queries), self._keys, wanted)[1]
 
@@ -66,6 +70,10 @@ class QueryChannelsIndex(ShortIndex):
         ]
         mean = self._mean(values)
         return PartialAttention(mean.expand(-1, queries.shape[1], -1), torch.cat(lse, 1))
+
+    def estimate_bytes(self, queries: int, found: int) -> int:
+        """See `Index.estimate_bytes`: all keys again, those that were found, the mean value."""
+        return self._scanned_bytes + self._key_bytes(found) + self._sums.nbytes
 
     def _mean(self, values: Tensor) -> Tensor:
         """[Hkv, 1, D] of values [Hkv, n, D], each of which is added up once."""

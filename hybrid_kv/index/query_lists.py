@@ -77,10 +77,13 @@ class QueryListsIndex(KeyIndex):
         step = max(1, SCRATCH_BYTES // (16 * len(queries) * probes * length))
         parts = [self._find_few(q, probes, count, most) for q in queries.split(step, 1)]
         looked = len(queries) * queries.shape[1] * self._centroids.shape[1]
+        scored, listed = sum(scored for _, _, scored in parts), self._lists.itemsize * length
+        lists = len(queries) * queries.shape[1] * probes * listed
         return SearchResult(
             torch.cat([ids for ids, _, _ in parts], 1),
             torch.cat([scores for _, scores, _ in parts], 1),
-            looked + sum(scored for _, _, scored in parts),
+            looked + scored,
+            read_bytes=self._centroids.nbytes + lists + self._key_bytes(scored),
         )
 
     def _find_few(

@@ -72,4 +72,5 @@ class ReusingIndex(KeyIndex):
         keys = self._keys[heads, ids.clamp_min(0)].float()
         scores = torch.matmul(keys, queries[..., None])[..., 0].masked_fill(~found, -torch.inf)
         scores, ids = rank(scores, ids, min(most, ids.shape[-1]))
-        return SearchResult(ids, scores, int(found.sum()))
+        scored = int(found.sum())
+        return SearchResult(ids, scores, scored, read_bytes=self._key_bytes(scored))

@@ -7,6 +7,7 @@ The recipe is this project's. Related: quantisation for queries that are not spr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +37,7 @@ from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import pack_tiers
 from hybrid_kv.plugins import INDEXES, Index
-from hybrid_kv.types import Needs, SearchResult
+from hybrid_kv.types import Needs, SearchReads, SearchResult
 
 _RERANK = 1.5
 """Of heads that are scanned: keys that a search ranks exactly per key that it is asked for."""
@@ -234,9 +235,11 @@ class SketchIndex(SavedIndex):
         rows = sum(part.ids.shape[0] for _, part in parts) * len(self)
         if self._searcher is None:
             return joined(queries, parts, rows)
-        found = self._searcher.search(
-            queries[list(self._sketches)] if parts else queries, count, **self._effort(count, most)
-        )
+        effort = self._effort(count, most)
+        asked = queries[list(self._sketches)] if parts else queries
+        found = self._searcher.search(asked, count, **effort)
+        read = self._code_reads(**effort).of(queries.shape[1], found.scored)
+        found = found._replace(read_bytes=read)
         if self._later is not None:
             found = self._later.merged(queries, found, len(self), count, most)
         if not parts:
@@ -250,8 +253,12 @@ class SketchIndex(SavedIndex):
             part = scan.plan(count, most)
             parts.append(None if part is None else part.of(range(heads.start, heads.stop)))
         if self._searcher is not None:
-            coded = self._searcher.plan(count, **self._effort(count, most))
-            parts.append(None if coded is None else coded.of(list(self._sketches)))
+            effort = self._effort(count, most)
+            coded = self._searcher.plan(count, **effort)
+            if coded is not None:
+                reads = self._code_reads(**effort)
+                coded = replace(coded.of(list(self._sketches)), reads=reads)
+            parts.append(coded)
         if self._later is not None:  # behind the codes, whose key is first among equals
             parts += self._later.plan(len(self), count, most)
         known = [part for part in parts if part is not None]
@@ -264,6 +271,17 @@ class SketchIndex(SavedIndex):
             "num_rerank": [self._num_rerank(sketch, count) for sketch in self._sketches.values()],
             "num_exact": len(self) - self._encoded if self._later is None else 0,
         }
+
+    def _code_reads(self, num_rerank: Sequence[int], num_exact: int, most: int) -> SearchReads:
+        """Of a search of the codes: codes, what turns queries into them, keys ranked exactly."""
+        tiers = [tier for sketch in self._sketches.values() for tier in sketch.tiers]
+        codes = sum(tier.count * tier.map.plan.code_bytes for tier in tiers)
+        maps = sum(tier.map.query_map.nbytes for tier in tiers)
+        heads, row, ranked = len(self._sketches), self._key_bytes(1), sum(num_rerank)
+        later = heads * num_exact
+        scores = later + ranked + sum(tier.count for tier in tiers)
+        every = heads * self._encoded * row
+        return SearchReads(codes + maps + later * row, ranked * row, every, scores)
 
     def _num_rerank(self, sketch: HeadSketch, count: int) -> int:
         """The check was for so many results; to find more, more are ranked."""

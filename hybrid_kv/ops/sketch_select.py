@@ -22,7 +22,7 @@ SAMPLE_RUN = 16
 """Keys that are sampled together: those of one page differ less than others."""
 _SAMPLED, _MOST_SAMPLES = 8, 16384
 """One run in so many is sampled, fewer of very many keys."""
-_MARGIN = 1.25
+MARGIN = 1.25
 """Candidates that are aimed at, of those wanted: the estimated score is off by a fifth."""
 _LARGEST = 127.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -182,7 +182,7 @@ def sampled_rows(by: DeviceCodes) -> Tensor:
 
 def sampled_share(by: DeviceCodes, times: float) -> float:
     """Sampled keys above the limit that are aimed at, per key wanted."""
-    return times * _MARGIN / by.sample_stride
+    return times * MARGIN / by.sample_stride
 
 
 def candidates(

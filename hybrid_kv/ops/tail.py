@@ -67,6 +67,11 @@ class Tail:
             return self
         return Tail(self.count, **{name: t.to(device) for name, t in self.tensors().items()})
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that an estimate reads."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def is_outgrown(self, count: int) -> bool:
         """Whether so many entries are enough more to learn from."""
         return count - self.count >= max(_LEAST_GROWTH, self.count // 16)

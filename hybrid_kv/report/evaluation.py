@@ -16,7 +16,8 @@ class Counters(Group):
     """What decoding took, as the runtime counted it.
 
     attended_tokens: entries that a query head attended in a step, on average; attended_ratio: over
-    those of full attention. read_bytes: keys, values, page digests and index rows read in a step.
+    those of full attention. read_bytes: that a step of one token reads, see `Work`: keys, values,
+    codes, digests, what indexes scan and moments.
     device_bytes, host_bytes: keys and values held at the end, and indexes on the host.
     ms_per_token: median of the steps of one token. missed_mass: share of the softmax over all of
     the context and what followed it that was not attended, dropped entries included; output_error:

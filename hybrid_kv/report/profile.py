@@ -29,6 +29,7 @@ class BytesPerToken(Group):
     select: int | None = None
     search: int | None = None
     cold_attention: int | None = None
+    estimate: int | None = None
     transfer: int | None = None
 
 

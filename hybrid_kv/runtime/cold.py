@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
-from hybrid_kv.runtime.cold_call import ColdCalls
+from hybrid_kv.runtime.cold_call import ColdCalls, cold_bytes
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
@@ -64,14 +64,16 @@ def ask_cold(step: Step, budget: ColdBudget) -> Asked | None:
 
 def _choose_pages(step: Step, row: Row, budget: ColdBudget) -> Mapping[int, Parcel]:
     chosen: dict[int, Parcel] = {}
-    if _covers(budget, row.chain.num_tokens):
+    if budget == "all" or _covers(budget, row.chain.num_tokens):
         return chosen
+    top_k = budget.top_k
     for number, span in enumerate(row.chain.spans):
         index = span.extent.index
         if index is not None and index.on_device:
             begin, q = step.phases.now(), step.grouped[row.number]
             pages = index.choose_pages(q, step.new)
             step.work.scored += len(q) * q.shape[1] * -(-len(index) // index.page_tokens)
+            step.work.select_bytes += index.selection_bytes(q.shape[1], top_k)
             chosen[number] = step.executor.send(pages)
             step.phases.book("select", begin)
     return chosen
@@ -162,7 +164,7 @@ def _attend_row(
     if plain and len(spans) == 1:  # nearly every step
         result = spans[0].search(q, budget.width, budget.most)
         only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
-        found = Retrieved([only], result.scored)
+        found = Retrieved([only], result.scored, read_bytes=result.read_bytes or 0)
     else:
         group = q.shape[1] // step.new
         found = retrieve(
@@ -181,6 +183,7 @@ def _attend_row(
     if step.found is not None:
         step.found[row.number] = (budget, found)
     step.work.scored += found.scored
+    step.work.search_bytes += found.read_bytes
     left = _leave_hot(step, row, found, taken)
     parts = [_attend_found(step, row, near_q, part) for part in left]
     if budget.estimate:
@@ -202,6 +205,7 @@ def _estimates(
     if budget.estimate == "index":
         guesses = by_index(step, row, q, found)
     else:
+        step.work.estimate_bytes += sum(span.tail(q.device).nbytes for span in row.chain.spans)
         guesses = by_moments(step, row, q, found, [part.ids for part in left], taken)
     parts = [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
     if _fetches(row):
@@ -221,7 +225,13 @@ def _leave_hot(step: Step, row: Row, found: Retrieved, taken: Tensor | None) -> 
             step.work.hot += int(covered.sum())
             parts.append(part._replace(ids=part.ids.masked_fill(covered, -1)))
         found = Retrieved(parts)
-    count_cold(step.work, *counted(found.parts))
+    total, most = counted(found.parts)
+    count_cold(step.work, total, most)
+    by_pages = [part for part in found.parts if part.scores is None]
+    step.work.cold_bytes += cold_bytes(step, row, total - counted(by_pages)[0])
+    if by_pages:  # whole, with their keys, and for all query heads of a KV head
+        entries = counted(by_pages)[0] // step.layer.shape.group_size
+        step.work.cold_bytes += entries * step.row_bytes
     return found.parts
 
 
@@ -295,6 +305,7 @@ def _hide_attended(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> lis
     if not row.hot.capacity and row.copied is None:
         stored = row.chain.num_tokens
         count_cold(step.work, stored * q.shape[0] * q.shape[1], stored)
+        step.work.cold_bytes += stored * q.shape[0] * step.row_bytes
         return [None] * len(spans)
     every = []
     for span, hidden in zip(spans, row.copied_by_span(), strict=True):

@@ -65,8 +65,14 @@ class ColdCall:
             pool=pool_here(),
         )
         known = named or ([] if step.asked is None else [step.asked])
+        if named is None:
+            read = plan.search_bytes(done.report.scored, asked=step.asked is not None)
+        else:
+            read = done.report.scored * step.row_bytes // 2
         done.report.scored += sum(result.scored for result in known)
-        _count(step, done)
+        step.work.search_bytes += read + sum(result.read_bytes or 0 for result in known)
+        step.work.estimate_bytes += plan.estimate_bytes
+        _count(step, row, done)
         searched.take_up(plan, step, row, done)
         times = done.report
         parts = ("search", times.search_s), ("cold_attention", times.cold_s + times.merge_s)
@@ -83,9 +89,16 @@ class ColdCall:
         return self._plan
 
 
-def _count(step: Step, done: StepResult) -> None:
+def _count(step: Step, row: Row, done: StepResult) -> None:
     work, report = step.work, done.report
+    work.cold_bytes += cold_bytes(step, row, report.retrieved)
     work.scored += report.scored
     work.attended += report.retrieved
     work.retrieved += report.retrieved
     work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
+
+
+def cold_bytes(step: Step, row: Row, retrieved: int) -> int:
+    """Bytes of the values of what a search has found for all query heads of a row together."""
+    stored = row.chain.num_tokens * step.layer.shape.num_kv_heads
+    return min(retrieved, stored) * step.row_bytes // 2

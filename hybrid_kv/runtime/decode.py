@@ -84,6 +84,7 @@ def _choose_pages(step: Step, row: Row, page_budget: int) -> Tensor:
     key_min, key_max = row.table.bounds()
     heads, num_pages, _ = key_min.shape
     step.work.scored += heads * q.shape[1] * num_pages
+    step.work.select_bytes += heads * num_pages * step.row_bytes
     count = min(head + tail + page_budget, num_pages)
     return step.ops.choose_pages(
         q, key_min, key_max, new=step.new, oldest=head, newest=tail, count=count
@@ -158,6 +159,8 @@ def _attend_all_resident(step: Step) -> PartialAttention:
     step.phases.book("resident_attention", begin)
     for row in rows:
         _count(step, row.table.num_tokens)
+        heads = step.layer.shape.num_kv_heads
+        step.work.resident_bytes += heads * row.table.num_tokens * step.row_bytes
     return part
 
 
@@ -176,7 +179,9 @@ def _attend_slots(step: Step, row: Row, slots: Tensor) -> PartialAttention:
     )
     step.phases.book("resident_attention", begin)
     size = row.page_size
-    _count(step, slots.shape[-1] * size - (size - table.tail_fill))
+    stored = slots.shape[-1] * size - (size - table.tail_fill)
+    _count(step, stored)
+    step.work.resident_bytes += slots.shape[0] * slots.shape[1] * stored * step.row_bytes
     return part
 
 

@@ -160,9 +160,13 @@ def _best(found: ByExtent, queries: Tensor, most: int, among: int | None = None)
     ranked = []
     for extent, result in found:
         best = _ranked(extent, queries, result.ids[..., :among], most)
-        ranked.append((extent, best._replace(scored=best.scored + result.scored)))
+        both = best.scored + result.scored
+        read = (best.read_bytes or 0) + (result.read_bytes or 0)
+        ranked.append((extent, best._replace(scored=both, read_bytes=read)))
     return best_of(ranked, most)
 
 
 def _ranked(extent: ColdExtent, queries: Tensor, ids: Tensor, most: int) -> SearchResult:
-    return SearchResult(*rank_named(queries, extent.keys, ids, most), scored=ids.numel())
+    count, keys = ids.numel(), extent.keys
+    read = count * keys.shape[2] * keys.itemsize
+    return SearchResult(*rank_named(queries, keys, ids, most), scored=count, read_bytes=read)

@@ -29,6 +29,7 @@ def attend_kept(step: Step) -> list[PartialAttention]:
             kept = row.kept.seen_from(row.length - step.new)
             parts.append(attend_entries(step.ops, q, kept, step.scale, step.softcap))
             step.work.attended += sum(row.kept.lengths) * q.shape[1]
+            step.work.resident_bytes += row.kept.read_bytes
     step.phases.book("resident_attention", begin)
     return [stacked(parts)]
 

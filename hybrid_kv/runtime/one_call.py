@@ -13,6 +13,7 @@ from typing import Any
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.runtime.cold_call import cold_bytes
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
@@ -76,6 +77,7 @@ class OneCall:
             if new is not None:
                 row.uncount_token()
             raise
+        _count_bytes(step, row, total, plan, done)
         if step.asked is not None:
             done.report.scored += step.asked.scored
         _count(step, row, total, done)
@@ -167,3 +169,17 @@ def _count(step: Step, row: Row, resident: int, done: StepResult) -> None:
     work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
     work.visible += heads * row.length
     work.steps += heads
+
+
+def _count_bytes(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:
+    work, table, shape = step.work, row.table, step.layer.shape
+    scored = done.report.scored
+    if resident < table.num_tokens:  # pages were chosen, by digests as wide as an entry
+        scored -= shape.num_q_heads * len(table.pages)
+        work.select_bytes += shape.num_kv_heads * len(table.pages) * step.row_bytes
+    work.resident_bytes += shape.num_kv_heads * resident * step.row_bytes
+    work.search_bytes += plan.search_bytes(scored, asked=step.asked is not None)
+    if step.asked is not None:
+        work.search_bytes += step.asked.read_bytes or 0
+    work.estimate_bytes += plan.estimate_bytes
+    work.cold_bytes += cold_bytes(step, row, done.report.retrieved)

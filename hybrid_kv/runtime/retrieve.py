@@ -30,13 +30,14 @@ class Retrieved(NamedTuple):
     """What one row's queries attend.
 
     parts: by extent of the row.
-    scored: dot products spent on finding them.
+    scored, read_bytes: dot products spent on finding them, and what the searches read.
     ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
     """
 
     parts: list[RetrievedPart]
     scored: int = 0
     ranked: list[Tensor] | None = None
+    read_bytes: int = 0
 
 
 def retrieve(
@@ -70,16 +71,17 @@ def retrieve(
         chosen = {n: _without(ids, copied[n]) for n, ids in chosen.items()}
     if len(chosen) == len(spans):
         return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
-    width, scored = budget.width, 0
+    width, scored, read = budget.width, 0, 0
     while True:
         found, first = first or chain.search(queries, width, budget.most, chosen), None
         if copied:
             found = _without_copies(found, [c for n, c in enumerate(copied) if n not in chosen])
         for _, result in found:
             scored += result.scored
+            read += result.read_bytes or 0
         if not budget.weighs:
             parts = [RetrievedPart(extent, r.ids, r.bias, r.scores) for extent, r in found]
-            return Retrieved(_with_chosen(spans, parts, chosen), scored)
+            return Retrieved(_with_chosen(spans, parts, chosen), scored, read_bytes=read)
         ranked = [result.ids for _, result in found]
         logits = [logits_of_found(result, scale, softcap) for _, result in found]
         masks = cut(logits, budget, new=new, near=None if near is None else near())
@@ -87,7 +89,8 @@ def retrieve(
         if width >= budget.most or not _wants_more(found, ids, budget):
             cuts = zip(found, ids, strict=True)
             parts = [RetrievedPart(extent, kept, r.bias, r.scores) for (extent, r), kept in cuts]
-            return Retrieved(_with_chosen(spans, parts, chosen), scored, None if chosen else ranked)
+            before = None if chosen else ranked
+            return Retrieved(_with_chosen(spans, parts, chosen), scored, before, read)
         width = min(4 * width, budget.most)
 
 

@@ -134,16 +134,20 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
     heads, rows, _ = q.shape
     if not isinstance(budget, TokenBudget) or budget.top_k >= stored:
         _count(step, heads * rows, stored)
+        step.work.cold_bytes += heads * stored * step.row_bytes
         return _attend_all(step, row, q)
     step.work.scored += heads * rows * stored
+    step.work.cold_bytes += heads * min(rows * budget.top_k, stored) * step.row_bytes // 2
     _count(step, heads * rows, budget.top_k)
     first, places, in_reach = _index_of(row.chain.spans[0]), [], step.new == 1
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
         seen = _index_of(span).see(span.length)
+        step.work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
         in_reach &= q.device == v.device or v.is_pinned()  # else rows are copied, which waits
     tails = [span.tail(q.device) for span in row.chain.spans] if budget.estimate else []
+    step.work.estimate_bytes += sum(tail.nbytes for tail in tails)
     signature = tuple(places), tuple(tails), tuple(q.shape), budget.top_k, step.scale, step.softcap
     if step.found is not None:  # somebody looks at this step, and waits for it
         part, retrieved = _search(step, row, q, budget.top_k, tails)

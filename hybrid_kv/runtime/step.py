@@ -56,6 +56,11 @@ class Step:
             self._grouped = q.reshape(len(q), self.layer.shape.num_kv_heads, -1, q.shape[3])
         return self._grouped
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the key and the value of an entry of one KV head."""
+        return 2 * self.layer.shape.head_dim * self.layer.resident.pool.dtype.itemsize
+
     def query_positions(self, row: int) -> Tensor:
         """[T]; every new token of a decode step is a real one."""
         end = self.layer.rows[row].length

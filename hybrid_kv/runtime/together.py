@@ -112,6 +112,8 @@ class JointRow:
         layer.append(*self.new, None)
         work, heads = self.step.work, self.q.shape[1]
         work.attended += heads * self.own.table.num_tokens
+        shape = layer.shape
+        work.resident_bytes += shape.num_kv_heads * self.own.table.num_tokens * self.step.row_bytes
         work.visible += heads * self.own.length
         work.steps += heads
 
@@ -206,10 +208,11 @@ def _search_extent(
             row.outcome = error
         return
     each, count = found.scored // len(rows), len(rows)
+    read = (found.read_bytes or 0) // count
     for row, ids, scores in zip(
         rows, found.ids.chunk(count, 1), found.scores.chunk(count, 1), strict=True
     ):
-        row.complete(SearchResult(ids, scores, each), scale, softcap)
+        row.complete(SearchResult(ids, scores, each, read_bytes=read), scale, softcap)
 
 
 def _attend_extent(rows: Sequence[JointRow], scale: float, softcap: float | None) -> None:
@@ -236,6 +239,8 @@ def _attend_extent(rows: Sequence[JointRow], scale: float, softcap: float | None
             chain = row.own.chain
             later = [attended(row.step, row.grouped, span) for span in chain.spans[1:]]
             count_cold(row.step.work, chain.num_tokens * row.q.shape[1], chain.num_tokens)
+            heads, size = row.layer.shape.num_kv_heads, row.step.row_bytes
+            row.step.work.cold_bytes += chain.num_tokens * heads * size
             row.end([part, *map(row.spread, [own, *later])])
     except Exception as error:
         for row in whole:

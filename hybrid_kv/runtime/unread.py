@@ -30,6 +30,10 @@ def by_index(
             f"{row.hot.capacity} hot pages in row {row.number}: what the device attends would be "
             "estimated as well; choose estimate 'gaussian' or 'none'"
         )
+    for span, part in zip(row.chain.spans, found, strict=True):
+        if span.extent.index is not None:
+            count = int((part.ids >= 0).sum())
+            step.work.estimate_bytes += span.extent.index.estimate_bytes(q.shape[1], count)
     return [
         span.estimate(q, part.ids, scale=step.scale, softcap=step.softcap)
         for span, part in zip(row.chain.spans, found, strict=True)

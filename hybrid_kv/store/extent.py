@@ -136,6 +136,9 @@ class Span:
         if near is not None and near.shape[1] != queries.shape[1]:
             near = None
         result = extent.index.search(queries, top_k + beyond, most + beyond, near)
+        if result.read_bytes is None:
+            row = queries.shape[2] * extent.keys.itemsize
+            result = result._replace(read_bytes=result.scored * row)
         self.near = result.ids[..., :top_k]
         if not beyond:
             return result

@@ -292,6 +292,14 @@ class LiveIndex:
         """See `Index.estimate`."""
         return self._answers.estimate(queries, found, values, scale=scale, softcap=softcap)
 
+    def estimate_bytes(self, queries: int, found: int) -> int:
+        """See `Index.estimate_bytes`."""
+        return self._answers.estimate_bytes(queries, found)
+
+    def selection_bytes(self, queries: int, top_k: int) -> int:
+        """See `Index.selection_bytes`."""
+        return self._serving.selection_bytes(queries, top_k)
+
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self._serving.add(keys)

@@ -441,7 +441,7 @@ def test_quest_of_a_model_cut_down_is_not_dense_and_says_so() -> None:
     assert kept.changed(kept.configs()["quest"]) is None
 
 
-def test_traffic_is_counted_work_times_the_size_of_what_is_read() -> None:
+def test_traffic_is_what_steps_have_read_over_their_number() -> None:
     facts = model_facts("random:tiny", dtype="float32")
     model = load_model("random:tiny", device="cpu", dtype="float32")
     config = hkv.HybridConfig(method="flat", window_tokens=32, sink_tokens=16)
@@ -450,19 +450,27 @@ def test_traffic_is_counted_work_times_the_size_of_what_is_read() -> None:
         model(torch.randint(0, 500, (1, 200)), past_key_values=cache)
         cache.kv.seal(0)
         cache.kv.seal(1)
-        # Two layers of 6 query and 2 KV heads: in one step each attended 60 near and 100 cold ones.
-        work = Work(attended=12 * 160, retrieved=12 * 100, scored=12 * 152, steps=12)
-        read = bytes_per_step(facts, cache.kv, work, selects=False, on_device=False)
-    row = 2 * 16 * 4
+        # Two layers of 6 query heads: three steps.
+        work = Work(
+            steps=3 * 12,
+            resident_bytes=3000,
+            select_bytes=33,
+            search_bytes=60,
+            cold_bytes=90,
+            estimate_bytes=12,
+        )
+        read = bytes_per_step(facts, cache.kv, work, on_device=True)
+        assert work.read_bytes == 3000 + 33 + 60 + 90 + 12
+        assert bytes_per_step(facts, cache.kv, Work(), on_device=False) == {}
     assert read == {
         "weights": facts.read_bytes,
-        "resident_attention": 4 * 60 * row,
-        "select": 0,
-        "search": 4 * 152 * row // 2,
-        "cold_attention": 4 * 144 * row,  # no more than there are: 200 - 16 - 40 of each KV head
-        "transfer": 0,
+        "resident_attention": 1000,
+        "select": 11,
+        "search": 20,
+        "cold_attention": 30,
+        "estimate": 4,
+        "transfer": 2 * 4 * 2 * 6 * 16,
     }
-    assert bytes_per_step(facts, cache.kv, Work(), selects=False, on_device=False) == {}
 
 
 @pytest.mark.parametrize("kind", ["sketch", "auto"])
@@ -476,11 +484,10 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
             pytest.skip("without an engine nothing is timed")
     always = {"min_keys": 1, "gain": 0, "target_recall": 1e-6, "target_mass": 1e-6}
     always |= {"remember": False, "graph_tokens": 0} if kind == "auto" else {}
-    facts = model_facts("random:tiny", dtype="float32")
     model = load_model("random:tiny", device="cpu", dtype="float32")
     config = hkv.HybridConfig(
         method="hybrid",
-        cold={"index": {"kind": kind, "codes": "64", **always}},
+        cold={"index": {"kind": kind, "codes": "64", "num_rerank": 10, **always}, "top_k": 10},
         **{"window_tokens": 32, "sink_tokens": 16, "spare_tokens": 0, "index_build": "wait"},
     )
     with hkv.attach(model, config) as runtime, torch.inference_mode():
@@ -491,14 +498,19 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
         stores = cache.kv.stores.values()
         serving = [head["serves"] for store in stores for head in store.cold.describe_indexes()]
         (stored,) = {store.rows[0].chain.num_tokens for store in stores}
-        work = Work(scored=12 * 600, steps=12)
-        read = bytes_per_step(facts, cache.kv, work, selects=False, on_device=False)
+        cache.kv.work = Work()
+        model(torch.tensor([[7]]), past_key_values=cache)
+        read = cache.kv.work.search_bytes
     assert serving == ["sketch"] * 4
-    coded = 640  # of 700 tokens, on whole pages before the window
+    coded, row = 640, 16 * 4  # of 700 tokens, on whole pages before the window
     assert (stored > coded) == bool(later)
-    one = 16 + 1 if in_8_bits else 16 * 4
-    of_all = coded * 8 + (stored - coded) * one  # 64 B at 128 channels, of 16
-    assert read["search"] == round(4 * 600 * of_all / stored)
+    head, beyond = coded * 8 + 3 * 10 * row, stored - coded  # 64 B at 128 channels, of 16
+    if in_8_bits:
+        head += 17 * -(-beyond // 16) * 16 + 4 * (2 * 16 + 256) + 3 * 42 * row
+    else:
+        head += beyond * row
+    maps = read - 4 * head
+    assert 0 < maps <= 4 * 16 * 4 * 32, "what turns a query of 16 channels into codes"
 
 
 def test_a_trace_nests_step_layer_and_phase() -> None:

@@ -7,7 +7,7 @@ sinks and window by arithmetic, cold entries by their true scores, pages by thei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -283,10 +283,11 @@ class Twin:
         self._count_scored(new)
 
     def check_work(self) -> None:
-        """What was touched; what was copied is left open."""
+        """What was touched; what was copied, and bytes, are left open."""
         work = self.cache.work
-        copied = {"promoted_pages": work.promoted_pages, "fetched_bytes": work.fetched_bytes}
-        assert work == replace(self.work, **copied)
+        names = [one.name for one in fields(work) if one.name.endswith("_bytes")]
+        left_open = {name: getattr(work, name) for name in ("promoted_pages", *names)}
+        assert work == replace(self.work, **left_open)
 
     def _with_estimates(
         self, number: int, q: Tensor, seen: Tensor, limits: Tensor, out: Tensor, lse: Tensor

@@ -272,7 +272,6 @@ class RowMeasurement:
                 self._around.facts,
                 kv,
                 self._work,
-                selects=self._steps.phases_s().get("select", 0) > 0,
                 on_device=self._model.device.type != "cpu",
             )
             row.bytes_per_token = BytesPerToken(**read)

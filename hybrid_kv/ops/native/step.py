@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from hybrid_kv.ops.native.pages import DigestStruct
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.tail import MOMENTS, Tail
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.types import PartialAttention, SearchReads
 
 FLAT, GRAPH, SKETCH = 0, 1, 2
 _STEPS_AT_ONCE = 16
@@ -117,7 +117,7 @@ class EngineSearch:
     kind: FLAT, GRAPH or SKETCH. heads: KV heads of the layer. structs: the engine's descriptors of
     them. keeps: what they point at. width: results per query. first_row: what is added to ids.
     num_ranked: keys that are ranked exactly (sketches say it by head). beams, walks, num_expanded:
-    of graphs, see `GraphSearcher.search`.
+    of graphs, see `GraphSearcher.search`. reads: bytes that it reads.
     """
 
     kind: int
@@ -130,6 +130,7 @@ class EngineSearch:
     beams: Sequence[int] = ()
     walks: Sequence[int] = ()
     num_expanded: int = 0
+    reads: SearchReads = field(default_factory=SearchReads)
 
     def of(self, heads: Sequence[int], first_row: int = 0) -> EngineSearch:
         """The same for these heads of a larger layer, whose keys begin `first_row` rows earlier."""
@@ -205,6 +206,7 @@ class LayerPlan:
     for memory. So what a step needs is made beforehand: arguments once, results many at a time.
 
     Not for several threads at once. begins_warm: whether a search begins at what was found before.
+    estimate_bytes: moments that a step reads.
 
     Args:
         num_queries: M, query heads of a KV head.
@@ -236,6 +238,12 @@ class LayerPlan:
         self._keeps: list[Any] = [resident, cold, writer]
         self._width = 0 if cold is None else cold.width
         searches = [search for extent in extents for search in extent.searches]
+        every = [search.reads for extent in extents for search in extent.searches]
+        first = len(extents[0].searches) if extents else 0
+        self._reads = SearchReads.joined(every, num_queries)
+        self._later_reads = SearchReads.joined(every[first:], num_queries)
+        tails = [extent.tail for extent in extents if extent.tail is not None]
+        self.estimate_bytes = sum(tail.nbytes for tail in tails)
         self.begins_warm = any(search.kind == GRAPH for search in searches)
         self.layer = LayerStruct(
             heads,
@@ -361,6 +369,15 @@ class LayerPlan:
         if status:
             library.check(self._engine, status)
         return StepResult(results.part, results.ids, self._report)
+
+    def search_bytes(self, scored: int, *, asked: bool = False) -> int:
+        """Bytes that the searches of a step read which computed so many dot products.
+
+        Args:
+            asked: the first extent was searched elsewhere.
+        """
+        reads = self._later_reads if asked else self._reads
+        return reads.of(self._size[1], scored)
 
     def _take_shape(self, queries: Tensor) -> None:
         dtype, (heads, count) = DTYPES.get(queries.dtype), self._size
