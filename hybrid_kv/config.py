@@ -386,6 +386,14 @@ class HybridConfig(PluginConfig):
             data = {k: v for k, v in data.items() if k in type(self).model_fields}
         return self.from_settings(changes, data)
 
+    def check_complete(self) -> None:
+        """Raises ConfigError where the method, or one that it composes, lacks what it runs with."""
+        for method, params in [(self.method, self.params)] + [
+            (part.method, part.params) for part in composed(self.params)
+        ]:
+            if (lack := METHODS[method].factory.lacks(params)) is not None:
+                raise ConfigError(f"method '{method}': {lack}")
+
     def opened(self) -> HybridConfig:
         """The same with the method's budgets opened so far that nothing is lost."""
         params = METHODS[self.method].factory.full_budget(self.params)
@@ -403,7 +411,7 @@ class HybridConfig(PluginConfig):
                 self.params, tokens, context_tokens=context_tokens, page_size=self.page_size
             )
         except ConfigError as error:
-            raise ConfigError(
+            raise type(error)(
                 f"budget {budget} of {context_tokens} tokens cannot be given to {self.method}: "
                 f"{error}"
             ) from None

@@ -21,6 +21,10 @@ class ConfigError(HybridKVError, ValueError):
     exit_code = 2
 
 
+class NoBudgetError(ConfigError):
+    """A method does not say how a budget of tokens sets its parameters."""
+
+
 class ShapeError(HybridKVError, ValueError):
     """Tensors do not fit together."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, NoBudgetError
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
     Candidates,
@@ -341,6 +341,14 @@ class Method(ABC):
         """
         return params
 
+    @classmethod
+    def lacks(cls, params: Any) -> str | None:
+        """What must be given before these parameters can run, in a sentence; None for nothing.
+
+        Asked for before a model is loaded.
+        """
+        return None
+
     @property
     def needs(self) -> Needs:
         """Evidence to collect during prefill; paid for only when asked for."""
@@ -435,9 +443,10 @@ class Method(ABC):
         everything, exactly or in fewer bits, returns `params` as they are.
 
         Raises:
-            ConfigError: so few tokens leave nothing to attend, or the method has no such budget.
+            ConfigError: so few tokens leave nothing to attend.
+            NoBudgetError: the method has no such budget.
         """
-        raise ConfigError(
+        raise NoBudgetError(
             f"{cls.__name__} does not say how a budget of tokens sets its parameters; leave it out "
             "of the comparison, or give it a classmethod at_budget"
         )

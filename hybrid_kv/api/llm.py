@@ -260,6 +260,7 @@ def load(
     """
     check_load_options(options)
     wanted = HybridConfig.of(config)
+    wanted.check_complete()
     contexts = None if cache_dir is None else ContextRegistry(cache_dir, cache_limit)
     if not (tokenizer is None or callable(tokenizer)):
         raise ConfigError(

@@ -60,8 +60,9 @@ class ContestOptions:
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Names, or all; settings follow, quest:dense_layers=2. Full attention always "
-            "takes part. [dim]default: hybrid,quest,streaming_llm[/]",
+            help="Names, or all; settings follow, quest:dense_layers=2, and a value with a comma "
+            "stands in quotes. Full attention always takes part. "
+            "[dim]default: hybrid,quest,streaming_llm[/]",
             rich_help_panel=_ASKED,
         ),
     ] = None
@@ -189,7 +190,11 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
 
 
 def _each(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(p.strip() for p in text.split(",") if p.strip())
+    from hybrid_kv.contest.contenders import split_outside_quotes
+
+    if text is None:
+        return None
+    return tuple(part.strip() for part in split_outside_quotes(text, ",") if part.strip())
 
 
 def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalReport:

@@ -89,13 +89,14 @@ class EvalArguments(Params):
 
     def check_budgets(self) -> None:
         """Raises ConfigError for budgets that methods refuse, all of them at once."""
-        found = [one for context in self.contexts for one in self.refused(context)]
+        every = [one for context in self.contexts for one in self.refused(context)]
+        found = [one for one in every if not one.never]
         rivals = any(
             one.name != FULL for context in self.contexts for one in self.contenders(context)
         )
-        if not found or (self.skip_refused and rivals):
+        if rivals and (self.skip_refused or not found):
             return
-        reasons = list(dict.fromkeys(str(one.refused) for one in found))
+        reasons = list(dict.fromkeys(str(one.refused) for one in found or every))
         if not rivals:
             raise ConfigError(f"{reasons[0]}; no method is left to compare")
         names = list(dict.fromkeys(f"{one.name} at {one.budget}" for one in found))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.config import HybridConfig, budget_tokens
-from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.errors import ConfigError, NoBudgetError, unknown_name
 from hybrid_kv.plugins import METHODS
 
 FULL = "full"
@@ -23,21 +23,23 @@ class Contender:
 
     name: as it was asked for; budget: as it was asked for, None where it changes nothing. refused:
     why the method cannot be given the budget; `config` is then without it, and never run.
+    never: no budget would change that: the method takes none, or lacks what it runs with.
     """
 
     name: str
     budget: str | None
     config: HybridConfig
     refused: str | None = None
+    never: bool = False
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
-    """'quest:dense_layers=2:page_size=8' -> its name and settings.
+    """'quest:dense_layers=2:page_size=8' -> its name and settings; a value may stand in quotes.
 
     Raises:
-        ConfigError: a part after the name is no setting.
+        ConfigError: a part after the name is no setting, or a quote has no end.
     """
-    name, *parts = text.split(":")
+    name, *parts = split_outside_quotes(text, ":")
     settings: dict[str, str] = {}
     for part in parts:
         key, equals, value = part.partition("=")
@@ -45,8 +47,34 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
             raise ConfigError(
                 f"'{text}' must be a name with settings like {name}:key=value, got '{part}'"
             )
-        settings[key.strip()] = value.strip()
+        settings[key.strip()] = _unquoted(value.strip())
     return name.strip(), settings
+
+
+def split_outside_quotes(text: str, separator: str) -> list[str]:
+    """'a:b="1,2",c' at ',' -> ['a:b="1,2"', 'c']; a quote begins a part or a value.
+
+    Raises:
+        ConfigError: a quote has no end.
+    """
+    parts, quote = [""], ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"" and parts[-1].rstrip()[-1:] in ("", "="):
+            quote = letter
+        elif letter == separator:
+            parts.append("")
+            continue
+        parts[-1] += letter
+    if quote:
+        raise ConfigError(f"a quote must have an end, got {text}; close it with {quote}")
+    return parts
+
+
+def _unquoted(text: str) -> str:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
 
 
 def contenders(
@@ -94,7 +122,13 @@ def _under(
     name: str, plain: HybridConfig, own: Mapping[str, str], budget: str, context_tokens: int
 ) -> Contender:
     try:
+        plain.check_complete()
+    except ConfigError as error:
+        return Contender(name, budget, plain, str(error), never=True)
+    try:
         given = plain.at_budget(budget, context_tokens)
+    except NoBudgetError as error:
+        return Contender(name, budget, plain, str(error), never=True)
     except ConfigError as error:
         return Contender(name, budget, plain, str(error))
     return Contender(name, budget, given.replace(**own))

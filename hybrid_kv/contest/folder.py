@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -64,11 +65,13 @@ class ResultsFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
+        self._made_folder, self._made_manifest = not path.exists(), False
         self._lock = _locked(path)
         try:
             self._check_manifest(dict(settings))
             self.cells = {key_of(cell): cell for cell in self._read()}
         except BaseException:
+            self._leave_nothing_empty()
             self.close()
             raise
 
@@ -93,7 +96,19 @@ class ResultsFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and not self.cells:
+            self._leave_nothing_empty()
         self.close()
+
+    def _leave_nothing_empty(self) -> None:
+        """Removes what this run made: without results its settings would refuse the next run."""
+        with suppress(OSError):
+            if self._made_manifest:
+                (self.path / _MANIFEST).unlink(missing_ok=True)
+                (self.path / _CELLS).rmdir()
+            if self._made_folder:
+                (self.path / _LOCK).unlink(missing_ok=True)
+                self.path.rmdir()
 
     @staticmethod
     def _name(cell: Cell) -> str:
@@ -111,6 +126,7 @@ class ResultsFolder:
                     f"results folder '{self.path}' must be a new one or hold results, got one with "
                     f"{sorted(others)[0]} and no {_MANIFEST}; choose another"
                 )
+            self._made_manifest = True
             (self.path / _CELLS).mkdir()
             write_file(path, now.model_dump_json(indent=1) + "\n", "manifest")
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from time import perf_counter
@@ -151,11 +152,11 @@ def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iter
     needs = kv.method.needs
     try:
         with torch.inference_mode():
-            for layer, (k, v), seen in zip(
-                cache.layers, prompt.layers, prompt.evidence, strict=True
-            ):
-                assert isinstance(layer, HybridLayer)  # `SharedPrompt` has looked
+            tiered = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
+            for layer, (k, v), seen in zip(tiered, prompt.layers, prompt.evidence, strict=True):
                 layer.fill(k, v, tuple(row.narrowed(needs) for row in seen))
+            for layer_idx, state in prompt.others.items():
+                cache.layers[layer_idx].__dict__.update(deepcopy(state))
         kv.work = Work()
         yield cache
     finally:

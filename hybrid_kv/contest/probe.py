@@ -67,7 +67,7 @@ class Probe:
                 k, v = torch.cat([later[0], k], 1), torch.cat([later[1], v], 1)
             self._later[layer_idx] = k, v
         later = self._later[layer_idx]
-        k, v = (tensor[0] for tensor in self._prompt.layers[layer_idx])
+        k, v = (tensor[0] for tensor in self._prompt.of_layer(layer_idx))
         return torch.cat([k, later[0]], 1), torch.cat([v, later[1]], 1)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.hf_cache import HybridLayer
+from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.types import Evidence, LayerShape, Needs
@@ -49,20 +50,13 @@ class SharedPrompt:
     Args:
         needs: evidence that the methods ask for, all of it together.
 
-    Raises:
-        ConfigError: the model has layers that are not tiered.
+    Layers of transformers' own, such as those of a sliding window, are copied to every method.
     """
 
     def __init__(self, runtime: Attachment, context: Sequence[int], needs: Needs) -> None:
         self._model, self._count = runtime.model, len(context)
         self._ids: list[int] = []
         self._cache = runtime.cache(HybridConfig(method="full"))
-        for idx, layer in enumerate(self._cache.layers):
-            if not isinstance(layer, HybridLayer):
-                raise ConfigError(
-                    "methods are compared on models whose layers all attend to the whole context, "
-                    f"got layer {idx} that does not; choose another model"
-                )
         self._cache.kv = self._kv = _OpenPrompt(runtime.info, HybridConfig(method="full"))
         self._kv.watch(needs)
         self._kv.reserve(self._count)
@@ -76,6 +70,11 @@ class SharedPrompt:
             ids,
             tuple((view.k, view.v) for view in views.values()),
             tuple(self._kv.layers[idx].evidence() for idx in views),
+            {
+                idx: deepcopy(layer.__dict__)
+                for idx, layer in enumerate(self._cache.layers)
+                if not isinstance(layer, HybridLayer)
+            },
         )
 
     def with_question(self, ids: Sequence[int]) -> tuple[PrefilledPrompt, int]:
@@ -83,12 +82,15 @@ class SharedPrompt:
 
         Good until the next question.
         """
-        before = [layer.watched() for layer in self._kv.open_layers]
+        before, place = (
+            [layer.watched() for layer in self._kv.open_layers],
+            ReturnPoint(self._cache),
+        )
         try:
             logits = self._feed(ids)
             return self.context(), int(logits[0, -1].argmax())
         finally:
-            self._cache.crop(self._count - self._cache.get_seq_length())
+            place.go_back()
             del self._ids[self._count :]
             for layer, collected in zip(self._kv.open_layers, before, strict=True):
                 layer.unwatch(collected)

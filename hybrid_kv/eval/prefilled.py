@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +21,18 @@ from hybrid_kv.types import Evidence, Needs
 class PrefilledPrompt:
     """A prompt with its KV and what was seen of its queries.
 
-    layers: one (k, v) of [1, Hkv, N, D] each; evidence: of each layer.
+    layers: one (k, v) of [1, Hkv, N, D] each; evidence: of each layer. others: by number what the
+    layers hold that are transformers' own, such as a sliding window; no others have a number there.
     """
 
     ids: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
     evidence: tuple[tuple[Evidence, ...], ...]
+    others: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+
+    def of_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The (k, v) of a layer of the model."""
+        return self.layers[layer_idx - sum(other < layer_idx for other in self.others)]
 
 
 def prefill(

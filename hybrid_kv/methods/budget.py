@@ -32,6 +32,7 @@ def split_budget(tokens: int, page_size: int, *, least: int = 1) -> Split:
     """A page of sinks, a window of a fourth of the budget, at least a page, and the rest.
 
     What is recent reaches half a page beyond the window on average, because it leaves page by page.
+    Where a budget is too small for that, the window is given up, and then the sinks.
 
     Args:
         least: the rest must be so many.
@@ -39,13 +40,12 @@ def split_budget(tokens: int, page_size: int, *, least: int = 1) -> Split:
     Raises:
         ConfigError: it is not.
     """
-    sinks, newest = page_size, page_size // 2
+    newest = page_size // 2
     window = max(page_size, tokens // _WINDOW_SHARE // page_size * page_size)
-    rest = tokens - sinks - window - newest
-    if rest < least:
-        needed = 2 * page_size + newest + least
-        raise ConfigError(
-            f"a budget must be at least {needed} tokens for sinks, window and {least} to choose, "
-            f"with pages of {page_size}, got {tokens}; raise it or lower page_size"
-        )
-    return Split(sinks, window, rest)
+    for split in ((page_size, window), (page_size, 0), (0, 0)):
+        if (rest := tokens - sum(split) - newest) >= least:
+            return Split(*split, rest)
+    raise ConfigError(
+        f"a budget must be at least {newest + least} tokens for the newest and {least} to choose, "
+        f"with pages of {page_size}, got {tokens}; raise it or lower page_size"
+    )

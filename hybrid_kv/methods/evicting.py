@@ -51,18 +51,23 @@ class Evicting(Demoting):
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
-        """Sinks and window stay as they are; with demote "offload" the rest is halved: what is kept
-        and what is found. What is recent reaches half a page beyond the window on average.
+        """Sinks and window stay as they are, or are given up page by page where a budget is too
+        small for them; with demote "offload" the rest is halved: what is kept and what is found.
+        What is recent reaches half a page beyond the window on average.
         """
-        always = params.sink_tokens + params.window_tokens
-        rest = tokens - always - page_size // 2
-        found = rest // 2 if params.demote == "offload" else 0
-        if rest - found < 1 or (params.demote == "offload" and found < 1):
+        newest, least = page_size // 2, 2 if params.demote == "offload" else 1
+        sinks, window = params.sink_tokens, params.window_tokens
+        while tokens - sinks - window - newest < least and sinks + window:
+            window, sinks = max(0, window - page_size), sinks if window else 0
+        rest = tokens - sinks - window - newest
+        if rest < least:
             raise ConfigError(
-                f"a budget must be more than {tokens - rest} tokens for sinks, window and some to "
-                f"keep, with pages of {page_size}, got {tokens}; raise it or lower window_tokens"
+                f"a budget must be at least {newest + least} tokens for the newest and {least} to "
+                f"keep, with pages of {page_size}, got {tokens}; raise it or lower page_size"
             )
-        update: dict[str, Any] = {"budget_tokens": always + rest - found}
+        found = rest // 2 if params.demote == "offload" else 0
+        update: dict[str, Any] = {"sink_tokens": sinks, "window_tokens": window}
+        update["budget_tokens"] = sinks + window + rest - found
         if found:
             cold = params.cold.model_copy(update={"top_k": found, "max_tokens": None})
             update["cold"] = cold

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -10,7 +12,7 @@ from hybrid_kv.config import BudgetField
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.evicting import Evicting, EvictingParams
-from hybrid_kv.methods.retaining_heads import RetainingHeads
+from hybrid_kv.methods.retaining_heads import NO_HEADS, RetainingHeads
 from hybrid_kv.methods.scores import best
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, ModelInfo, Needs
@@ -40,6 +42,11 @@ class Locret(Evicting):
 
         heads: str = ""
         budget_tokens: BudgetField = 6000
+
+    @classmethod
+    def lacks(cls, params: Any) -> str | None:
+        chooses = params.budget_tokens != "all"
+        return NO_HEADS if chooses and not params.heads else None
 
     @property
     def needs(self) -> Needs:

@@ -18,6 +18,7 @@ _WAY_OUT = (
     "name a .safetensors or PyTorch file with layers.N.self_attn.fc1.weight and fc2.weight for "
     "each layer N, as Locret's training writes it, or choose 'snapkv', which needs none"
 )
+NO_HEADS = f"heads must be a file of trained heads, got none; {_WAY_OUT}"
 
 
 class RetainingHeads:
@@ -33,9 +34,9 @@ class RetainingHeads:
         Raises:
             ConfigError: there is no such file, or these are no heads of this model.
         """
-        name = f"heads '{path}'" if path else "heads"
         if not path:
-            raise ConfigError(f"heads must be a file of trained heads, got none; {_WAY_OUT}")
+            raise ConfigError(NO_HEADS)
+        name = f"heads '{path}'"
         try:
             file = Path(path)
             safe = file.suffix == ".safetensors"

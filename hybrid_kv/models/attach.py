@@ -107,6 +107,7 @@ class Attachment:
         """Asks the model, once, what somebody has a use for beside its shapes: how queries turn,
         how they can be computed early, and the output projections.
         """
+        config.check_complete()
         method = config.build()
         needs = method.needs
         foresight = method.foresight

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.config import budget_tokens
+from hybrid_kv.config import HybridConfig, budget_tokens
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.contenders import contenders, parse_spec
+from hybrid_kv.contest.contenders import contenders, parse_spec, split_outside_quotes
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.plugins import METHODS
+from hybrid_kv.methods.streaming_llm import StreamingLLM
+from hybrid_kv.plugins import METHODS, Method
 
 
 def asked(**values: Any) -> EvalArguments:
@@ -58,12 +59,60 @@ def test_settings_stand_behind_a_name() -> None:
         parse_spec("quest:dense")
 
 
+def test_a_value_with_a_comma_or_a_colon_stands_in_quotes() -> None:
+    """Regression: commas part methods, so that no list could be given to one."""
+    text = "tidal_decode:selection_layers='2,13',headkv:heads=\"c:\\a,b.json\",quest:page_size=it's"
+    specs = split_outside_quotes(text, ",")
+    assert [parse_spec(one) for one in specs] == [
+        ("tidal_decode", {"selection_layers": "2,13"}),
+        ("headkv", {"heads": "c:\\a,b.json"}),
+        ("quest", {"page_size": "it's"}),
+    ]
+    _, own = contenders(specs[:1], ["5%"], 4096, {})
+    assert own.config.selection_layers == (2, 13)
+    with pytest.raises(ConfigError, match="a quote must have an end, got quest:a='1,2; close it"):
+        split_outside_quotes("quest:a='1,2", ",")
+
+
+class Unbudgeted(StreamingLLM):
+    """A plug-in that says nothing of budgets."""
+
+    at_budget = classmethod(Method.at_budget.__func__)  # type: ignore[attr-defined]
+
+
+def test_who_takes_no_budget_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
+    METHODS.register("unbudgeted")(Unbudgeted)
+    found = asked(methods=("unbudgeted", "locret", "quest"))
+    assert [one.name for one in found.contenders(4096)] == ["full", "quest"]
+    refused = {one.name: str(one.refused) for one in found.refused(4096)}
+    assert "Unbudgeted does not say how a budget of tokens sets" in refused["unbudgeted"]
+    assert "method 'locret': heads must be a file of trained heads" in refused["locret"]
+    with pytest.raises(ConfigError, match=r"Unbudgeted does not say.*no method is left to compare"):
+        asked(methods=("unbudgeted",))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_one_percent_of_3400_tokens_is_a_budget(method: str) -> None:
+    """Regression: 34 tokens were refused with pages of 16."""
+    config = HybridConfig(method=method, **({"heads": "heads.pt"} if method == "locret" else {}))
+    given = config.at_budget("1%", 3400)
+    assert HybridConfig(**given.flat()) == given
+    resident = [getattr(given.params, name, 0) for name in ("sink_tokens", "window_tokens")]
+    assert given == config or sum(resident) < 34, "a codec attends everything"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"methods": ("qest",)}, "unknown method 'qest'; did you mean 'quest'"),
     ({"tasks": ("key_valu",)}, "unknown task 'key_valu'; did you mean 'key_value'"),
     ({"tasks": ("passkey:records",)}, "'passkey:records' must be a name with settings"),
     ({"settings": {"cold.nprobe": 1}, "methods": ("quest",)}, "setting of the methods"),
-    ({"budgets": ("1%",), "contexts": (1024,), "methods": ("hybrid",)}, "budget 1% of 1024 tokens"),
+    (
+        {"budgets": (".5%",), "contexts": (1024,), "methods": ("hybrid",)},
+        "budget .5% of 1024 token",
+    ),
     ({"budgets": ()}, "budgets must name one at least"),
     ({"question": "later"}, "arguments of the evaluation: question"),
     ({"samples": 0}, "arguments of the evaluation: samples"),
@@ -79,7 +128,7 @@ def test_what_cannot_be_compared_is_refused_at_once(values: dict[str, Any], text
 
 SMALL: dict[str, Any] = {
     "methods": ("hybrid", "quest", "streaming_llm"),
-    "budgets": ("1%", "10%"),
+    "budgets": ("0.5%", "10%"),
     "contexts": (1024,),
 }
 
@@ -88,7 +137,7 @@ def test_all_that_is_refused_is_named_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as refusal:
         asked(**SMALL)
     text = str(refusal.value)
-    assert "(as are quest at 1%, streaming_llm at 1%)" in text
+    assert "(as are quest at 0.5%, streaming_llm at 0.5%)" in text
     assert text.endswith("or leave out what is refused with --skip-refused")
 
 
@@ -97,15 +146,15 @@ def test_what_is_refused_is_left_out_by_name_where_that_was_asked() -> None:
     kept = [(one.name, one.budget) for one in found.contenders(1024)]
     assert kept == [("full", None), *((name, "10%") for name in SMALL["methods"])]
     left_out = found.refused(1024)
-    assert [(one.name, one.budget) for one in left_out] == [(m, "1%") for m in SMALL["methods"]]
-    assert "budget 1% of 1024 tokens cannot be given to quest" in str(left_out[1].refused)
+    assert [(one.name, one.budget) for one in left_out] == [(m, "0.5%") for m in SMALL["methods"]]
+    assert "budget 0.5% of 1024 tokens cannot be given to quest" in str(left_out[1].refused)
 
 
 def test_skipping_excuses_neither_a_wrong_budget_nor_one_that_leaves_no_method() -> None:
     with pytest.raises(ConfigError, match="must be a share of the context such as 5%"):
         asked(**{**SMALL, "budgets": ("10%", "much")}, skip_refused=True)
     with pytest.raises(ConfigError, match="no method is left to compare"):
-        asked(**{**SMALL, "budgets": ("1%",)}, skip_refused=True)
+        asked(**{**SMALL, "budgets": ("0.5%",)}, skip_refused=True)
 
 
 def test_names_of_groups_are_spelled_out() -> None:

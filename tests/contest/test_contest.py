@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.contest.run import Contest
+from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.errors import MethodError
 from hybrid_kv.methods import Quest
 from hybrid_kv.report.evaluation import Cell, EvalRow
+from hybrid_kv.types import Needs
+from scripts.needle.tokenizer import build_tokenizer
 
 ASKED: dict[str, Any] = {
     "tasks": ("key_value:records=9", "perplexity:then=21:step=8"),
@@ -144,3 +148,53 @@ def test_a_method_that_fails_ends_no_other_and_is_tried_again(
     again: list[str] = []
     evaluate(llm, few, tmp_path / "results", lambda cell, *_: again.append(cell.method))
     assert again == ["quest", "quest"]
+
+
+def sliding_model(folder: Path) -> Path:
+    """A random Gemma 3 that reads the needle language, with a window of 24 tokens."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=24,
+        layer_types=kinds,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_layers_with_a_sliding_window_are_copied_to_every_method(tmp_path: Path) -> None:
+    """Regression: such models were refused."""
+    folder = sliding_model(tmp_path / "model")
+    with hkv.load(folder, dtype="float32", config="full") as llm:
+        asked = arguments(folder, methods=("hybrid", "quest"))
+        cells = evaluate(llm, asked, tmp_path / "results")
+        assert {cell.error for cell in cells} == {None}
+        rows = [*rows_of(cells)]
+        full, quest = row(rows, "full", "none"), row(rows, "quest", "none")
+        assert full.kl is not None
+        assert quest.kl is not None
+        assert (full.kl.mean, quest.kl.mean > 0) == (0, True)
+        assert full.counters.missed_mass is not None
+        assert full.counters.missed_mass < 1e-5
+        context, question = list(range(20, 121)), [5, 6, 40, 50]
+        shared = SharedPrompt(llm.runtime, context, Needs())
+        for _ in range(2):  # a question leaves no trace for the next
+            for asked_ids in (question[:2], question):
+                _, first = shared.with_question(asked_ids)
+                with torch.inference_mode():
+                    plain_logits = llm.model(torch.tensor([context + asked_ids])).logits[0, -1]
+                assert first == int(plain_logits.argmax())

@@ -49,6 +49,35 @@ def test_cells_come_back_as_they_were(tmp_path: Path) -> None:
         assert folder.cells[key_of(cell("quest", 1))] == cell("quest", 1)
 
 
+def test_a_run_that_is_refused_leaves_no_folder_that_refuses_the_next(tmp_path: Path) -> None:
+    """Regression: its manifest stayed, and the corrected run was of other settings."""
+    path, other = tmp_path / "results", {**SETTINGS, "model": "nedle"}
+    with pytest.raises(ConfigError, match="no such model"), ResultsFolder(path, other):
+        raise ConfigError("no such model")
+    assert not path.exists()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="no such model"), ResultsFolder(path, other):
+        raise ConfigError("no such model")
+    assert path.is_dir()
+    filled(path)
+    with pytest.raises(ConfigError, match="again"), ResultsFolder(path, SETTINGS):
+        raise ConfigError("again")
+    with ResultsFolder(path, SETTINGS) as folder:
+        assert len(folder.cells) == 4, "results stay"
+
+
+def test_a_run_that_breaks_off_keeps_its_first_cell(tmp_path: Path) -> None:
+    def broken_off() -> None:
+        with ResultsFolder(tmp_path / "results", SETTINGS) as folder:
+            folder.add(cell())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    with ResultsFolder(tmp_path / "results", SETTINGS) as folder:
+        assert len(folder.cells) == 1
+
+
 def test_a_cell_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     path = filled(tmp_path / "results")
     again = cell().model_copy(update={"error": "it broke"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import LayerShape
+from tests.contracts.architectures import build
 from tests.drive_method import ROTARY, drive
 from tests.methods.eviction import PROMPT, Array, Heads, kept_sets, method, run, top
 from tests.trained_heads import draw_heads
@@ -105,6 +108,26 @@ def test_a_file_of_another_kind_or_model_is_refused(tmp_path: Path, file: str) -
     saved(path, LayerShape(0, 6, 2, 64))
     with pytest.raises(ConfigError, match=r"fc1 \[R, 720\] and fc2 \[2, R\], got \[24, 640\]"):
         drive(method("locret", heads=str(path)), rotary=ROTARY)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "locret"},
+        {"method": "by_layer", "layers": {"0": "locret", "rest": "full"}},
+        {"method": "chain", "first": "locret"},
+    ],
+)
+def test_without_trained_heads_it_is_refused_before_a_model_is_loaded(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the weights were loaded and the prompt computed first."""
+    monkeypatch.setattr("hybrid_kv.api.llm.load_model", lambda *_, **__: pytest.fail("was loaded"))
+    wanted = r"method 'locret': heads must be a file of trained heads, got none; name"
+    with pytest.raises(ConfigError, match=wanted):
+        hkv.load("random:llama-3-8b", config=config)
+    with pytest.raises(ConfigError, match=wanted):
+        hkv.attach(build("llama"), config)
 
 
 def test_a_model_that_cannot_be_turned_back_is_refused(tmp_path: Path) -> None:
