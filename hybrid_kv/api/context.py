@@ -135,10 +135,11 @@ class Context:
         return cls(llm, cache, ids, messages)
 
     @classmethod
-    def opened(cls, llm: Model, path: str | Path) -> Context:
+    def opened(cls, llm: Model, path: str | Path, *, verify: bool | None = None) -> Context:
         """What `save` wrote; see `LLM.open`."""
         with _new_cache(llm) as cache:
-            opened = open_context(path, cache, llm.model, llm.tokenizer, llm.runtime.device)
+            made_with = llm.model, llm.tokenizer, llm.runtime.device
+            opened = open_context(path, cache, *made_with, verify=verify)
             messages = None
             if opened.messages is not None:
                 messages = AskedMessages(llm.require_chat_template(), checked(opened.messages))

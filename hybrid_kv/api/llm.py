@@ -143,12 +143,16 @@ class LLM:
         asked = AskedMessages(self.require_chat_template(), checked(prompt))
         return Context.prefilled(self, self.encode(asked.before_question()), asked)
 
-    def open(self, path: str | Path) -> Context:
+    def open(self, path: str | Path, *, verify: bool | None = None) -> Context:
         """A context that `Context.save` wrote, without prefill; asks give what they gave there.
 
         Its index is read, not built; keys and values are read from the file as they are needed, so
-        do not change the folder meanwhile (saving to it again is no change). Keys and values are
-        checked by their sizes, all else by checksums; `hybrid_kv.saved.verify_context` checks all.
+        do not change the folder meanwhile (saving to it again is no change). A file that was cut is
+        an error of the next call.
+
+        Args:
+            verify: compare every byte with its checksum; None does so up to 256 MiB. Otherwise keys
+                and values are checked by their sizes, all else by checksums.
 
         Raises:
             OtherContextError: it was made with another model, tokenizer, dtype or page size, or
@@ -158,7 +162,7 @@ class LLM:
             ReadError: it is not there or cannot be read.
             CapacityError, DeviceMemoryError: what stays resident does not fit.
         """
-        return Context.opened(self, path)
+        return Context.opened(self, path, verify=verify)
 
     def encode(self, prompt: Prompt) -> Tensor:
         """Token ids [1, tokens] on the model's device; of messages with what begins the answer."""

@@ -329,7 +329,10 @@ class TieredCache(Cache):
 
         Raises:
             UnsupportedModelError: a layer stored keys and then attended without asking us.
+            FileFormatError: a file in which entries lie was cut.
         """
+        if (check_source := self.kv.check_source) is not None:
+            check_source()
         self._state.in_forward = True
         tiered = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
         before = [layer.mark() for layer in tiered]

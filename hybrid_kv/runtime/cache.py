@@ -61,6 +61,7 @@ class KVCache:
 
     layers: by index, from the beginning. more_prompt: set while a prompt comes in pieces, however
         short the last one. places: takes where steps of one row and token look; None for nobody.
+        check_source: raises where memory that entries lie in is gone, as of a file that was cut.
 
     Args:
         executor: shared with other caches, whose owner closes it; None for one of its own, as
@@ -90,6 +91,7 @@ class KVCache:
         self.layers = self._new_layers()
         self.auditor = self._new_auditor()
         self.places: Places | None = None
+        self.check_source: Callable[[], None] | None = None
 
     def _of_one_conversation(self) -> dict[str, Any]:
         """What the layers share until `reset`."""
@@ -395,6 +397,7 @@ class KVCache:
         if self.auditor is not None:
             self.auditor.close()
         self.auditor = self._new_auditor()
+        self.check_source = None
 
     def close(self) -> None:
         """Gives everything back: what is stored, and index builds that are not done."""

@@ -22,6 +22,7 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import HeldExtent, HeldLayer, KVCache
 from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
 from hybrid_kv.saved.identity import check_identity, ids_hash
+from hybrid_kv.saved.in_use import OpenFiles
 from hybrid_kv.saved.manifest import (
     Manifest,
     SavedExtent,
@@ -34,6 +35,10 @@ from hybrid_kv.saved.manifest import (
 )
 from hybrid_kv.saved.rounding import unrounded
 from hybrid_kv.store.aging import Aging
+
+VERIFIED_BYTES = 256 * 2**20
+"""Up to so many bytes all checksums are compared when a context is opened: a fraction of a second,
+where reading all of a large one would take longer than its first answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,17 @@ def open_context(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
+    *,
+    verify: bool | None = None,
 ) -> Opened:
     """Fills an empty cache with what `save_context` wrote.
 
     Cold keys and values are looked at where they lie in the file, resident ones are copied to
-    `device`.
+    `device`. Every forward looks first whether the files still have their sizes.
+
+    Args:
+        verify: compare all blocks with their checksums; None where all together have at most
+            `VERIFIED_BYTES`. Ids, text, indexes and what a method keeps are compared in any case.
 
     Raises:
         ConfigError: the model lies on several devices.
@@ -73,7 +84,7 @@ def open_context(
         manifest = read_manifest(root)
         check_identity(root, manifest, model, tokenizer, cache.kv.config)
         try:
-            opened, layers, windows = _read(root, manifest, cache, device)
+            opened, layers, windows = _read(root, manifest, cache, device, verify)
         except FileFormatError:
             if read_manifest(root).folder == manifest.folder:
                 raise
@@ -86,15 +97,21 @@ def open_context(
             sliding = cache.layers[window.layer_idx]
             assert isinstance(sliding, SlidingLayer)
             sliding.take(k, v, window.length, device)
+        cache.kv.check_source = OpenFiles.of(root, manifest).check
         return opened
 
 
 def _read(
-    root: Path, manifest: Manifest, cache: TieredCache, device: torch.device
+    root: Path, manifest: Manifest, cache: TieredCache, device: torch.device, verify: bool | None
 ) -> tuple[Opened, dict[int, HeldLayer], list[tuple[SavedWindow, tuple[Tensor, Tensor]]]]:
     with _refusing(root):
+        if verify is None:
+            verify = sum(block.num_bytes for block in manifest.blocks.values()) <= VERIFIED_BYTES
         for name in manifest.blocks:
-            manifest.path_of(root, name)
+            if verify:
+                _check(root, manifest, name)
+            else:
+                manifest.path_of(root, name)
         opened = _read_text(root, manifest)
         kinds = {number: type(layer) for number, layer in enumerate(cache.layers)}
         saved_kinds: dict[int, type] = {saved.layer_idx: HybridLayer for saved in manifest.layers}
@@ -205,6 +222,12 @@ class _Reader:
             for name in ("k", "v"):
                 tensors[name] = unrounded(tensors[name], tensors[f"{name}_scales"], dtype)
         shape = self._kv.layers[saved.layer_idx].shape
+        if (saved.num_kv_heads, saved.head_dim) != (shape.num_kv_heads, shape.head_dim):
+            raise ValueError(
+                f"layer {saved.layer_idx} is said to have {saved.num_kv_heads} KV heads of "
+                f"{saved.head_dim} channels, the model's has {shape.num_kv_heads} of "
+                f"{shape.head_dim}"
+            )
         expected = (shape.num_kv_heads, saved.num_entries, shape.head_dim)
         for name in ("k", "v"):
             if tensors[name].shape != expected or tensors[name].dtype != dtype:

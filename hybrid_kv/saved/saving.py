@@ -71,9 +71,12 @@ def save_context(
     Raises:
         ConfigError: something else lies there, or something here has no form in a file.
         WriteError: it cannot be written; what was there before still is.
+        FileFormatError: what it was opened from was cut.
     """
     kv = cache.kv
     check_layers(cache)
+    if kv.check_source is not None:
+        kv.check_source()
     for layer_idx in kv.layers:
         kv.seal_if_open(layer_idx)
     with replacing(path) as (root, folder):

@@ -14,7 +14,18 @@ from hybrid_kv.rotary import Samples
 
 PROMPT, LATEST, SPREAD = 768, 512, 768
 """Positions that are learned from again: of the prompt's samples, the latest that were asked, and
-at most so many of those between."""
+at most so many of those between. Fewer of a short context; see `room`."""
+_LEAST = 32
+
+
+def room(most: int, num_keys: int, group: int) -> int:
+    """How many of `most` positions are kept beside so many keys.
+
+    All of PROMPT, LATEST and SPREAD together are no more rows of queries than there are keys, half
+    of what keys and values take: else those of a short context would be several times its size.
+    """
+    every = PROMPT + LATEST + SPREAD
+    return min(most, max(_LEAST, most * num_keys // (every * group)))
 
 
 class AskedQuery(NamedTuple):
@@ -50,11 +61,12 @@ class AskedQueries:
     def take(self, asked: AskedQuery) -> None:
         """Takes what was asked behind all others."""
         self.latest.append(asked)
-        if len(self.latest) <= LATEST:
+        own = asked.num_keys, asked.queries.shape[1]
+        if len(self.latest) <= room(LATEST, *own):
             return
         older = self.latest.popleft()
         if self._passed % self._stride == 0:
-            if len(self.spread) == SPREAD:
+            if len(self.spread) >= room(SPREAD, *own):
                 self.spread, self._stride = self.spread[::2], 2 * self._stride
             self.spread.append(older)
         self._passed += 1
@@ -87,9 +99,9 @@ class Aging:
 
     def __init__(self, samples: Samples, num_keys: int, prompt_keys: int | None = None) -> None:
         self.num_keys, self.stand = num_keys, samples.describe()
-        self.prompt = samples.thinned(PROMPT)
         self.prompt_keys = num_keys if prompt_keys is None else prompt_keys
         self.group = samples.queries.shape[1]
+        self.prompt = samples.thinned(room(PROMPT, self.prompt_keys, self.group))
         self.asked = AskedQueries()
 
     def behind(self, count: int) -> Aging:

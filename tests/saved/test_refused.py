@@ -22,7 +22,7 @@ from hybrid_kv.errors import (
     ReadError,
     WriteError,
 )
-from hybrid_kv.saved import verify_context
+from hybrid_kv.saved import opening, verify_context
 from tests.models.folder import model, tokenizer
 from tests.saved.scene import INDEXES, SMALL, TEXT, blocks_of, flip, loaded, long_model, rewrite
 
@@ -181,6 +181,48 @@ def test_opening_finds_what_it_reads(llm: hkv.LLM, saved: Path, name: str) -> No
         llm.open(saved)
 
 
+def test_a_flipped_bit_in_keys_is_found_when_a_context_is_opened(
+    llm: hkv.LLM, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a size, or where it is asked for: a large one is opened without being read."""
+    path = blocks_of(saved) / "layer-0001.safetensors"
+    flip(path, path.stat().st_size - 200)
+    with pytest.raises(FileFormatError, match=r"the checksum of block 'layer-0001\.safetensors'"):
+        llm.open(saved)
+    llm.open(saved, verify=False).ask("?", max_new_tokens=1)
+    total = sum(block.stat().st_size for block in blocks_of(saved).iterdir())
+    monkeypatch.setattr(opening, "VERIFIED_BYTES", total - 1)
+    llm.open(saved)
+    with pytest.raises(FileFormatError, match="the checksum of block"):
+        llm.open(saved, verify=True)
+    monkeypatch.setattr(opening, "VERIFIED_BYTES", total)
+    with pytest.raises(FileFormatError, match="the checksum of block"):
+        llm.open(saved)
+
+
+def test_a_block_that_is_cut_while_it_is_open_is_an_error(
+    llm: hkv.LLM, saved: Path, tmp_path: Path
+) -> None:
+    """Whoever reads a page that is not there any more is killed by SIGBUS."""
+    opened = llm.open(saved)
+    fork = opened.fork()
+    before = opened.ask("?", max_new_tokens=2).text
+    path = blocks_of(saved) / "layer-0001.safetensors"
+    whole = path.read_bytes()
+    os.truncate(path, 4096)
+    for use in (
+        lambda: opened.ask("?", max_new_tokens=2),
+        lambda: fork.ask("?", max_new_tokens=2),
+        lambda: opened.save(tmp_path / "b.hkv"),
+    ):
+        with pytest.raises(FileFormatError, match="was cut while it was open: block 'layer-0001"):
+            use()
+    path.write_bytes(whole)
+    assert opened.ask("?", max_new_tokens=2).text == before
+    path.unlink()  # what is mapped stays
+    assert opened.ask("?", max_new_tokens=2).text == before
+
+
 @pytest.mark.parametrize("name", ["layer-0000.safetensors", "layer-0001-extent-0.index"])
 def test_a_block_that_is_cut_off_or_gone_is_refused(llm: hkv.LLM, saved: Path, name: str) -> None:
     path = blocks_of(saved) / name
@@ -260,6 +302,15 @@ def test_symbolic_links_inside_are_refused(llm: hkv.LLM, saved: Path, where: str
 def test_counts_that_do_not_fit_together_are_refused(llm: hkv.LLM, saved: Path) -> None:
     rewrite(saved, lambda content: content["layers"][0].update(num_first=10**6))
     with pytest.raises(FileFormatError, match="layer 0 counts its entries wrongly"):
+        llm.open(saved)
+
+
+@pytest.mark.parametrize("wrong", [{"num_kv_heads": 1}, {"num_kv_heads": 7}, {"head_dim": 6}])
+def test_another_shape_with_a_checksum_that_fits_is_refused(
+    llm: hkv.LLM, saved: Path, wrong: dict[str, int]
+) -> None:
+    rewrite(saved, lambda content: content["layers"][1].update(wrong))
+    with pytest.raises(FileFormatError, match=r"layer 1 is said to have \d KV heads of \d+ chan"):
         llm.open(saved)
 
 

@@ -10,6 +10,8 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import LATEST, PROMPT, SPREAD, Aging
 from hybrid_kv.store.live_index import InlineRunner, LiveIndex
 
+KEYS = PROMPT + LATEST + SPREAD
+
 
 def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in() -> None:
     """A context that was made in inference mode could not be asked outside of it."""
@@ -22,7 +24,7 @@ def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in()
 
 def test_no_more_of_a_prompt_is_kept_than_is_learned_from_again() -> None:
     samples = Samples(torch.randn(2, 3, 2 * PROMPT + 5, 8))
-    aging = Aging(samples, 100)
+    aging = Aging(samples, 3 * (PROMPT + LATEST + SPREAD))
     assert aging.memory_bytes == 2 * 3 * PROMPT * 8 * 4
     renewed = aging.renew(200).queries
     assert renewed.shape == (2, 3, PROMPT, 8)
@@ -32,17 +34,17 @@ def test_no_more_of_a_prompt_is_kept_than_is_learned_from_again() -> None:
 
 @pytest.mark.parametrize("count", [LATEST, LATEST + SPREAD, LATEST + SPREAD + 1, 20000])
 def test_what_was_asked_is_kept_evenly_and_the_latest_whole(count: int) -> None:
-    aging = Aging(Samples(torch.full((1, 1, 4, 2), -1.0), torch.arange(4)), 100)
+    aging = Aging(Samples(torch.full((1, 1, 4, 2), -1.0), torch.arange(4)), KEYS)
     for number in range(count):
-        aging.note(torch.full((1, 1, 2), float(number)), 100 + number)
-    kept = [asked.num_keys - 100 for asked in aging.asked]
+        aging.note(torch.full((1, 1, 2), float(number)), KEYS + number)
+    kept = [asked.num_keys - KEYS for asked in aging.asked]
     assert kept[-LATEST:] == list(range(count - LATEST, count))
     spread = kept[:-LATEST]
     stride = spread[1] - spread[0] if spread else 1
     assert spread == list(range(0, count - LATEST, stride))
     assert min(SPREAD // 2, count - LATEST) <= len(spread) <= SPREAD
     # The latest, the prompt's and those between: what an index checks itself on comes last.
-    renewed = aging.renew(200 + count)
+    renewed = aging.renew(KEYS + 100 + count)
     asked = renewed.queries[0, 0, :, 0].tolist()
     assert asked == [*kept[-LATEST:], *[-1] * 4, *spread]
     assert renewed.positions is not None
@@ -50,12 +52,26 @@ def test_what_was_asked_is_kept_evenly_and_the_latest_whole(count: int) -> None:
     assert aging.memory_bytes == 8 * (4 + len(kept))
 
 
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_what_is_learned_from_is_a_share_of_the_keys_of_a_short_context(group: int) -> None:
+    """It was four to six times keys and values of a context of some hundred tokens."""
+    for num_keys in (300, 1001, 5003):
+        keys = 2 * num_keys * 8 * 4
+        samples = Samples(torch.randn(2, group, 2048, 8))
+        aging = Aging(samples, num_keys)
+        for _ in range(2000):
+            aging.note(torch.zeros(2, group, 8), num_keys)
+        least = 3 * 32 * 2 * group * 8 * 4
+        assert aging.memory_bytes <= max(keys, least)
+        assert aging.prompt.queries.shape[2] >= 32
+
+
 def test_two_indexes_keep_their_own_of_what_both_were_asked() -> None:
-    aging = Aging(Samples(torch.zeros(1, 1, 4, 2)), 100)
+    aging = Aging(Samples(torch.zeros(1, 1, 4, 2)), KEYS)
     for number in range(LATEST + 9):
-        aging.note(torch.zeros(1, 1, 2), 100 + number)
-    later = aging.behind(60)
-    aging.note(torch.zeros(1, 1, 2), 1000)
+        aging.note(torch.zeros(1, 1, 2), KEYS + number)
+    later = aging.behind(KEYS - 40)
+    aging.note(torch.zeros(1, 1, 2), 2 * KEYS)
     assert len(later.asked) == LATEST + 9
     assert [asked.num_keys for asked in later.asked][:2] == [40, 41]
 
