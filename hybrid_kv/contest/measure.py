@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,14 @@ class Place:
     runtime: Attachment
     facts: ModelFacts
     writer: Writer
+
+
+class ContextSource(Protocol):
+    """A context that methods read on from."""
+
+    def context(self) -> PrefilledPrompt:
+        """Its keys, values and evidence."""
+        ...
 
 
 @dataclass(slots=True)
@@ -106,23 +114,29 @@ def answers(
 def reading(
     place: Place,
     config: HybridConfig,
-    shared: SharedPrompt,
+    shared: ContextSource,
     prompt: Prompt,
     step: int,
     full: Tensor | None,
+    *,
+    looked: bool = True,
+    timed: int = _TIMED,
 ) -> tuple[dict[str, Any], Tensor]:
     """The fields of a `Cell` that reading on gives, and log-probabilities [tokens, vocabulary].
 
     Args:
         step: tokens read at once.
         full: those of full attention; None while they are computed.
+        looked: some steps go before for missed mass, output error and recall.
+        timed: so many steps of one token go before for their time and the bytes that they read.
     """
     tally, context = Tally(), shared.context()
     read, right = prompt.text[:-1], torch.tensor(prompt.text[1:])
     with _opened(place, config, context) as cache:
-        _look(place, cache, context, read[:1], tally)
+        if looked:
+            _look(place, cache, context, read[:1], tally)
         with rolled_back(cache):
-            for token in read[:_TIMED]:
+            for token in read[:timed]:
                 begin = perf_counter()
                 _feed(place, cache, [token])
                 tally.step_s.append(perf_counter() - begin)
