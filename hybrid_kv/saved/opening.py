@@ -108,16 +108,15 @@ def _read(
         if verify is None:
             verify = sum(block.num_bytes for block in manifest.blocks.values()) <= VERIFIED_BYTES
         for name in manifest.blocks:
-            if verify:
-                _check(root, manifest, name)
-            else:
-                manifest.path_of(root, name)
+            manifest.path_of(root, name)
         opened = _read_text(root, manifest)
         kinds = {number: type(layer) for number, layer in enumerate(cache.layers)}
         saved_kinds: dict[int, type] = {saved.layer_idx: HybridLayer for saved in manifest.layers}
         saved_kinds |= {saved.layer_idx: SlidingLayer for saved in manifest.windows}
         if saved_kinds != kinds:
             raise ValueError("it has other layers than the model")
+        for name in manifest.blocks if verify else ():
+            _check(root, manifest, name)
         reader = _Reader(root, manifest, cache.kv, device)
         windows = []
         for saved in manifest.windows:
