@@ -30,7 +30,7 @@ LEVELS = [
     {"store"},
     {"transfer"},
     {"watch"},
-    {"methods", "runtime"},
+    {"methods", "runtime", "testing"},
     {"models"},
     {"planning", "saved"},
     {"report"},

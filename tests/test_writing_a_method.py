@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.plugins import METHODS
+from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.registry import load_plugin
+from hybrid_kv.testing import check_index, check_method
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import expected, greedy, prompt
 from tests.drive_method import drive
@@ -21,17 +22,25 @@ TEXT = (Path(__file__).parents[1] / "docs/writing-a-method.md").read_text()
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    found = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert found is not None
-    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
-    path = tmp_path / "my_method.py"
-    path.write_text(found[1])
-    load_plugin(str(path))
-    return found[1]
+    found = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    for registry in (METHODS, INDEXES):
+        monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
+    for name, text in zip(("my_method", "my_index"), found, strict=True):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        load_plugin(str(path))
+    return str(found[0])
 
 
 def test_the_template_has_at_most_40_lines(code: str) -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
+
+
+def test_the_templates_pass_the_kit(code: str) -> None:
+    check_method("heaviest", budget=64)
+    check_index("strided")
+    config = hkv.HybridConfig(method="heaviest").at_budget("5%", 8000)
+    assert config.budget == 400 - 16 - 64 - 8
 
 
 def test_the_template_equals_full_attention_at_a_full_budget(code: str) -> None:

@@ -22,6 +22,7 @@ from hybrid_kv.cli.options import (
     Plugins,
     Settings,
     count,
+    each_of,
 )
 
 if TYPE_CHECKING:
@@ -165,15 +166,15 @@ def evaluate(
 
 def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) -> EvalArguments:
     from hybrid_kv.cli.settings import parse_settings, read_settings
+    from hybrid_kv.config import budget_tokens
     from hybrid_kv.contest.arguments import EvalArguments
 
+    each_of("--budget", asked.budget or "", lambda text: budget_tokens(text, 1))
     stored = read_settings(options.config) if options.config is not None else {}
     given = {
         "model": model,
         "tasks": _each(asked.tasks),
-        "contexts": None
-        if asked.context is None
-        else tuple(map(count, _each(asked.context) or ())),
+        "contexts": None if asked.context is None else each_of("--context", asked.context, count),
         "methods": _each(asked.methods),
         "budgets": _each(asked.budget),
         "question": asked.question,

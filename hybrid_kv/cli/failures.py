@@ -46,6 +46,7 @@ def _usage(error: Any) -> str:
         return f"error: unknown option '{error.option_name}'; {hint}{help_hint}"
     text = " ".join(error.format_message().split()).rstrip(".")
     text = re.sub(r"^Invalid value for '?([^':]+)'?: ", r"\1: ", text)
+    text = re.sub(r"^(\S+: )Value error, ", r"\1", text)
     text = re.sub(r"^Missing argument '?([^']+)'?", r"\1 is missing", text)
     return f"error: {text[0].lower() if text[:2].istitle() else text[0]}{text[1:]}; {help_hint}"
 

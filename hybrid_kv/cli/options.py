@@ -329,6 +329,20 @@ class OutputOptions:
         return self.json == "-"
 
 
+def each_of(option: str, text: str, parse: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The values of an option that takes several, parted by commas.
+
+    Raises:
+        ConfigError: one is wrong; the message begins with the option.
+    """
+    from hybrid_kv.errors import ConfigError
+
+    try:
+        return tuple(parse(part.strip()) for part in text.split(",") if part.strip())
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb with each parameter that is a group of options spread into single options."""
     hints = get_type_hints(verb, include_extras=True)

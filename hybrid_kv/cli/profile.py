@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +24,7 @@ from hybrid_kv.cli.options import (
     Plugins,
     Settings,
     count,
+    each_of,
 )
 
 if TYPE_CHECKING:
@@ -264,8 +265,8 @@ def _arguments(
         limit = SYNTHETIC_LIMIT_S
     given = {
         "model": model,
-        "contexts": None if asked.context is None else _each(asked.context, count),
-        "methods": None if asked.methods is None else _each(asked.methods, str),
+        "contexts": None if asked.context is None else each_of("--context", asked.context, count),
+        "methods": None if asked.methods is None else each_of("--methods", asked.methods, str),
         "fill": asked.fill,
         "layers": cut.layers,
         "new_tokens": asked.new_tokens,
@@ -278,10 +279,6 @@ def _arguments(
         "seed": asked.seed,
     }
     return ProfileArguments.of({key: value for key, value in given.items() if value is not None})
-
-
-def _each(text: str, parse: Callable[[str], Any]) -> tuple[Any, ...]:
-    return tuple(parse(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _refuse_beside_repeat(model: str | None, *groups: Any) -> None:

@@ -94,7 +94,7 @@ class EvalArguments(Params):
         rivals = any(
             one.name != FULL for context in self.contexts for one in self.contenders(context)
         )
-        if rivals and (self.skip_refused or not found):
+        if not every or (rivals and (self.skip_refused or not found)):
             return
         reasons = list(dict.fromkeys(str(one.refused) for one in found or every))
         if not rivals:

@@ -142,6 +142,10 @@ def test_conversation_needs_a_tokenizer() -> None:
         (("generate", "x", "y", "--top-p", "2"), "--top-p"),
         (("generate", "x", "--max-new-tokens", "0"), "at least 1"),
         (("methods", "hybird"), "did you mean 'hybrid'?"),
+        (("profile", "needle", "--context", "4k,0"), "error: --context: a count must be a whole"),
+        (("profile", "needle", "--new-tokens", "0"), "error: --new-tokens: a count must be a"),
+        (("eval", "x", "-o", "y", "--context", "0"), "error: --context: a count must be a whole"),
+        (("eval", "x", "-o", "y", "--budget", "5%,101%"), "error: --budget: a budget must be a"),
         (("demo", "--records", "9999999"), "num_records"),
     ],
 )

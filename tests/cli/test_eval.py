@@ -68,14 +68,14 @@ def test_a_second_run_measures_nothing_and_writes_the_same(done: Any, model: Pat
 
 def test_refused_budgets_are_named_and_the_others_measured(done: Any, model: Path) -> None:
     folder, _ = done
-    words = ("--budget", "80,10", "--samples", "1", "--skip-refused")
+    words = ("--budget", "80,7", "--samples", "1", "--skip-refused")
     before = results(folder)
     result = call("eval", model, *FEW, *words, "-o", folder)
     assert result.exit_code == 0, result.output
-    assert "left out: budget 10 of 301 tokens cannot be given to streaming_llm" in result.stderr
+    assert "left out: budget 7 of 301 tokens cannot be given to streaming_llm" in result.stderr
     full, kept, refusal = results(folder).rows
     assert (full, kept) == before.rows
-    assert (refusal.method, refusal.budget, refusal.refused) == ("streaming_llm", "10", True)
+    assert (refusal.method, refusal.budget, refusal.refused) == ("streaming_llm", "7", True)
     assert (refusal.score, refusal.samples) == (None, 0)
     assert "cannot be given to streaming_llm" in (folder / "index.html").read_text()
     assert "cannot be given to streaming_llm" in (folder / "results.csv").read_text()
@@ -126,7 +126,7 @@ def test_two_runs_into_one_folder_are_refused(
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--tasks", "pasky"), "unknown task 'pasky'; did you mean 'passkey'"),
     (("--methods", "snap"), "unknown method 'snap'"),
-    (("--budget", "1%"), "budget 1% of 4096 tokens cannot be given to quest: a budget must be at"),
+    (("--budget", "0.5%"), "budget 0.5% of 4096 tokens cannot be given to quest: a budget must be"),
     (("--budget", "much"), "a budget must be a share of the context such as 5%"),
     (("--question", "never"), "question: input should be 'after', 'before' or 'both'"),
     (("--tasks", "qa_2"), "task 'qa_2' is not written in the needle language"),
