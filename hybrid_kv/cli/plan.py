@@ -130,7 +130,9 @@ def _designs(made: Plan, card: str | None, cores: int) -> tuple[DesignStep, ...]
 
     host = Host(cores, *DESKTOP_GBPS)
     named = CARDS[card or made.machine.device]
-    return Designs(made.facts, made.context_tokens, named, made.machine.rates, host).all()
+    codes = next((one.code_bytes for one in made.options if one.code_bytes), None)
+    where = made.facts, made.context_tokens, named, made.machine.rates, host
+    return Designs(*where, code_bytes=codes).all()
 
 
 def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.planning.device_select import codes_bytes, select_bytes
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.planner import AIR_BYTES
 from hybrid_kv.planning.rates import Card, Rates
+from hybrid_kv.runtime.select import CODE_BYTES
 from hybrid_kv.types import LayerShape
 
 Place: TypeAlias = Literal["device", "bus", "host", "wait"]
@@ -37,11 +40,14 @@ _CALLER_MS = 2.0
 """Of `generate` around a step: masks, sampling, the model's own Python before its first kernel."""
 _CAPTURED_CALLER_MS = 0.5
 """The same around a step that is one captured graph: sampling alone."""
-_WINDOW, _TOP_K, _FOUND_SHARED = 4096, 100, 0.55
-"""Resident tokens; cold entries of a query head, and how many of a group's are distinct."""
-_CODE_BYTES = (32, 24, 16)
-"""Of a key on the device, the first that fits."""
+_DEFAULTS: Any = HybridConfig(method="hybrid")
+_WINDOW = _DEFAULTS.sink_tokens + _DEFAULTS.window_tokens
+_TOP_K, _FOUND_SHARED = 100, 0.55
+"""Cold entries of a query head, and how many of a group's are distinct."""
 _CANDIDATES = 200
+"""Found ahead for a query head on the host."""
+_SPILL_MS, _SPILL_LAUNCHES = 10.0, 1200
+"""Python and launches of the step in which all layers hand a page over to the host (estimates)."""
 _CONTEXT = 2**17
 _WALK_GROWTH = 0.6
 """Of the rows that a graph's search reads, in the number of keys (docs/lab.md)."""
@@ -211,7 +217,12 @@ def _found_bytes(shape: LayerShape, itemsize: int) -> float:
 
 
 class Designs:
-    """The designs for one model on one card beside one host, at one context."""
+    """The designs for one model on one card beside one host, at one context.
+
+    Args:
+        code_bytes: of a key on the device, as a plan with its prompt has chosen them; None for what
+            fits beside a step alone.
+    """
 
     def __init__(
         self,
@@ -221,9 +232,10 @@ class Designs:
         rates: Rates,
         host: Host,
         costs: HostCosts = HOST_COSTS,
+        code_bytes: int | None = None,
     ) -> None:
         self._facts, self._tokens, self._host, self._costs = facts, tokens, host, costs
-        self._card, self._rates = card, rates
+        self._card, self._rates, self._planned_codes = card, rates, code_bytes
         self._cold = max(0, tokens - _WINDOW)
         self._layers = len(facts.layers)
         self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token
@@ -235,7 +247,8 @@ class Designs:
             lambda: self._searched("graph on the host, look-ahead", "graph", ahead=True),
             lambda: self._searched("sketch on the host", "sketch"),
             lambda: self._searched("sketch on the host, look-ahead", "sketch", ahead=True),
-            self._on_device,
+            lambda: self._on_device(one_graph=False),
+            lambda: self._on_device(one_graph=True),
             self._streamed,
         )
         return tuple(make() for make in makers)
@@ -293,37 +306,56 @@ class Designs:
         travels = 2 * facts.dtype_bytes * sum(s.num_q_heads * s.head_dim for s in facts.layers)
         return self._step(name, parts, self._layers * kernels, trips, core_ms, read, travels)
 
-    def _on_device(self) -> DesignStep:
-        facts, cold = self._facts, self._cold
-        taken = facts.weight_bytes + self._resident + _CUDA_BYTES + AIR_BYTES
-        heads = sum(s.num_kv_heads for s in facts.layers)
-        sizes = [(size, size * cold * heads) for size in _CODE_BYTES]
-        fitting = [known for known in sizes if taken + known[1] <= self._card.memory_bytes]
-        code, codes = fitting[0] if fitting else sizes[-1]
-        ranked = sum(
-            s.num_kv_heads * _CANDIDATES * s.head_dim * facts.dtype_bytes
-            + _found_bytes(s, facts.dtype_bytes) / 2
-            for s in facts.layers
-        )
+    def _on_device(self, *, one_graph: bool) -> DesignStep:
+        """As it is built, where Python launches all but the cold part of a layer, which is a graph;
+        or with the whole step as one graph.
+        """
+        facts, cold, rates = self._facts, self._cold, self._rates
+        size, why = self._code_bytes()
+        read = select_bytes(facts.layers, size, cold, _TOP_K, facts.dtype_bytes)
         # In float32: two covariances of a head, and its means.
         moments = sum(s.num_kv_heads * 8 * s.head_dim * (s.head_dim + 1) for s in facts.layers)
-        bus = self._rates.h2d or self._rates.dram
-        parts = (
+        bus = rates.h2d or rates.dram
+        rows = read.ranked + read.attended
+        device = (
             *self._base(_SMALL_KERNELS + 7 + SELECT_KERNELS),
-            DesignPart("scan of codes", "device", codes / self._rates.device / 1e6),
-            DesignPart("moments", "device", moments / self._rates.device / 1e6),
-            DesignPart("ranking and attention of host rows", "bus", ranked / bus / 1e6),
-            DesignPart("generate", "host", _CAPTURED_CALLER_MS),
+            DesignPart("scan of codes", "device", read.coded / rates.device / 1e6),
+            DesignPart("moments", "device", moments / rates.device / 1e6),
+            DesignPart("ranking and attention of host rows", "bus", rows / bus / 1e6),
         )
-        why = ""
-        if not fitting:
-            needed, free = codes / 2**30, (self._card.memory_bytes - taken) / 2**30
-            why = (
-                f"codes of {code} bytes a key need {needed:.1f} GiB of device memory, {free:.1f} "
-                "are free"
-            )
-        return self._step(
-            f"sketch on the device, {code} B a key", parts, 1, 0, 0.0, 0.0, ranked, codes, why
+        name, codes = f"sketch on the device, {size} B a key", read.coded
+        spilled = (_SPILL_MS + _SPILL_LAUNCHES * _LAUNCH_US / 1e3) / _DEFAULTS.page_size
+        spills = DesignPart("pages to the host", "host", spilled)
+        if one_graph:
+            parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
+            return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
+        launches = self._layers * (_SMALL_KERNELS + 7 + 2)  # the queries' copy, and the graph
+        told = launches * _LAUNCH_US / 1e3
+        told += self._layers * self._costs.launch.at(0) / 1e3  # no search empties the caches
+        late = max(0.0, told - sum(part.ms for part in device))
+        parts = (
+            *device,
+            DesignPart("launching", "host", late),
+            DesignPart("launching beside", "host", told - late, hidden=True),
+            DesignPart("generate", "host", _CALLER_MS),
+            spills,
+        )
+        return self._step(f"{name}, as built", parts, launches, 0, 0.0, 0.0, rows, codes, why)
+
+    def _code_bytes(self) -> tuple[int, str]:
+        """Of a key, by the runtime's rule of what fits beside all else; and why none does."""
+        if self._planned_codes is not None:
+            return self._planned_codes, ""
+        facts = self._facts
+        taken = facts.weight_bytes + self._resident + _CUDA_BYTES + AIR_BYTES
+        free = self._card.memory_bytes - taken
+        for size in CODE_BYTES:
+            needed = codes_bytes(facts.layers, size, self._cold, facts.dtype_bytes)
+            if needed <= free:
+                return size, ""
+        return size, (
+            f"codes of {size} bytes a key need {needed / 2**30:.1f} GiB of device memory, "
+            f"{free / 2**30:.1f} are free"
         )
 
     def _streamed(self) -> DesignStep:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.index.device_sketch import device_bytes
+from hybrid_kv.ops.sketch_select import MARGIN
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.runtime.select import CODE_BYTES
 from hybrid_kv.types import LayerShape
@@ -73,20 +75,39 @@ def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: in
     )
 
 
-def select_ms(
-    layers: Sequence[LayerShape], size: int, cold: int, top_k: int, itemsize: int, rates: Rates
-) -> Mapping[str, float]:
-    """Milliseconds of a token at the least: codes from the device's memory, rows over the bus."""
-    bus = rates.h2d or rates.dram
+class SelectBytes(NamedTuple):
+    """What selection on a device reads for a token, in all layers.
+
+    coded: codes, those of the sample a second time, on the device. ranked: keys that are ranked
+    exactly, over the bus; attended: values of the best, over the bus.
+    """
+
+    coded: float
+    ranked: float
+    attended: float
+
+
+def select_bytes(
+    layers: Sequence[LayerShape], size: int, cold: int, top_k: int, itemsize: int
+) -> SelectBytes:
+    """For codes of `size` bytes at 128 channels, with as many candidates as the runtime aims at."""
     coded = ranked = attended = 0.0
     for one in layers:
         row = one.num_kv_heads * one.head_dim * itemsize
         coded += cold * one.num_kv_heads * (-(-size * one.head_dim // _DIM)) * (1 + _SAMPLED)
-        wanted = _RANKED[size] * max(1.0, top_k / 100)
+        wanted = MARGIN * _RANKED[size] * max(1.0, top_k / 100)
         ranked += row * min(cold, wanted * one.group_size * _SHARED)
         attended += row * min(cold, top_k * max(1.0, one.group_size * _SHARED))
+    return SelectBytes(coded, ranked, attended)
+
+
+def select_ms(
+    layers: Sequence[LayerShape], size: int, cold: int, top_k: int, itemsize: int, rates: Rates
+) -> Mapping[str, float]:
+    """Milliseconds of a token at the least: codes from the device's memory, rows over the bus."""
+    bus, read = rates.h2d or rates.dram, select_bytes(layers, size, cold, top_k, itemsize)
     return {
-        "search": (coded / rates.device + ranked / bus) / 1e6,
-        "cold_attention": attended / bus / 1e6,
+        "search": (read.coded / rates.device + read.ranked / bus) / 1e6,
+        "cold_attention": read.attended / bus / 1e6,
         "transfer": 0.0,
     }

@@ -74,7 +74,8 @@ class Option:
     device_bytes, host_bytes: by purpose, at the moment when most is needed.
     ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
     settings: what to hand to HybridConfig beside the given configuration.
-    select: who finds cold entries, and why; "" where nobody does.
+    select: who finds cold entries, and why; "" where nobody does. code_bytes: of a key at 128
+        channels where a device finds them.
     cold_tokens: that lie in the cold tier; 0 for methods that keep or drop everything.
     """
 
@@ -86,6 +87,7 @@ class Option:
     ms: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, int | str] = field(default_factory=dict)
     select: str = ""
+    code_bytes: int | None = None
     max_context_tokens: int = 0
     cold_tokens: int = 0
 

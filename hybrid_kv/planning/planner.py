@@ -159,7 +159,11 @@ class _Planner:
             host["prefill"] = parts.waiting
         host |= self._host_extras(cold, learning, sum(host.values()))
         option = replace(self._place("hybrid", device, host, ms, settings), cold_tokens=cold)
-        return option if select is None else replace(option, select=select.why)
+        return (
+            option
+            if select is None
+            else replace(option, select=select.why, code_bytes=select.code_bytes)
+        )
 
     @property
     def _has_digests(self) -> bool:

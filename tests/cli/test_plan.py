@@ -154,8 +154,11 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
 def test_cores_beside_a_card_show_what_a_step_takes_by_design() -> None:
     words = (*PLAN, "--context", "128k", "--cores", "16")
     designs = {one.design: one for one in planned(*words).designs}
-    device = designs["sketch on the device, 32 B a key"]
-    assert (device.waits, device.launches, device.measured_parts) == (0, 1, ())
+    graph = designs["sketch on the device, 64 B a key, one graph"]
+    assert (graph.waits, graph.launches, graph.measured_parts) == (0, 1, ())
+    built = designs["sketch on the device, 64 B a key, as built"]
+    assert built.tpot_ms > graph.tpot_ms
+    assert "codes of 64 B a key fit" in call(*words).output, "the plan's own are the same"
     assert "search" in designs["graph on the host"].measured_parts
     assert designs["graph on the host, look-ahead"].hidden_ms_per_token["search ahead"] > 1
     for one in designs.values():
