@@ -87,6 +87,10 @@ class BusyError(HybridKVError, RuntimeError):
     """The model is computing already, and serves one call at a time."""
 
 
+class BrokenCacheError(HybridKVError, RuntimeError):
+    """A forward ended in the middle, and what its cache lost since does not come back."""
+
+
 class QueueFullError(HybridKVError, RuntimeError):
     """More requests wait than the limits allow; `retry_after_s` says when to try again."""
 

@@ -34,6 +34,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
     assert codes == {
         "AuditError": 1,
         "BackendUnavailable": 2,
+        "BrokenCacheError": 1,
         "BusyError": 1,
         "CapacityError": 2,
         "ConfigError": 2,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
-from typing import Any, Protocol, Self
+from threading import RLock
+from typing import Any, NoReturn, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,31 +19,84 @@ from transformers.cache_utils import (
 )
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError, MethodError, UnsupportedModelError
+from hybrid_kv.errors import (
+    BrokenCacheError,
+    BusyError,
+    ConfigError,
+    IntegrityError,
+    UnsupportedModelError,
+)
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.runtime import HeldLayer, KVCache, TieredLayer
 from hybrid_kv.runtime.together import JointRow
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
 
+_log = logging.getLogger(__name__)
+
 
 class CacheState:
     """What the layers of a cache share. It knows none of them, nor does it know the cache, so that
     a cache which nobody refers to is freed at once.
+
+    is_unfinished: a forward runs, or has ended without putting the layers back in step.
     """
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
         self.kv, self._is_open = kv, is_open
-        self.in_forward = self.in_own_graph = self.is_closed = False
+        self.in_forward = self.in_own_graph = self.is_closed = self.is_unfinished = False
+        self._lock = RLock()  # held by the thread that uses the cache
         self.forget_mask()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A block in which nobody else uses the cache, which is whole.
+
+        Raises:
+            BusyError: another thread does, or this one in the middle of a forward.
+            BrokenCacheError: a forward has ended in the middle and left it so.
+        """
+        with self.alone():
+            self.require_idle()
+            if self.is_unfinished:
+                raise BrokenCacheError(
+                    "this cache was interrupted in the middle of a forward, and what its layers "
+                    "have lost since does not come back; call its reset(), or take a new one"
+                )
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which no other thread uses the cache; raises BusyError where one does."""
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "this cache is in use in another thread, and serves one at a time; wait for that "
+                "one, or fork the cache before"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def require_idle(self) -> None:
+        """Raises BusyError in the middle of a forward."""
+        if self.in_forward:
+            raise BusyError(
+                "this cache is in the middle of a forward in this thread; wait until that one has "
+                "returned"
+            )
 
     def forget_mask(self) -> None:
         self._mask: Tensor | None = None
         self._mask_is_plain = True
 
     def require_open(self) -> None:
-        """Raises ConfigError where our attention is off: the model would attend new keys only."""
-        self.require_life()
+        """Raises ConfigError where our attention is off: the model would attend new keys only.
+
+        Raises BusyError where a forward runs in another thread.
+        """
+        with self.alone():
+            self.require_life()
         if not self.in_forward:
             raise ConfigError(
                 "this cache was given to a model that is not attached, or to a part of one; call "
@@ -109,13 +164,36 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     is_pending = False
 
+    def __init__(self, state: CacheState, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self._state = state
+
     @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        self._state.require_open()
         k, v = super().update(key_states, value_states, *args, **kwargs)
         self.is_pending = True
         return tag(k.view_as(k), self), v
+
+    def mark(self) -> dict[str, Any]:
+        """What it holds; its tensors are replaced, never written to."""
+        return dict(vars(self))
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """Holds that again."""
+        vars(self).clear()
+        vars(self).update(mark, is_pending=False)
+
+    def forked(self, state: CacheState) -> SlidingLayer:
+        """This layer in a fork of its cache, whose state is given."""
+        new = copy(self)
+        new._state = state
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(new, name, value.clone())
+        return new
 
     def take(self, k: Tensor, v: Tensor, seen: int, device: torch.device) -> None:
         """Goes on from k, v [Hkv, N, D], the newest of so many tokens that were seen."""
@@ -229,14 +307,13 @@ class HybridLayer(CacheLayerMixin):
         new._state, new._pending = state, None
         return new
 
-    def mark(self) -> tuple[int, list[int]]:
-        """Tokens seen, and what the rows have stored of them."""
-        return self._seen, self._tiered.lengths
+    def mark(self) -> int:
+        """Tokens seen; what is stored of them is the runtime's."""
+        return self._seen
 
-    def take_back(self, seen: int, lengths: list[int]) -> None:
-        """Forgets what a forward that failed has stored since it was at this mark."""
-        self._seen, self._pending = seen, None
-        self._tiered.crop_to(lengths)
+    def go_back(self, mark: int) -> None:
+        """Has seen so many again."""
+        self._seen, self._pending = mark, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows; pages are copied on write only."""
@@ -287,6 +364,8 @@ class TieredCache(Cache):
         executor: Executor | None = None,
     ) -> None:
         self._state = CacheState(KVCache(info, config, executor), is_open)
+        self._before: list[Any] = []  # of the forward that runs
+        self._was_empty = True
         self._shown: Tensor | None = None  # [B, tokens] bool, False for padding; None if all are
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
@@ -294,9 +373,14 @@ class TieredCache(Cache):
     def _new_layers(self) -> list[Any]:
         tiered = {shape.layer_idx for shape in self.kv.info.layers}
         return [
-            HybridLayer(self._state, idx) if idx in tiered else _with_handle(layer)
+            HybridLayer(self._state, idx) if idx in tiered else self._with_handle(layer)
             for idx, layer in enumerate(DynamicCache(config=self._model_config).layers)
         ]
+
+    def _with_handle(self, layer: Any) -> Any:
+        if type(layer) is DynamicSlidingWindowLayer:
+            return SlidingLayer(self._state, layer.sliding_window)
+        return layer
 
     @property
     def kv(self) -> KVCache:
@@ -321,37 +405,85 @@ class TieredCache(Cache):
     def in_own_graph(self, value: bool) -> None:
         self._state.in_own_graph = value
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """See `CacheState.in_use`."""
+        return self._state.in_use()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See `CacheState.alone`."""
+        return self._state.alone()
+
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> Iterator[Forward]:
         """While the attached model runs with this cache, and our attention is on.
 
-        Where it fails, the tokens that some layers have stored by then are taken back.
+        Where it fails, be it by an interrupt, the cache goes back to where it was, or is broken.
 
         Raises:
             UnsupportedModelError: a layer stored keys and then attended without asking us.
             FileFormatError: a file in which entries lie was cut.
+            BusyError: another forward runs with it.
         """
+        state = self._state
         if (check_source := self.kv.check_source) is not None:
             check_source()
-        self._state.in_forward = True
-        tiered = [layer for layer in self.layers if isinstance(layer, HybridLayer)]
-        before = [layer.mark() for layer in tiered]
-        try:
-            yield
-        except MethodError:
-            for own, mark in zip(tiered, before, strict=True):
-                own.take_back(*mark)
-            raise
-        finally:
-            self._state.in_forward = False
-            if (ahead := self.kv.means.look_ahead) is not None:
-                ahead.forget()
+        with self.in_use():
+            forward = Forward(self)
+            try:
+                forward.begin()
+                yield forward
+                forward.end()
+            except BaseException:
+                forward.go_back()
+                raise
+            finally:
+                state.in_forward = False
+
+    def begin_forward(self) -> None:
+        """From now on the cache can be put back to where it is."""
+        self.kv.begin_forward()
+        self._before = [layer.mark() if _can_go_back(layer) else None for layer in self.layers]
+        self._was_empty = all(_is_empty(layer) for layer in self.layers)
+
+    def end_forward(self) -> None:
+        """What came stays.
+
+        Raises:
+            UnsupportedModelError: see `forward`.
+        """
+        if (ahead := self.kv.means.look_ahead) is not None:
+            ahead.forget()
         for idx, layer in enumerate(self.layers):
             if getattr(layer, "is_pending", False):
                 raise UnsupportedModelError(
                     f"layer {idx} of this model attends to other keys than it caches, which "
                     "hybrid_kv cannot serve; use this model without it"
                 )
+        self.kv.end_forward()
+        self._before = []
+
+    def go_back(self) -> bool:
+        """Puts the cache back to where it was at `begin_forward`.
+
+        False where that cannot be done: recurrent states were overwritten, or see `KVCache`.
+        """
+        before, self._before = self._before, []
+        if not before:  # it failed before it began
+            return True
+        done = self.kv.go_back()
+        if self._was_empty:
+            self.layers = self._new_layers()
+            self.kv.start_over()
+            self._shown = None
+            return True
+        for layer, mark in zip(self.layers, before, strict=True):
+            if _can_go_back(layer):
+                layer.go_back(mark)
+            else:
+                done = False
+        if self._shown is not None:
+            self._shown = self._shown[:, : self.get_seq_length()]
+        return done
 
     def fork(self) -> Self:
         """A cache of the same tokens: either goes on, is cropped or closed without the other.
@@ -365,14 +497,44 @@ class TieredCache(Cache):
             ConfigError: this cache is closed, or its model was detached.
             CapacityError, DeviceMemoryError: the copy does not fit; this cache is as it was.
         """
-        self._state.require_life()
-        new = copy(self)
-        new._state = CacheState(self.kv.fork(), self._state._is_open)
-        new.layers = [
-            layer.forked(new._state) if isinstance(layer, HybridLayer) else deepcopy(layer)
-            for layer in self.layers
-        ]
+        with self.in_use():
+            self._state.require_life()
+            new = type(self).__new__(type(self))
+            vars(new).update(vars(self))
+            new._state = CacheState(self.kv.fork(), self._state._is_open)
+            new.layers = [
+                layer.forked(new._state) if _can_go_back(layer) else deepcopy(layer)
+                for layer in self.layers
+            ]
         return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A fork, see there."""
+        new = memo[id(self)] = self.fork()
+        return new
+
+    def __reduce__(self) -> NoReturn:
+        """Raises ConfigError: a cache is more than tensors."""
+        raise ConfigError(
+            "a cache cannot be pickled: its indexes and its model's attachment have no form in a "
+            "pickle; make a context (hybrid_kv.load, LLM.context) and call Context.save"
+        )
+
+    def states(self) -> list[Any]:
+        """What the layers hold beside the runtime's stores."""
+        # Layers of transformers' own are small, and written to in place: copy them.
+        return [
+            layer.mark() if _can_go_back(layer) else deepcopy(vars(layer)) for layer in self.layers
+        ]
+
+    def set_states(self, states: Sequence[Any]) -> None:
+        """Lets the layers hold that again; the runtime's stores have been put back, too."""
+        for layer, state in zip(self.layers, states, strict=True):
+            if _can_go_back(layer):
+                layer.go_back(state)
+            else:
+                vars(layer).update(state)
+        self._state.is_unfinished = False
 
     def accept_mask(self, mask: Tensor | None, new_tokens: int) -> None:
         """Takes note of what a forward shows: its mask [B, tokens seen], or None for everything.
@@ -411,17 +573,20 @@ class TieredCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._take_rows(beam_idx)
+        with self.in_use():
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self._take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self._shown is not None:
-            self._shown = self._shown.repeat_interleave(repeats, dim=0)
+        with self.in_use():
+            super().batch_repeat_interleave(repeats)
+            if self._shown is not None:
+                self._shown = self._shown.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._take_rows(indices)
+        with self.in_use():
+            super().batch_select_indices(indices)
+            self._take_rows(indices)
 
     def _take_rows(self, rows: Tensor) -> None:
         if self._shown is not None:
@@ -433,9 +598,10 @@ class TieredCache(Cache):
         Raises:
             MethodError: a method has lost what would be the window; no layer has forgotten any.
         """
-        for layer in self.kv.layers.values():
-            layer.check_crop(max(0, -tokens_to_remove))
-        super().crop(tokens_to_remove)
+        with self.in_use():
+            for layer in self.kv.layers.values():
+                layer.check_crop(max(0, -tokens_to_remove))
+            super().crop(tokens_to_remove)
 
     @property
     def can_crop(self) -> bool:
@@ -452,11 +618,14 @@ class TieredCache(Cache):
 
     def reset(self) -> None:
         """Forgets the conversation."""
-        # New layers rather than emptied ones: what emptying leaves behind differs by kind.
-        self.layers = self._new_layers()
-        self.kv.reset()
-        self._state.forget_mask()
-        self._shown = None
+        with self.alone():
+            self._state.require_idle()
+            # New layers rather than emptied ones: what emptying leaves behind differs by kind.
+            self.layers = self._new_layers()
+            self.kv.reset()
+            self._state.forget_mask()
+            self._state.is_unfinished = False
+            self._shown = None
 
     def close(self) -> None:
         """Gives back all memory; a cache that nobody needs any more does so by itself.
@@ -469,13 +638,76 @@ class TieredCache(Cache):
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every token seen has exactly one owner in every layer."""
-        self.kv.check_integrity()
+        with self.alone():
+            self._state.require_idle()
+            if self._state.is_unfinished:
+                raise IntegrityError("a forward has ended in the middle, and left layers as it was")
+            seen = {i: x.get_seq_length() for i, x in enumerate(self.layers) if _can_go_back(x)}
+            held = {i: layer.lengths for i, layer in self.kv.layers.items() if layer.store}
+            for counts in (list(seen.items()), list(held.items())):
+                for idx, count in counts[1:]:
+                    if count != counts[0][1]:
+                        raise IntegrityError(
+                            f"layer {idx} has seen {count} tokens, layer {counts[0][0]} "
+                            f"{counts[0][1]}"
+                        )
+            self.kv.check_integrity()
 
 
-def _with_handle(layer: Any) -> Any:
-    if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer(sliding_window=layer.sliding_window)
-    return layer
+class Forward:
+    """A forward that runs with a cache: when it is over all layers hold its tokens, or none does.
+
+    failed: set by who knows that it has, where nothing is raised.
+    """
+
+    def __init__(self, cache: TieredCache) -> None:
+        self._cache, self.failed, self._is_over = cache, False, False
+
+    def begin(self) -> None:
+        """Notes where the cache stands."""
+        self._cache.begin_forward()
+        state = self._cache._state
+        state.in_forward = state.is_unfinished = True
+
+    def end(self) -> None:
+        """Ends it, once.
+
+        Raises:
+            Exception: it cannot be ended, so that `go_back` is next.
+        """
+        if self.failed:
+            self.go_back()
+        elif not self._is_over:
+            self._cache.end_forward()
+            self._is_over, self._cache._state.is_unfinished = True, False
+
+    def go_back(self) -> None:
+        """Puts the cache back to where it was; where that is not possible, it is broken."""
+        if self._is_over:
+            return
+        self._is_over, state = True, self._cache._state
+        if state.is_closed:
+            state.is_unfinished = False
+            return
+        try:
+            state.is_unfinished = not self._cache.go_back()
+        except Exception:  # what ended the forward is what its caller wants to know
+            _log.warning("a cache could not be put back and is broken", exc_info=True)
+
+
+def _can_go_back(layer: Any) -> TypeGuard[HybridLayer | SlidingLayer]:
+    """Whether a layer is of our kinds, which are put back after a forward that failed.
+
+    Others are written over in place: recurrent states.
+    """
+    return isinstance(layer, (HybridLayer, SlidingLayer))
+
+
+def _is_empty(layer: Any) -> bool:
+    """Whether a layer has seen no token."""
+    states = getattr(layer, "has_previous_state", {})
+    seen = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+    return seen == 0 and not any(states.values())
 
 
 def tiered_layers(model_config: PreTrainedConfig) -> list[int]:

@@ -148,8 +148,15 @@ class JoinedCache(Cache):
         self.num_rows = num_rows or len(self.caches)
         self.errors: list[Exception | None] = [None] * len(self.caches)
         own = [_tiered_layers(cache) for cache in self.caches]
-        self._rows = [layer for layers in own for layer in layers]
         super().__init__(layers=[JoinedLayer(rows, self.errors) for rows in zip(*own, strict=True)])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which no other thread uses one of the caches; BusyError where one does."""
+        with ExitStack() as stack:
+            for cache in self.caches:
+                stack.enter_context(cache.alone())
+            yield
 
     @property
     def positions(self) -> list[list[int]]:
@@ -161,18 +168,17 @@ class JoinedCache(Cache):
     def forward(self) -> Iterator[None]:
         """While the attached model runs with this cache.
 
-        Where it fails as a whole, the tokens that some layers have stored by then are taken back.
+        Where it fails as a whole, or a row does, its caches go back to where they were before.
         """
-        before = [layer.mark() for layer in self._rows]
-        try:
-            with ExitStack() as stack:
-                for cache in self.caches:
-                    stack.enter_context(cache.forward())
-                yield
-        except BaseException:
-            for layer, mark in zip(self._rows, before, strict=True):
-                layer.take_back(*mark)
-            raise
+        with ExitStack() as stack:
+            forwards = [stack.enter_context(cache.forward()) for cache in self.caches]
+            yield
+            for number, forward in enumerate(forwards):
+                forward.failed = self.errors[number] is not None
+                try:
+                    forward.end()
+                except Exception as error:
+                    self.errors[number], forward.failed = error, True
 
     def watch_logits(self, are_finite: Tensor) -> None:
         """Ends the rows whose logits are not finite; are_finite [B] bool."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any
 
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Demotion
 
 
 @contextmanager
 def rolled_back(cache: TieredCache) -> Iterator[None]:
     """A block after which the cache is as it was before."""
-    kv, states = cache.kv.checkpoint(), _states(cache)
-    try:
-        yield
-    finally:
-        cache.kv.restore(kv)
-        _set_states(cache, states)
+    with cache.in_use():
+        kv, states = cache.kv.checkpoint(), cache.states()
+        try:
+            yield
+        finally:
+            cache.kv.restore(kv)
+            cache.set_states(states)
 
 
 class ReturnPoint:
@@ -32,7 +32,8 @@ class ReturnPoint:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
-        self._states = _states(cache)
+        self._states = cache.states()
+        self._was_open = any(layer.is_open for layer in cache.kv.layers.values())
         places = [layer.placement for layer in cache.kv.stores.values()]
         moves = (Demotion.DROP, Demotion.ABSORB)
         drops = any(place is not None and place.rest in moves for place in places)
@@ -51,11 +52,13 @@ class ReturnPoint:
                 kv.restore(self._saved)
             if not self._num_tokens or any(len(store.rows) != 1 for store in kv.stores.values()):
                 return False
+            if self._was_open and any(_has_moved(store) for store in kv.stores.values()):
+                return False  # its prompt has ended with tokens that came since
             for layer_idx, store in kv.stores.items():
                 kv.layers[layer_idx].crop(store.rows[0].length - self._num_tokens)
         except (MemoryError, RuntimeError):
             return False
-        _set_states(self._cache, self._states)
+        self._cache.set_states(self._states)
         return True
 
     def keep(self) -> None:
@@ -65,17 +68,6 @@ class ReturnPoint:
                 layer.cold.release()
 
 
-def _states(cache: TieredCache) -> list[dict[str, Any]]:
-    """What the layers hold beside our stores."""
-    # Layers of transformers' own are small (a sliding window, a recurrent state): copy them.
-    return [
-        {"_seen": layer._seen, "_pending": None}
-        if isinstance(layer, HybridLayer)
-        else deepcopy(layer.__dict__)
-        for layer in cache.layers
-    ]
-
-
-def _set_states(cache: TieredCache, states: list[dict[str, Any]]) -> None:
-    for layer, state in zip(cache.layers, states, strict=True):
-        layer.__dict__.update(state)
+def _has_moved(store: LayerKV) -> bool:
+    """Whether entries of a layer may have left their window."""
+    return store.placement is not None and store.placement.rest is not Demotion.KEEP

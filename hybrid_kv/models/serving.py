@@ -41,6 +41,7 @@ class Serving:
         self._model, self._dtype = model, model.dtype
         self._lock = threading.RLock()  # held by the thread whose forward runs
         self._cache: TieredCache | JoinedCache | None = None  # of the forward that runs
+        self._entered: set[nn.Module] = set()  # whose forwards run with it
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
@@ -98,10 +99,12 @@ class Serving:
         inner: Callable[[], Any],
     ) -> Any:
         """A forward with a cache of ours; `inner` is the model's own."""
-        with self._lock:
-            if cache is self._cache:
-                return inner()
-            with self._turned_on(cache, inputs):
+        # Before it waits for its turn: somebody else's forward would change what was looked at.
+        with cache.alone(), self._lock:
+            if cache is self._cache and module not in self._entered:  # a part of the whole
+                with self._inside(module):
+                    return inner()
+            with self._turned_on(cache, inputs), self._inside(module):
                 steps = self._steps
                 if (
                     steps is not None
@@ -116,14 +119,23 @@ class Serving:
                 return output
 
     @contextmanager
+    def _inside(self, module: nn.Module) -> Iterator[None]:
+        """While a module's forward runs: a second one inside of it is somebody else's."""
+        self._entered.add(module)
+        try:
+            yield
+        finally:
+            self._entered.discard(module)
+
+    @contextmanager
     def _turned_on(
         self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
     ) -> Iterator[None]:
         """Our attention instead of the model's own."""
         if self._cache is not None:
             raise BusyError(
-                "the model is computing with another cache in this thread; call it again when that "
-                "forward has returned"
+                "the model is computing already in this thread; call it again when that forward "
+                "has returned"
             )
         if isinstance(cache, JoinedCache):
             self._check_joined(cache, inputs)

@@ -76,7 +76,7 @@ class KVCache:
         self._owns_executor = executor is None
         self.ops, self.phases = get_ops(config.backend), Phases()
         self.finite = FiniteGuard(self.executor)
-        self.more_prompt = False
+        self.more_prompt = self._may_go_back = False
         self._few_tokens = max(1, config.dense_extend_tokens)
         self.means = Means(
             ops=self.ops,
@@ -197,7 +197,8 @@ class KVCache:
             if new is not None:
                 layer.append(*new, valid)
             part = layer.attend_exact(q, valid, scale=scale, softcap=softcap)
-        layer.move_on()
+        if not (few and self._may_go_back):  # else `end_forward` does
+            layer.move_on()
         phases.book(ATTENTION, begin)
         return part
 
@@ -224,6 +225,13 @@ class KVCache:
         if places is not None:
             places.add(step, part)
         return part
+
+    def end_step(self, layer: TieredLayer) -> None:
+        """Ends a layer's decode step: what has left its window departs, in a forward that may be
+        taken back when all layers have ended theirs.
+        """
+        if not self._may_go_back:
+            layer.move_on()
 
     def search_ahead(self, layer_idx: int, predict: Callable[[], Tensor]) -> None:
         """Begins to search a layer that comes later in this forward of one token, if that helps.
@@ -321,6 +329,47 @@ class KVCache:
         )
         return spare_host_memory(tokens * per_token)
 
+    # Forwards that may fail -----------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """From now on all layers can be put back to where they are, by `go_back`."""
+        self._may_go_back = True
+        for layer in self.layers.values():
+            layer.mark()
+
+    def end_forward(self) -> None:
+        """What came stays, and what has left the windows in decode steps departs."""
+        layers = list(self.layers.values())
+        for layer in layers:  # methods are asked here, and may fail, before any entry moves
+            layer.begin_to_move_on()
+        for layer in layers:
+            layer.settle_arrived()
+        for layer in layers:
+            layer.forget_mark()
+        self._may_go_back = False
+
+    def go_back(self) -> bool:
+        """Puts all layers back to where they were at `begin_forward`.
+
+        Exact where that forward was a decode step, a piece of a prompt or all of it. What a later
+        turn has moved to the cold tier stays there. False where a layer has lost something since;
+        then the cache is of no use any more.
+        """
+        self._may_go_back = False
+        if self.means.look_ahead is not None:
+            self.means.look_ahead.forget()
+        done = [layer.go_back() for layer in self.layers.values()]
+        if all(layer.store is None for layer in self.layers.values()):
+            self.start_over()  # a method may remember something, too
+        return all(done)
+
+    def start_over(self) -> None:
+        """Forgets all tokens, but no counter."""
+        kept = {"work": self.work, "builds": self.builds}
+        self.means.pinned.clear()
+        self.means = replace(self.means, **{**self._of_one_conversation(), **kept})
+        self.layers = self._new_layers()
+
     # Going on elsewhere, and going back -----------------------------------------------------------
 
     def fork(self) -> KVCache:
@@ -339,7 +388,7 @@ class KVCache:
             self.seal_if_open(layer_idx)
         self._settle_all()
         new, ahead = copy(self), self.means.look_ahead
-        new._owns_executor = False
+        new._owns_executor = new._may_go_back = False
         new.phases, new.finite = Phases(), FiniteGuard(self.executor)
         new.means = replace(
             self.means,

@@ -63,12 +63,8 @@ class EvidenceCollector:
 
     def branch(self) -> EvidenceCollector:
         """One that has seen the same, and goes on alone."""
-        other = copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, list):
-                setattr(other, name, list(value))
-            elif isinstance(value, Tensor):
-                setattr(other, name, value.clone())
+        other = copy(self)  # tensors are replaced, never written to
+        other._sampled = list(self._sampled)
         return other
 
     def evidence(self, scale: float = 1.0, softcap: float | None = None) -> Evidence:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.one_call import OneCall, storable
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
-from hybrid_kv.store import LayerKV, Row
+from hybrid_kv.store import LayerKV, Row, RowMark
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -45,6 +45,21 @@ _NOTED_TOKENS = 64
 """Of a chunk of a long later turn so many queries are kept, spread evenly, to learn from."""
 _FOLLOWED_TOKENS = 128
 """Of a long later turn a method is told of so many at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMark:
+    """Where a layer stood; collectors: of its prompt, where that had not ended."""
+
+    store: LayerKV | None
+    is_sealed: bool
+    rows: Sequence[RowMark]
+    collectors: Sequence[EvidenceCollector]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens by row."""
+        return [row.length for row in self.rows]
 
 
 class TieredLayer:
@@ -65,6 +80,7 @@ class TieredLayer:
         self._samples_left: Sequence[Samples | None] = ()  # of a prompt of which nothing has left
         self._kept_evidence: tuple[Evidence, ...] | None = None
         self.leaving: Departure | None = None
+        self._mark: LayerMark | None = None  # while a forward runs that may be taken back
         self._keeper: Keeper | None = None  # of a method that keeps entries; from the prompt's end
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
         self.method = means.method.of_layer(shape.layer_idx)
@@ -346,6 +362,7 @@ class TieredLayer:
         self._begin_decoding(store, placement)
         with self._sealing():
             self._depart(evidence, is_prompt=True)
+            self.settle_arrived()
         _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, store.longest)
 
     def _begin_decoding(self, store: LayerKV, placement: Placement) -> None:
@@ -383,13 +400,25 @@ class TieredLayer:
 
     def move_on(self) -> None:
         """Ends a step: what has left the window begins to depart."""
-        if self.store is None or self.store.placement is None:
-            return
+        if self.begin_to_move_on():
+            self.settle_arrived()
+
+    def begin_to_move_on(self) -> bool:
+        """The first half of that, which changes no entry yet; whether there is a second one."""
+        if self.store is None or self.store.placement is None or self.leaving is not None:
+            return False
         for row in self.store.rows:
             if row.table.num_tokens >= row.full_tokens:  # hardly ever
                 start, stop = row.outside()
                 if start < stop:
-                    return self._depart()
+                    self._depart()
+                    return True
+        return False
+
+    def settle_arrived(self) -> None:
+        """The second half, for what has arrived already."""
+        if self.leaving is not None and self.leaving.arrived:
+            self.settle()
 
     def _depart(self, evidence: Sequence[Evidence] = (), *, is_prompt: bool = False) -> None:
         """All that leaves the window leaves here: at the prompt's end, then page by page.
@@ -417,8 +446,6 @@ class TieredLayer:
             if all(row.chain.spans or row.overflow() is not None for row in self.held.rows):
                 self._samples_left = ()
             self.leaving = leaving
-            if leaving.arrived:
-                self.settle()
 
     def _absorbs(self, keeper: Keeper, evidence: Sequence[Evidence], is_prompt: bool) -> Absorb:
         def absorb(row: Row, left: Entries) -> Entries | None:
@@ -454,6 +481,8 @@ class TieredLayer:
             leaving.end(self.means.builds)
         if leaving.is_prompt:
             self._collectors = []
+            if self._mark is not None and self._mark.lengths == self.lengths:
+                self._mark = self._marked()  # the prompt has ended before anything new came
 
     def reset(self) -> None:
         """Forgets all entries."""
@@ -499,7 +528,7 @@ class TieredLayer:
     def forked(self, means: Means) -> TieredLayer:
         """A layer of another cache, of the same method, that continues from the same entries."""
         new = copy(self)
-        new.means = means
+        new.means, new._mark = means, None
         new._forget_plans()
         if self.store is not None:
             new.store = self.store.forked()
@@ -512,16 +541,50 @@ class TieredLayer:
         """Tokens stored by row; empty before the first."""
         return [] if self.store is None else [row.length for row in self.store.rows]
 
-    def crop_to(self, lengths: Sequence[int]) -> None:
-        """Forgets what was stored since the rows had these lengths; all of it where there was no
-        row.
-        """
+    # A forward that may fail --------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Notes where the layer stands, for `go_back`; what is leaving it leaves before."""
         self.settle()
-        if not lengths:
+        self._mark = self._marked()
+
+    def _marked(self) -> LayerMark:
+        store = self.store
+        rows = [] if store is None else [row.mark() for row in store.rows]
+        collectors = [] if self.is_sealed else [one.branch() for one in self._collectors]
+        return LayerMark(store, self.is_sealed, rows, collectors)
+
+    def forget_mark(self) -> None:
+        """From now on there is nothing to go back to."""
+        self._mark = None
+
+    def go_back(self) -> bool:
+        """Takes back what came since `mark`; False where that cannot be done, see `Row.go_back`.
+
+        A prompt that has ended since as it was then stays ended.
+        """
+        mark, self._mark = self._mark, None
+        leaving, self.leaving = self.leaving, None
+        if leaving is not None:
+            leaving.wait()  # then nobody writes to memory that is let go
+            if leaving.is_prompt:
+                self.held.unseal()
+        if mark is None or mark.store is None:
             self.reset()
-        elif self.store is not None:
-            for row, length in zip(self.store.rows, lengths, strict=True):
-                row.crop(row.length - length)
+            return True
+        store = self.held
+        if store is not mark.store or len(store.rows) != len(mark.rows):
+            return False
+        if not self.is_sealed:
+            self._collectors = list(mark.collectors)
+        elif not mark.is_sealed and self._moves_entries:
+            return False
+        return all(row.go_back(own) for row, own in zip(store.rows, mark.rows, strict=True))
+
+    @property
+    def _moves_entries(self) -> bool:
+        place = self.held.placement
+        return place is not None and place.rest is not Demotion.KEEP
 
     def check_crop(self, count: int) -> None:
         """Raises MethodError where `crop` would."""

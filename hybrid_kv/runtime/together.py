@@ -124,7 +124,7 @@ class JointRow:
             layer.settle()
             step = layer.step(self.q, scale, softcap, new=self.new, asked=asked)
             self.outcome = layer.attend_as(step, self.read)
-            layer.move_on()
+            self.kv.end_step(layer)
         except Exception as error:
             self.outcome = error
 
@@ -141,7 +141,7 @@ class JointRow:
     def end(self, parts: Sequence[PartialAttention]) -> None:
         """Merges what it attended, each [1, Hq, 1, D]."""
         self.outcome = merge_partials(parts, dtype=self.q.dtype, ops=self.step.ops)
-        self.layer.move_on()
+        self.kv.end_step(self.layer)
 
     @property
     def grouped(self) -> Tensor:

@@ -5,7 +5,7 @@ from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.layer import LayerKV, SelectFor, StandInFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
-from hybrid_kv.store.row import Overflow, Row
+from hybrid_kv.store.row import Overflow, Row, RowMark
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
@@ -20,6 +20,7 @@ __all__ = [
     "ResidentStore",
     "ResidentView",
     "Row",
+    "RowMark",
     "SelectFor",
     "Span",
     "StandInFor",

@@ -34,6 +34,18 @@ class Overflow:
     positions: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class RowMark:
+    """Where a row stood: tokens stored, resident, cold and dropped, and what the method kept."""
+
+    length: int
+    resident: int
+    cold: int
+    dropped: int
+    kept: Entries | None
+    copied: Tensor | None
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """What one row holds.
@@ -244,7 +256,7 @@ class Row:
             return
         sinks = place.sink_tokens // self.page_size * self.page_size
         start = max(sinks, stop - place.window_tokens)
-        resident = self.length - (self.table.num_tokens - len(self.hot) * self.page_size - sinks)
+        resident = self.length - (self._num_owned - sinks)
         needed = min(stop, resident) - start
         if count == 0 or needed <= 0 or stop >= resident:
             return
@@ -269,8 +281,7 @@ class Row:
         far_tokens = self.chain.num_tokens
         moved = far_tokens + self.dropped > 0
         sinks = self.placement.sink_tokens if self.placement is not None and moved else 0
-        owned = self.table.num_tokens - len(self.hot) * self.page_size
-        near = min(count, owned - sinks)
+        near = min(count, self._num_owned - sinks)
         if near < count:  # cold entries go as well, and with them the pages that were copied
             self.cool()
         resident = self.table.num_tokens
@@ -285,6 +296,32 @@ class Row:
             with torch.inference_mode(False):  # it may be extended outside of it
                 self.kept = self.kept.before(self.length)
             self.copied = None if self.copied is None else self.copied[:, : self.chain.num_tokens]
+
+    def mark(self) -> RowMark:
+        """Where the row stands, for `go_back`."""
+        gone = self.chain.num_tokens, self.dropped
+        return RowMark(self.length, self._num_owned, *gone, self.kept, self.copied)
+
+    def go_back(self, mark: RowMark) -> bool:
+        """Takes back what came since a mark, even where somebody was interrupted while storing it.
+
+        What has moved to the cold tier since stays there, as after `crop`. False where something
+        was lost since: what has left the window was dropped, or the method chose among it.
+        """
+        if (self.chain.num_tokens, self.dropped) == (mark.cold, mark.dropped):
+            self.length = mark.length
+            self.kept, self.copied = mark.kept, mark.copied
+            self.table.truncate(mark.resident + len(self.hot) * self.page_size)
+        elif self.placement is None or self.placement.rest is not Demotion.OFFLOAD or self.shadows:
+            return False
+        else:
+            self.crop(self.length - mark.length)
+        return self._num_owned + self.gone_tokens == self.length
+
+    @property
+    def _num_owned(self) -> int:
+        """Tokens that the resident tier owns."""
+        return self.table.num_tokens - len(self.hot) * self.page_size
 
     def continued(self, number: int, table: PageTable, chain: ColdChain) -> Row:
         """A row that goes on from this one, with a table and a chain that hold the same."""

@@ -141,25 +141,26 @@ def test_a_cache_is_gone_after_an_error_in_mid_generation(
     llm: hkv.LLM, error: type[BaseException], at: int
 ) -> None:
     calls = iter(range(100))
+    refs: dict[str, weakref.ref[Any]] = {}
+    held = [llm.runtime.cache()]
 
     def fail(*_: object) -> None:
         if next(calls) == at:
+            refs.update(parts(held[0]))
             raise error
 
     hook = llm.model.model.layers[1].register_forward_hook(fail)
-    cache = llm.runtime.cache()
     try:
-        greedy(llm.model, cache)
+        greedy(llm.model, held[0])
     except error:
         pass
     else:
         pytest.fail("no error came")
     finally:
         hook.remove()
-    settle(cache.kv)
-    refs = parts(cache)
+    settle(held[0].kv)
     assert "layer 0" in refs
-    del cache
+    held.clear()
     assert alive(refs) == []
 
 
