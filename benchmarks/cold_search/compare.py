@@ -19,7 +19,7 @@ HOT_TURNS = 9
 def compare_auto(head: Head, plan: Plan, keys: str) -> dict[str, Any]:
     """What serves, and times per query head by number of threads: `cold`, and `hot`.
 
-    `auto` builds its graphs where it expects them to pay; what machines remember is left out.
+    `auto` builds its graphs where it expects them to pay.
 
     Raises:
         AbsentError: this version has no such kinds.
@@ -28,7 +28,7 @@ def compare_auto(head: Head, plan: Plan, keys: str) -> dict[str, Any]:
         "flat": own("flat", keys=keys, precision="int8"),
         "sketch": own("sketch", swept=False, keys=keys),
         "graph": own("graph", swept=False, keys=keys),
-        "auto": own("auto", keys=keys, remember=False),
+        "auto": own("auto", keys=keys),
     }
     engines: dict[str, Own] = {}
     for name, row in rows.items():

@@ -99,7 +99,7 @@ def default_rows() -> list[Row]:
         own("graph", GROUP, swept=False, keys="f16"),
         *(own("sketch", GROUP, keys="f16", codes=codes) for codes in CODES),
         own("sketch", GROUP, swept=False, keys="f16"),
-        own("auto", GROUP, keys="f16", remember=False),
+        own("auto", GROUP, keys="f16"),
     ]
 
 

@@ -9,7 +9,6 @@ import torch
 
 from hybrid_kv.cli.display import human_bytes
 from hybrid_kv.errors import BackendUnavailable, ConfigError
-from hybrid_kv.index.crossover import read_crossovers
 from hybrid_kv.models.load import NEEDLE_PATH
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
 from hybrid_kv.ops.chosen import why_unavailable
@@ -55,7 +54,6 @@ def examine() -> DoctorReport:
             check_steps(),
             check_look_ahead(),
             *check_pinned_memory(),
-            *check_crossovers(),
             check_needle(),
         ),
     )
@@ -173,17 +171,6 @@ def check_pinned_memory() -> Iterator[Check]:
     )
     detail = f"{found}; the system sets {allowed} (ulimit -l)"
     yield Check(name="pinned memory", state="absent" if reason else "ok", detail=detail)
-
-
-def check_crossovers() -> Iterator[Check]:
-    """What a graph takes beside what else serves, as index kind 'auto' has measured it here."""
-    for name, known in read_crossovers().items():
-        detail = (
-            f"graphs are faster from {known.keys:,} keys on (a KV head of {known.measured_keys:,}: "
-            f"graph {known.graph_us:.0f} us, {known.build_s:.1f} core-seconds to build; sketch or "
-            f"scan {known.other_us:.0f} us); {name}"
-        )
-        yield Check(name="crossover", state="ok", detail=detail)
 
 
 def check_needle() -> Check:

@@ -22,25 +22,21 @@ from hybrid_kv.index._choice import (
     mean_cost,
 )
 from hybrid_kv.index._file import refusing_what_is_damaged
+from hybrid_kv.index._graph_trials import GraphTrials, Payback, build_forecast, hoped
 from hybrid_kv.index._parts import joined, runs
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.index.crossover import read_crossover, write_crossover
 from hybrid_kv.index.graph import GraphIndex, rows_of, walks_of_each
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
-_LISTS_SHARE = 0.25
-"""Of a search by scan, what one sampled position takes of a build where none was seen yet: many
-queries share what is read."""
 _TIMED_SCANS = 2
 """Heads whose scan is timed; all cost the same."""
 
@@ -75,9 +71,10 @@ class AutoIndex(SavedIndex):
     the threads and the memory of decoding serves the head, and the head's report has the figures.
 
     Where a graph is forecast to win back its build, its layer has a `successor`, which builds
-    graphs while the sketches serve, times them too, and keeps what is the fastest. What was
-    measured is kept for the machine (`hybrid-kv doctor` shows it) and is what forecasts are made
-    from. A context that is scanned as a whole is decided anew whenever it has doubled.
+    graphs while the sketches or scans serve, times them too, and keeps what is the fastest. It
+    tries one head after the other, and what was found decides for heads that are like it
+    (`GraphTrials`). All is decided from the keys and queries of this context alone. A context that
+    is scanned as a whole is decided anew whenever it has doubled.
     """
 
     file_kind = "auto"
@@ -85,16 +82,16 @@ class AutoIndex(SavedIndex):
     class Params(SketchIndex.Params, GraphIndex.Params):
         """graph_tokens: decoded tokens in which a head's graph has to win back its build, 0 for no
         graphs; graph_min_keys: no graph is tried with fewer keys; target_recall: of a graph too;
-        target_mass: of sketches only; max_scanned: of graphs; remember: keep and use what this
-        machine has measured; min_keys: fewer are scanned; gain: below 1, where forecasts of sketch
-        and scan are close, both are timed.
+        target_mass: of sketches only; max_scanned: of graphs; graph_trial_seconds: of a core, that
+        a layer spends on graphs of no use before it tries no more; min_keys: fewer are scanned;
+        gain: below 1, where forecasts of sketch and scan are close, both are timed.
         """
 
         graph_tokens: config.Tokens = 32768
         graph_min_keys: config.Count = 16384
         gain: float = Field(default=0.8, ge=0)
         max_scanned: float = Field(default=0.25, gt=0, le=1)
-        remember: bool = Field(default=True)
+        graph_trial_seconds: float = Field(default=30.0, ge=0)
 
     def __init__(self, params: Any, before: Sketched | None = None) -> None:
         super().__init__(params)
@@ -161,7 +158,8 @@ class AutoIndex(SavedIndex):
     def _serve_sketches(self, samples: Tensor | None) -> Sketched | None:
         """Serves heads by sketch or scan; what is left to do if graphs are likely to pay."""
         reports, sketches = self._sketcher.learn(self._keys, samples)
-        if not sketches or engine_state().isa is None:
+        is_unread = self._sketcher.why_flat(self._keys, samples) is not None
+        if is_unread or engine_state().isa is None:
             self._parts = self._composed(reports, sketches, {}, 0)
             return None
         assert samples is not None
@@ -178,7 +176,8 @@ class AutoIndex(SavedIndex):
         wanted = {}
         for head in range(len(told)):
             served.setdefault(head, costs["flat", 0])
-            is_wanted, why = self._forecast(served[head], costs["flat", 0], samples, pace)
+            dim = told[head].effective_dim
+            is_wanted, why = self._forecast(served[head], costs["flat", 0], dim, samples, pace)
             told[head] = replace(told[head], reason=f"{told[head].reason}; {why}")
             if is_wanted:
                 wanted[head] = why
@@ -200,26 +199,25 @@ class AutoIndex(SavedIndex):
         scans = [cost for (kind, _), cost in costs.items() if kind == "flat"]
         return costs | {("flat", 0): mean_cost(scans)}
 
-    def _forecast(self, served: Cost, scan: Cost, samples: Tensor, pace: Pace) -> tuple[bool, str]:
-        """Whether a graph is likely to win back its build, and why or why not."""
-        tokens = self.params.graph_tokens
+    def _forecast(
+        self, served: Cost, scan: Cost, dim: float, samples: Tensor, pace: Pace
+    ) -> tuple[bool, str]:
+        """Whether a head of so many effective dimensions shall try a graph, and why or why not."""
+        tokens, most_s = self.params.graph_tokens, self.params.graph_trial_seconds
         if not tokens:
             return False, "no graphs are wanted"
         if len(self) < self.params.graph_min_keys:
             return False, f"{len(self)} keys, a graph takes {self.params.graph_min_keys}"
-        known = read_crossover(_machine_key(self._keys, samples)) if self.params.remember else None
-        if known is None:
-            graph_s, told = 0.0, "unknown here"
-            build_s = _LISTS_SHARE * samples.shape[2] * scan.work_s
-        else:
-            graph_s, told = 1e-6 * known.graph_us, f"{known.graph_us:.0f} us"
-            build_s = known.build_s * len(self) / known.measured_keys
-        gain_s = (served.seconds(pace) - graph_s) * pace.threads * tokens
-        verb = "wins" if gain_s > build_s else "does not win"
-        return gain_s > build_s, (
-            f"a graph ({told}, by forecast {build_s:.1f} core-seconds to build) {verb} that back "
-            f"in {tokens} tokens"
-        )
+        if not dim:
+            return False, "no graph, for nothing is known of what queries see"
+        build_s = build_forecast(served, scan, samples.shape[1], samples.shape[2])
+        if build_s > most_s:
+            return False, (
+                f"a graph is forecast to take {build_s:.1f} core-seconds to build, "
+                f"graph_trial_seconds is {most_s:g}"
+            )
+        is_wanted, why = Payback(tokens, pace).wins(served, hoped(served), build_s)
+        return is_wanted, f"by forecast {why}"
 
     def _serve_graphs(self, before: Sketched, samples: Tensor, nearest: Tensor | None) -> None:
         """Graphs for the heads that shall try one, where they are the fastest then."""
@@ -227,65 +225,55 @@ class AutoIndex(SavedIndex):
         graphs: dict[int, KeyGraph] = {}
         trials: dict[tuple[str, int], TimedSearch] = {}
         reports: dict[int, HeadReport] = {}
-        group, top_k = samples.shape[1], min(self.params.check_top_k, len(self))
+        pace = decoding_pace()
+        dims = {head: before.reports[head].effective_dim for head in before.wanted}
+        payback = Payback(self.params.graph_tokens, pace)
+        tried = GraphTrials(before.costs, dims, payback, self.params.graph_trial_seconds)
         clock, threads = core_clock()
-        begin = clock()
-        walks = walks_of_each(len(before.wanted))
-        for head in before.wanted:
-            keys = self._keys[head]
-            listed = None if nearest is None else nearest[head]
+        for head in tried.order(before.wanted):
+            if (why_not := tried.why_not(head)) is not None:
+                told[head] = _said(told[head], why_not)
+                continue
+            begin = clock()
             graph, reports[head] = self._grapher.learn_head(
-                keys, samples[head], listed, before.sketches.get(head), walks
+                self._keys[head],
+                samples[head],
+                None if nearest is None else nearest[head],
+                before.sketches.get(head),
+                walks_of_each(len(before.wanted)),
             )
+            build_s = threads * (clock() - begin)
             if graph is None:
+                tried.note(head, None, build_s)
+                told[head] = _said(told[head], reports[head].reason)
                 continue
             graphs[head] = graph
-            rows = rows_of(keys, graph)
-            trials["graph", head] = GraphTrial(keys[None], graph, rows, reports[head], top_k)
-            if (sketch := before.sketches.get(head)) is not None:
-                trials["sketch", head] = SketchTrial(keys[None], sketch, group, top_k)
-            else:
-                trials["flat", head] = ScanTrial(keys[None], group, top_k)
-        build_s = threads * (clock() - begin) / len(reports)
-        costs, pace = measured(trials, samples), decoding_pace()
-        for head, report in reports.items():
-            able = [cost for (_, of), cost in costs.items() if of == head]
-            if not able:
-                told[head] = replace(told[head], reason=f"{told[head].reason}: {report.reason}")
-                continue
-            kind, why = cheapest(able, pace)
+            own = self._graph_and_served(before, head, graph, reports[head], samples.shape[1])
+            tried.note(head, measured(own, samples)["graph", head], build_s)
+            trials |= own
+        costs = measured(trials, samples) if trials else {}
+        for head in list(graphs):
+            kind, why = cheapest([cost for (_, of), cost in costs.items() if of == head], pace)
             if kind == "graph":
-                told[head] = replace(report, reason=f"{report.reason}; {why}")
+                told[head] = _said(reports[head], why)
             else:
-                told[head] = replace(told[head], reason=f"{told[head].reason}: {why}")
+                told[head] = _said(told[head], why)
                 del graphs[head]
-        self._remember(before, reports, costs, samples, build_s)
-        self._parts = self._composed(told, before.sketches, graphs, group)
+        self._parts = self._composed(told, before.sketches, graphs, samples.shape[1])
 
-    def _remember(
-        self,
-        before: Sketched,
-        reports: Mapping[int, HeadReport],
-        costs: Mapping[tuple[str, int], Cost],
-        samples: Tensor,
-        build_s: float,
-    ) -> None:
-        """A head whose graph missed its goal counts as one that gained nothing.
-
-        build_s: seconds of one thread for a head, its copies and its self-check included.
-        """
-        if not self.params.remember:
-            return
-        pace = decoding_pace()
-        others = [before.costs[head] for head in reports]
-        graphs = [costs.get(("graph", head), before.costs[head]) for head in reports]
-        write_crossover(
-            _machine_key(self._keys, samples),
-            len(self),
-            graph_s=mean_cost(graphs).seconds(pace),
-            other_s=mean_cost(others).seconds(pace),
-            build_s=build_s,
-        )
+    def _graph_and_served(
+        self, before: Sketched, head: int, graph: KeyGraph, served: HeadReport, group: int
+    ) -> dict[tuple[str, int], TimedSearch]:
+        """A head's search by graph and by what serves it now."""
+        keys, top_k = self._keys[head : head + 1], min(self.params.check_top_k, len(self))
+        rows = rows_of(keys[0], graph)
+        trial: TimedSearch = GraphTrial(keys, graph, rows, served, top_k)
+        if (sketch := before.sketches.get(head)) is not None:
+            return {
+                ("graph", head): trial,
+                ("sketch", head): SketchTrial(keys, sketch, group, top_k),
+            }
+        return {("graph", head): trial, ("flat", head): ScanTrial(keys, group, top_k)}
 
     def _composed(
         self,
@@ -296,7 +284,7 @@ class AutoIndex(SavedIndex):
     ) -> tuple[Part, ...]:
         """An index for each run of heads with a graph, and of heads without one."""
         parts: list[Part] = []
-        for heads in runs(graphs):
+        for heads in runs(sorted(graphs)):
             own = range(len(reports))[heads]
             told = [report for n in own if isinstance(report := reports[n], HeadReport)]
             keys, params = self._keys[heads], self._grapher.params
@@ -383,7 +371,8 @@ class AutoIndex(SavedIndex):
     ) -> AutoIndex:
         """See `SavedIndex`."""
         with refusing_what_is_damaged(path):
-            index = cls(cls.Params.model_validate(meta["params"]))
+            known = {n: meta["params"][n] for n in cls.Params.model_fields if n in meta["params"]}
+            index = cls(cls.Params.model_validate(known))  # older files have `remember`
             index._known, index._chosen_keys = keys, int(meta["chosen_keys"])
             index._parts = tuple(
                 _part_of(path, number, part, arrays, keys)
@@ -429,8 +418,6 @@ def _part_of(
     return Part(found[0], index)
 
 
-def _machine_key(keys: Tensor, samples: Tensor) -> str:
-    """What costs depend on, beside the machine."""
-    heads, group, _, dim = samples.shape
-    shape = f"heads={heads} group={group} dim={dim} {keys.dtype}"
-    return f"{engine_state().isa} threads={default_pool().threads} {shape}"
+def _said(report: SketchReport | HeadReport, why: str) -> SketchReport | HeadReport:
+    """A report with a further reason."""
+    return replace(report, reason=f"{report.reason}; {why}")

@@ -483,7 +483,7 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
         if engine_state().isa is None:
             pytest.skip("without an engine nothing is timed")
     always = {"min_keys": 1, "gain": 0, "target_recall": 1e-6, "target_mass": 1e-6}
-    always |= {"remember": False, "graph_tokens": 0} if kind == "auto" else {}
+    always |= {"graph_tokens": 0} if kind == "auto" else {}
     model = load_model("random:tiny", device="cpu", dtype="float32")
     config = hkv.HybridConfig(
         method="hybrid",
