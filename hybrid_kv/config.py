@@ -6,7 +6,6 @@ method stand side by side; a key that the method does not use is refused, never 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
@@ -23,19 +22,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from hybrid_kv.counts import parse_count as parse_count  # noqa: PLC0414 (plug-ins import it here)
 from hybrid_kv.errors import ConfigError, said, unknown_name
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin, Registry
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-_COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?\s*$", re.IGNORECASE)
-
-
-def parse_count(value: object) -> object:
-    """'128k' -> 131072, '4GiB' -> 4 * 2**30; anything else is returned as it came."""
-    if isinstance(value, str) and (match := _COUNT.match(value)):
-        scaled = float(match[1]) * _UNITS[match[2].lower()]
-        return int(scaled) if scaled.is_integer() else value
-    return value
 
 
 def budget_tokens(budget: str, context_tokens: int) -> int:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 
 LEVELS = [
     {
-        *("types", "config", "errors", "keywords", "registry", "rotary", "plugins"),
+        *("types", "counts", "config", "errors", "keywords", "registry", "rotary", "plugins"),
         *("entries", "masses", "attended"),
     },
     {"ops"},

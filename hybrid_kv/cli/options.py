@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from hybrid_kv.cli import completion
+from hybrid_kv.cli.setting_names import check_names
 
 _PROMPT, _MODEL, _SAMPLING, _OUTPUT = "Prompt", "Model and cache", "Sampling", "Output"
 
@@ -22,7 +23,7 @@ def count(text: str | int) -> int:
     Raises:
         ConfigError: not a whole number of at least one.
     """
-    from hybrid_kv.config import parse_count
+    from hybrid_kv.counts import parse_count
     from hybrid_kv.errors import ConfigError
 
     try:
@@ -343,6 +344,13 @@ def each_of(option: str, text: str, parse: Callable[[str], Any]) -> tuple[Any, .
         raise ConfigError(f"{option}: {error}") from None
 
 
+def _method_of(options: Mapping[str, Any]) -> str | None:
+    """The method that --method or --set names; None where a file, a context or the default does."""
+    settings: list[str] = options["settings"]
+    named = [text[7:].strip() for text in settings if text.startswith("method=")]
+    return named[0] if named else options.get("method")
+
+
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb with each parameter that is a group of options spread into single options."""
     hints = get_type_hints(verb, include_extras=True)
@@ -367,6 +375,8 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(verb)
     def call(**values: Any) -> None:
+        if values.get("settings") and not values.get("plugins"):
+            check_names(_method_of(values), values["settings"])
         for name, group in groups.items():
             own = {field.name: values.pop(field.name) for field in fields(group)}
             values[name] = group(**own)
