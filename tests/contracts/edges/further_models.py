@@ -41,6 +41,15 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }
 
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 FURTHER: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
@@ -61,6 +70,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
     "flex_olmo": _EXPERTS,
     "gemma": {"head_dim": 8},
+    "gemma4_text": {
+        **_SLIDING,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
     "glm": {"head_dim": 16},
     "glm4_moe": {**_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "gpt_neox": _UNGROUPED,
@@ -73,6 +90,8 @@ FURTHER: dict[str, dict[str, Any]] = {
     "jamba": {**_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m2": {**_EXPERTS, "head_dim": 8},
     "ministral": {**_SLIDING, "head_dim": 8},
     "mixtral": _EXPERTS,
     "nanochat": {},
@@ -85,15 +104,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "phi": {},
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": {**_EXPERTS, "head_dim": 8},
-    "qwen3_next": {
-        **_EXPERTS,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_5_moe_text": {**_EXPERTS, **_GATED_DELTA},
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_next": {**_EXPERTS, **_GATED_DELTA},
     "seed_oss": {"head_dim": 8},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {},

@@ -77,6 +77,7 @@ UNSERVED = {
     "mla": ("DeepseekV3Config", latent(), "MLA|latent"),
     "dsa": ("DeepseekV32Config", indexed(), "DSA|MLA|sparse|latent"),
     "glm_dsa": ("GlmMoeDsaConfig", indexed(), "DSA|MLA|sparse|latent"),
+    "kimi_linear": ("KimiLinearConfig", small(), "MLA"),
     "own_attention": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 48, "n_head": 2}, "."),
     "recurrent": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": 48}, "."),
 }
