@@ -18,6 +18,7 @@ import csv
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields as fields_of
 from functools import reduce
 from hashlib import sha256
 from operator import or_
@@ -157,7 +158,7 @@ def read_exactly(
 ) -> Kept:
     """The prompt under full attention; from `path`, where an earlier run left all evidence."""
     if path is not None and path.exists():
-        kept = Kept(*torch.load(path, weights_only=False))
+        kept = _restored(*torch.load(path, weights_only=False))
         if kept.needs | needs == kept.needs:
             return kept
     shared = SharedPrompt(place.runtime, prompt.context, needs)
@@ -173,6 +174,12 @@ def read_exactly(
         return kept
     finally:
         shared.close()
+
+
+def _restored(prompt: PrefilledPrompt, *others: Any) -> Kept:
+    """What was kept, a prompt of an earlier version with the defaults of fields that it lacks."""
+    known = {one.name for one in fields_of(PrefilledPrompt) if hasattr(prompt, one.name)}
+    return Kept(PrefilledPrompt(**{name: getattr(prompt, name) for name in known}), *others)
 
 
 def row_of(

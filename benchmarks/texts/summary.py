@@ -1,6 +1,7 @@
 """Tables of `rows.csv`, in Markdown: medians over texts with intervals, worst texts, kinds.
 
     python benchmarks/texts/summary.py [ROWS]
+    python benchmarks/texts/summary.py --write     # into README.md and docs/eval.md, between marks
 
 An interval is of the median over texts, at 95%, by drawing texts (bootstrap), not tokens of one.
 """
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # a script: the project's root is not on the path
 
 import numpy as np
 
-ROWS = Path(__file__).with_name("rows.csv")
+ROWS, ROOT = Path(__file__).with_name("rows.csv"), Path(__file__).parents[2]
 _RESAMPLES = 4000
 _ESTIMATED, _EXACT = "hybrid", "flat"
 """The default method, and the search that it is held against: all that it adds is the estimate."""
@@ -185,26 +186,54 @@ def by_kind(results: Results, budget: str) -> Iterator[str]:
 def claims(results: Results) -> Iterator[str]:
     """What may be said of the estimate, and where it is weak: `hybrid` against `flat`."""
     for budget in results.shares:
-        pairs = _pairs(results, budget, budget)
-        if not pairs:
+        gains = _gains(results, budget)
+        if not gains:
             continue
-        worse = [name for name, ours, theirs in pairs if ours >= theirs]
-        gains = sorted(theirs / max(ours, 1e-9) for _, ours, theirs in pairs)
-        weakest = min(pairs, key=lambda one: one[2] / max(one[1], 1e-9))
+        worse = [name for name, gain in gains.items() if gain <= 1]
+        least, most = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
+        kinds = ", ".join(f"{kind} {gain:.1f}" for gain, kind in _kinds(results, gains))
         yield (
-            f"at {budget} the estimate divides KL by {median(gains):.1f} (median; from "
-            f"{gains[0]:.1f} on {weakest[0]} to {gains[-1]:.1f}); not better on {len(worse)} of "
-            f"{len(pairs)} texts{': ' + ', '.join(worse) if worse else ''}"
+            f"At {budget} the estimate divides the KL of `{_EXACT}` by "
+            f"{median(gains.values()):.1f} (median over texts; {gains[least]:.1f} on {least}, "
+            f"{gains[most]:.1f} on {most}; by kind: {kinds}); it does not help on {len(worse)} of "
+            f"{len(gains)} texts{': ' * bool(worse)}{', '.join(worse)}."
         )
-        yield from _weak_kinds(results, budget)
+    yield from _ahead(results)
+
+
+def _ahead(results: Results) -> Iterator[str]:
+    """On how many texts the least budget with the estimate beats larger ones without."""
     ours = results.shares[0]
+    told = []
     for theirs in [*results.shares[1:], *results.counts]:
         if pairs := _pairs(results, ours, theirs):
-            ahead = [name for name, kl, other in pairs if kl < other]
-            yield (
-                f"`{_ESTIMATED}` at {ours} is nearer to full attention than `{_EXACT}` at {theirs} "
-                f"on {len(ahead)} of {len(pairs)} texts"
-            )
+            ahead = sum(kl < other for _, kl, other in pairs)
+            told.append(f"{_tokens(theirs)} on {ahead} of {len(pairs)}")
+    if told:
+        yield (
+            f"`{_ESTIMATED}` at {ours} is nearer to full attention than `{_EXACT}` at "
+            f"{', at '.join(told)} texts."
+        )
+
+
+def _tokens(budget: str) -> str:
+    return budget if budget.endswith("%") else f"{budget} tokens"
+
+
+def _gains(results: Results, budget: str) -> dict[str, float]:
+    """By text: the KL without the estimate over that with it."""
+    return {
+        name: theirs / max(ours, 1e-9) for name, ours, theirs in _pairs(results, budget, budget)
+    }
+
+
+def _kinds(results: Results, gains: Mapping[str, float]) -> list[tuple[float, str]]:
+    """Median gain and kind, the least first."""
+    kinds = {row.text: row.kind for found in results.of.values() for row in found.values()}
+    of: dict[str, list[float]] = {}
+    for name, gain in gains.items():
+        of.setdefault(kinds[name], []).append(gain)
+    return sorted((median(values), kind) for kind, values in of.items())
 
 
 def _pairs(results: Results, ours: str, theirs: str) -> list[tuple[str, float, float]]:
@@ -213,20 +242,64 @@ def _pairs(results: Results, ours: str, theirs: str) -> list[tuple[str, float, f
     return [(name, row.kl, other[name].kl) for name, row in mine.items() if name in other]
 
 
-def _weak_kinds(results: Results, budget: str) -> Iterator[str]:
-    kinds = {row.text: row.kind for row in results.of[_ESTIMATED, budget].values()}
-    gains: dict[str, list[float]] = {}
-    for name, ours, theirs in _pairs(results, budget, budget):
-        gains.setdefault(kinds[name], []).append(theirs / max(ours, 1e-9))
-    told = sorted((median(values), kind) for kind, values in gains.items())
-    yield "  by kind: " + ", ".join(f"{kind} {gain:.1f}" for gain, kind in told)
+def readme(results: Results) -> str:
+    """README's part: what was read, the headline, and what may be said."""
+    kinds, count = list(results.kinds), results.texts()
+    first = results.shares[0]
+    worth = round(max(results.values(_ESTIMATED, first, "estimate"), default=0))
+    more = f" `{_EXACT}` at numbers of tokens has as many more as the estimate counts for." * bool(
+        results.counts
+    )
+    gains = _kinds(results, _gains(results, first))
+    weak = f" It is weakest on {gains[0][1]}, where it divides KL by {gains[0][0]:.1f} at {first}."
+    full = size(median(results.values("full", "", "bytes")))
+    lines = [
+        f"**A real model.** SmolLM2-135M in float32 reads 4,096 tokens of each of {count} texts "
+        f"exactly ({', '.join(kinds[:-1])} and {kinds[-1]}) and 128 more through each method, 16 "
+        "at a time: KL from full attention, median over texts (95% interval, over texts) · MB "
+        f"read per token (keys, values, codes, moments; full attention reads {full}), by share of "
+        "the context that a query head attends. [Rows](benchmarks/texts/rows.csv) of "
+        "`benchmarks/texts/run.py`; [by kind, with nats and tokens](docs/eval.md#many-texts).",
+        "",
+        *headline(results),
+        "",
+        f"`{_ESTIMATED}` attends to the keys that stand out and takes all others as one Gaussian "
+        "per KV head ([how it works](docs/how-it-works.md)), whose moments are read as well, bytes "
+        f"worth {worth} entries here.{more} {' '.join(_ahead(results))}{weak}",
+    ]
+    return "\n".join(lines)
+
+
+def documented(results: Results) -> str:
+    """The part of docs/eval.md: tables of each budget and all that is claimed."""
+    parts = []
+    for budget in results.shares:
+        parts += ["\n".join(details(results, budget)), "\n".join(by_kind(results, budget))]
+    parts.append("\n".join(f"- {claim}" for claim in claims(results)))
+    return "\n\n".join(parts)
+
+
+def put(path: Path, mark: str, content: str) -> None:
+    """Replaces what stands between two marks of a file."""
+    begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+    text = path.read_text()
+    before, middle, after = text.partition(begin)
+    _, last, after = after.partition(end)
+    if not middle or not last:
+        raise SystemExit(f"{path} has no marks {begin.strip()} and {end.strip()}")
+    path.write_text(before + begin + content + end + after)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="?", default=ROWS)
+    parser.add_argument("--write", action="store_true", help="the documents' tables")
     args = parser.parse_args()
     results = Results(read(args.rows))
+    if args.write:
+        put(ROOT / "README.md", "texts", readme(results))
+        put(ROOT / "docs" / "eval.md", "texts", documented(results))
+        return
     print(f"{results.texts()} texts that all methods have read, {len(results.kinds)} kinds\n")
     print("KL, median over texts (95% interval) · MB read per token\n")
     print("\n".join(headline(results)))
