@@ -13,7 +13,6 @@ from typing import Any
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.runtime.cold_call import cold_bytes
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
@@ -77,10 +76,7 @@ class OneCall:
             if new is not None:
                 row.uncount_token()
             raise
-        _count_bytes(step, row, total, plan, done)
-        if step.asked is not None:
-            done.report.scored += step.asked.scored
-        _count(step, row, total, done)
+        _count(step, row, total, plan, done)
         if searched is not None and done.ids is not None:
             searched.take_up(plan, step, row, done)
         times = done.report
@@ -161,25 +157,27 @@ def _call(
         raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
 
 
-def _count(step: Step, row: Row, resident: int, done: StepResult) -> None:
-    work, report, heads = step.work, done.report, step.layer.shape.num_q_heads
+def _count(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:
+    """Without a call of anything: this is Python of every layer and step."""
+    work, report, shape, table = step.work, done.report, step.layer.shape, row.table
+    heads, entry = shape.num_q_heads, plan.entry_bytes
+    scored, asked = report.scored, step.asked
+    if resident < table.num_tokens:  # pages were chosen, by digests as wide as an entry
+        pages = len(table.pages)
+        scored -= heads * pages
+        work.select_bytes += shape.num_kv_heads * pages * entry
+    scanned, scores, walked = plan.read_costs[asked is not None]
+    work.search_bytes += scanned + int(walked * max(0.0, scored - scores))
+    if asked is not None:
+        report.scored += asked.scored
+        work.search_bytes += asked.read_bytes or 0
+    work.resident_bytes += shape.num_kv_heads * resident * entry
+    work.estimate_bytes += plan.estimate_bytes
+    stored = row.chain.num_tokens * shape.num_kv_heads
+    work.cold_bytes += min(report.retrieved, stored) * entry // 2
     work.scored += report.scored
     work.attended += report.retrieved + resident * heads
     work.retrieved += report.retrieved
     work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
     work.visible += heads * row.length
     work.steps += heads
-
-
-def _count_bytes(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:
-    work, table, shape = step.work, row.table, step.layer.shape
-    scored = done.report.scored
-    if resident < table.num_tokens:  # pages were chosen, by digests as wide as an entry
-        scored -= shape.num_q_heads * len(table.pages)
-        work.select_bytes += shape.num_kv_heads * len(table.pages) * step.row_bytes
-    work.resident_bytes += shape.num_kv_heads * resident * step.row_bytes
-    work.search_bytes += plan.search_bytes(scored, asked=step.asked is not None)
-    if step.asked is not None:
-        work.search_bytes += step.asked.read_bytes or 0
-    work.estimate_bytes += plan.estimate_bytes
-    work.cold_bytes += cold_bytes(step, row, done.report.retrieved)

@@ -206,7 +206,9 @@ class LayerPlan:
     for memory. So what a step needs is made beforehand: arguments once, results many at a time.
 
     Not for several threads at once. begins_warm: whether a search begins at what was found before.
-    estimate_bytes: moments that a step reads.
+    estimate_bytes: moments that a step reads; entry_bytes: of the key and value of an entry;
+    read_costs: of searches, of all extents and of all but the first: bytes that a step scans, for
+    so many dot products, and bytes for each beyond these.
 
     Args:
         num_queries: M, query heads of a KV head.
@@ -240,8 +242,12 @@ class LayerPlan:
         searches = [search for extent in extents for search in extent.searches]
         every = [search.reads for extent in extents for search in extent.searches]
         first = len(extents[0].searches) if extents else 0
-        self._reads = SearchReads.joined(every, num_queries)
-        self._later_reads = SearchReads.joined(every[first:], num_queries)
+        reads = (SearchReads.joined(some, num_queries) for some in (every, every[first:]))
+        self.read_costs = [
+            (round(one.scanned), num_queries * one.scores, one.walked * one.walks / num_queries)
+            for one in reads
+        ]
+        self.entry_bytes = 2 * k.shape[-1] * k.itemsize
         tails = [extent.tail for extent in extents if extent.tail is not None]
         self.estimate_bytes = sum(tail.nbytes for tail in tails)
         self.begins_warm = any(search.kind == GRAPH for search in searches)
@@ -376,8 +382,8 @@ class LayerPlan:
         Args:
             asked: the first extent was searched elsewhere.
         """
-        reads = self._later_reads if asked else self._reads
-        return reads.of(self._size[1], scored)
+        scanned, scores, walked = self.read_costs[asked]
+        return scanned + int(walked * max(0.0, scored - scores))
 
     def _take_shape(self, queries: Tensor) -> None:
         dtype, (heads, count) = DTYPES.get(queries.dtype), self._size
