@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -314,7 +315,7 @@ def main() -> None:
         "what": "prompt" if args.prompt else "decode step",
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **{"layers": layers, "last_level_cache_bytes": cache, "package": PACKAGE, "build": None},
-        "command": " ".join(["python", "benchmarks/peers/run.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/peers/run.py", *sys.argv[1:]]),
         "environment": json.loads(probe_environment().model_dump_json()),
         "rows": [],
     }
