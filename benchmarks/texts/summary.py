@@ -152,7 +152,8 @@ def _worst(results: Results, method: str, budget: str) -> str:
 
 def details(results: Results, budget: str) -> Iterator[str]:
     """A table for one budget: everything that was counted, as medians over texts."""
-    yield "| method | attended + estimate | MB a token | nats | KL: median, worst | same token |"
+    told = "attended + estimate | MB a token | nats | KL: median, worst | same token"
+    yield f"| method, {budget} | {told} |"
     yield "|---|---|---|---|---|---|"
     for method in _in_order(results):
         if not results.values(method, budget, "kl"):
