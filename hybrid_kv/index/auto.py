@@ -253,7 +253,9 @@ class AutoIndex(SavedIndex):
             trials |= own
         costs = measured(trials, samples) if trials else {}
         for head in list(graphs):
-            kind, why = cheapest([cost for (_, of), cost in costs.items() if of == head], pace)
+            kind, why = cheapest(
+                [costs[what, head] for what in ("graph", before.costs[head].kind)], pace
+            )
             if kind == "graph":
                 told[head] = _said(reports[head], why)
             else:
@@ -264,16 +266,18 @@ class AutoIndex(SavedIndex):
     def _graph_and_served(
         self, before: Sketched, head: int, graph: KeyGraph, served: HeadReport, group: int
     ) -> dict[tuple[str, int], TimedSearch]:
-        """A head's search by graph and by what serves it now."""
+        """A head's search by graph, by what serves it now, and by scan.
+
+        The scan reads so much that none of the others finds its own in the cache.
+        """
         keys, top_k = self._keys[head : head + 1], min(self.params.check_top_k, len(self))
-        rows = rows_of(keys[0], graph)
-        trial: TimedSearch = GraphTrial(keys, graph, rows, served, top_k)
+        trials: dict[tuple[str, int], TimedSearch] = {
+            ("graph", head): GraphTrial(keys, graph, rows_of(keys[0], graph), served, top_k)
+        }
+        trials["flat", head] = ScanTrial(keys, group, top_k)
         if (sketch := before.sketches.get(head)) is not None:
-            return {
-                ("graph", head): trial,
-                ("sketch", head): SketchTrial(keys, sketch, group, top_k),
-            }
-        return {("graph", head): trial, ("flat", head): ScanTrial(keys, group, top_k)}
+            trials["sketch", head] = SketchTrial(keys, sketch, group, top_k)
+        return trials
 
     def _composed(
         self,
