@@ -357,7 +357,9 @@ class TokenBudget:
     shared: the heads of a layer share their budgets at every step: of what all of them found, the
         entries of the largest shares are attended (Ada-KV, arXiv:2407.11550, at each step).
     estimate: what was not found is attended as an estimate: of the "index", see `Index.estimate`,
-        or of all entries as one "gaussian", see `Tail`; None leaves it out.
+        or of all entries by their moments, as one "gaussian" or to "first_order", see `Tail`; None
+        leaves it out.
+    form: of an estimate by moments; None where there is none.
     most: entries that a query head attends at most. width: that its search is made wide enough for.
     weighs: whether what was found is cut by its weight.
 
@@ -369,7 +371,8 @@ class TokenBudget:
     max_tokens: int | None = None
     min_share: float | None = None
     shared: bool = False
-    estimate: Literal["index", "gaussian"] | None = None
+    estimate: Literal["index", "gaussian", "first_order"] | None = None
+    form: Literal["gaussian", "first_order"] | None = field(init=False, repr=False, compare=False)
     most: int = field(init=False, repr=False, compare=False)
     width: int = field(init=False, repr=False, compare=False)
     weighs: bool = field(init=False, repr=False, compare=False)
@@ -392,6 +395,7 @@ class TokenBudget:
             )
         width = min(2 * self.top_k, most) if self.shared else self.top_k
         for name, value in (
+            ("form", None if self.estimate == "index" else self.estimate),
             ("most", most),
             ("width", width),
             ("weighs", self.shared or self.min_share is not None),

@@ -7,7 +7,7 @@ from torch import Tensor
 from hybrid_kv.ops import reference, sketch_select, tail
 from hybrid_kv.ops.chosen import ChosenBackend, reaches
 from hybrid_kv.ops.sketch_select import DeviceCodes
-from hybrid_kv.ops.tail import Tail
+from hybrid_kv.ops.tail import Form, Tail, UnreadPart
 from hybrid_kv.types import Candidates, PartialAttention
 
 
@@ -60,14 +60,19 @@ class SearchOps(ChosenBackend):
         *,
         scale: float,
         softcap: float | None = None,
+        discount: Tensor | None = None,
     ) -> PartialAttention:
         """See `sketch_select.attend`."""
         if reaches(found.scores, v) and self._chosen_triton("attend_candidates", found.scores):
             from hybrid_kv.ops.triton import sketch_attend
 
-            return sketch_attend.attend(found, v, limit, scale=scale, softcap=softcap)
+            return sketch_attend.attend(
+                *(found, v, limit), scale=scale, softcap=softcap, discount=discount
+            )
         self.served["attend_candidates"] = "reference"
-        return sketch_select.attend(found, v, limit, scale=scale, softcap=softcap)
+        return sketch_select.attend(
+            *(found, v, limit), scale=scale, softcap=softcap, discount=discount
+        )
 
     def attend_unread(
         self,
@@ -80,16 +85,17 @@ class SearchOps(ChosenBackend):
         *,
         scale: float,
         softcap: float | None = None,
-    ) -> PartialAttention:
+        form: Form = "gaussian",
+    ) -> UnreadPart:
         """See `tail.attend_unread`."""
         if self._chosen_triton("attend_unread", q):
             from hybrid_kv.ops.triton import unread
 
             return unread.attend_unread(
-                *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap
+                *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap, form=form
             )
         return tail.attend_unread(
-            *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap
+            *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap, form=form
         )
 
     def best_limit(self, scores: Tensor, top_k: int) -> Tensor:

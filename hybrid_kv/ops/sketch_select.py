@@ -232,11 +232,14 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    discount: Tensor | None = None,
 ) -> PartialAttention:
     """Attention over the candidates that score `limit` [Hkv, M] at least.
 
     Args:
         v: [Hkv, N, Dv] on any device.
+        discount: [Hkv, M] float32, the logarithm of the weight that each of their values gives up,
+            while lse stays as it is; see `tail.UnreadPart`. None for nothing.
 
     Returns:
         out [Hkv, M, Dv], lse [Hkv, M], float32.
@@ -248,7 +251,10 @@ def attend(
     kept = (scores >= limit[..., None]) & (scores > -torch.inf)
     logits = logits.masked_fill(~kept, -torch.inf)
     lse = logits.logsumexp(-1)
-    weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    largest = lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = (logits - largest[..., None]).exp()
+    if discount is not None:
+        weights = weights - (discount - largest).exp()[..., None] * kept
     values = rows_of(v, ids, scores.device).float()
     grouped = weights.unflatten(1, (-1, ids.shape[1]))
     return PartialAttention(torch.einsum("hgtc,htcd->hgtd", grouped, values).flatten(1, 2), lse)

@@ -1,32 +1,76 @@
-"""What attention over entries that a search left probably gives, from their moments alone.
+"""What attention over entries that nobody reads probably gives, from their moments alone.
 
 The entries of a KV head are taken as draws of one Gaussian over keys and values. A query q sees
-logits s = scale q . k, which are then normal with a mean m and a variance w, and values whose mean
-moves along a line with s. A search that ranks has taken the largest: the others lie below the
-lowest logit t that it took. With x standard normal, the n that are left weigh
+logits s = scale q . k, which are then normal with a mean m and a variance w = d^2, and values whose
+mean moves along a line with s. A search that ranks has taken the largest: the others lie below the
+lowest logit t that it took. With x standard normal, P its distribution and h(z) its density over
+P(z), c = (t - m) / d and z = c - d, the n - k that are unread weigh
 
-    n E[exp(s) | s < t] = n exp(m + w / 2) P(x < (t - m - w) / sqrt(w)) / P(x < (t - m) / sqrt(w))
+    (n - k) E[exp(s) | s < t] = (n - k) exp(m + w / 2) P(z) / P(c)
 
-and their weighted mean value is mean(v) + cov(v, s) / w (E[s] - m), E by weight. That costs 2 D^2
-products a query, however many entries there are. No paper that we know of does it.
+and their weighted mean value is mean(v) + cov(v, s) (d - h(z)) / d, both of all n entries. What
+is known of the unread alone corrects it: their plain mean value is (n mean(v) - sum of the k) /
+(n - k), where the Gaussian has mean(v) - cov(v, s) h(c) / d, and the difference is added by the
+share exp(-w / 2): wholly where all logits are alike, so that equal keys give what attention gives,
+and little where most of the weight lies close to t, of which a mean over all of the unread tells
+little. The whole costs 2 D^2 products a query, however many entries there are.
+
+"first_order" goes without variance and cut: the unread weigh exp of their mean logit each, and
+their value moves by cov(v, s). That is never more than they weigh, and needs no search that ranks.
+
+Nearest work: MomentKV (arXiv:2606.01563) keeps these moments of evicted tokens, to first order;
+arXiv:2512.07647 has the cut Gaussian mass, without values. docs/decisions.md has the difference.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.types import PartialAttention
 
+Form: TypeAlias = Literal["gaussian", "first_order"]
 SAMPLES = 8192
 """Entries that the moments of a block are taken from, evenly: the variance of a logit is then known
 to 1.6%, far better than logits are normal."""
 MOMENTS = ("keys", "values", "key_key", "key_value")
 _LEAST_GROWTH = 256
 _LEAST_VARIANCE, _LEAST_SLOPE = 1e-12, 1e-6
+_MOST_DEVIATIONS = 3.0
+"""Of the mean logit of the unread from that of all, at most: moments from samples err, and more so
+for few that are left of many."""
+
+
+class AttendedSums(NamedTuple):
+    """Entries of one extent that each query attends exactly, in sum; [Hkv, M] each.
+
+    num: how many. scores: the sum of their dot products, before scale and softcap.
+    """
+
+    num: Tensor
+    scores: Tensor
+
+
+class UnreadPart(NamedTuple):
+    """Attention over unread entries, with what the values of attended ones have yet to give up.
+
+    out: [Hkv, M, D] float32. lse: [Hkv, M] float32, -inf where nothing is unread. discount:
+    [Hkv, M] float32, the logarithm of the weight that is taken from the value of every attended
+    entry; never above the limit, so that a value's weight stays positive.
+    """
+
+    out: Tensor
+    lse: Tensor
+    discount: Tensor
+
+    def without(self, values: Tensor) -> PartialAttention:
+        """The same once the sum of the attended values [Hkv, M, D], float32, is taken from it."""
+        share = (self.discount - self.lse.masked_fill(self.lse == -torch.inf, 0.0)).exp()
+        return PartialAttention(self.out - share[..., None] * values, self.lse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,18 +88,29 @@ class Tail:
     key_value: Tensor
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> Tail:
-        """Of k, v [Hkv, n, D], n >= 1, any float dtypes."""
+    def of(cls, k: Tensor, v: Tensor, without: Tensor | None = None) -> Tail:
+        """Of k, v [Hkv, n, D], n >= 1, any float dtypes; `count` is n.
+
+        Args:
+            without: [Hkv, n] bool, entries that are left out; None for none.
+        """
         count = k.shape[1]
         if count > SAMPLES:
             even = torch.linspace(0, count - 1, SAMPLES, dtype=torch.float64, device=k.device)
             some = even.long()
             k, v = k[:, some], v[:, some]
+            without = None if without is None else without[:, some]
         k, v = k.float(), v.float()
-        keys, values = k.mean(1), v.mean(1)
-        k, v = k - keys[:, None], v - values[:, None]
-        share = 1 / k.shape[1]
-        return cls(count, keys, values, k.mT @ k * share, k.mT @ v * share)
+        if without is None:
+            keys, values = k.mean(1), v.mean(1)
+            k, v = k - keys[:, None], v - values[:, None]
+            share = 1 / k.shape[1]
+            return cls(count, keys, values, k.mT @ k * share, k.mT @ v * share)
+        kept = (~without).float()[..., None]
+        shares = 1 / kept.sum(1).clamp_min(1)
+        keys, values = (kept * k).sum(1) * shares, (kept * v).sum(1) * shares
+        k, v = kept * (k - keys[:, None]), kept * (v - values[:, None])
+        return cls(count, keys, values, k.mT @ k * shares[..., None], k.mT @ v * shares[..., None])
 
     def tensors(self) -> dict[str, Tensor]:
         """Its moments by name."""
@@ -94,42 +149,79 @@ class Tail:
             + between * keys[:, :, None] * values[:, None],
         )
 
+    def less(self, total: Tensor, count: Tensor, keys: Tensor, values: Tensor) -> Tail:
+        """These entries, `total` [Hkv] in number, without some: covariances stay as they were.
+
+        Args:
+            count: [Hkv], how many are taken out. keys, values: [Hkv, D] float32, their sums.
+        """
+        left, total = (total - count).clamp_min(1)[:, None], total[:, None]
+        return replace(
+            self,
+            keys=(total * self.keys - keys) / left,
+            values=(total * self.values - values) / left,
+        )
+
     def attend(
         self,
         queries: Tensor,
-        left: Tensor,
+        count: Tensor | int,
+        attended: AttendedSums,
         limit: Tensor,
         *,
         scale: float,
         softcap: float | None = None,
-    ) -> PartialAttention:
-        """Attention over the entries that a search left.
+        form: Form = "gaussian",
+    ) -> UnreadPart:
+        """Attention over the entries that are not attended exactly.
 
         Args:
             queries: [Hkv, M, D], any float dtype.
-            left: [Hkv, M], how many there are.
+            count: n, the entries of the extent, the attended ones among them; a number, or a tensor
+                that expands to [Hkv, M].
+            attended: k of them.
             limit: [Hkv, M], the lowest logit that was attended, +inf for none.
             scale, softcap: what turns a dot product into a logit.
-
-        Returns:
-            out [Hkv, M, D] and lse [Hkv, M], both float32; lse -inf where nothing is left.
         """
         q = queries.float() * scale
         mean = torch.einsum("hmd,hd->hm", q, self.keys).double()
         variance = (q @ self.key_key * q).sum(-1).double().clamp_min(_LEAST_VARIANCE)
         lean = q @ self.key_value  # [Hkv, M, D], covariance of the values with the logit
-        deviation = width = variance.sqrt()
+        deviation = variance.sqrt()
+        left = (count - attended.num).clamp_min(0)
+        ratio = attended.num / left.clamp_min(1).double()
+        dot, slope = mean, torch.ones_like(mean)
         if softcap is not None:  # capped logits as normal too: their width by the slope at the mean
             bent = torch.tanh(mean / softcap)
-            mean, width = softcap * bent, width * (1 - bent * bent).clamp_min(_LEAST_SLOPE)
-        cut = (limit.double() - mean) / width
-        z = cut - width
-        below = torch.special.log_ndtr(z)
-        lse = left.log() + mean + width * width / 2 + below - torch.special.log_ndtr(cut)
-        density = (-z * z / 2 - below).exp() / math.sqrt(2 * math.pi)  # phi(z) / P(z)
-        shift = (width - density) / deviation  # (E[s] - m) / w, along which the values move
-        out = self.values[:, None] + lean * shift.float()[..., None]
-        return PartialAttention(out, lse.float())
+            mean, slope = softcap * bent, (1 - bent * bent).clamp_min(_LEAST_SLOPE)
+        if form == "first_order":
+            lower = ratio * dot - scale * attended.scores.double() / left.clamp_min(1)
+            most = _MOST_DEVIATIONS * deviation
+            weight = mean + slope * lower.clamp(-most, most)
+            shift, cut_shift, fade = slope, torch.zeros_like(mean), torch.zeros_like(mean)
+        else:
+            width = slope * deviation
+            cut = (limit.double() - mean) / width
+            z = cut - width
+            below, cut_below = torch.special.log_ndtr(z), torch.special.log_ndtr(cut)
+            hazard, cut_hazard = _hazard(z, below), _hazard(cut, cut_below)
+            weight = mean + width * width / 2 + below - cut_below
+            weight = torch.minimum(weight, limit.double())
+            shift = (width - hazard) / deviation  # (E[s] - m) / w, along which the values move
+            cut_shift, fade = cut_hazard / deviation, variance / 2
+        share = (-fade).exp()
+        along = (shift + share * cut_shift).float()[..., None]
+        out = (1 + share * ratio).float()[..., None] * self.values[:, None] + lean * along
+        lse = left.log() + weight
+        discount = (weight - fade).where(left > 0, -torch.inf)
+        return UnreadPart(out, lse.float(), discount.float())
+
+
+def _hazard(z: Tensor, below: Tensor) -> Tensor:
+    """phi(z) / P(z), of z and log P(z); by its series where these would cancel."""
+    near = (-z * z / 2 - below).exp() / math.sqrt(2 * math.pi)
+    r = 1 / (z * z)
+    return torch.where(z < -20, -z / (1 - r * (1 - r * (3 - 15 * r))), near)
 
 
 def attend_unread(
@@ -142,7 +234,8 @@ def attend_unread(
     *,
     scale: float,
     softcap: float | None = None,
-) -> PartialAttention:
+    form: Form = "gaussian",
+) -> UnreadPart:
     """Attention over the entries of one extent that are not among the best candidates of all.
 
     Nothing is asked of the device: no thread waits, and no shape hangs on what was found.
@@ -159,10 +252,16 @@ def attend_unread(
     Returns:
         As `Tail.attend`.
     """
-    attended = (scores >= limit[..., None]) & (scores > -torch.inf)
-    lowest = scores.masked_fill(~attended, torch.inf).amin(-1)
-    left = (seen - attended[..., own].sum(-1)).clamp_min(0)
-    return known.attend(q, left, capped(scale * lowest, softcap), scale=scale, softcap=softcap)
+    kept = (scores >= limit[..., None]) & (scores > -torch.inf)
+    lowest = scores.masked_fill(~kept, torch.inf).amin(-1)
+    kept, mine = kept[..., own], scores[..., own]
+    attended = AttendedSums(kept.sum(-1), mine.masked_fill(~kept, 0.0).sum(-1))
+    return known.attend(
+        *(q, seen, attended, capped(scale * lowest, softcap)),
+        scale=scale,
+        softcap=softcap,
+        form=form,
+    )
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

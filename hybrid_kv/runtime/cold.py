@@ -205,8 +205,9 @@ def _estimates(
     if budget.estimate == "index":
         guesses = by_index(step, row, q, found)
     else:
-        step.work.estimate_bytes += sum(span.tail(q.device).nbytes for span in row.chain.spans)
-        guesses = by_moments(step, row, q, found, [part.ids for part in left], taken)
+        assert budget.form is not None
+        ids = [part.ids for part in left]
+        guesses = by_moments(step, row, q, budget.form, found, ids, taken)
     parts = [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
     if _fetches(row):
         parts = [step.executor.deliver(part, step.q.device) for part in parts]

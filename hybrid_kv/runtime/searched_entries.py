@@ -66,9 +66,9 @@ class SearchedEntries(NamedTuple):
             for search in searches:
                 for head in search.heads:
                     found[head] += search.width
-            tail = span.tail(extent.keys.device) if budget.estimate else None
+            tail = span.tail(extent.keys.device) if budget.form else None
             k, v = extent.k[:, : span.length], extent.v[:, : span.length]
-            extents.append(ExtentEntries(k, v, searches, tail))
+            extents.append(ExtentEntries(k, v, searches, tail, budget.form or "gaussian"))
         return ColdEntries(extents, min(max(found), budget.most))
 
     def ask(self, plan: LayerPlan, queries: Tensor) -> Tensor | None:

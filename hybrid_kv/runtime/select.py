@@ -146,16 +146,16 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
         step.work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
         in_reach &= q.device == v.device or v.is_pinned()  # else rows are copied, which waits
-    tails = [span.tail(q.device) for span in row.chain.spans] if budget.estimate else []
+    tails = [span.tail(q.device) for span in row.chain.spans] if budget.form else []
     step.work.estimate_bytes += sum(tail.nbytes for tail in tails)
-    signature = tuple(places), tuple(tails), tuple(q.shape), budget.top_k, step.scale, step.softcap
+    signature = tuple(places), tuple(tails), tuple(q.shape), budget, step.scale, step.softcap
     if step.found is not None:  # somebody looks at this step, and waits for it
-        part, retrieved = _search(step, row, q, budget.top_k, tails)
+        part, retrieved = _search(step, row, q, budget, tails)
         step.found[row.number] = budget, retrieved()
         return part
     if not in_reach:
-        return _search(step, row, q, budget.top_k, tails)[0]
-    work = lambda given: _search(step, row, given, budget.top_k, tails)[0]  # noqa: E731
+        return _search(step, row, q, budget, tails)[0]
+    work = lambda given: _search(step, row, given, budget, tails)[0]  # noqa: E731
     return step.executor.repeat(first, signature, work, q)
 
 
@@ -165,32 +165,35 @@ def _index_of(span: Span) -> LiveIndex:
 
 
 def _search(
-    step: Step, row: Row, q: Tensor, top_k: int, tails: Sequence[Tail]
+    step: Step, row: Row, q: Tensor, budget: TokenBudget, tails: Sequence[Tail]
 ) -> tuple[PartialAttention, Callable[[], Retrieved]]:
     """The best of all extents together, attended where they lie, and by the moments of each extent
     (none where nothing is estimated) what is left of it; and what the best are, if asked.
     """
-    spans = row.chain.spans
+    spans, top_k, form = row.chain.spans, budget.top_k, budget.form
     found = [_index_of(s).candidates(q, s.extent.k, step.new, top_k) for s in spans]
     scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
     limit = step.ops.best_limit(scores, top_k)
-    parts = [
-        step.ops.attend_candidates(
-            *(one, span.extent.v, limit), scale=step.scale, softcap=step.softcap
-        )
-        for one, span in zip(found, spans, strict=True)
-    ]
-    first = 0
-    for span, one, known in zip(spans, found, tails, strict=False):  # none, or one of each
-        own = slice(first, first + one.scores.shape[-1])
-        parts.append(
-            step.ops.attend_unread(
-                *(known, q, scores, limit, own, _index_of(span).seen),
+    parts, first = [], 0
+    for number, (span, one) in enumerate(zip(spans, found, strict=True)):
+        discount = None
+        if form is not None:
+            own = slice(first, first + one.scores.shape[-1])
+            out, lse, discount = step.ops.attend_unread(
+                *(tails[number], q, scores, limit, own, _index_of(span).seen),
                 scale=step.scale,
                 softcap=step.softcap,
+                form=form,
             )
+            parts.append(PartialAttention(out, lse))
+            first = own.stop
+        part = step.ops.attend_candidates(
+            *(one, span.extent.v, limit),
+            scale=step.scale,
+            softcap=step.softcap,
+            discount=discount,
         )
-        first = own.stop
+        parts.append(part)
     part = merge_partials(parts, ops=step.ops)
     return part, partial(_retrieved, step, row, found, limit, top_k)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.ranking import rank_named
-from hybrid_kv.ops.tail import capped
+from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import Row
+from hybrid_kv.store import ColdExtent, Row
 from hybrid_kv.types import PartialAttention
 
 
@@ -44,6 +44,7 @@ def by_moments(
     step: Step,
     row: Row,
     q: Tensor,
+    form: Form,
     found: Sequence[RetrievedPart],
     attended: Sequence[Tensor],
     taken: Tensor | None,
@@ -60,18 +61,49 @@ def by_moments(
     """
     if any(part.bias is not None for part in found):
         raise MethodError(
-            "estimate 'gaussian' must go with an index that ranks, got one whose samples stand for "
+            f"estimate '{form}' must go with an index that ranks, got one whose samples stand for "
             f"what is left, in layer {step.layer.shape.layer_idx}; choose estimate 'none'"
         )
     limit = _lowest_logit(step, q, found)
-    beside = _attended_beside(step, row, q, taken)
     parts = []
-    for span, ids, there in zip(row.chain.spans, attended, beside, strict=True):
-        left = (span.length - there - (ids >= 0).sum(-1)).clamp_min(0)
-        parts.append(
-            span.tail(q.device).attend(q, left, limit, scale=step.scale, softcap=step.softcap)
-        )
+    for number, ids in enumerate(attended):
+        out, lse = torch.empty(*q.shape), torch.empty(q.shape[:2])
+        known = _left_beside(row, number, taken)
+        step.work.estimate_bytes += known[0][0].nbytes
+        for token in range(len(known)):
+            own = slice(token, None, len(known))
+            moments, count = known[token]
+            asked = q[:, own], ids[:, own], limit[:, own]
+            part = _unread_of(step, row.chain.spans[number].extent, moments, count, form, *asked)
+            out[:, own], lse[:, own] = part
+        parts.append(PartialAttention(out, lse))
     return parts
+
+
+def _unread_of(
+    step: Step,
+    extent: ColdExtent,
+    known: Tail,
+    count: Tensor,
+    form: Form,
+    q: Tensor,
+    ids: Tensor,
+    limit: Tensor,
+) -> PartialAttention:
+    """Of the `count` [Hkv, 1] entries of an extent that are not among `ids` [Hkv, M, K]."""
+    scores, values = torch.zeros(q.shape[:2]), torch.zeros(q.shape)
+    heads = torch.arange(len(q))[:, None]
+    there = ids >= 0
+    for query in range(q.shape[1] if ids.shape[-1] else 0):  # rows of one query at a time
+        rows, mine = ids[:, query].clamp_min(0), there[:, query, :, None]
+        total = (extent.values[heads, rows].float() * mine).sum(1)
+        values[:, query] = total
+        if form == "first_order":
+            keys = (extent.keys[heads, rows].float() * mine).sum(1)
+            scores[:, query] = (keys * q[:, query].float()).sum(-1)
+    sums = AttendedSums(there.sum(-1), scores)
+    part = known.attend(*(q, count, sums, limit), scale=step.scale, softcap=step.softcap, form=form)
+    return part.without(values)
 
 
 def _lowest_logit(step: Step, q: Tensor, found: Sequence[RetrievedPart]) -> Tensor:
@@ -87,25 +119,39 @@ def _lowest_logit(step: Step, q: Tensor, found: Sequence[RetrievedPart]) -> Tens
     return capped(step.scale * lowest, step.softcap)
 
 
-def _attended_beside(step: Step, row: Row, q: Tensor, taken: Tensor | None) -> list[Tensor]:
-    """By span how many of its entries the device attends for each query, [Hkv, M] or what expands
-    to it: in hot pages, or as copies of its own.
+def _left_beside(row: Row, number: int, taken: Tensor | None) -> list[tuple[Tail, Tensor]]:
+    """The moments of a span's entries that the device does not attend, and how many they are,
+    [Hkv, 1]: by new token where their hot pages differ, else once.
+
+    Entries that the device has copies of leave all moments, hot pages the means alone: which of
+    them are attended changes from step to step.
     """
-    spans, heads = row.chain.spans, q.shape[0]
-    if not row.hot.capacity and row.copied is None:
-        return [torch.zeros(heads, 1, dtype=torch.int64)] * len(spans)
-    copied = row.copied_by_span()
-    counts = [
-        torch.zeros(heads, 1, dtype=torch.int64) if c is None else c.sum(-1, keepdim=True)
-        for c in copied
-    ]
-    if not len(row.hot):
-        return counts
-    pages, first = torch.tensor(row.hot.pages), row.chain.first_pages(row.page_size)
-    all_taken = torch.ones(heads, step.new, len(pages), dtype=torch.bool)
-    taken = all_taken if taken is None else taken
-    for number in range(len(spans)):
-        own = (pages >= first[number]) & (pages < first[number + 1])
-        hot = row.page_size * taken[..., own].sum(-1).repeat(1, q.shape[1] // step.new)
-        counts[number] = counts[number] + hot
-    return counts
+    span, hidden = row.chain.spans[number], row.copied_by_span()[number]
+    heads = span.extent.k.shape[0]
+    if hidden is None or not bool(hidden.any()):
+        hidden, known = None, span.tail(torch.device("cpu"))
+        count = torch.full((heads, 1), span.length)
+    else:
+        known = span.tail_without(hidden)
+        count = span.length - hidden.sum(-1, keepdim=True)
+    pages, first = (
+        torch.tensor(row.hot.pages, dtype=torch.int64),
+        row.chain.first_pages(row.page_size),
+    )
+    own = (pages >= first[number]) & (pages < first[number + 1])
+    if not bool(own.any()):
+        return [(known, count)]
+    chosen = torch.ones(heads, 1, int(own.sum()), dtype=torch.bool)
+    chosen = chosen if taken is None else taken[..., own]
+    begin = (pages[own] - first[number]) * row.page_size
+    rows = (begin[:, None] + torch.arange(row.page_size)).flatten()
+    k, v = span.extent.k[:, rows].float(), span.extent.v[:, rows].float()
+    visible = torch.ones(heads, len(rows), dtype=torch.bool) if hidden is None else ~hidden[:, rows]
+    left = []
+    for token in range(chosen.shape[1]):
+        gone = visible & chosen[:, token].repeat_interleave(row.page_size, -1)
+        weight, num = gone.float()[..., None], gone.sum(-1)
+        sums = (weight * k).sum(1), (weight * v).sum(1)
+        rest = count[:, 0] - num
+        left.append((known.less(count[:, 0], num, *sums), rest[:, None]))
+    return left

@@ -116,13 +116,14 @@ class Span:
     """The first `length` entries of an extent, as one row sees it.
 
     near: [Hkv, M, K] what its latest search found, where the next one begins. known: these entries
-    in sum, as of when somebody asked last.
+    in sum, as of when somebody asked last. known_without: the same without some, and which.
     """
 
     extent: ColdExtent
     length: int
     near: Tensor | None = None
     known: Tail | None = None
+    known_without: tuple[Tensor, Tail] | None = None
 
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
@@ -158,9 +159,27 @@ class Span:
         self.known = known = known.to(device)
         return known
 
+    def tail_without(self, hidden: Tensor) -> Tail:
+        """These entries but for `hidden` [Hkv, length] bool, on the host.
+
+        Computed anew where a sixteenth of what is hidden or of what there is has changed: the
+        tensor is another one whenever something is hidden, and the entries number thousands.
+        """
+        if self.known_without is not None:
+            before, known = self.known_without
+            both = min(before.shape[1], hidden.shape[1])
+            changed = 0 if before is hidden else int((before[:, :both] ^ hidden[:, :both]).sum())
+            grown = known.is_outgrown(self.length) or before.shape[1] > hidden.shape[1]
+            if not grown and 16 * changed <= int(hidden.sum()):
+                return known
+        known = Tail.of(*self.extent.first(self.length), hidden)
+        self.known_without = hidden, known
+        return known
+
     def cut(self, length: int) -> None:
         """Forgets the newest entries until `length` are left."""
         self.length, self.near = length, None
+        self.known_without = None
         if self.known is not None and self.known.count > length:
             self.known = None
 

@@ -35,11 +35,13 @@ typedef struct hkv_search {
 } hkv_search;
 
 /* The entries of every KV head of an extent as one Gaussian over keys and values, all float32: what a query
- * does not find is attended as the part of it below the lowest logit that it found.
+ * does not find is attended as the part of it below the lowest logit that it found, with the mean logit
+ * and the mean value of what it did not find.
  */
 typedef struct hkv_tail {
   const float *keys, *values;       /* [heads, dim] means; NULL: what is not found is left out */
   const float *key_key, *key_value; /* [heads, dim of keys, dim] covariances */
+  int32_t first_order;              /* not 0: by the mean logit alone, and without a limit */
 } hkv_tail;
 
 /* Cold entries that lie together, and what finds them. */

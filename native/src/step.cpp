@@ -69,8 +69,10 @@ struct Found {
 struct Scratch {
   std::vector<float> logits, sums, scores;
   std::vector<Found> found;  // by query
-  std::vector<float> tail, tail_lses, tails, lowest;  // of one extent, and of all, by query
-  std::vector<int64_t> left;                          // of one extent, by query
+  std::vector<float> tail, tails, lowest;  // of one extent, and of all, by query
+  std::vector<Unread> unread;              // of one extent, by query
+  std::vector<Attended> attended;          // [extents, queries]
+  std::vector<float> discounts;            // [extents, queries] of the weights of what was found
   std::vector<hkv_keys> values;                       // by extent
   std::vector<uint32_t> places;
   std::vector<int64_t> slots;
@@ -116,8 +118,10 @@ class Step {
   template <typename Element>
   void attend_found(Scratch &own, int64_t head);
   float weigh_found(Scratch &own, int64_t head, int64_t query);
+  bool estimates() const;
+  void sum_found(Scratch &own, int64_t query, const int64_t *ids, const float *scores,
+                 int64_t count) const;
   bool attend_unread(Scratch &own, int64_t head, float *lse) const;
-  int64_t num_left(const Scratch &own, int64_t head, int64_t query, int32_t extent) const;
   void merge();
 
   hkv_pool *pool_;
@@ -373,6 +377,7 @@ void Step::attend_found(Scratch &own, int64_t head) {
   grow(own.logits, num_queries * weights_step());
   grow(own.found, num_queries);
   grow(own.lowest, num_queries);
+  grow(own.attended, cold().num_extents * num_queries);
   grow(own.sums, num_queries * vectors.padded());
   std::fill_n(own.sums.data(), num_queries * vectors.padded(), 0.0f);
   own.rows.begin(num_queries * width, num_queries);
@@ -394,6 +399,8 @@ void Step::attend_found(Scratch &own, int64_t head) {
     const int64_t *ids = step_.ids + (row + query) * width;
     float *weights = own.logits.data() + query * weights_step();
     for (int64_t i = 0; i < found.count; ++i) weights[i] = found.share * weights[i] / found.total;
+    for (int64_t i = 0; has_tails && i < found.count; ++i)
+      weights[i] -= own.discounts[shared_.searches.extent_of(ids[i]) * num_queries + query];
     for (int64_t i = 0; i < found.count; ++i)
       own.rows.add(query, static_cast<uint32_t>(ids[i]), weights[i], row_of);
   }
@@ -420,6 +427,7 @@ float Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
   std::fill(ids + count, ids + width, -1);
   Found &found = own.found[query] = {count, 1.0f, 1.0f};
   own.lowest[query] = std::numeric_limits<float>::infinity();
+  if (estimates()) sum_found(own, query, ids, weights, count);
   if (count == 0) return kNoLogit;
   to_logits(weights, count, step_.scale, step_.softcap);
   own.lowest[query] = weights[count - 1];  // the best come first
@@ -428,48 +436,63 @@ float Step::weigh_found(Scratch &own, int64_t head, int64_t query) {
   return largest + std::log(found.total);
 }
 
+bool Step::estimates() const {
+  return std::any_of(cold().extents, cold().extents + cold().num_extents,
+                     [](const hkv_extent &extent) { return extent.tail.keys != nullptr; });
+}
+
+/// By extent how many entries a query has found, and the sum of their scores.
+void Step::sum_found(Scratch &own, int64_t query, const int64_t *ids, const float *scores,
+                     int64_t count) const {
+  const int64_t num_queries = layer_.num_queries;
+  if (cold().num_extents == 1) {  // nearly always, and then four sums at once
+    double sums[4] = {};
+    for (int64_t i = 0; i < count; ++i) sums[i % 4] += scores[i];
+    own.attended[query] = {count, sums[0] + sums[1] + sums[2] + sums[3]};
+    return;
+  }
+  for (int32_t at = 0; at < cold().num_extents; ++at)
+    own.attended[at * num_queries + query] = {0, 0.0};
+  for (int64_t i = 0; i < count; ++i) {
+    Attended &of = own.attended[shared_.searches.extent_of(ids[i]) * num_queries + query];
+    of = {of.count + 1, of.scores + scores[i]};
+  }
+}
+
 /// What the queries have not found in extents with moments: estimated, weighed into `lse` and left
-/// in `tails`. Returns whether there is any.
+/// in `tails`, with what the weights of what was found give up in `discounts`. Returns whether there
+/// is any.
 bool Step::attend_unread(Scratch &own, int64_t head, float *lse) const {
+  if (!estimates()) return false;
   const int64_t num_queries = layer_.num_queries, dim = value_dim();
   const float *queries = shared_.queries.data() + head * num_queries * resident().kv.keys.dim;
-  bool has_any = false;
+  grow(own.tails, num_queries * dim);
+  grow(own.tail, num_queries * dim);
+  grow(own.unread, num_queries);
+  grow(own.discounts, cold().num_extents * num_queries);
+  std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
+  std::fill_n(own.discounts.data(), cold().num_extents * num_queries, 0.0f);
   for (int32_t at = 0; at < cold().num_extents; ++at) {
     const hkv_extent &extent = cold().extents[at];
     if (extent.tail.keys == nullptr) continue;
-    if (!has_any) {
-      grow(own.tails, num_queries * dim);
-      std::fill_n(own.tails.data(), num_queries * dim, 0.0f);
-      has_any = true;
-    }
-    grow(own.tail, num_queries * dim);
-    grow(own.tail_lses, num_queries);
-    grow(own.left, num_queries);
-    for (int64_t query = 0; query < num_queries; ++query)
-      own.left[query] = num_left(own, head, query, at);
+    const int64_t entries = shared_.searches.first(at + 1) - shared_.searches.first(at);
     TailHead::of(extent.tail, head, extent.kv.keys.dim, dim)
-        .attend(queries, num_queries, own.left.data(), own.lowest.data(), step_.scale,
-                step_.softcap, own.tail.data(), own.tail_lses.data());
+        .attend(queries, num_queries, entries, own.attended.data() + at * num_queries,
+                own.lowest.data(), step_.scale, step_.softcap, own.tail.data(),
+                own.unread.data());
     for (int64_t query = 0; query < num_queries; ++query) {
-      const float before = merge_lse(lse[query], own.tail_lses[query]), other = 1.0f - before;
-      if (own.tail_lses[query] == kNoLogit || other == 0.0f) continue;
+      const Unread &unread = own.unread[query];
+      const float before = merge_lse(lse[query], unread.lse), other = 1.0f - before;
+      if (unread.lse == kNoLogit || other == 0.0f) continue;
       own.found[query].share *= before;
+      for (int32_t i = 0; i < at; ++i) own.discounts[i * num_queries + query] *= before;
+      own.discounts[at * num_queries + query] = other * unread.discount;
       float *tails = own.tails.data() + query * dim;
       const float *tail = own.tail.data() + query * dim;
       for (int64_t i = 0; i < dim; ++i) tails[i] = before * tails[i] + other * tail[i];
     }
   }
-  return has_any;
-}
-
-/// Entries of an extent that a query has not found.
-int64_t Step::num_left(const Scratch &own, int64_t head, int64_t query, int32_t extent) const {
-  const int64_t first = shared_.searches.first(extent), end = shared_.searches.first(extent + 1);
-  const int64_t count = own.found[query].count;
-  if (cold().num_extents == 1) return end - first - count;
-  const int64_t *ids = step_.ids + (head * layer_.num_queries + query) * cold().width;
-  return end - first -
-         std::count_if(ids, ids + count, [=](int64_t id) { return id >= first && id < end; });
+  return true;
 }
 
 void Step::merge() {

@@ -23,54 +23,93 @@ inline double log_normal_below(double z) {
   return -0.5 * z * z - std::log(-z) - kHalfLogTwoPi + std::log1p(-r * (1.0 - r * (3.0 - 15.0 * r)));
 }
 
+/// Density over P(x < z) of a standard normal x, of z and log P; a series where these would cancel.
+inline double normal_hazard(double z, double log_below) {
+  if (z >= -20.0) return std::exp(-0.5 * z * z - log_below) * 0.39894228040143267794;
+  const double r = 1.0 / (z * z);
+  return -z / (1.0 - r * (1.0 - r * (3.0 - 15.0 * r)));
+}
+
+/// What a query attends exactly of one extent: how many entries, and the sum of their dot products.
+struct Attended {
+  int64_t count;
+  double scores;
+};
+
+/// What is estimated of the unread entries of one extent, but for their mean value.
+///
+/// discount: of the weight exp(lse) the part that the value of every attended entry gives up.
+struct Unread {
+  float lse, discount;
+};
+
 /// The moments of one KV head. Source of the formulas: hybrid_kv/ops/tail.py.
 struct TailHead {
   const float *keys, *values, *key_key, *key_value;
   int64_t dim, value_dim;
+  bool first_order;
 
   static TailHead of(const hkv_tail &tail, int64_t head, int64_t dim, int64_t value_dim) {
-    return {tail.keys + head * dim, tail.values + head * value_dim, tail.key_key + head * dim * dim,
-            tail.key_value + head * dim * value_dim, dim, value_dim};
+    return {tail.keys + head * dim,
+            tail.values + head * value_dim,
+            tail.key_key + head * dim * dim,
+            tail.key_value + head * dim * value_dim,
+            dim,
+            value_dim,
+            tail.first_order != 0};
   }
 
-  /// For each of `count` queries its `left` entries, all with logits below its limit: their
-  /// log-sum-exp, and their mean value by weight.
+  /// For each of `count` queries what it does not attend of `entries`, all with logits below its
+  /// limit, and their mean value by weight, as long as no attended value gives up its discount.
   ///
-  /// queries [count, dim], out [count, value_dim]; left, limits, lse [count].
-  void attend(const float *queries, int64_t count, const int64_t *left, const float *limits,
-              float scale, float softcap, float *out, float *lse) const {
+  /// queries [count, dim], out [count, value_dim]; attended, limits, unread [count].
+  void attend(const float *queries, int64_t count, int64_t entries, const Attended *attended,
+              const float *limits, float scale, float softcap, float *out, Unread *unread) const {
     thread_local std::vector<float> spread;
     grow(spread, count * dim);
     product(queries, count, key_key, dim, spread.data());
     product(queries, count, key_value, value_dim, out);
     for (int64_t i = 0; i < count; ++i)
-      lse[i] = estimate(queries + i * dim, spread.data() + i * dim, left[i], limits[i], scale,
-                        softcap, out + i * value_dim);
+      unread[i] = estimate(queries + i * dim, spread.data() + i * dim, entries, attended[i],
+                           limits[i], scale, softcap, out + i * value_dim);
   }
 
  private:
   /// spread: the query times key_key; out: the query times key_value, becomes the mean value.
-  float estimate(const float *query, const float *spread, int64_t left, float limit, float scale,
-                 float softcap, float *out) const {
-    constexpr double kLeastVariance = 1e-12, kLeastSlope = 1e-6;
-    if (left <= 0) return kNoLogit;
+  Unread estimate(const float *query, const float *spread, int64_t entries,
+                  const Attended &attended, float limit, float scale, float softcap,
+                  float *out) const {
+    constexpr double kLeastVariance = 1e-12, kLeastSlope = 1e-6, kMostDeviations = 3.0;
+    if (entries <= attended.count) return {kNoLogit, 0.0f};
+    const auto left = static_cast<double>(entries - attended.count);
+    const double ratio = static_cast<double>(attended.count) / left;
     const double variance =
         std::max(kLeastVariance, double(scale) * scale * dot(spread, query));
-    double mean = double(scale) * dot(keys, query);
     const double deviation = std::sqrt(variance);
-    double width = deviation;
+    double mean = double(scale) * dot(keys, query);
+    const double lower = ratio * mean - scale * attended.scores / left;  // of the unread, less all's
+    double slope = 1.0;
     if (softcap > 0.0f) {  // capped logits as normal too: their width by the slope at the mean
       const double capped = std::tanh(mean / softcap);
       mean = softcap * capped;
-      width *= std::max(kLeastSlope, 1.0 - capped * capped);
+      slope = std::max(kLeastSlope, 1.0 - capped * capped);
     }
-    const double cut = (limit - mean) / width, z = cut - width;
-    const double below = log_normal_below(z);
-    const double density = std::exp(-0.5 * z * z - below) * 0.39894228040143267794;
-    const auto shift = static_cast<float>(scale * (width - density) / deviation);
-    for (int64_t i = 0; i < value_dim; ++i) out[i] = values[i] + shift * out[i];
-    return static_cast<float>(std::log(double(left)) + mean + 0.5 * width * width + below -
-                              log_normal_below(cut));
+    double weight = mean, shift = slope, share = 1.0;
+    if (first_order) {
+      const double most = kMostDeviations * deviation;
+      weight += slope * std::min(std::max(lower, -most), most);
+    } else {
+      const double width = slope * deviation, cut = (limit - mean) / width, z = cut - width;
+      const double below = log_normal_below(z), cut_below = log_normal_below(cut);
+      const double cut_hazard = normal_hazard(cut, cut_below);
+      weight = std::min(weight + 0.5 * width * width + below - cut_below, double(limit));
+      share = std::exp(-0.5 * variance);
+      shift = (width - normal_hazard(z, below) + share * cut_hazard) / deviation;
+    }
+    const auto lean = static_cast<float>(scale * shift);
+    const auto centre = static_cast<float>(1.0 + share * ratio);
+    for (int64_t i = 0; i < value_dim; ++i) out[i] = centre * values[i] + lean * out[i];
+    return {static_cast<float>(std::log(left) + weight), static_cast<float>(share / left)};
   }
 
   float dot(const float *a, const float *b) const {

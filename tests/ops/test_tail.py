@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import tail
-from hybrid_kv.ops.tail import Tail, capped
+from hybrid_kv.ops.tail import AttendedSums, Tail, capped
 
 HEADS, DIM = 2, 24
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def entries(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -68,10 +70,17 @@ def test_a_tail_grows_with_what_comes_and_not_with_every_token() -> None:
     assert long.is_outgrown(17_000)
 
 
+def nothing(rows: int) -> AttendedSums:
+    """No entry is attended exactly."""
+    return AttendedSums(torch.zeros(HEADS, rows), torch.zeros(HEADS, rows))
+
+
 def integral(
     mean: float, deviation: float, limit: float, softcap: float | None
-) -> tuple[float, float]:
-    """Log E[exp(f(s)) | s below], and the mean of s by that weight, as sums over a fine grid."""
+) -> tuple[float, float, float]:
+    """Log E[exp(f(s)) | s below], and the means of s by that weight and without, as sums over a
+    fine grid.
+    """
     top = limit
     if softcap is not None and limit < math.inf:
         top = softcap * math.atanh(limit / softcap)
@@ -82,7 +91,7 @@ def integral(
     logits = s if softcap is None else softcap * torch.tanh(s / softcap)
     weights = (density + logits).softmax(0)
     lse = (density + logits).logsumexp(0) - density.logsumexp(0)
-    return float(lse), float((weights * s).sum())
+    return float(lse), float((weights * s).sum()), float((density.softmax(0) * s).sum())
 
 
 @pytest.mark.parametrize("size", [0.1, 1.0, 4.0])
@@ -95,15 +104,17 @@ def test_what_is_left_is_the_part_of_a_gaussian_below_the_limit(size: float, cut
     variance = scale**2 * torch.einsum("hmd,hde,hme->hm", q, known.key_key, q).double()
     limit = mean + cut * variance.sqrt()
     left = torch.tensor([[1, 20, 300]]).expand(HEADS, -1)
-    out, lse = known.attend(q, left, limit.float(), scale=scale)
+    out, lse, _ = known.attend(q, left, nothing(3), limit.float(), scale=scale)
     lean = scale * torch.einsum("hmd,hde->hme", q, known.key_value).double()
     for h in range(HEADS):
         for m in range(3):
             at = float(mean[h, m]), float(variance[h, m].sqrt()), float(limit[h, m])
-            expected, weighed = integral(*at, None)
+            expected, weighed, plain = integral(*at, None)
             expected += math.log(int(left[h, m]))
             assert float(lse[h, m]) == pytest.approx(expected, abs=2e-3)
-            along = lean[h, m] * (weighed - at[0]) / at[1] ** 2
+            # Nothing is attended, so that the plain mean is that of all entries.
+            plain = math.exp(-(at[1] ** 2) / 2) * (plain - at[0])
+            along = lean[h, m] * (weighed - at[0] - plain) / at[1] ** 2
             torch.testing.assert_close(
                 out[h, m].double(), known.values[h].double() + along, rtol=2e-3, atol=2e-3
             )
@@ -117,7 +128,7 @@ def test_capped_logits_are_taken_as_normal_too() -> None:
     deviation = torch.einsum("hmd,hde,hme->hm", q, known.key_key, q).double().sqrt()
     left = torch.full((HEADS, 1), 50)
     for limit in (torch.full((HEADS, 1), math.inf), (mean + deviation).float()):
-        _, lse = known.attend(q, left, capped(limit, 30.0), scale=1.0, softcap=30.0)
+        _, lse, _ = known.attend(q, left, nothing(1), capped(limit, 30.0), scale=1.0, softcap=30.0)
         for h in range(HEADS):
             at = float(mean[h]), float(deviation[h]), float(capped(limit, 30.0)[h])
             assert float(lse[h]) == pytest.approx(integral(*at, 30.0)[0] + math.log(50), abs=0.1)
@@ -126,11 +137,13 @@ def test_capped_logits_are_taken_as_normal_too() -> None:
 @pytest.mark.parametrize("limit", [-300.0, 0.0, math.inf])
 def test_nothing_left_weighs_nothing(limit: float) -> None:
     known = Tail.of(*entries(40))
-    out, lse = known.attend(
-        torch.randn(HEADS, 2, DIM), torch.zeros(HEADS, 2), torch.full((HEADS, 2), limit), scale=1.0
+    attended = AttendedSums(torch.full((HEADS, 2), 40), torch.randn(HEADS, 2))
+    part = known.attend(
+        torch.randn(HEADS, 2, DIM), 40, attended, torch.full((HEADS, 2), limit), scale=1.0
     )
-    assert bool((lse == -torch.inf).all())
-    assert bool(out.isfinite().all())
+    assert bool((part.lse == -torch.inf).all())
+    assert bool((part.discount == -torch.inf).all())
+    assert bool(part.without(torch.randn(HEADS, 2, DIM)).out.isfinite().all())
 
 
 def test_one_entry_and_entries_that_are_all_alike_are_no_error() -> None:
@@ -139,7 +152,7 @@ def test_one_entry_and_entries_that_are_all_alike_are_no_error() -> None:
     for count in (1, 300):
         known = Tail.of(k.expand(-1, count, -1), v.expand(-1, count, -1))
         limit = (0.2 * q @ k.mT)[..., 0] + 0.1
-        out, lse = known.attend(q, torch.full((HEADS, 3), count), limit, scale=0.2)
+        out, lse, _ = known.attend(q, count, nothing(3), limit, scale=0.2)
         torch.testing.assert_close(out, v.expand(-1, 3, -1), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(lse, limit - 0.1 + math.log(count), rtol=1e-3, atol=1e-3)
 
@@ -150,8 +163,73 @@ def test_of_normal_entries_the_estimate_is_nearly_what_attention_gives() -> None
     logits = 0.4 * q @ k.mT
     best = logits.topk(200).values[..., -1]
     below = logits.masked_fill(logits >= best[..., None], -torch.inf)
-    left = torch.full((HEADS, 5), 20_000 - 200)
-    out, lse = Tail.of(k, v).attend(q, left, best, scale=0.4)
+    taken = (below == -torch.inf).float()
+    attended = AttendedSums(taken.sum(-1), (taken * logits).sum(-1) / 0.4)
+    part = Tail.of(k, v).attend(q, 20_000, attended, best, scale=0.4)
+    out, lse = part.without(taken @ v)
     torch.testing.assert_close(lse, below.logsumexp(-1), rtol=0, atol=0.05)
     exact = below.softmax(-1) @ v
     assert float((out - exact).norm() / exact.norm()) < 0.08
+
+
+@pytest.mark.parametrize("form", ["gaussian", "first_order"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("found", [0, 1, 37, 90])
+def test_of_equal_keys_it_is_what_attention_gives(
+    form: Any, softcap: float | None, found: int
+) -> None:
+    """What was found was once counted twice: the unread got the mean value of all."""
+    k = torch.randn(HEADS, 1, DIM).expand(-1, 91, -1)
+    v, q = torch.randn(HEADS, 91, DIM), torch.randn(HEADS, 3, DIM)
+    dots = (q @ k.mT)[..., 0]
+    logits = capped(0.3 * dots, softcap)
+    attended = AttendedSums(torch.full((HEADS, 3), found), found * dots)
+    limit = logits if found else torch.full((HEADS, 3), torch.inf)
+    part = Tail.of(k, v).attend(*(q, 91, attended, limit), scale=0.3, softcap=softcap, form=form)
+    out, lse = part.without(v[:, :found].sum(1, keepdim=True).expand(-1, 3, -1))
+    torch.testing.assert_close(lse, logits + math.log(91 - found), **NEAR)
+    torch.testing.assert_close(out, v[:, found:].mean(1, keepdim=True).expand(-1, 3, -1), **NEAR)
+
+
+def test_to_first_order_entries_never_weigh_more_than_they_do() -> None:
+    """Whatever was found, in any order: chunks, samples, or the worst of all."""
+    k, v = entries(400)
+    q = 2 * torch.randn(HEADS, 5, DIM)
+    dots = q @ k.mT
+    for ids in (slice(0, 40), slice(100, 399), slice(7, 399, 7)):
+        left = torch.ones(400, dtype=torch.bool)
+        left[ids] = False
+        attended = AttendedSums(
+            torch.full((HEADS, 5), int((~left).sum())), dots[..., ~left].sum(-1)
+        )
+        limit = torch.full((HEADS, 5), -100.0)  # of no meaning here
+        part = Tail.of(k, v).attend(q, 400, attended, limit, scale=0.3, form="first_order")
+        exact = (0.3 * dots[..., left]).logsumexp(-1)
+        assert bool((part.lse <= exact + 1e-4).all())
+        mean = 0.3 * dots[..., left].mean(-1) + left.sum().log()
+        torch.testing.assert_close(part.lse, mean, rtol=1e-3, atol=1e-3)
+
+
+def test_entries_that_are_left_out_leave_all_moments() -> None:
+    k, v = entries(333)
+    without = torch.rand(HEADS, 333) < 0.4
+    k[without] += 9
+    got = Tail.of(k, v, without)
+    assert got.count == 333
+    for head in range(HEADS):
+        own = slice(head, head + 1)
+        kept = ~without[head]
+        exact = moments(k[own, kept].expand(HEADS, -1, -1), v[own, kept].expand(HEADS, -1, -1))
+        for one, other in zip(got.tensors().values(), exact, strict=True):
+            torch.testing.assert_close(one[head].double(), other[head], rtol=1e-4, atol=1e-4)
+
+
+def test_some_entries_leave_the_means() -> None:
+    k, v = entries(100)
+    gone = torch.tensor([7, 30])
+    sums = [torch.stack([t[h, : gone[h]].sum(0) for h in range(HEADS)]) for t in (k, v)]
+    less = Tail.of(k, v).less(torch.tensor([100, 100]), gone, *sums)
+    for head in range(HEADS):
+        kept = slice(int(gone[head]), None)
+        torch.testing.assert_close(less.keys[head], k[head, kept].mean(0), **NEAR)
+        torch.testing.assert_close(less.values[head], v[head, kept].mean(0), **NEAR)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.ops.tail import Tail
+from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.store import LayerKV
-from hybrid_kv.types import LayerShape, ModelInfo, Work
+from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, Work
 from tests.oracle import softmax_attention, spread
 from tests.tolerances import TOLERANCES
 
@@ -267,14 +267,19 @@ class Twin:
             each = [
                 [self._seen(row, q[row], head, t, new) for t in range(new)] for head in range(heads)
             ]
-            seen = torch.stack([torch.stack([one for one, _ in tokens]) for tokens in each])
+            seen, hot = (
+                torch.stack([torch.stack([one[at] for one in tokens]) for tokens in each])
+                for at in (0, 2)
+            )
             k, v = spread(mine.k[None], heads)[0], spread(mine.v[None], heads)[0]
             exact, exact_lse = softmax_attention(
                 q[row], k, v, scale=SCALE, softcap=self.softcap, visible=seen
             )
             if self.named.estimate:
-                limits = torch.tensor([[limit for _, limit in tokens] for tokens in each])
-                exact, exact_lse = self._with_estimates(row, q[row], seen, limits, exact, exact_lse)
+                limits = torch.tensor([[limit for _, limit, _ in tokens] for tokens in each])
+                exact, exact_lse = self._with_estimates(
+                    *(row, q[row], seen, hot, limits, exact, exact_lse)
+                )
             torch.testing.assert_close(out[row].double(), exact, **TOLERANCES[torch.float32])
             torch.testing.assert_close(lse[row].double(), exact_lse, **TOLERANCES[torch.float32])
             self.work.attended += int(seen.sum())
@@ -290,9 +295,18 @@ class Twin:
         assert work == replace(self.work, **left_open)
 
     def _with_estimates(
-        self, number: int, q: Tensor, seen: Tensor, limits: Tensor, out: Tensor, lse: Tensor
+        self,
+        number: int,
+        q: Tensor,
+        seen: Tensor,
+        hot: Tensor,
+        limits: Tensor,
+        out: Tensor,
+        lse: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Attention [Hq, T, D] and [Hq, T] over what was seen, and what was not as estimated."""
+        """Attention [Hq, T, D] and [Hq, T] over what was seen, and what was not as estimated; the
+        moments are of what the device does not attend, `hot`.
+        """
         row, group = self.rows[number], self.shape.group_size
         start, end = self._cold(row)
         outs, lses = [out], [lse]
@@ -304,19 +318,44 @@ class Twin:
                 learned = slice(start, start + span.known.count)
                 known = Tail.of(row.k[:, learned], row.v[:, learned])
                 torch.testing.assert_close(span.known.key_value, known.key_value)
-                grouped = [t.unflatten(0, (-1, group)).flatten(1, 2) for t in (q, left, limits)]
-                guess = known.attend(*grouped, scale=SCALE, softcap=self.softcap)
-                outs.append(guess.out.reshape(out.shape).double())
-                lses.append(guess.lse.reshape(lse.shape).double())
+                guesses = [
+                    self._estimated(
+                        _of_head(known, head // group),
+                        *(t[head // group, start:stop] for t in (row.k, row.v)),
+                        *(q[head, token], seen[head, token, start:stop]),
+                        *(hot[head, token, start:stop], limits[head, token]),
+                    )
+                    for head in range(lse.shape[0])
+                    for token in range(lse.shape[1])
+                ]
+                outs.append(torch.stack([one.out for one in guesses]).view(out.shape).double())
+                lses.append(torch.stack([one.lse for one in guesses]).view(lse.shape).double())
             start = stop
         every = torch.stack(lses)
         weights = every.softmax(0)[..., None]
         return (weights * torch.stack(outs)).sum(0), every.logsumexp(0)
 
+    def _estimated(
+        self, known: Tail, k: Tensor, v: Tensor, q: Tensor, seen: Tensor, hot: Tensor, limit: Tensor
+    ) -> PartialAttention:
+        """Of one query [D] and one extent [n, D]."""
+        total = torch.tensor([len(k)])
+        known = known.less(total, hot.sum()[None], k[hot].sum(0)[None], v[hot].sum(0)[None])
+        found = seen & ~hot
+        attended = AttendedSums(found.sum()[None, None], (k[found] @ q).sum()[None, None])
+        part = known.attend(
+            *(q[None, None], len(k) - hot.sum(), attended, limit[None, None]),
+            scale=SCALE,
+            softcap=self.softcap,
+        )
+        return part.without(v[found].sum(0)[None, None])
+
     def _seen(
         self, number: int, q: Tensor, head: int, token: int, new: int
-    ) -> tuple[Tensor, float]:
-        """[n] bool: the entries that one query attends; the lowest logit of those that it found."""
+    ) -> tuple[Tensor, float, Tensor]:
+        """[n] bool: the entries that one query attends; the lowest logit of those that it found;
+        which of them the device attends.
+        """
         row = self.rows[number]
         positions = torch.arange(row.length)
         start, end = self._cold(row)
@@ -324,7 +363,8 @@ class Twin:
         resident = ~cold | self._is_hot(number)
         if self.named.pages is not None:
             resident = self._pages(row, q, head, token, new, resident)
-        seen, limit = resident & (positions <= row.length - new + token), torch.inf
+        on_device, limit = resident & (positions <= row.length - new + token), torch.inf
+        seen = on_device.clone()
         if self.named.top_k is not None and end > start:
             keys = row.k[head // self.shape.group_size, start:end].double()
             near = row.k[head // self.shape.group_size][seen].double() @ q[head, token].double()
@@ -336,7 +376,7 @@ class Twin:
             self.work.retrieved += retrieved
             self.work.hot += len(best) - retrieved
             self.work.most_retrieved = max(self.work.most_retrieved, retrieved)
-        return seen, limit
+        return seen, limit, on_device
 
     def _is_hot(self, number: int) -> Tensor:
         """[n] bool: the entries that have a copy on the device."""
@@ -405,6 +445,11 @@ class Twin:
             pages += len(pinned) + len(free)
             choice |= self.named.pages is not None and len(free) > self.named.pages
         self.work.scored += queries * pages if choice else 0
+
+
+def _of_head(known: Tail, head: int) -> Tail:
+    own = slice(head, head + 1)
+    return Tail(known.count, **{name: t[own] for name, t in known.tensors().items()})
 
 
 def hot_pages(layer: LayerKV, row: int) -> set[int]:

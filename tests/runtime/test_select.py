@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
 from hybrid_kv.index import _device_learn, device_sketch
-from hybrid_kv.ops.tail import Tail
+from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes
@@ -99,9 +99,15 @@ class Scene:
                     break
                 learned = slice(first, first + span.known.count)
                 known = Tail.of(self.k[:, learned], self.v[:, learned])
-                left = end - first - visible[..., first:end].sum(-1)
-                asked = [t.unflatten(0, (HEADS, GROUP)).flatten(1, 2) for t in (q, left, lowest)]
-                guess = known.attend(*asked, scale=SCALE)
+                taken = visible[..., first:end].float()
+                sums = taken.sum(-1), (taken * (q @ k[:, first:end].mT)).sum(-1)
+                asked = [
+                    t.unflatten(0, (HEADS, GROUP)).flatten(1, 2)
+                    for t in (q, *sums, lowest, taken @ v[:, first:end])
+                ]
+                attended = AttendedSums(*asked[1:3])
+                part = known.attend(asked[0], end - first, attended, asked[3], scale=SCALE)
+                guess = part.without(asked[4])
                 more = guess.lse.view(lse.shape).double()
                 share = torch.sigmoid(lse - more)[..., None]
                 exact = share * exact + (1 - share) * guess.out.view(exact.shape).double()

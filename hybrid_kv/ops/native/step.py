@@ -19,7 +19,7 @@ from hybrid_kv.ops.native.attend import KVStruct, described
 from hybrid_kv.ops.native.pages import DigestStruct
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.ops.tail import MOMENTS, Tail
+from hybrid_kv.ops.tail import MOMENTS, Form, Tail
 from hybrid_kv.types import PartialAttention, SearchReads
 
 FLAT, GRAPH, SKETCH = 0, 1, 2
@@ -41,7 +41,7 @@ class SearchStruct(Structure):
 class TailStruct(Structure):
     """`hkv_tail`."""
 
-    _fields_ = tuple((name, c_void_p) for name in MOMENTS)
+    _fields_ = (*((name, c_void_p) for name in MOMENTS), ("first_order", c_int32))
 
 
 class ExtentStruct(Structure):
@@ -156,13 +156,14 @@ class ExtentEntries(NamedTuple):
     """Cold entries of a row that lie together, and how they are searched.
 
     k, v: [Hkv, N, D], N >= 1; what a search finds behind them is passed over. tail: their moments,
-    by which what is not found is attended; None leaves it out.
+    by which what is not found is attended, in one of the forms of the estimate; None leaves it out.
     """
 
     k: Tensor
     v: Tensor
     searches: Sequence[EngineSearch]
     tail: Tail | None = None
+    form: Form = "gaussian"
 
 
 class ColdEntries(NamedTuple):
@@ -292,10 +293,10 @@ class LayerPlan:
             struct.num_ranked, struct.num_expanded = search.num_ranked, search.num_expanded
             struct.beams, struct.walks = _address(beams), _address(walks)
         self._keeps.append(searches)
-        tail = TailStruct() if extent.tail is None else self._tail(extent.tail)
+        tail = TailStruct() if extent.tail is None else self._tail(extent.tail, extent.form)
         return ExtentStruct(described(extent.k, extent.v), _address(searches), len(searches), tail)
 
-    def _tail(self, tail: Tail) -> TailStruct:
+    def _tail(self, tail: Tail, form: Form) -> TailStruct:
         heads, dim = self._size[0], self._dim
         moments = tail.tensors()
         for tensor in moments.values():
@@ -305,7 +306,8 @@ class LayerPlan:
                     f"moments must be {list(size)} float32, contiguous, got {list(tensor.shape)} "
                     f"{tensor.dtype}"
                 )
-        return TailStruct(**{name: tensor.data_ptr() for name, tensor in moments.items()})
+        addresses = {name: tensor.data_ptr() for name, tensor in moments.items()}
+        return TailStruct(**addresses, first_order=form == "first_order")
 
     def attend(
         self,

@@ -24,6 +24,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    discount: Tensor | None = None,
 ) -> PartialAttention:
     """See `sketch_select.attend`. A row of values is read once for all queries that attend it."""
     ids, scores = found
@@ -38,6 +39,7 @@ def attend(
             ids.contiguous(),
             scores.contiguous(),
             limit,
+            limit if discount is None else discount.contiguous(),
             v,
             out,
             lse,
@@ -55,6 +57,7 @@ def attend(
             TILE=_TILE,
             TILES=_TILES,
             HAS_SOFTCAP=softcap is not None,
+            HAS_DISCOUNT=discount is not None,
             num_warps=4,
         )
         return reduced(out, lse)
@@ -65,6 +68,7 @@ def _attend_kernel(
     ids,
     scores,
     limit,
+    discount,
     v,
     out,
     lse,
@@ -82,6 +86,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_DISCOUNT: tl.constexpr,
 ):
     list_, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, token = list_ // new, list_ % new
@@ -92,6 +97,7 @@ def _attend_kernel(
     top = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     mixed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    plain = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     for tile in range(TILES):
         places = (split * TILES + tile) * TILE + tl.arange(0, TILE)
         listed = places < width
@@ -110,7 +116,14 @@ def _attend_kernel(
         at = head * stride_head + rows.to(tl.int64)[:, None] * stride_row + channels[None, :]
         values = tl.load(v + at, mask=wanted[:, None] & in_dim[None, :], other=0.0)
         # Weights are not rounded to 16 bits: few rows are multiplied here, and each of them counts.
-        top, total, mixed = weighed(logits, values.to(tl.float32), top, total, mixed)
+        values = values.to(tl.float32)
+        top, total, mixed = weighed(logits, values, top, total, mixed)
+        if HAS_DISCOUNT:
+            plain += tl.dot(kept.to(tl.float32), values, input_precision="ieee")
+    if HAS_DISCOUNT:  # at most the weight of the lowest logit: `top` is not below it
+        gone = tl.load(discount + queries, mask=members, other=-float("inf"))
+        gone = tl.where(total > 0, tl.exp(gone - finite(top)), 0.0)
+        mixed -= gone[:, None] * plain
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     real = members[:, None] & in_dim[None, :]
     queries += split * heads * GROUP * new

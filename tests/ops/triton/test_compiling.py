@@ -110,13 +110,13 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
     sketch_encode.encode(codes, keys, 0)
     found = sketch_find.find(codes, q, keys, new=shape.new, width=1024)
     limit = sketch_limit.best_limit(found.scores, 100)
-    for softcap in (None, 30.0):
-        sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap)
-        unread.attend_unread(
-            *(Tail.of(keys, keys), q, found.scores, limit, slice(0, 1024), codes.state[0]),
-            scale=0.1,
-            softcap=softcap,
+    for softcap, form in ((None, "gaussian"), (30.0, "gaussian"), (30.0, "first_order")):
+        asked = q, found.scores, limit, slice(0, 1024), codes.state[0]
+        _, _, discount = unread.attend_unread(
+            *(Tail.of(keys, keys), *asked), scale=0.1, softcap=softcap, form=form
         )
+        for given in (None, discount):
+            sketch_attend.attend(found, keys, limit, scale=0.1, softcap=softcap, discount=given)
 
 
 @pytest.mark.parametrize(

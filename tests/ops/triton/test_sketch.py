@@ -20,7 +20,7 @@ from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.ops.sketch_select import DeviceCodes, QueryCodes
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.planning import designs
-from hybrid_kv.types import Candidates
+from hybrid_kv.types import Candidates, PartialAttention
 from tests.index.sketch_heads import seen_heads
 from tests.tolerances import TOLERANCES, Tolerance
 
@@ -214,11 +214,11 @@ def test_a_step_is_twelve_kernels_and_nothing_that_waits(
     with Launches(monkeypatch) as seen:
         found = ops.find_by_sketch(codes, q, keys, new=1, width=300)
         limit = ops.best_limit(found.scores, 20)
-        part = ops.attend_candidates(found, v, limit, scale=0.1)
-        left = ops.attend_unread(
+        out, lse, discount = ops.attend_unread(
             *(known, q, found.scores, limit, slice(0, 300), codes.state[0]), scale=0.1
         )
-        part = ops.merge([part, left], torch.float32)
+        part = ops.attend_candidates(found, v, limit, scale=0.1, discount=discount)
+        part = ops.merge([part, PartialAttention(out, lse)], torch.float32)
     assert seen.kernels == {
         "_quantise_kernel": 1,
         "_scan_kernel": 2,  # of the sample, and of all

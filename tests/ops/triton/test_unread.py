@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.dispatch import Ops
-from hybrid_kv.ops.tail import Tail, attend_unread
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.ops.tail import Form, Tail, UnreadPart, attend_unread
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 HEADS, ROWS, ENTRIES, FOUND = 2, 3, 700, 40
@@ -34,27 +33,35 @@ class Scene:
         self.device = device
 
     def expect(
-        self, ops: Ops, own: slice, *, scale: float, softcap: float | None = None
-    ) -> PartialAttention:
+        self,
+        ops: Ops,
+        own: slice,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        form: Form = "gaussian",
+    ) -> UnreadPart:
         """What both say, held together."""
         there = [t.to(self.device) for t in (self.q, self.scores, self.limit)]
         asked = self.known, *there, own, self.seen.to(self.device)
-        got = ops.attend_unread(*asked, scale=scale, softcap=softcap)
+        got = ops.attend_unread(*asked, scale=scale, softcap=softcap, form=form)
         assert ops.served["attend_unread"] == "triton"
-        exact = attend_unread(*asked, scale=scale, softcap=softcap)
+        exact = attend_unread(*asked, scale=scale, softcap=softcap, form=form)
         assert {t.dtype for t in got} == {torch.float32}
         torch.testing.assert_close(got.lse, exact.lse, **NEAR)
+        torch.testing.assert_close(got.discount, exact.discount, **NEAR)
         torch.testing.assert_close(got.out, exact.out, rtol=2e-4, atol=2e-4)
         return got
 
 
+@pytest.mark.parametrize("form", ["gaussian", "first_order"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("dim", "size"), [(72, 0.2), (72, 6.0), (16, 1.0), (33, 1.0)])
 def test_it_is_that_of_the_definition(
-    ops: Ops, device: str, dim: int, size: float, softcap: float | None
+    ops: Ops, device: str, dim: int, size: float, softcap: float | None, form: Form
 ) -> None:
     scene = Scene(device, dim, size=size)
-    scene.expect(ops, slice(0, FOUND), scale=dim**-0.5, softcap=softcap)
+    scene.expect(ops, slice(0, FOUND), scale=dim**-0.5, softcap=softcap, form=form)
 
 
 def test_queries_in_16_bit_are_taken_as_they_are(ops: Ops, device: str) -> None:
