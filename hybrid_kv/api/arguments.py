@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -180,6 +181,18 @@ def random_seed(value: object) -> int | None:
     if seed >= 2**64:
         raise ConfigError(f"seed must be less than 2**64, got {seed}")
     return seed
+
+
+def check_temperature(value: object) -> None:
+    """Raises ConfigError unless it is a number that transformers can divide logits by, or None."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 <= value < math.inf):  # type: ignore[operator]
+        raise ConfigError(
+            f"temperature must be a number of at least 0, got {said(value)}; leave it out for "
+            "greedy answers"
+        )
 
 
 def stop_strings(value: object) -> list[str]:

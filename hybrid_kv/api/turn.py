@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from hybrid_kv.api.arguments import (
+    check_temperature,
     check_watchers,
     generate_options,
     random_seed,
@@ -83,6 +84,7 @@ class Turn:
         own = generate_options(options)
         self._stop = stop_strings(own.pop("stop", None))
         self._seed = random_seed(own.pop("seed", None))
+        check_temperature(own.get("temperature"))
         self._max_new = whole_number("max_new_tokens", own.pop("max_new_tokens", 128))
         cancel: threading.Event | None = own.pop("cancel", None)
         self._on_prefill: PrefillProgress | None = own.pop("on_prefill", None)

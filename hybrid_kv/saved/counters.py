@@ -13,8 +13,9 @@ class RegistryCounters:
     """hits, misses: prompts of a block or more that began with a context, or with none.
 
     tokens_saved: that were not computed again. seconds_saved: what they had taken when they were,
-    in proportion to their number, less the time for finding, checking and opening. added, evicted:
-    contexts. damaged: contexts that were dropped because they were not as written.
+    in proportion to their number, less the time for finding, checking and opening; none where that
+    took longer or was not measured. added, evicted: contexts. damaged: contexts that were dropped
+    because they were not as written.
     """
 
     hits: int = 0

@@ -206,7 +206,8 @@ class ContextRegistry:
             cache.crop(shared - len(entry.ids))
         self._shelf.use(entry.path)
         spent = perf_counter() - begin
-        saved = (entry.prefill_s or spent) * shared / len(entry.ids) - spent
+        took = 0.0 if entry.prefill_s is None else entry.prefill_s * shared / len(entry.ids)
+        saved = max(0.0, took - spent)
         self._count(RegistryCounters(hits=1, tokens_saved=shared, seconds_saved=saved))
         _log.info("%d of %d tokens from '%s' in %.2f s", shared, len(tokens), entry.path, spent)
         return shared

@@ -98,7 +98,7 @@ class Prompts:
             if not run.has_begun and not self._begin(run):
                 return
             if not run.is_prefilled:
-                self._compute(run, end - monotonic())
+                self._compute(run, end - monotonic(), alone=alone)
             if run.is_prefilled:
                 self._seal(run, end - monotonic(), alone=alone)
 
@@ -153,18 +153,19 @@ class Prompts:
         """Requests that decode and have lost nothing of their prompts."""
         return (run for run in self._runs if run.is_ready and keeps_all(run.cache))
 
-    def _compute(self, run: ActiveRequest, seconds: float) -> None:
+    def _compute(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
         left = len(run.request.ids) - run.done
-        count = self.chunk_tokens(run.done, seconds, left)
+        count = self.chunk_tokens(run.done, seconds, left, alone=alone)
         begin = monotonic()
         run.compute(count)
         self._pace.note(run.done - count, count, monotonic() - begin)
 
-    def chunk_tokens(self, first: int, seconds: float, left: int) -> int:
+    def chunk_tokens(self, first: int, seconds: float, left: int, *, alone: bool) -> int:
         """Of a chunk behind `first` tokens that shall take so long."""
         if (size := self._limits.reproducible) is not None:
             return min(left, size - first % size)
-        return self._pace.tokens(first, seconds, min(left, self._limits.prefill_chunk_tokens))
+        most = min(left, self._limits.prefill_chunk_tokens)
+        return self._pace.tokens(first, seconds, most, alone=alone)
 
     def _seal(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
         if alone:

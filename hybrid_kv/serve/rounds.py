@@ -185,7 +185,8 @@ class Rounds:
     def chunk_tokens(self) -> int:
         """Of a new prompt's first piece, now."""
         most = self._limits.prefill_chunk_tokens
-        return self._prompts.chunk_tokens(0, self._time_for_a_piece(), most)
+        seconds, alone = self._time_for_a_piece(), not self._streams
+        return self._prompts.chunk_tokens(0, seconds, most, alone=alone)
 
     # Answers -------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def test_counters_last(plain: PreTrainedModel, tmp_path: Path) -> None:
             llm.generate("oak", max_new_tokens=1)  # too short to count
     found = ContextRegistry(tmp_path).counters
     assert (found.hits, found.misses, found.tokens_saved, found.added) == (1, 1, 599, 1)
-    assert found.seconds_saved < 60
+    assert 0 <= found.seconds_saved < 60  # finding it took longer than computing it: negative once
     (tmp_path / "counters.json").write_text("{")
     assert ContextRegistry(tmp_path).counters == RegistryCounters()
 

@@ -73,3 +73,31 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     fast = pace.tokens(0, 0.5, 4096)
     taking(pace, 4e-3, 1e-7, [(100 * n, 100) for n in range(24)])
     assert pace.tokens(0, 0.5, 4096) < fast / 3
+
+
+@pytest.mark.parametrize("seconds", [-0.2, -1000.0])
+def test_a_piece_whose_time_is_over_is_the_least(seconds: float) -> None:
+    """A prompt whose cache took longer to make than a piece may: "math domain error"."""
+    pace = PrefillPace()
+    taking(pace, 1e-3, 1e-6, [(0, 128), (128, 400), (528, 300)])
+    assert pace.tokens(0, seconds, 4096) == 16
+
+
+def test_what_a_piece_costs_whatever_its_length_is_no_cost_of_its_tokens() -> None:
+    """It was counted as theirs, which made pieces ever shorter."""
+    pace, fixed, each = PrefillPace(), 0.2, 1e-3
+    for first, count in [(0, 128), (128, 32), (160, 16), (176, 64)] * 6:
+        pace.note(first, count, fixed + count * each)
+    assert pace.seconds(0, 256) == pytest.approx(fixed + 256 * each, rel=0.05)
+    count = pace.tokens(256, 0.6, 4096)
+    assert count >= 64
+    assert fixed + count * each <= 0.6
+
+
+def test_where_no_stream_waits_no_piece_is_smaller_than_the_first() -> None:
+    """Sixteen tokens at a time for ever: 65 s for a prompt of 1,044 tokens."""
+    pace = PrefillPace()
+    taking(pace, 1.0, 0.0, [(0, 128), (128, 16), (144, 16)])
+    assert pace.tokens(160, 0.5, 4096, alone=True) == 128
+    assert pace.tokens(160, 0.5, 100, alone=True) == 100
+    assert pace.tokens(160, 0.5, 4096) == 16
