@@ -458,3 +458,14 @@ def test_a_prompt_is_as_long_as_the_server_allows(tiny: LLM) -> None:
         assert refusal(answer)["code"] == "context_length_exceeded"
         answer = httpx.post(running.url + COMPLETIONS, json=completion(prompt="the " * 10))
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nothing"])
+def test_head_has_the_status_and_the_headers_of_get_and_no_body(
+    client: httpx.Client, path: str
+) -> None:
+    """Load balancers look with HEAD, which was answered with 405."""
+    head, get = client.head(path), client.get(path)
+    assert head.status_code == get.status_code
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.content == b""

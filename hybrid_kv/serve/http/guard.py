@@ -87,6 +87,8 @@ class Guard:
         if not self._is_open(scope["path"]):
             self._check_key(headers)
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            if scope["method"] == "HEAD":  # of which the server leaves out the body
+                scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return
         self._check_type(headers, scope["path"])
