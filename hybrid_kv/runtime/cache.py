@@ -341,7 +341,7 @@ class KVCache:
         """What came stays, and what has left the windows in decode steps departs."""
         layers = list(self.layers.values())
         for layer in layers:  # methods are asked here, and may fail, before any entry moves
-            layer.begin_to_move_on()
+            layer.move_on(settle=False)
         for layer in layers:
             layer.settle_arrived()
         for layer in layers:

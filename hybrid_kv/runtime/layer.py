@@ -398,25 +398,25 @@ class TieredLayer:
 
     # What leaves the window ---------------------------------------------------------------------
 
-    def move_on(self) -> None:
-        """Ends a step: what has left the window begins to depart."""
-        if self.begin_to_move_on():
-            self.settle_arrived()
+    def move_on(self, *, settle: bool = True) -> None:
+        """Ends a step: what has left the window begins to depart.
 
-    def begin_to_move_on(self) -> bool:
-        """The first half of that, which changes no entry yet; whether there is a second one."""
+        Args:
+            settle: what has arrived at once; else no entry changes yet.
+        """
         if self.store is None or self.store.placement is None or self.leaving is not None:
-            return False
+            return
         for row in self.store.rows:
             if row.table.num_tokens >= row.full_tokens:  # hardly ever
                 start, stop = row.outside()
                 if start < stop:
                     self._depart()
-                    return True
-        return False
+                    if settle:
+                        self.settle_arrived()
+                    return
 
     def settle_arrived(self) -> None:
-        """The second half, for what has arrived already."""
+        """Ends the departure of what has arrived already."""
         if self.leaving is not None and self.leaving.arrived:
             self.settle()
 
