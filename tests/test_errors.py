@@ -44,6 +44,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure() -> None:
         "IntegrityError": 1,
         "MethodError": 1,
         "ModelNotFoundError": 2,
+        "NoBudgetError": 2,
         "NonFiniteError": 1,
         "OtherContextError": 2,
         "QueueFullError": 1,

@@ -65,9 +65,13 @@ class Attachment:
         self._executor: Executor | None = None  # of all caches that build in the background
         self._caches: weakref.WeakSet[HybridCache] = weakref.WeakSet()
         self._serving = Serving(model, self.info, config)
-        self._learn_of_model(config)
         self._end = weakref.finalize(self, self._serving.close)
         self._end.atexit = False
+        try:
+            self._learn_of_model(config)
+        except BaseException:
+            self._end()
+            raise
         _attached[model] = weakref.ref(self)
 
     @known_keywords_only

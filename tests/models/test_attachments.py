@@ -178,6 +178,16 @@ def test_a_model_that_is_refused_stays_as_it_was(
         hkv.attach(plain, {"compile_decode": True})
 
 
+def test_a_method_that_is_refused_leaves_the_model_as_it_was(plain: PreTrainedModel) -> None:
+    """Regression: the model's forwards stayed wrapped, and refused the caches of what came next."""
+    before = anatomy(plain)
+    with pytest.raises(ConfigError, match="heads must be a file"):
+        hkv.attach(plain, "locret")
+    assert anatomy(plain) == before
+    with hkv.attach(plain, TIERED) as runtime:
+        assert answer(plain, prompt(5), runtime.cache()) == eager(plain, prompt(5))
+
+
 # Several threads
 
 
