@@ -14,7 +14,8 @@ class CSKV(LowRank):
     """Keeps what left the window by a fifth as many coefficients as channels; ROUNDS.
 
     K = (K B^T) B, B the first right singular vectors of a layer's keys before RoPE, all heads
-    behind each other, and so with values. What lies outside of them is lost.
+    behind each other, and so with values. What lies outside of them is lost. The first sink_tokens
+    stay whole.
 
     Deviations: the paper trains the two matrices for reconstruction; here they are the SVD of the
     prompt's keys and values, not of the weights.

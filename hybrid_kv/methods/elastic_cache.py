@@ -21,18 +21,20 @@ class ElasticCache(Evicting):
 
     Anchors are the tokens that all queries of the prompt together attended most, in all heads
     together; each other token is averaged into the anchor nearest by position, of two the earlier.
+    Into the first sink_tokens, which stay as they are, nothing is averaged.
     In the answer, what leaves the window enters at the end, and as much leaves at a fixed place,
     elastic_tokens before it, unmerged.
 
     Lost: with demote "drop" what tells merged tokens of the prompt apart, and of the answer as much
     as leaves the window; with "offload" nothing.
     Deviations: the window is that of all methods here (the paper keeps the last token alone); with
-    demote "offload" nothing is lost and nothing merged.
+    demote "offload" nothing is lost and nothing merged; sinks are a page.
     """
 
     class Params(HeavyParams):
         """elastic_tokens: where an answer evicts, counted from the end of what is kept."""
 
+        sink_tokens: Tokens = 16
         window_tokens: Tokens = 32
         elastic_tokens: Tokens = 25
 

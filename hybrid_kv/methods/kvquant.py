@@ -9,7 +9,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from hybrid_kv.config import parse_count
+from hybrid_kv.config import Tokens, parse_count
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import CodecParams, Kept, Seen
 from hybrid_kv.methods.outliers import outliers, put_back
@@ -50,16 +50,18 @@ class KVQuant(TurnedCodec):
 
     Keys before RoPE are brought to [-1, 1] by the range of their channel, values by that of their
     token; the levels of each are k-means of such numbers of the prompt. ceil(outlier_ratio D)
-    numbers of a token's key and value are kept whole.
+    numbers of a token's key and value are kept whole, and the first sink_tokens altogether.
 
     Lost: precision: up to half the distance of two levels, but for outliers; no entry.
     Deviations: the prompt calibrates, not a text, without weights by sensitivity; each token has as
-    many outliers, where the paper has a threshold by channel; 2 or 4 bits, not 3.
+    many outliers, where the paper has a threshold by channel; 2 or 4 bits, not 3; a page of sink
+    tokens, where the authors keep one token or a few.
     """
 
     class Params(CodecParams):
         """bits: of a number, or "all"; outlier_ratio: of a row, kept whole."""
 
+        sink_tokens: Tokens = 16
         bits: Annotated[Literal[2, 4, "all"], BeforeValidator(parse_count)] = 4
         outlier_ratio: float = Field(default=0.01, ge=0, lt=0.5)
 

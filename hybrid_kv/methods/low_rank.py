@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.config import Ratio
+from hybrid_kv.config import Ratio, Tokens
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import CodecParams, Kept, Seen
 from hybrid_kv.methods.turned import TurnedCodec, TurnedEntries
@@ -42,6 +42,7 @@ class LowRankEntries(TurnedEntries):
 class LowRankParams(CodecParams):
     """rank_ratio: coefficients of a token, as a share of its channels in all heads."""
 
+    sink_tokens: Tokens = 16
     rank_ratio: Ratio = 0.5
 
 
@@ -49,6 +50,8 @@ class LowRank(TurnedCodec):
     """Keeps coefficients along directions that are learned when the prompt is complete.
 
     Where fewer than twice as many tokens as directions leave the window then, all directions stay.
+    The first sink_tokens are kept whole: their keys are unlike all others, and every query attends
+    them.
 
     Lost: what lies outside of the directions that stay.
     """

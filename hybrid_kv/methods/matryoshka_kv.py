@@ -14,7 +14,7 @@ class MatryoshkaKV(LowRank):
 
     k = mean + (k - mean) U U^T, U orthogonal by head, its first components; of all heads of a layer
     those with the largest variances stay, so that heads have ranks of their own. What the others
-    hold is lost.
+    hold is lost. The first sink_tokens stay whole.
 
     Deviations: the paper trains U and searches ranks on a calibration set; this is its untrained
     start, PCA of the prompt's keys before RoPE and values.

@@ -17,7 +17,9 @@ class ShadowKVKeys(LowRank):
     behind each other (the paper: 160 of 1024). ShadowKV's other half, values in host memory found
     by landmarks, is not here (see shadowkv): everything is attended on the device.
 
-    Deviations: that other half.
+    Deviations: that other half; chunks that no landmark stands for well (the paper's outliers) are
+    rounded as all others, where the authors keep their keys whole; the first sink_tokens stay whole
+    whether they are such chunks or not.
     """
 
     class Params(LowRankParams):

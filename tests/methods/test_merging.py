@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.merging import left_out, nearest
 from tests.drive_method import drive
@@ -156,6 +157,22 @@ def test_elastic_cache_averages_neighbours_and_evicts_at_one_place(
             for h in range(len(k))
         ]
         assert_entries(kept, mean)
+
+
+@pytest.mark.parametrize("name", ["d2o", "elastic_cache"])
+def test_nothing_is_merged_into_the_first_tokens_by_default(given: Heads, name: str) -> None:
+    """They hold most of the attention, so that an average in their place changes every output."""
+    q, k, v = (one.clone() for one in given)
+    k[:, 0] = 4 * q.mean((0, 1))
+    kept = run(method(name, budget_tokens=WINDOW + ROOM, window_tokens=WINDOW), (q, k, v)).kept
+    assert kept is not None
+    for head in range(len(k)):
+        held = kept.head(head)[2]
+        assert int(held.min()) >= 4, "the first tokens are sinks, not entries that take in others"
+
+
+def test_d2o_weighs_means_evenly_by_default() -> None:
+    assert HybridConfig(method="d2o").mean_ratio == 0.5
 
 
 @pytest.mark.parametrize("name", ["d2o", "elastic_cache"])

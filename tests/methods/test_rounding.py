@@ -239,6 +239,18 @@ def test_saq_frees_half_of_the_bits_of_what_has_become_old() -> None:
     assert len(kept.tables["fine"].columns["k"]) == 200, "two heads hold 100 lower planes each"
 
 
+@pytest.mark.parametrize("name", ["cskv", "kvquant", "matryoshka_kv", "rotate_kv", "shadowkv_keys"])
+def test_first_tokens_are_not_rounded_by_default(name: str) -> None:
+    """Their authors keep them; keys unlike all others would widen the range of every channel."""
+    q, k, v = given()
+    k[:, :3] *= 30
+    played = drive(
+        HybridConfig(method=name, page_size=16).build(), prompt=PROMPT, new=NEW, given=(q, k, v)
+    )
+    assert played.kept is not None
+    assert all(int(played.kept.head(head)[2].min()) == 16 for head in range(2))
+
+
 ROTARY = Rotary(tuple(10.0 ** (-n / 9) for n in range(DIM // 2)))
 
 
