@@ -254,6 +254,11 @@ class IndexConfig(PluginConfig):
     def __init__(self, **data: Any) -> None:  # spelled out for type checkers: keys vary by kind
         super().__init__(**data)
 
+    @property
+    def ranks(self) -> bool:
+        """See `Index.ranks`."""
+        return bool(self.plugin().factory.ranks)
+
 
 class MethodConfig(PluginConfig):
     """A method that another one composes, with its parameters; a name alone, or a group."""

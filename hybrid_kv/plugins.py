@@ -67,6 +67,9 @@ class Index(ABC):
     on_device: pages are chosen where the queries are, by `choose_pages`, and attended whole; no
         search is made.
     selects: keys are found and ranked where the queries are, by `candidates`, and attended there.
+    ranks: whether a search finds nearly all of the best keys one by one, so that those it leaves
+        lie below the lowest that it found: what `cold.estimate` "gaussian" takes for granted. Not
+        so where blocks, frames, chunks or few lists are chosen as a whole.
     """
 
     Params: ClassVar[type[BaseModel]]
@@ -74,6 +77,7 @@ class Index(ABC):
     page_tokens: int = 1
     on_device: bool = False
     selects: bool = False
+    ranks: bool = False
 
     def __init__(self, params: Any) -> None:
         self.params = params

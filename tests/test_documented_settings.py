@@ -55,6 +55,8 @@ def other(method: str, one: Parameter) -> Any:
         return default + 0.25 if words[0] == "a number from 1" else default * 0.5
     if words[0] == "a text":
         return ((0.5, 0.25),)
+    if one.name == "cold.estimate" and not METHODS[method].params().cold.index.ranks:
+        words = [word for word in words if word != "gaussian"]
     value = next(word for word in words if word != str(default))
     return int(value) if value.isdigit() else value
 

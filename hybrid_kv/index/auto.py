@@ -77,6 +77,8 @@ class AutoIndex(SavedIndex):
     is scanned as a whole is decided anew whenever it has doubled.
     """
 
+    ranks = True
+
     file_kind = "auto"
 
     class Params(SketchIndex.Params, GraphIndex.Params):

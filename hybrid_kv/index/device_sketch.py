@@ -51,6 +51,8 @@ class DeviceSketch(Index):
         dtype: of the keys.
     """
 
+    ranks = True
+
     selects = True
 
     def __init__(

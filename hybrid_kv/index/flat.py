@@ -24,6 +24,8 @@ class FlatIndex(KeyIndex):
     place, which of them is returned is not specified, but the same input gives the same answer.
     """
 
+    ranks = True
+
     class Params(config.Params):
         """precision: how keys are read; rerank: with int8, candidates per returned key that are
         scored again with the stored keys.

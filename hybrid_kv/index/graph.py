@@ -66,6 +66,8 @@ class GraphIndex(SavedIndex):
     found by then are not found afterwards.
     """
 
+    ranks = True
+
     file_kind = "graph"
 
     class Params(config.Params):

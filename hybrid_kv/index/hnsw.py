@@ -18,6 +18,8 @@ from hybrid_kv.plugins import INDEXES
 class HnswIndex(FaissIndex):
     """Walks a layered neighbour graph built from the keys alone (Faiss HNSW)."""
 
+    ranks = True
+
     class Params(config.Params):
         """max_degree: links per key, twice that on the lowest layer; ef_construction, ef_search:
         candidates kept while linking and while searching (never below top_k); centre: subtract the

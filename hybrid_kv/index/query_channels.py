@@ -22,6 +22,8 @@ class QueryChannelsIndex(ShortIndex):
     Keys are held once, by token, so that all of their channels pass through memory.
     """
 
+    ranks = True
+
     class Params(ShortParams):
         """num_channels: components of each query that score."""
 

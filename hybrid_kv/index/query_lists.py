@@ -22,6 +22,8 @@ class QueryListsIndex(KeyIndex):
     highest cosine. Later keys get on the lists they belong to. Without queries, spread keys serve.
     """
 
+    ranks = True
+
     class Params(config.Params):
         """num_centroids: queries of a KV head; list_tokens: keys of a list; num_probes: lists that
         a query takes, more where they hold fewer keys than it asks for.

@@ -62,6 +62,8 @@ class SketchIndex(SavedIndex):
     are. An index with `horizon_tokens` 0 is never learned again, and keeps the newest 4,096.
     """
 
+    ranks = True
+
     file_kind = "sketch"
 
     class Params(config.Params):

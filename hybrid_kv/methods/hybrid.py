@@ -17,7 +17,7 @@ from hybrid_kv.types import Evidence, Read
 
 class _AutoCold(ColdParams):
     index: IndexConfig = Field(default="auto", validate_default=True)
-    estimate: Literal["none", "gaussian", "index"] = "gaussian"
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "gaussian"
 
 
 @METHODS.register("hybrid", paper="this project; arXiv:2409.10516 with arXiv:2406.10774")

@@ -39,8 +39,9 @@ class ColdParams(Params):
     "device", which holds codes of all cold keys and attends what it finds ("auto": the device on a
     GPU where they fit, with an index of kind sketch or auto); estimate: what was not found is left
     out ("none"), or attended as an estimate: keys and values of a KV head as one "gaussian", below
-    the lowest logit that was found, or as the "index" knows them (of kind clusters or
-    query_channels).
+    the lowest logit that was found, for an index that ranks (flat, sketch, graph, auto, hnsw,
+    query_lists or query_channels); by their mean and to "first_order", for any index; or as the
+    "index" knows them (of kind clusters or query_channels).
     """
 
     top_k: BudgetField = 100
@@ -53,7 +54,7 @@ class ColdParams(Params):
     look_ahead: Literal["auto", "always", "never"] = "auto"
     look_ahead_factor: Count = 4
     select: Select = "auto"
-    estimate: Literal["none", "gaussian", "index"] = "none"
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "none"
 
     @model_validator(mode="after")
     def _device_can_select(self) -> Self:
@@ -85,6 +86,19 @@ class ColdParams(Params):
             names = ("stand_in", "attend", "look_ahead", "look_ahead_factor")
             idle |= dict.fromkeys(names, "with select 'device', which searches and attends itself")
         return idle
+
+    @model_validator(mode="after")
+    def _estimate_fits_the_index(self) -> Self:
+        if self.estimate == "gaussian" and not self.index.ranks:
+            if "estimate" not in self.model_fields_set:  # a default, of a method whose index ranks
+                self.__dict__["estimate"] = "first_order"
+                return self
+            raise ValueError(
+                "estimate 'gaussian' takes an index that ranks, so that unread entries lie below "
+                f"the lowest logit found, got kind {self.index.kind}, which chooses some of them "
+                "whole or misses many; choose 'first_order', which takes any index, or 'none'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
@@ -165,7 +179,7 @@ class RetrievalAttention(Method):
             fetch=self.params.cold.attend == "fetch",
             stand_in=self.params.cold.stand_in,
             select="host" if self.params.cold.why_host else self.params.cold.select,
-            moments=self.params.cold.estimate == "gaussian",
+            moments=self.params.cold.estimate in ("gaussian", "first_order"),
         )
 
     @cached_property

@@ -17,7 +17,7 @@ class _RetroInferIndex(IndexConfig):
 
 class _RetroInferCold(ColdParams):
     index: _RetroInferIndex = Field(default="clusters", validate_default=True)
-    estimate: Literal["none", "gaussian", "index"] = "index"
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
 
 
 @METHODS.register("retroinfer", paper="Chen et al. 2025, arXiv:2505.02922")

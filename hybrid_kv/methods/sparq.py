@@ -17,7 +17,7 @@ class _SparQIndex(IndexConfig):
 
 class _SparQCold(ColdParams):
     index: _SparQIndex = Field(default="query_channels", validate_default=True)
-    estimate: Literal["none", "gaussian", "index"] = "index"
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
 
 
 @METHODS.register("sparq", paper="Ribar et al. 2023, arXiv:2312.04985")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import MethodError
-from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
@@ -51,6 +50,9 @@ def by_moments(
 ) -> list[PartialAttention]:
     """By extent what the moments of its entries say of those that nobody attended; see `Tail`.
 
+    Where pages are chosen as a whole, nothing is known of the logits that were left: of their
+    extents it is to "first_order".
+
     Args:
         q: [Hkv, M, D] on the host.
         attended: by extent ids like those that were found, -1 for what the device attends.
@@ -65,6 +67,7 @@ def by_moments(
             f"what is left, in layer {step.layer.shape.layer_idx}; choose estimate 'none'"
         )
     limit = _lowest_logit(step, q, found)
+    forms: list[Form] = ["first_order" if part.scores is None else form for part in found]
     parts = []
     for number, ids in enumerate(attended):
         out, lse = torch.empty(*q.shape), torch.empty(q.shape[:2])
@@ -74,7 +77,8 @@ def by_moments(
             own = slice(token, None, len(known))
             moments, count = known[token]
             asked = q[:, own], ids[:, own], limit[:, own]
-            part = _unread_of(step, row.chain.spans[number].extent, moments, count, form, *asked)
+            extent = row.chain.spans[number].extent
+            part = _unread_of(step, extent, moments, count, forms[number], *asked)
             out[:, own], lse[:, own] = part
         parts.append(PartialAttention(out, lse))
     return parts
@@ -107,14 +111,12 @@ def _unread_of(
 
 
 def _lowest_logit(step: Step, q: Tensor, found: Sequence[RetrievedPart]) -> Tensor:
-    """[Hkv, M] of all that was found, +inf for nothing."""
+    """[Hkv, M] of all that was found by rank, +inf for nothing."""
     lowest = torch.full(q.shape[:2], torch.inf)
     for part in found:
         ids, scores = part.ids, part.scores
-        if 0 in ids.shape:
+        if 0 in ids.shape or scores is None:  # nobody ranked whole pages
             continue
-        if scores is None:  # whole pages, which nobody ranked
-            ids, scores = rank_named(q, part.extent.keys, ids, ids.shape[-1])
         lowest = torch.minimum(lowest, scores.masked_fill(ids < 0, torch.inf).amin(-1))
     return capped(step.scale * lowest, step.softcap)
 
