@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.methods.following import Moment, RecentHalf, RecentHalfParams
+from hybrid_kv.methods.following import Moment, RecentShare, RecentShareParams
 from hybrid_kv.methods.scores import group_sums
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
@@ -18,7 +18,7 @@ _FORGOTTEN = 1e-7
 
 
 @METHODS.register("a2sf", paper="Jo and Shin 2024, arXiv:2407.20485")
-class A2SF(RecentHalf):
+class A2SF(RecentShare):
     """Keeps what recent queries attended most, older ones counting less, and DROPS the rest.
 
     score[n] = sum over queries q of forgetting ** (now - q) times the softmax weight that q gave
@@ -29,7 +29,7 @@ class A2SF(RecentHalf):
     authors search a factor.
     """
 
-    class Params(RecentHalfParams):
+    class Params(RecentShareParams):
         """forgetting: factor of an older query's weights, by token."""
 
         forgetting: float = Field(default=0.5, ge=0, le=0.99)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid_kv.config import Count, Tokens
 from hybrid_kv.methods.ada_snapkv import Safeguarded, Shared
 from hybrid_kv.methods.pyramidkv import PyramidKV, PyramidParams
 from hybrid_kv.plugins import METHODS
@@ -17,4 +18,7 @@ class AdaPyramid(Shared, PyramidKV):
     """
 
     class Params(Safeguarded, PyramidParams):
-        """As pyramidkv, with safeguard."""
+        """As pyramidkv, with safeguard; window_tokens, observed_tokens: as of ada_snapkv."""
+
+        window_tokens: Tokens = 32
+        observed_tokens: Count = 32

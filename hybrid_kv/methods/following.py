@@ -106,21 +106,26 @@ class Following(Evicting):
         return kept.with_columns(score=score).with_state(**_state(window, end))
 
 
-class RecentHalfParams(EvictingParams):
+class RecentShareParams(EvictingParams):
     """window_tokens: the papers' recent half of a budget."""
 
     window_tokens: Tokens = 512
 
 
-class RecentHalf(Following):
-    """A recent window beside the best: half of a budget is the window, as in the papers."""
+class RecentShare(Following):
+    """A recent window beside the best: a share of a budget is the window, half unless said."""
 
-    Params = RecentHalfParams
+    Params = RecentShareParams
+
+    @classmethod
+    def recent_tokens(cls, budget: int) -> float:
+        """The paper's window within a budget of so many tokens."""
+        return budget / 2
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
-        half = max(page_size, tokens // 2 // page_size * page_size)
-        given = params.model_copy(update={"window_tokens": half})
+        window = max(page_size, int(cls.recent_tokens(tokens)) // page_size * page_size)
+        given = params.model_copy(update={"window_tokens": window})
         return super().at_budget(given, tokens, context_tokens=context_tokens, page_size=page_size)
 
 

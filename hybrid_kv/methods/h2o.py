@@ -7,13 +7,13 @@ from typing import Literal
 from torch import Tensor
 
 from hybrid_kv.config import Count
-from hybrid_kv.methods.following import Moment, RecentHalf, RecentHalfParams
+from hybrid_kv.methods.following import Moment, RecentShare, RecentShareParams
 from hybrid_kv.methods.scores import group_sums
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 
 
-class HeavyParams(RecentHalfParams):
+class HeavyParams(RecentShareParams):
     """prompt_scores: by all queries of the prompt ("exact", which costs its scores once more), or
     estimated ("sampled"); sampled_queries: from so many of them.
     """
@@ -33,7 +33,7 @@ def heavy_needs(params: HeavyParams) -> Needs:
 
 
 @METHODS.register("h2o", paper="Zhang et al. 2023, arXiv:2306.14048, section 4")
-class H2O(RecentHalf):
+class H2O(RecentShare):
     """Keeps the entries with the highest summed weights and a recent window; DROPS the rest.
 
     score[n] = sum of the softmax weights that all queries since n, of prompt and answer, gave it in

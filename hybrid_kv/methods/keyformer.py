@@ -7,19 +7,21 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv.attended import Attended
-from hybrid_kv.config import Count
+from hybrid_kv.config import Count, Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.following import Moment, RecentHalf, RecentHalfParams
+from hybrid_kv.methods.following import Moment, RecentShare, RecentShareParams
 from hybrid_kv.methods.scores import group_sums, window_of
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 
+_RECENT_SHARE = 0.3
+"""Of a budget, as the authors set it; their paper says .2 to .3."""
 _LEAST = 1e-20
 """Of a sum of weights, so that what nobody looked at stays 0."""
 
 
 @METHODS.register("keyformer", paper="Adnan et al. 2024, arXiv:2403.09054, section 3")
-class Keyformer(RecentHalf):
+class Keyformer(RecentShare):
     """Keeps the highest sums of a noisy softmax and a recent window, and DROPS the rest.
 
     score[n] = sum over queries of exp((x[n] + z[n]) / t) / sum over m of exp((x[m] + z[m]) / t): x
@@ -33,17 +35,23 @@ class Keyformer(RecentHalf):
     tokens that come together have one temperature; what demote "offload" finds is not in the sum.
     """
 
-    class Params(RecentHalfParams):
-        """sampled_queries: of the prompt, which score; first_temperature, last_temperature: of the
+    class Params(RecentShareParams):
+        """window_tokens: a fourth of the usual budget (the paper: 20 to 30%);
+        sampled_queries: of the prompt, which score; first_temperature, last_temperature: of the
         softmax, in the prompt and in the end; answer_tokens: after which the end is reached;
         seed: of the noise.
         """
 
+        window_tokens: Tokens = 256
         sampled_queries: Count = 256
         first_temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
         last_temperature: float = Field(default=2.0, gt=0, allow_inf_nan=False)
         answer_tokens: Count = 512
         seed: int = Field(default=0, ge=0)
+
+    @classmethod
+    def recent_tokens(cls, budget: int) -> float:
+        return _RECENT_SHARE * budget
 
     @property
     def needs(self) -> Needs:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from hybrid_kv.config import Count
+from typing import Any
+
+from hybrid_kv.config import Count, Tokens
 from hybrid_kv.methods.scores import layer_budgets
 from hybrid_kv.methods.snapkv import SnapKV, SnapParams
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import ModelInfo
 
-
 class PyramidParams(SnapParams):
-    """beta: the last layer keeps one beta-th of an even share; the steeper the higher."""
+    """window_tokens, observed_tokens: the authors' last 8, which score and stay, in pages;
+    beta: the last layer keeps one beta-th of an even share; the steeper the higher.
+    """
 
+    window_tokens: Tokens = 16
+    observed_tokens: Count = 8
     beta: Count = 20
 
 
@@ -24,7 +29,7 @@ class PyramidKV(SnapKV):
 
     Deviations: the layers' budgets add up exactly, where the authors round the step between two
     layers down. Layers that are not ours to evict (with a sliding window of their own) do not
-    count.
+    count; the window is of whole pages.
     """
 
     Params = PyramidParams
@@ -39,3 +44,10 @@ class PyramidKV(SnapKV):
             return count
         budgets = layer_budgets(even, len(self._layers), count, self.params.beta)
         return budgets[self._layers.index(layer_idx)]
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        """As `Evicting.at_budget`, with a window of the queries that score."""
+        window = max(page_size, params.observed_tokens // page_size * page_size)
+        given = params.model_copy(update={"window_tokens": window})
+        return super().at_budget(given, tokens, context_tokens=context_tokens, page_size=page_size)

@@ -6,30 +6,42 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.methods.following import Moment, RecentHalf, RecentHalfParams
+from hybrid_kv.config import Tokens
+from hybrid_kv.methods.following import Moment, RecentShare, RecentShareParams
 from hybrid_kv.methods.scores import group_sums
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 
+_RECENT_TOKENS = 10
+"""The paper's window, whatever the budget."""
+
 
 @METHODS.register("scissorhands", paper="Liu et al. 2023, arXiv:2305.17118")
-class Scissorhands(RecentHalf):
+class Scissorhands(RecentShare):
     """Keeps what was seldom unimportant in the recent past, and DROPS the rest.
 
     An entry counts a step in which its weight was below the mean, 1 / t of t tokens; those with the
     lowest counts over the last history_tokens queries stay.
 
-    Deviations: counts are kept in halves, so the past is between a half and all of history_tokens;
-    weights of a group of query heads are averaged; a page competes at a time, where the paper
-    halves a full cache at once; tokens that come together count as their mean.
+    Deviations: the recent window is of whole pages, where the paper keeps the last 10 tokens;
+    counts are kept in halves, so the past is between a half and all of history_tokens; weights of a
+    group of query heads are averaged; a page competes at a time, where the paper halves a full
+    cache at once; tokens that come together count as their mean.
     """
 
-    class Params(RecentHalfParams):
-        """history_tokens: queries whose weights are counted."""
+    class Params(RecentShareParams):
+        """window_tokens: the paper's 10, in pages; history_tokens: queries whose weights are
+        counted.
+        """
 
+        window_tokens: Tokens = 16
         history_tokens: int = Field(default=400, ge=2)
 
     parts = (2,)
+
+    @classmethod
+    def recent_tokens(cls, budget: int) -> float:
+        return _RECENT_TOKENS
 
     @property
     def needs(self) -> Needs:

@@ -132,3 +132,83 @@ def test_ctrl_c_ends_a_profile_with_what_was_measured(tmp_path: Path) -> None:
     assert report["interrupted"]
     assert [row["status"] for row in report["rows"]] == ["interrupted"]
     assert len(report["rows"][0]["step_ms"]) == 16  # 20 less the prompt, the first and 2
+
+
+SWEEPS = {
+    "eval": (
+        "eval {model} --tasks passkey:records=5 --context 301 --methods streaming_llm --budget 80 "
+        "--samples 1 -o {there}",
+        "hybrid_kv.contest.folder:ResultsFolder.add",
+    ),
+    "profile": (
+        "profile random:tiny --device cpu --context 100 --methods full,flat --new-tokens 9 "
+        "--warmup 2 --json {there}/results.json",
+        "hybrid_kv.eval.profiling.steps:StepWatch.put",
+    ),
+    "demo": (
+        "demo --context 700 --records 8 --layer-context 1700 --json {there}/results.json",
+        "hybrid_kv.eval.filling:FilledKV.reserve",
+    ),
+}
+"""A sweep by its verb, and what it calls while it measures."""
+
+
+@pytest.mark.parametrize("verb", SWEEPS)
+def test_ctrl_c_inside_a_destructor_ends_a_sweep_with_what_was_measured(
+    verb: str, model: Path, tmp_path: Path
+) -> None:
+    """What is raised inside a destructor is printed and forgotten: the sweep ran on."""
+    line, place = SWEEPS[verb]
+    words = line.format(model=model, there=tmp_path).split()
+    module, name = place.split(":")
+    owner, method = name.split(".")
+    code = (
+        "import os, signal\n"
+        "from hybrid_kv.cli.main import app\n"
+        f"from {module} import {owner} as owner\n"
+        f"real, seen = owner.{method}, []\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background
+        "class Dying:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        for _ in range(1000):\n"  # the handler runs in here
+        "            pass\n"
+        "def calling(self, *rest):\n"
+        "    seen.append(real(self, *rest))\n"
+        "    if len(seen) == 1:\n"
+        "        Dying()\n"
+        f"owner.{method} = calling\n"
+        f"app({words!r})\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert run.returncode == 130, run.stderr
+    assert "ending after this step; Ctrl-C again ends at once\n" in run.stderr
+    assert "Exception ignored" not in run.stderr
+    assert "Traceback" not in run.stderr
+    report = json.loads((tmp_path / "results.json").read_text())
+    if verb == "demo":
+        assert len(report["runs"]) == 2
+        assert report["layer"] is None
+    else:
+        assert report["interrupted"]
+        assert [row["method"] for row in report["rows"]] == ["full"]
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    code = (
+        "import os, signal\n"
+        "from hybrid_kv.cli.options import OutputOptions\n"
+        "from hybrid_kv.cli.running import ended_by_ctrl_c\n"
+        "steps = []\n"
+        "try:\n"
+        "    with ended_by_ctrl_c(OutputOptions(quiet=True)) as check:\n"
+        "        for _ in range(2):\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            steps.append(1)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(len(steps))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "1\n", "")
