@@ -10,6 +10,7 @@ from hybrid_kv.methods.snapkv import SnapKV, SnapParams
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import ModelInfo
 
+
 class PyramidParams(SnapParams):
     """window_tokens, observed_tokens: the authors' last 8, which score and stay, in pages;
     beta: the last layer keeps one beta-th of an even share; the steeper the higher.
