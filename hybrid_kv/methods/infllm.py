@@ -24,7 +24,9 @@ class InfLLM(RetrievalAttention):
     Deviations: those of the index (`blocks`); keys keep the positions they were written with, where
     the paper gives all that is retrieved one position; what is found is attended on the host unless
     cold.attend says "fetch"; sinks and window are this project's; only sampled queries judge which
-    keys stand for a block; each query head chooses by itself.
+    keys stand for a block; each query head chooses by itself. A top_k that is no multiple of a
+    block, as budgets set it, reads of the blocks it chose the top_k entries that score best; below
+    one block these are single entries of one.
     """
 
     class Params(RetrievalParams):

@@ -19,8 +19,9 @@ _MIDDLE = 1.5
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlaneEntries(Entries):
     """k, v: upper planes. k_scale, v_scale: [2], scale and zero of a row; fine: row of table
-    "fine", the lower planes, or -1. State: `sizes` [Hkv, 2, D], by which channels were divided;
-    `like` [0], whose dtype the numbers have.
+    "fine", the lower planes, or -1. Of keys by channel group, row of table "k", [2, D], stands for
+    k_scale. State: `sizes` [Hkv, 2, D], by which channels were divided; `like` [0], whose dtype the
+    numbers have.
     """
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -37,37 +38,73 @@ class PlaneEntries(Entries):
             codes += torch.where(fine[:, None] < 0, _MIDDLE, low)
         else:
             codes += _MIDDLE
-        scale, zero = self.columns[f"{name}_scale"].float().split(1, -1)
+        scale, zero = self._scales(name)
         rows = codes * scale + zero
         for head, by in zip(self.split(rows), sizes, strict=True):
             head.mul_(by)
         whole: Tensor = rows.to(self.state["like"].dtype)
         return whole
 
+    def _scales(self, name: str) -> tuple[Tensor, Tensor]:
+        """Scale and zero, both [n, 1], or [n, D] by channel."""
+        if f"{name}_scale" in self.columns:
+            scale, zero = self.columns[f"{name}_scale"].float().split(1, -1)
+            return scale, zero
+        table = self.tables[name].columns["scales"].float()
+        scale, zero = table[self.columns["group"].clamp_max(len(table) - 1)].unbind(1)
+        return scale, zero
+
     @classmethod
     def coded(
-        cls, k: Tensor, v: Tensor, at: Tensor, sizes: Tensor, fine: Tensor, kept: Entries | None
+        cls,
+        k: Tensor,
+        v: Tensor,
+        at: Tensor,
+        sizes: Tensor,
+        fine: Tensor,
+        kept: Entries | None,
+        *,
+        keys_by_channel: bool = False,
     ) -> Self:
-        """Codes of k, v [Hkv, n, D] at [n], which have a lower plane where `fine` [Hkv, n]."""
+        """Codes of k, v [Hkv, n, D] at [n], which have a lower plane where `fine` [Hkv, n].
+
+        keys_by_channel: a channel of these keys has one scale, not a token.
+        """
         columns: dict[str, Tensor] = {}
+        tables: dict[str, Ragged] = {}
         upper, lower = [], {}
         for number, (name, rows) in enumerate((("k", k), ("v", v))):
             even = rows.float() / sizes[:, None, number]
-            zero = even.amin(-1, keepdim=True).to(v.dtype)
-            step = ((even.amax(-1, keepdim=True) - zero.float()) / _MOST).to(v.dtype)
+            by_channel = keys_by_channel and name == "k"
+            axis = -2 if by_channel else -1
+            zero = even.amin(axis, keepdim=True).to(v.dtype)
+            step = ((even.amax(axis, keepdim=True) - zero.float()) / _MOST).to(v.dtype)
             codes = ((even - zero.float()) / step.float().clamp_min(1e-20)).round().clamp(0, _MOST)
             codes = codes.to(torch.uint8)
             upper.append(pack(codes // 4, _BITS))
             lower[name] = pack(codes % 4, _BITS)[fine]
-            columns[f"{name}_scale"] = torch.cat([step, zero], -1)
-        table = Ragged(columns=lower, starts=(0,), lengths=(len(lower["k"]),))
-        first = kept.tables["fine"].lengths[0] if kept else 0
-        table = kept.tables["fine"].extended(table) if kept else table.copied()
+            scales = torch.cat([step, zero], axis)
+            if by_channel:  # [Hkv, 2, D]
+                first, tables[name] = _grown(kept, name, {"scales": scales})
+                group = torch.arange(first, first + len(k), dtype=torch.int32, device=k.device)
+                columns["group"] = group[:, None].expand(fine.shape)
+            else:
+                columns[f"{name}_scale"] = scales
+        first, tables["fine"] = _grown(kept, "fine", lower)
         number_of = (fine.flatten().cumsum(0) - 1 + first).view(fine.shape)
         columns["fine"] = torch.where(fine, number_of, -1).int()
         state = {"sizes": sizes, "like": v.new_zeros(0)}
         new = cls.of(upper[0], upper[1], at, state=state, **columns)
-        return replace(new, tables={"fine": table})
+        return replace(new, tables=tables)
+
+
+def _grown(kept: Entries | None, name: str, rows: dict[str, Tensor]) -> tuple[int, Ragged]:
+    """Table `name` of what is kept with these rows behind it, and the number of the first."""
+    new = Ragged(columns=rows, starts=(0,), lengths=(len(next(iter(rows.values()))),))
+    if kept is None:
+        return 0, new.copied()
+    old = kept.tables[name]
+    return old.lengths[0], old.extended(new)
 
 
 def channel_sizes(k: Tensor, v: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ class RazorAttention(DuoAttention):
     Lost: with demote "drop" what streaming heads had between these, but for its mean; with
     "offload" nothing.
     Deviations: heads are told apart as by duo_attention, not by echo and induction scores of a
-    repeated random text (hybrid-kv heads measures induction on a text of yours); sinks and window
-    are those of all heads; with demote "offload" nothing is dropped and no mean stands for it.
+    repeated random text (hybrid-kv heads measures induction on a text of yours); all heads have one
+    window of a fixed size, where the paper gives each head one of its own; with demote "offload"
+    nothing is dropped and no mean stands for it.
     """
 
     class Params(DuoParams):

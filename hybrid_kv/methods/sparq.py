@@ -29,7 +29,9 @@ class SparQ(RetrievalAttention):
     nothing is lost.
 
     Deviations: sinks and window are attended exactly, beside that estimate, which is of the cold
-    tier alone; keys are not kept by channel, so that all of them are read.
+    tier alone; keys are not kept by channel, so that all of them are read. Each query head has its
+    own components and chooses its own keys; with grouped queries the authors add up |q| and the
+    scores over a group, which then reads the same keys.
     """
 
     class Params(RetrievalParams):

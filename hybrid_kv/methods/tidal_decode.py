@@ -23,7 +23,10 @@ class TidalDecode(Method):
 
     Kept: sinks and window on the device, everything else in host memory.
     Lost: nothing; layers behind a selection layer do not see what it did not choose.
-    Deviations: entries lie in the cold tier, where the paper keeps them on the device.
+    Deviations: entries lie in the cold tier, where the paper keeps them on the device. Under a
+    budget (hybrid-kv eval) it is another method: the first layer chooses as well, and layers that
+    choose read only what they chose, where the paper's attend everything, which no small budget
+    allows.
     """
 
     class Params(ResidentParams):

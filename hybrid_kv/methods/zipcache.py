@@ -1,4 +1,4 @@
-"""ZipCache: salient tokens in 4 bits, the others in 2, by token with channels evened out."""
+"""ZipCache: salient tokens in 4 bits, the others in 2: keys by channel, values by token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class ZipCache(LearnedCodec):
     """Keeps salient tokens that left the window in 4 bits, the others in 2; ROUNDS.
 
     Salient is a token of the highest normalised attention: the weights that probe queries gave it,
-    divided by how many of them saw it. Channels are divided by sqrt(max |x|), then a token's whole
-    key, or value, is rounded by one scale (channel-separable tokenwise).
+    divided by how many of them saw it. Keys are rounded by one scale for each channel of what
+    leaves the window together; channels of values are divided by sqrt(max |x|), then a token's
+    whole value is rounded by one scale (channel-separable tokenwise).
 
-    Deviations: probes are spread, not random; the answer is salient; 2 bits are the upper half of
-    4.
+    Deviations: probes are spread, not random; the answer is salient, and leaves by pages, not by
+    hundreds of tokens; 2 bits are the upper half of 4, so that salient keys and the others share
+    the range of a channel.
     """
 
     class Params(CodecParams):
@@ -56,7 +58,7 @@ class ZipCache(LearnedCodec):
             salient = best(scores, round(self.params.salient_ratio * k.shape[1]))
             fine = torch.zeros_like(fine).scatter_(1, salient, value=True)
         sizes = kept.state["sizes"] if kept else channel_sizes(k, v)
-        return PlaneEntries.coded(k, v, at, sizes, fine, kept)
+        return PlaneEntries.coded(k, v, at, sizes, fine, kept, keys_by_channel=True)
 
 
 def normalised(seen: Evidence, num_kv_heads: int) -> Tensor:

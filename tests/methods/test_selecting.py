@@ -351,3 +351,15 @@ def test_an_estimate_beside_hot_pages_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_only_what_estimates_is_taken_for_an_index() -> None:
     with pytest.raises(ConfigError, match=r"cold.index.kind: input should be 'clusters', got 'f"):
         HybridConfig(method="retroinfer", cold={"index": "flat"})
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("rekv", 64), ("infllm", 16)])
+def test_whole_blocks_are_read_by_default(name: str, blocks: int) -> None:
+    cold = HybridConfig(method=name).cold
+    size = cold.index.page_size
+    index = cold.index.build()
+    index.build(torch.randn(2, (blocks + 2) * size, 8), None)
+    ids = index.search(torch.randn(2, 3, 8), cold.top_k).ids
+    for found in (ids // size).flatten(0, 1):
+        _, counts = found.unique(return_counts=True)
+        assert counts.tolist() == [size] * blocks
