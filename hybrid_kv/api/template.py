@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final
 
@@ -81,10 +81,16 @@ class ChatTemplate:
                 "tokenizer.chat_template to one of them"
             ) from error
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], check: Callable[[str], None] = lambda _: None
+    ) -> list[int]:
         """Token ids of the messages and of what begins the answer.
 
         A last message of the assistant is left open: the answer continues it.
+
+        Args:
+            check: called with the rendered text before it is encoded, to raise what it likes;
+                special tokens in contents are one character each there.
 
         Raises:
             ConfigError: the template refuses the messages; the message says why.
@@ -93,6 +99,7 @@ class ChatTemplate:
         hidden = [{**message, "content": _hide(message["content"], marks)} for message in messages]
         opened = messages[-1]["role"] == "assistant"
         text = self._render(hidden, add_generation_prompt=not opened, continue_final_message=opened)
+        check(text)
         return [token for part in self._encoded_parts(text, marks) for token in part]
 
     def end_ids(self) -> list[int]:

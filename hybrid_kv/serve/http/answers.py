@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hybrid_kv.serve.http.errors import ended_early
+from hybrid_kv.serve.http.errors import ApiError, ended_early
 from hybrid_kv.serve.http.forms import Form, Json, finish_of, report_of, usage_of
 from hybrid_kv.serve.http.service import Order, Service
 from hybrid_kv.serve.requests import Finished, Happening, Prefilled, Ticket, Token
+
+T = TypeVar("T")
 
 NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """Keeps proxies from holding events back."""
@@ -34,19 +35,7 @@ async def gathered(
         ApiError: a request ended without an answer.
     """
     with service.submitted(order) as tickets:
-        reading = asyncio.gather(*(_read(ticket) for ticket in tickets))
-        leaving = asyncio.ensure_future(_left(http))
-        try:
-            first: set[asyncio.Future[Any]] = {reading, leaving}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                return Response(status_code=499)  # nobody is there to read it
-            answers = reading.result()
-        finally:
-            reading.cancel()
-            leaving.cancel()
-            with suppress(asyncio.CancelledError):
-                await leaving
+        answers = await unless_left(http, _read_all(tickets))
     choices = []
     for number, (form, (tokens, end)) in enumerate(zip(forms, answers, strict=True)):
         _check_end(tokens, end)
@@ -58,6 +47,10 @@ async def gathered(
     return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
 
 
+async def _read_all(tickets: Sequence[Ticket]) -> list[tuple[list[Token], Finished]]:
+    return await asyncio.gather(*map(_read, tickets))
+
+
 async def _read(ticket: Ticket) -> tuple[list[Token], Finished]:
     tokens: list[Token] = []
     async for event in ticket.aevents():
@@ -66,6 +59,24 @@ async def _read(ticket: Ticket) -> tuple[list[Token], Finished]:
         elif isinstance(event, Finished):
             return tokens, event
     raise AssertionError("a ticket ends with Finished")
+
+
+async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of some work, which is cancelled when the client leaves.
+
+    Raises:
+        ApiError: it has left.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "the client has left")  # nobody is there to read it
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _left(http: HttpRequest) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.serve.http.answers import gathered, streamed
+from hybrid_kv.serve.http.answers import gathered, streamed, unless_left
 from hybrid_kv.serve.http.errors import ApiError, api_error
 from hybrid_kv.serve.http.forms import ChatForm, CompletionForm, Form
 from hybrid_kv.serve.http.guard import Guard, Rules, log
@@ -98,14 +98,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
         """Answers messages."""
-        order = await service.of_chat(asked)
+        order = await unless_left(http, service.of_chat(asked))
         piece = service.texts.piece if asked.logprobs else None
         return await answer(asked, order, [ChatForm(piece) for _ in order.requests], http)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest, http: HttpRequest) -> Response:
         """Continues one or more prompts."""
-        order = await service.of_completion(asked)
+        order = await unless_left(http, service.of_completion(asked))
         piece = None if asked.logprobs is None else service.texts.piece
         return await answer(asked, order, [CompletionForm(piece) for _ in order.requests], http)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_kv.api.asked_messages import AskedMessages
 from hybrid_kv.serve.http.errors import ApiError
-from hybrid_kv.serve.http.texts import Texts
+from hybrid_kv.serve.http.texts import Encoder, Texts
 
 MAX_DOCUMENTS = 16
 MAX_CHARACTERS = 64 * 2**20
@@ -113,11 +113,15 @@ class Documents:
 
     async def before_question(self, document: Document) -> tuple[int, ...]:
         """The tokens of a prompt that come out the same whatever is asked about a document."""
-        template = self._texts.template
-        if template is None:
+        if not self._texts.has_template:
             return await self._texts.encode(document.text)
-        asked = AskedMessages(template, [{"role": "user", "content": document.text}])
-        return await self._texts.in_thread(lambda: tuple(asked.before_question()))
+
+        def encode(own: Encoder) -> tuple[int, ...]:
+            assert own.template is not None
+            asked = AskedMessages(own.template, [{"role": "user", "content": document.text}])
+            return tuple(asked.before_question())
+
+        return await self._texts.in_thread(encode)
 
     async def prompt(
         self, document: Document | None, turns: Sequence[tuple[str, str]], question: str
@@ -126,9 +130,9 @@ class Documents:
 
         Without a chat template the question follows the document as it is, and turns are left out.
         """
-        if self._texts.template is None:
+        if not self._texts.has_template:
             if document is None:
-                return await self._texts.encode(question)
+                return await self._texts.encode(question, "question")
             before = await self._texts.encode(document.text)
             return before + tuple(await self._texts.encode_more(f"\n\n{question}"))
         asked = [*(ask for ask, _ in turns), question]
@@ -139,7 +143,7 @@ class Documents:
             messages.append({"role": "user", "content": ask})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
-        return await self._texts.encode_chat(messages)
+        return await self._texts.encode_chat(messages, "question")
 
 
 def _decoded(content: bytes) -> str:

@@ -78,7 +78,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         """What is served, and how."""
         return {
             "model": service.name,
-            "chat": service.texts.template is not None,
+            "chat": service.texts.has_template,
             "context": service.context,
             "method": service.config.method,
             "methods": sorted(METHODS),
@@ -87,7 +87,9 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.post(UPLOAD)
     async def add(http: HttpRequest) -> dict[str, Any]:
         """Keeps a text in UTF-8, the whole body, to be asked about."""
-        document = await documents.add(await http.body())
+        content = await http.body()
+        service.texts.check_size(len(content), "document")
+        document = await documents.add(content)
         service.check_room(len(document.ids), 1, "document")
         counts = {"tokens": len(document.ids), "characters": len(document.text)}
         return {"document": document.ident, **counts}
@@ -107,7 +109,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         turns = [(turn.question, turn.answer) for turn in asked.turns]
         ids = await documents.prompt(document, turns, asked.question)
         room = service.check_room(len(ids), 1, "question")
-        ends = service.texts.chat_end_ids if service.texts.template else service.texts.end_ids
+        ends = service.texts.chat_end_ids if service.texts.has_template else service.texts.end_ids
         plain = Request(
             ids,
             min(asked.max_tokens, room),

@@ -80,8 +80,10 @@ class Service:
     def __init__(self, llm: LLM, engine: AnyEngine, name: str) -> None:
         self.engine, self.name, self.created = engine, name, int(time.time())
         self.config = llm.config
-        self.texts, self.metrics = Texts(llm), Metrics(engine.stats)
         self.context = max_context(llm.model.config.get_text_config(decoder=True))
+        limits = (self.context, engine.limits.max_prompt_tokens)
+        most = min((limit for limit in limits if limit is not None), default=None)
+        self.texts, self.metrics = Texts(llm, most), Metrics(engine.stats)
         self.closing = False
         self._open: dict[int, tuple[str, list[Ticket]]] = {}
         self._numbers = count()
@@ -91,7 +93,8 @@ class Service:
     async def of_chat(self, asked: ChatRequest) -> Order:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
-        ids = await self.texts.encode_chat([message.rendered() for message in asked.messages])
+        messages = [message.rendered() for message in asked.messages]
+        ids = await self.texts.encode_chat(messages, "messages")
         wanted = asked.max_completion_tokens or asked.max_tokens
         room = self.check_room(len(ids), wanted or 1, "messages")
         base = Request(
@@ -117,7 +120,7 @@ class Service:
         sampling = _sampling(asked, asked.logprobs)
         bases = []
         for prompt in prompts:
-            ids = await self.texts.encode(prompt)
+            ids = await self.texts.encode(prompt, "prompt")
             room = self.check_room(len(ids), asked.max_tokens or 1, "prompt")
             bases.append(
                 Request(

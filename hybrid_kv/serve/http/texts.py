@@ -7,60 +7,110 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from functools import lru_cache, partial
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_kv.api import LLM
 from hybrid_kv.api.arguments import token_ids
 from hybrid_kv.api.template import ChatTemplate
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.serve.http.errors import ApiError
+from hybrid_kv.serve.http.lengths import bytes_per_token
 
-P = ParamSpec("P")
 T = TypeVar("T")
+
+_THREADS = 4
+"""That encode: one very long text, or three, hold up nobody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A tokenizer of one thread. template: None where the model has none."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate | None
 
 
 class Texts:
-    """Encodes in a thread of its own, so that a long text holds up nobody; decodes at once.
+    """Encodes in a few threads, so that a long text holds up nobody; decodes at once.
 
-    A tokenizer is changed while it encodes and must not be shared between threads, so there are
-    copies. template: None where the model has none.
+    A tokenizer is changed while it encodes and must not be shared between threads, so each thread
+    has a copy. What has not begun when its asker is cancelled never does. has_template: whether
+    chats can be encoded.
+
+    Args:
+        most_tokens: of a prompt; None for any number.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, most_tokens: int | None = None) -> None:
         self._model = llm.model
-        self._encoder, self._decoder = deepcopy(llm.require_tokenizer()), deepcopy(llm.tokenizer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-kv-encode")
-        self._decoding = threading.Lock()
-        self.template = ChatTemplate.of(self._encoder)
-        self.end_ids = _end_ids(llm)
-        self.chat_end_ids = self.end_ids
-        if self.template is not None:
-            self.chat_end_ids += tuple(
-                idx for idx in self.template.end_ids() if idx not in self.end_ids
-            )
+        self._pristine, self._decoder = deepcopy(llm.require_tokenizer()), deepcopy(llm.tokenizer)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybrid-kv-encode")
+        self._copying, self._decoding = threading.Lock(), threading.Lock()
+        self._own = threading.local()
+        self._most_tokens = most_tokens
+        longest = None if most_tokens is None else bytes_per_token(self._pristine)
+        self._most_bytes = longest and most_tokens and longest * most_tokens
+        self.end_ids = self.chat_end_ids = _end_ids(llm)
+        template = ChatTemplate.of(deepcopy(self._pristine))
+        self.has_template = template is not None
+        if template is not None:
+            self.chat_end_ids += tuple(idx for idx in template.end_ids() if idx not in self.end_ids)
         self.piece = lru_cache(maxsize=2**16)(self._piece)
 
-    async def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def check_size(self, size: int, param: str) -> None:
+        """Raises ApiError where a text of so many bytes is certainly more tokens than allowed."""
+        if self._most_bytes is not None and size > self._most_bytes:
+            raise ApiError(
+                400,
+                f"a prompt must be at most {self._most_tokens:,} tokens on this server, which hold "
+                f"{self._most_bytes:,} bytes of text at most, got {size:,}; shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
+    async def encode(
+        self, prompt: str | Sequence[int], param: str | None = None
+    ) -> tuple[int, ...]:
         """Of raw text or token ids.
 
+        Args:
+            param: by whose name a text is refused that is certainly too long; None for never.
+
         Raises:
+            ApiError: so it is.
             ConfigError: it is empty, or has ids that are none of the model's.
         """
-        return await self.in_thread(self._encode, prompt)
+        if isinstance(prompt, str) and param is not None:
+            self.check_size(_size(prompt), param)
+        return await self.in_thread(lambda own: self._encode(own, prompt))
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Of messages and of what begins the answer.
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], param: str | None = None
+    ) -> tuple[int, ...]:
+        """Of messages and of what begins the answer; `param` as above.
 
         Raises:
+            ApiError: they are certainly too long.
             ConfigError: there is no chat template, or it refuses them.
         """
-        template = self.template
-        if template is None:
-            raise ConfigError(
-                "messages need a chat template, and the model's tokenizer has none; send the whole "
-                "prompt to /v1/completions"
-            )
-        return await self.in_thread(lambda: self._checked(template.encode(messages)))
+
+        def check(text: str) -> None:  # a template may leave out much of what is in the messages
+            if param is not None:
+                self.check_size(_size(text), param)
+
+        def encode(own: Encoder) -> tuple[int, ...]:
+            if own.template is None:
+                raise ConfigError(
+                    "messages need a chat template, and the model's tokenizer has none; send the "
+                    "whole prompt to /v1/completions"
+                )
+            return self._checked(own.template.encode(messages, check))
+
+        return await self.in_thread(encode)
 
     async def encode_more(self, text: str) -> list[int]:
         """Of text that follows other text: without special tokens at its beginning."""
@@ -69,35 +119,52 @@ class Texts:
 
     async def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text alone, and where in it each one begins and ends (characters)."""
-        return await self.in_thread(self._encode_with_offsets, text)
+        return await self.in_thread(lambda own: _with_offsets(own.tokenizer, text))
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _encode(self, own: Encoder, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            prompt = self._encoder(prompt)["input_ids"]
+            prompt = own.tokenizer(prompt)["input_ids"]
         return self._checked(prompt)
 
     def _checked(self, ids: Any) -> tuple[int, ...]:
         return tuple(token_ids(ids, self._model)[0].tolist())
-
-    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded: Any = self._encoder(
-            text, add_special_tokens=False, return_offsets_mapping=self._encoder.is_fast
-        )
-        return list(encoded["input_ids"]), list(encoded.get("offset_mapping", ()))
 
     def _piece(self, token: int) -> str:
         """The text of one token by itself."""
         with self._decoding:
             return str(self._decoder.decode([token]))  # type: ignore[union-attr]
 
-    async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls what uses the tokenizer, in its thread."""
+    async def in_thread(self, call: Callable[[Encoder], T]) -> T:
+        """Calls what uses a tokenizer, in one of the threads."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(call, *args, **kwargs))
+        return await loop.run_in_executor(self._threads, lambda: call(self._encoder()))
+
+    def _encoder(self) -> Encoder:
+        """This thread's."""
+        if not hasattr(self._own, "encoder"):
+            with self._copying:
+                tokenizer = deepcopy(self._pristine)
+            self._own.encoder = Encoder(tokenizer, ChatTemplate.of(tokenizer))
+        own: Encoder = self._own.encoder
+        return own
+
+
+def _size(text: str) -> int:
+    """Bytes of it in UTF-8; half a character, which JSON can hold, counts too."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    encoded: Any = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast
+    )
+    return list(encoded["input_ids"]), list(encoded.get("offset_mapping", ()))
 
 
 def _end_ids(llm: LLM) -> tuple[int, ...]:
