@@ -24,7 +24,7 @@ from hybrid_kv.cli.display import (
 )
 from hybrid_kv.cli.documents import describe_run, environment_of
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
-from hybrid_kv.cli.running import opened, run
+from hybrid_kv.cli.running import checked, ended_by_ctrl_c, opened, run
 from hybrid_kv.cli.tables import TextCell
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
@@ -149,8 +149,9 @@ def _read(llm: LLM, sample: Sample, config: HybridConfig, output: OutputOptions)
         check_room(llm, cache, total + len(sample.questions[0].ids))
         needs = cache.kv.method.needs
     with (
+        ended_by_ctrl_c(output) as check,
         prefill_bar(output) as report,
-        PrefillWatch(llm.model, total, report, ()),
+        PrefillWatch(llm.model, total, checked(report, check), ()),
         memory_errors(lambda: "prefill"),
     ):
         return prefill(llm.runtime, sample.context, needs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,7 @@ def demo(
     """
     from hybrid_kv.cli.comparison import compare
     from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.running import ended_by_ctrl_c
     from hybrid_kv.cli.settings import build_config, given_settings
     from hybrid_kv.eval.needle import make_sample
 
@@ -56,7 +58,8 @@ def demo(
     decoded, interrupted = None, result.interrupted
     if layer and not interrupted:
         try:
-            decoded = _decode_layer(layer_context, output)
+            with ended_by_ctrl_c(output) as check:
+                decoded = _decode_layer(layer_context, output, check)
         except KeyboardInterrupt:  # the answers are there and are kept
             interrupted = True
     write_report(_describe(result, decoded), output)
@@ -66,11 +69,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _decode_layer(num_tokens: int, output: OutputOptions) -> LayerReport | None:
+def _decode_layer(
+    num_tokens: int, output: OutputOptions, check: Callable[[], None]
+) -> LayerReport | None:
     from hybrid_kv.cli.display import console
     from hybrid_kv.cli.layer import decode_layer, print_layer
 
-    decoded = decode_layer(num_tokens, output)
+    decoded = decode_layer(num_tokens, output, check)
     if decoded is not None and not output.json_only:
         console().print()
         print_layer(console(), decoded)

@@ -222,9 +222,11 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
 
 def _measured(contest: Contest, folder: ResultsFolder, output: OutputOptions) -> bool:
     """Whether the user ended it."""
+    from hybrid_kv.cli.running import checked, ended_by_ctrl_c
+
     try:
-        with _progress(output) as tell:
-            contest.run(folder, tell)
+        with _progress(output) as tell, ended_by_ctrl_c(output, contest.model) as check:
+            contest.run(folder, checked(tell, check))
     except KeyboardInterrupt:
         return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 from rich.console import Console
@@ -29,8 +30,14 @@ _SCAN = {"index": {"kind": "flat", "precision": "int8"}}
 """What serves by default from the first token on; learning a sketch would take a minute."""
 
 
-def decode_layer(num_tokens: int, output: OutputOptions) -> LayerReport | None:
-    """Measures the layer; None, with a note, where memory is short."""
+def decode_layer(
+    num_tokens: int, output: OutputOptions, check: Callable[[], None]
+) -> LayerReport | None:
+    """Measures the layer; None, with a note, where memory is short.
+
+    Args:
+        check: called between steps; what it raises ends the measurement.
+    """
     needed, free = layer_bytes(num_tokens), free_memory()
     if needed > free.num_bytes:
         note(
@@ -42,8 +49,8 @@ def decode_layer(num_tokens: int, output: OutputOptions) -> LayerReport | None:
     note(f"decoding one layer of {_SHAPE} at {num_tokens:,} made-up tokens", output)
     with waiting("making up keys and values", output):
         context = make_context(num_tokens, _STEPS)
-        exact = measure_steps(context, HybridConfig(method="full"))
-        tiered = measure_steps(context, HybridConfig(method="hybrid", cold=_SCAN))
+        exact = measure_steps(context, HybridConfig(method="full"), check=check)
+        tiered = measure_steps(context, HybridConfig(method="hybrid", cold=_SCAN), check=check)
     return LayerReport(
         shape=_SHAPE,
         context_tokens=num_tokens,

@@ -209,6 +209,7 @@ def _measure(
 ) -> ProfileReport:
     """Measures what is lacking; the file gets each row when it is there."""
     from hybrid_kv.cli.profile_record import Record, lacking, rows_of
+    from hybrid_kv.cli.running import checked, ended_by_ctrl_c
     from hybrid_kv.eval.profiling import open_bench, sweep
     from hybrid_kv.planning.rates import Rates
 
@@ -218,10 +219,14 @@ def _measure(
         bench = open_bench(arguments, rates)
     record, ended = Record(bench, output, known), False
     try:
-        with _progress(lacking(arguments, known), output) as tell:
-            for row in sweep(bench, tell, keep=keep, known=known):
+        with (
+            _progress(lacking(arguments, known), output) as tell,
+            ended_by_ctrl_c(output, bench.model) as check,
+        ):
+            for row in sweep(bench, checked(tell, check), keep=keep, known=known):
                 record.add(row)
                 ended = row.status == "interrupted"
+                check()
     except KeyboardInterrupt:  # between two rows
         ended = True
     return record.report(interrupted=ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from torch import nn
 
 from hybrid_kv.api import LLM, Generation, load
 from hybrid_kv.cli.display import prefill_bar, waiting
@@ -114,8 +117,48 @@ def run(
 
 
 @contextmanager
-def cancel_on_ctrl_c() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one interrupts at once."""
+def ended_by_ctrl_c(
+    output: OutputOptions, model: nn.Module | None = None
+) -> Iterator[Callable[[], None]]:
+    """A check for a sweep to make between two steps: KeyboardInterrupt once Ctrl-C was pressed.
+
+    What a signal handler raises may surface inside a destructor, which swallows it; a check does
+    not. It is made once more at the end. The second Ctrl-C interrupts at once all the same.
+
+    Args:
+        model: makes the check before each forward.
+    """
+    told = "" if output.quiet else "ending after this step; Ctrl-C again ends at once\n"
+    with cancel_on_ctrl_c(told) as cancel, ExitStack() as kept:
+
+        def check(*_: Any) -> None:
+            if cancel.is_set():
+                raise KeyboardInterrupt
+
+        if model is not None:
+            kept.callback(model.register_forward_pre_hook(check).remove)
+        yield check
+        check()
+
+
+def checked(tell: Callable[..., None] | None, check: Callable[[], None]) -> Callable[..., None]:
+    """What tells of progress, where something does, and makes the check then."""
+
+    def told(*news: Any) -> None:
+        if tell is not None:
+            tell(*news)
+        check()
+
+    return told
+
+
+@contextmanager
+def cancel_on_ctrl_c(told: str = "") -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one interrupts at once.
+
+    Args:
+        told: what the first one writes on stderr.
+    """
     cancel = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield cancel
@@ -125,6 +168,7 @@ def cancel_on_ctrl_c() -> Iterator[threading.Event]:
         if cancel.is_set():
             raise KeyboardInterrupt
         cancel.set()
+        os.write(2, told.encode())  # a stream may be in the middle of a write of its own
 
     previous = signal.signal(signal.SIGINT, handle)
     try:

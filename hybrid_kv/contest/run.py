@@ -11,7 +11,7 @@ from operator import or_
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid_kv.api import LLM
 from hybrid_kv.contest.arguments import EvalArguments
@@ -61,6 +61,11 @@ class Contest:
         writer = Writer(llm.require_tokenizer(), ends=ends, text=asked.text, raw=asked.raw)
         self._place = Place(llm.runtime, model_facts(asked.model, dtype=asked.dtype), writer)
         self.groups = list(self._groups())
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that answers."""
+        return self._place.runtime.model
 
     def wanted(self) -> list[Key]:
         """What all cells will be about, in the order of tasks, contexts and methods."""

@@ -8,6 +8,7 @@ logarithm of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -66,23 +67,34 @@ def make_context(
 
 
 def measure_steps(
-    context: SyntheticContext, config: HybridConfig, shape: LayerShape = LLAMA_3_8B
+    context: SyntheticContext,
+    config: HybridConfig,
+    shape: LayerShape = LLAMA_3_8B,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> LayerSteps:
     """Decodes as many steps as the context was made for under a method, the first ones unmeasured.
 
     Indexes are waited for.
+
+    Args:
+        check: called before each step; what it raises ends the measurement.
     """
     info = ModelInfo((shape,))
     cache = FilledKV(info, config.replace(index_build="wait"), context)
     try:
         with torch.inference_mode():
-            return _measure(cache, context, config, shape)
+            return _measure(cache, context, config, shape, check)
     finally:
         cache.close()
 
 
 def _measure(
-    cache: FilledKV, context: SyntheticContext, config: HybridConfig, shape: LayerShape
+    cache: FilledKV,
+    context: SyntheticContext,
+    config: HybridConfig,
+    shape: LayerShape,
+    check: Callable[[], None],
 ) -> LayerSteps:
     cache.reserve(context.num_tokens + context.max_steps)
     needs, layer_idx = cache.method.needs, shape.layer_idx
@@ -92,6 +104,7 @@ def _measure(
     new = torch.ones(2, 1, shape.num_kv_heads, 1, shape.head_dim, dtype=LAYER_DTYPE)
     times, sums = [], []
     for _ in range(context.max_steps):
+        check()
         begin = perf_counter()
         part = cache.attend(layer_idx, q, (new[0], new[1]), None, scale=shape.head_dim**-0.5)
         times.append(perf_counter() - begin)
