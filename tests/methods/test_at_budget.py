@@ -79,6 +79,21 @@ def test_other_parameters_stay_as_they_were_given() -> None:
     assert given.cold.top_k == 100 - 8 - 24 - 4
 
 
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize(
+    ("name", "recent"),
+    [
+        *(("scissorhands", 10), ("keyformer", 0.3 * 181), ("pyramidkv", 8)),
+        *(("ada_pyramid", 32), ("snapkv", 32), ("h2o", 181 / 2), ("a2sf", 181 / 2)),
+    ],
+)
+def test_the_window_of_a_budget_is_the_papers_in_pages(
+    name: str, recent: float, page_size: int
+) -> None:
+    window = at_budget(name, 181, page_size).window_tokens
+    assert window == max(page_size, int(recent) // page_size * page_size)
+
+
 @pytest.mark.parametrize("name", ["ada_snapkv", "tova"])
 def test_a_budget_is_halved_between_what_is_kept_and_what_is_found(name: str) -> None:
     given = at_budget(name, 181, 16, demote="offload", cold={"index": "flat"})
