@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_a_small_share_of_a_large_context_is_computed(
         changed[0, 256] = 9
         assert llm.generate(changed, max_new_tokens=1).reused_tokens == 0
         llm.model.config.max_position_embeddings = 4096
+
+
+def test_what_takes_longer_to_find_than_to_compute_saves_no_time(
+    plain: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = count(0.0, 1000.0)  # each look at the clock is much later than the one before
+    monkeypatch.setattr("hybrid_kv.saved.registry.perf_counter", lambda: next(now))
+    for _ in range(2):
+        with cached(plain, tmp_path, "full") as llm:
+            llm.generate(apart(600), max_new_tokens=1)
+    found = ContextRegistry(tmp_path).counters
+    assert (found.hits, found.seconds_saved) == (1, 0)
 
 
 def test_counters_last(plain: PreTrainedModel, tmp_path: Path) -> None:

@@ -96,6 +96,20 @@ def test_a_client_that_never_reads(
         assert until(lambda: server.service.num_open == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_own_side_gets_its_answer(
+    server: Running, engine: FakeEngine, stream: bool
+) -> None:
+    engine.pace_s = 0.2
+    with closing(connected(server.url)) as wire:
+        wire.sendall(posted(completion(max_tokens=6, stream=stream)))
+        wire.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: wire.recv(10_000), b""))
+    assert b"HTTP/1.1 200" in answer
+    assert b'"finish_reason":"length"' in answer.replace(b": ", b":")
+    assert engine.ended == {"length": 1}
+
+
 # Clients that hang -------------------------------------------------------------------------------
 
 
@@ -250,3 +264,22 @@ def test_a_signal_ends_requests_in_their_middle(
     assert server.signal == number
     assert signal.getsignal(number) is before
     assert [len(endings[0].finished), len(endings[0].cancelled)] == [0, 1]
+
+
+def test_the_end_cuts_off_a_client_that_does_not_read_without_a_traceback(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hybrid_kv.serve.http.server.END_SECONDS", 1.0)
+    monkeypatch.setattr("hybrid_kv.serve.http.server.LAST_SECONDS", 0.2)
+    engine = FakeEngine(tiny.require_tokenizer())
+    wire = socket.socket()
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "n": 4, "stream": True}
+    body |= {"logprobs": True, "top_logprobs": 20}
+    with closing(wire), serving(tiny, engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        wire.connect((host, int(port)))
+        wire.sendall(posted(body, CHAT))
+        assert until(lambda: engine.ended.total() == 4)
+        assert running.service.num_open == 1  # what was made waits to be written
+    assert [record.getMessage() for record in caplog.records] == []

@@ -27,10 +27,16 @@ HEAD_SECONDS = 15.0
 STALL_SECONDS = 60.0
 """For which a client may read nothing of what is written for it."""
 
+PROBE_SECONDS = 1.0
+"""From one look to the next whether a client that has ended its own side still reads."""
+
 MAX_CONNECTIONS = 1000
 
 END_SECONDS = 3.0
 """For which requests may go on after Ctrl-C; what follows, on a busy machine, makes it five."""
+
+LAST_SECONDS = 1.0
+"""For which clients may then read what was written for them."""
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -66,12 +72,14 @@ class Connection(H11Protocol):
     """HTTP/1.1 whose clients may not hang: neither in a request's head nor in reading an answer."""
 
     head_seconds, stall_seconds, max_connections = HEAD_SECONDS, STALL_SECONDS, MAX_CONNECTIONS
+    probe_seconds = PROBE_SECONDS
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the clock for the first request; one connection too many is told so."""
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.max_connections:
             self._refuse(503, "the server has too many connections; ask again later", "no_room_now")
             return
@@ -85,10 +93,36 @@ class Connection(H11Protocol):
         elif self._head_timer is None:
             self._await_head()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps what it can write to where a whole request waits for its answer.
+
+        A client that has only ended its own side reads on; one that has left looks the same until
+        something is sent to it.
+        """
+        states = (self.conn.their_state, self.conn.our_state)
+        asked = states[0] in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        if not asked or states[1] not in (h11.SEND_RESPONSE, h11.SEND_BODY):
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Finds out whether anybody reads, by an interim response, which every client passes over.
+
+        HTTP/1.0 has none: there it is seen when the answer is written.
+        """
+        waits = self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing()
+        if waits and self.conn.their_http_version != b"1.0":
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+            self._probe_timer = self.loop.call_later(self.probe_seconds, self._probe)
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops both clocks."""
+        """Stops the clocks."""
         self._stop("_head_timer")
         self._stop("_stall_timer")
+        self._stop("_probe_timer")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -167,7 +201,16 @@ class Server(uvicorn.Server):
             server.close()  # whoever comes now is refused at the door
         seconds = 0.0 if self.force_exit else END_SECONDS
         self._on_end(await self._service.end(seconds))
+        # A connection that is cut ends its request as any client that leaves does; uvicorn would
+        # cancel it, and print a traceback.
+        cutting = asyncio.get_running_loop().call_later(LAST_SECONDS, self._cut)
         await super().shutdown(sockets)
+        cutting.cancel()
+
+    def _cut(self) -> None:
+        """Ends the connections that are left."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
