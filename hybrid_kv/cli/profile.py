@@ -209,13 +209,14 @@ def _measure(
 ) -> ProfileReport:
     """Measures what is lacking; the file gets each row when it is there."""
     from hybrid_kv.cli.profile_record import Record, lacking, rows_of
-    from hybrid_kv.cli.running import checked, ended_by_ctrl_c
+    from hybrid_kv.cli.running import checked, ended_by_ctrl_c, told_in_a_line
     from hybrid_kv.eval.profiling import open_bench, sweep
     from hybrid_kv.planning.rates import Rates
 
     known = rows_of(earlier)
     rates = None if earlier is None else Rates(**dict(earlier.bandwidth_gbps))
-    with waiting(f"loading {arguments.model}, measuring the machine", output):
+    label = f"loading {arguments.model}, measuring the machine"
+    with waiting(label, output), told_in_a_line(output):
         bench = open_bench(arguments, rates)
     record, ended = Record(bench, output, known), False
     try:

@@ -48,7 +48,7 @@ def opened(
     silence_transformers(output)
     # Bars of a download are the hub's own; a spinner would draw over them.
     local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
-    with waiting(f"loading {model}", output) if local else _nothing(), _told_in_a_line(output):
+    with waiting(f"loading {model}", output) if local else _nothing(), told_in_a_line(output):
         own = {"device": options.device, "dtype": options.dtype, "layers": layers, **more}
         llm = load(model, config=config, **own)
     with llm:
@@ -61,14 +61,15 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_a_line(output: OutputOptions) -> Iterator[None]:
+def told_in_a_line(output: OutputOptions) -> Iterator[None]:
     """What loading has to say is a line of ours, or nothing with --quiet.
 
-    transformers unpacks GGUF files under a bar that none of its settings silences.
+    transformers unpacks GGUF files under a bar that none of its settings silences, and that is for
+    a terminal.
     """
     with warnings.catch_warnings(record=True) as caught, ExitStack() as kept:
         warnings.simplefilter("always", GgufWarning)
-        if output.quiet and not output.debug:
+        if (output.quiet or not sys.stderr.isatty()) and not output.debug:
             kept.enter_context(redirect_stderr(StringIO()))
         yield
     for warning in caught:

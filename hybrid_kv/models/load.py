@@ -22,6 +22,7 @@ from transformers import (
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
 from hybrid_kv.models.gguf import SMOLLM2, is_gguf, read_gguf, smollm2_file, where_of
+from hybrid_kv.models.hub import hub_path
 from hybrid_kv.models.shapes import random_config
 from hybrid_kv.runtime import memory_errors
 
@@ -147,8 +148,8 @@ def _path_of(spec: str | Path, layers: int | None = None) -> str:
 
     Raises:
         ConfigError: a number of layers was given.
-        ModelNotFoundError: a local folder is not there or not a model's. A name that is no path is
-            left to the hub.
+        ModelNotFoundError: a local folder is not there or not a model's, or a name that is no path
+            is not to be had of the hub.
     """
     name = str(spec)
     if layers is not None:
@@ -161,6 +162,7 @@ def _path_of(spec: str | Path, layers: int | None = None) -> str:
     if not Path(path).exists():
         if name == "needle" or path.startswith((".", "/", "~")):
             raise ModelNotFoundError(f"model folder '{path}' does not exist; check the path")
+        return hub_path(name)
     elif not (Path(path) / "config.json").is_file():
         raise ModelNotFoundError(
             f"model folder '{path}' has no config.json; point to a folder saved by save_pretrained"

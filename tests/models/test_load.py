@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.models import hub
 from hybrid_kv.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype
 from hybrid_kv.models.shapes import SHAPES, random_config
 from tests.models.folder import save_model
@@ -35,9 +39,40 @@ def test_a_folder_without_configuration_says_so(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_name_that_is_no_folder_is_left_to_the_hub_and_fails_in_one_sentence() -> None:
-    with pytest.raises(ModelNotFoundError, match="model 'nobody/nothing' cannot be loaded: "):
-        load_model("nobody/nothing")
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_name_that_is_no_folder_fails_at_once_without_the_hub(offline: bool) -> None:
+    """HF_HUB_OFFLINE, or no network: transformers tries six times for each file."""
+    code = (
+        "import hybrid_kv\n"
+        "try:\n"
+        "    hybrid_kv.load('nobody/nothing')\n"
+        "except hybrid_kv.errors.ModelNotFoundError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": str(int(offline))}
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    why = "HF_HUB_OFFLINE forbids to ask the hub" if offline else "the hub cannot be reached"
+    assert run.stdout.startswith(
+        "model 'nobody/nothing' cannot be loaded: there is no such folder, the hub's cache has no "
+        f"model of that name, and {why}"
+    ), run.stderr
+    assert run.stdout.endswith("; check the path, or download the model and give its folder\n")
+    assert "Retrying" not in run.stderr
+
+
+def test_a_name_that_can_be_no_hub_id_is_refused() -> None:
+    with pytest.raises(ModelNotFoundError, match="'a/b/c' cannot be loaded: there is no such fold"):
+        load_model("a/b/c")
+
+
+def test_a_cached_model_is_read_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert hub.hub_path("somebody/something") == str(tmp_path)
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest() -> None:
