@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,14 +43,22 @@ def _read(file: str) -> str:
 def _read_pdf(path: Path) -> str:
     try:
         from pypdf import PdfReader
-        from pypdf.errors import PyPdfError
     except ImportError:
         raise ConfigError(
             f"file '{path}' is PDF, which pypdf reads: pip install 'hybrid-kv[pdf]', or convert it"
         ) from None
+    log = logging.getLogger("pypdf")  # which tells of all that it mends
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
     try:
         with path.open("rb") as file:
             return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"file '{path}' must be PDF, got: {reason}; convert it to text") from None
+    except OSError:
+        raise
+    except Exception as error:  # pypdf has no base of what damaged files make it raise
+        raise ConfigError(
+            f"file '{path}' must be PDF, got one that is damaged, locked or of another kind; open "
+            "it elsewhere, and save it again or convert it to text"
+        ) from error
+    finally:
+        log.setLevel(level)
