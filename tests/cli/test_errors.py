@@ -184,3 +184,8 @@ def test_parameter_errors_of_typer_are_known() -> None:
     code, text = describe(typer.BadParameter("no good"))
     assert code == 2
     assert "no good" in text
+
+
+def test_a_temperature_below_zero_is_refused_by_its_option() -> None:
+    error = refused("generate", "needle", PROMPT, "--temperature", "-1")
+    assert error.startswith("error: --temperature: ")
