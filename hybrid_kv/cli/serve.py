@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,10 +185,22 @@ class LimitOptions:
 class TalkOptions:
     """What is said."""
 
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write JSON lines to stdout: one with url, pid and model when requests are taken, "
+            "then one for each request.",
+            rich_help_panel="Output",
+        ),
+    ] = False
     quiet: Annotated[
         bool,
         typer.Option(
-            "--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel="Output"
+            "--quiet",
+            "-q",
+            help="Nothing on stderr but errors, and no line for each request.",
+            rich_help_panel="Output",
         ),
     ] = False
     debug: Annotated[
@@ -240,14 +258,50 @@ def serve(
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
         def started() -> None:
+            if output.json:
+                facts = {"url": url, "pid": os.getpid(), "model": service.name}
+                print(json.dumps(facts), flush=True)
             note(f"serving {service.name} at {url} (page), {url}/v1; Ctrl-C ends it", told)
             if rules.api_key is None and rules.hosts is None:
                 note("whoever reaches this address may ask: --api-key asks for a key", told)
 
         server = Server(app, service, started, lambda ending: note(_farewell(ending), told))
-        server.run([bound])
+        with _requests_logged(output):
+            server.run([bound])
     if server.signal == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
+
+
+class _Lines(logging.Handler):
+    """Writes a line for each request: on stderr, or as JSON on stdout."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A reader that has gone ends no request."""
+        line = json.dumps(vars(record)["facts"]) if self._as_json else record.getMessage()
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stdout if self._as_json else sys.stderr, flush=True)
+
+
+@contextmanager
+def _requests_logged(output: TalkOptions) -> Iterator[None]:
+    """A block in which each request has its line, unless --quiet."""
+    from hybrid_kv.serve.http.journal import log
+
+    handler, level, propagate = _Lines(as_json=output.json), log.level, log.propagate
+    if not output.quiet:
+        log.addHandler(handler)
+    log.setLevel(logging.WARNING if output.quiet else logging.INFO)
+    log.propagate = False  # --debug shows it a second time
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def _check_extra() -> None:

@@ -39,7 +39,7 @@ async def gathered(
     choices = []
     for number, (form, (tokens, end)) in enumerate(zip(forms, answers, strict=True)):
         _check_end(tokens, end)
-        service.metrics.ended(end)
+        service.ended(end)
         choice = {"index": number, **form.whole(tokens, finish_of(end.reason))}
         choices.append({**choice, "hybrid_kv": report_of(end)} if extended else choice)
     ends = [end for _, end in answers]
@@ -169,7 +169,7 @@ async def _chunks(
                     held[number] = []
             case Finished():
                 ends[number] = happened
-                service.metrics.ended(happened)
+                service.ended(happened)
                 any_token = happened.usage.completion_tokens > 0
                 failed = happened.reason in ("error", "cancelled")
                 if failed or (happened.reason == "timeout" and not any_token):

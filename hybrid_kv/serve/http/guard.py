@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ApiError, api_error
+from hybrid_kv.serve.http.journal import Line
 
 log = logging.getLogger("hybrid_kv.serve")
 
@@ -63,13 +64,14 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = False
+        with Line(scope["method"], scope["path"]) as line:
+            await self._answer(scope, receive, send, line)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
         async def noted(message: Message) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
-                self._responded(message["status"])
+                line.status = message["status"]
+                self._responded(line.status)
             await send(message)
 
         try:
@@ -78,7 +80,7 @@ class Guard:
             refusal = api_error(error)
             if refusal.status == 500:
                 log.exception("%s %s failed", scope["method"], scope["path"])
-            if not begun:
+            if not line.status:
                 await refusal.response()(scope, receive, noted)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -145,7 +145,7 @@ async def _events(
             case Token(text=text):
                 yield event({"text": text}, "token")
             case Finished():
-                service.metrics.ended(happened)
+                service.ended(happened)
                 if happened.reason in ("error", "cancelled"):
                     yield event(ended_early(happened.reason, happened.error).body, "error")
                     return

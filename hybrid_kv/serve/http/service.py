@@ -15,6 +15,7 @@ from hybrid_kv.api import LLM
 from hybrid_kv.models.support import max_context
 from hybrid_kv.serve.http.errors import ApiError
 from hybrid_kv.serve.http.extensions import asked_config
+from hybrid_kv.serve.http.journal import answered
 from hybrid_kv.serve.http.metrics import Metrics
 from hybrid_kv.serve.http.schemas import (
     MOST_CHOICES,
@@ -215,6 +216,11 @@ class Service:
             self.release(tickets)
             raise
         return tickets
+
+    def ended(self, end: Finished) -> None:
+        """A request was read to its end: its figures are taken in."""
+        self.metrics.ended(end)
+        answered(end.usage)
 
     def release(self, tickets: list[Ticket]) -> None:
         """Cancels what is unfinished; harmless when repeated."""
