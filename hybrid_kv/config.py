@@ -288,10 +288,11 @@ class AuditParams(Params):
     """What the audit is judged by, and what follows when it is worse, with 95% confidence.
 
     max_output_error: relative distance of a head's output from exact attention's. max_missed_mass:
-    of the softmax over all stored entries; some layers look everywhere and miss much of it without
-    harm. min_recall: of the exact best cold entries, as many as the budget has, that the search
-    ranks. Each is of one layer's heads, or of all; null for no limit (0 for recall). action: "warn"
-    once, "widen" the budget of the layer (or of all), doubling it up to 8 times, or "raise" an
+    of the softmax over all stored entries, what a step misses, or estimates too much; some layers
+    look everywhere and miss much of it without harm. min_recall: of the exact best cold entries, as
+    many as the budget has, that the search ranks. Each is of one layer's heads, or of all; null for
+    no limit (0 for recall). action: "warn" once, "widen" the budget of the layer (or of all),
+    doubling it up to 8 times, or "raise" an
     error.
     """
 

@@ -72,6 +72,7 @@ def _audit(manifest: Manifest) -> ContextAudit | None:
         missed_mass=found.missed_mass,
         missed_by_index=found.missed_by_index,
         output_error=found.output_error,
+        mass_error=found.mass_error,
     )
 
 
@@ -127,7 +128,8 @@ def _audit_line(audit: ContextAudit | None) -> str:
     if audit is None:
         return "none before it was saved; ask with --set audit_every=8 to look"
     recall = "" if audit.recall_at_k is None else f"recall {audit.recall_at_k:.3f}, "
+    mass = "" if audit.mass_error is None else f"mass error {audit.mass_error:+.4f}, "
     return (
         f"{recall}missed mass {audit.missed_mass:.4f} ({audit.missed_by_index:.4f} by the index), "
-        f"output error {audit.output_error:.3f}, {audit.looks} looks before it was saved"
+        f"{mass}output error {audit.output_error:.3f}, {audit.looks} looks before it was saved"
     )

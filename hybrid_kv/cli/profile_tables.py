@@ -20,6 +20,7 @@ from hybrid_kv.report.quantities import (
     HOST_KV,
     INDEX_BUILD,
     LIMIT,
+    MASS_ERROR,
     MISSED,
     PLANNED,
     PROCESS_PEAK,
@@ -196,7 +197,7 @@ def _phase(row: ProfileRow, key: str) -> float | None:
 _COSTS = (
     *(TTFT, FILL, INDEX_BUILD),
     *(DEVICE_PEAK, RESIDENT_KV, HOST_KV, HOST_INDEX, PROCESS_PEAK),
-    *(READ, SCORED, RECALL, MISSED),
+    *(READ, SCORED, RECALL, MISSED, MASS_ERROR),
 )
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_kv.config import AuditParams, HybridConfig
-from hybrid_kv.contest.probe import ProbedKV
+from hybrid_kv.contest.probe import LookMeans, ProbedKV
 from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
@@ -63,7 +63,7 @@ class Tally:
     work: Work = field(default_factory=Work)
     by_token: Work = field(default_factory=Work)
     step_s: list[float] = field(default_factory=list)
-    missed: list[tuple[float, float]] = field(default_factory=list)
+    looks: list[LookMeans] = field(default_factory=list)
     recalls: list[float] = field(default_factory=list)
     read_bytes: list[float] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
@@ -78,8 +78,9 @@ class Tally:
             device_bytes=_mean(self.device_bytes),
             host_bytes=_mean(self.host_bytes),
             ms_per_token=1e3 * median(self.step_s) if self.step_s else None,
-            missed_mass=_mean([missed for missed, _ in self.missed]),
-            output_error=_mean([error for _, error in self.missed]),
+            missed_mass=_mean([look.missed_mass for look in self.looks]),
+            mass_error=_mean([look.mass_error for look in self.looks]),
+            output_error=_mean([look.output_error for look in self.looks]),
             recall=_mean(self.recalls),
         )
 
@@ -194,7 +195,7 @@ def _look(
             auditor.close()
             kv.auditor = None
     if (means := probe.means()) is not None:
-        tally.missed.append(means)
+        tally.looks.append(means)
     if (recall := auditor.audit.recall()) is not None:
         tally.recalls.append(recall.mean)
     kv.work = Work()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,38 @@ from torch import Tensor
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import PartialAttention
+from hybrid_kv.watch.audit import WatchedStep
+
+
+class LookMeans(NamedTuple):
+    """Means over heads.
+
+    missed_mass: share of the softmax that no exact attention read. mass_error: what was estimated
+    too much of the mass of that softmax, below 0 what is missing. output_error: relative L2
+    distance of a head's output from exact attention's.
+    """
+
+    missed_mass: float
+    mass_error: float
+    output_error: float
 
 
 class Probe:
     """Looks at the newest query of every step: all layers and heads, one batch row.
 
-    missed: share of the softmax that was not attended; errors: relative L2 distance of a head's
-    output from exact attention's; one number for each step and layer, means over heads.
+    looks: means over heads, one for each step and layer.
     """
 
     def __init__(self, prompt: PrefilledPrompt) -> None:
         self._prompt = prompt
         self._later: dict[int, tuple[Tensor, Tensor]] = {}
-        self.missed: list[float] = []
-        self.errors: list[float] = []
+        self.looks: list[LookMeans] = []
+        self._estimated: Tensor | None = None
+
+    def add(self, step: WatchedStep, part: PartialAttention) -> None:
+        """Takes what a step through the method estimated of the entries that it did not read."""
+        if step.found is not None and 0 in step.found:
+            self._estimated = step.found[0][1].estimated
 
     def look(
         self,
@@ -49,14 +68,21 @@ class Probe:
         lse = logits.logsumexp(-1)
         exact = (logits.softmax(-1) @ v.float()).flatten(0, 1)
         out = part.out[0, :, -1].float()
-        missed = 1 - (part.lse[0, :, -1].float() - lse.flatten()).exp()
+        whole = (part.lse[0, :, -1].float() - lse.flatten()).exp()
+        missed = 1 - whole
+        if self._estimated is not None:
+            guess = self._estimated.unflatten(1, (asked.shape[1], -1))[..., -1].flatten()
+            missed, self._estimated = missed + (guess - lse.flatten()).exp(), None
         errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
-        self.missed.append(float(missed.clamp(0, 1).mean()))
-        self.errors.append(float(errors.mean()))
+        self.looks.append(
+            LookMeans(
+                float(missed.clamp(0, 1).mean()), float((whole - 1).mean()), float(errors.mean())
+            )
+        )
 
-    def means(self) -> tuple[float, float] | None:
-        """Missed mass and output error over all looks; None without any."""
-        return (fmean(self.missed), fmean(self.errors)) if self.missed else None
+    def means(self) -> LookMeans | None:
+        """Over all looks; None without any."""
+        return LookMeans(*map(fmean, zip(*self.looks, strict=True))) if self.looks else None
 
     def _stored(self, layer_idx: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Everything up to the newest token, [Hkv, N, D] each."""
@@ -79,11 +105,11 @@ class ProbedKV(KVCache):
     @contextmanager
     def probed(self, prompt: PrefilledPrompt) -> Iterator[Probe]:
         """A block whose steps are looked at, right behind the prompt."""
-        self.probe = Probe(prompt)
+        self.probe = self.observer = Probe(prompt)
         try:
             yield self.probe
         finally:
-            self.probe = None
+            self.probe = self.observer = None
 
     def attend(
         self,

@@ -20,9 +20,10 @@ class Counters(Group):
     codes, digests, what indexes scan and moments.
     device_bytes, host_bytes: keys and values held at the end, and indexes on the host.
     ms_per_token: median of the steps of one token. missed_mass: share of the softmax over all of
-    the context and what followed it that was not attended, dropped entries included; output_error:
-    relative distance of a head's output from exact attention's; both by looking at all heads in a
-    few steps. recall: of the exact best cold entries, those that a search ranked.
+    the context and what followed it that no exact attention read, dropped entries included;
+    mass_error: of the mass of that softmax, what was estimated too much, or is missing below 0;
+    output_error: relative distance of a head's output from exact attention's; all by looking at all
+    heads in a few steps. recall: of the exact best cold entries, those that a search ranked.
     """
 
     attended_tokens: float | None = None
@@ -32,6 +33,7 @@ class Counters(Group):
     host_bytes: float | None = None
     ms_per_token: float | None = None
     missed_mass: float | None = None
+    mass_error: float | None = None
     output_error: float | None = None
     recall: float | None = None
 

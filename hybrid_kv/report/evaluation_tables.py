@@ -66,7 +66,8 @@ class Sheet:
             quality = [title for task in self.tasks for title in self._reading(task)]
         else:
             quality = [*self.tasks, *(["mean"] if len(self.tasks) > 1 else [])]
-        costs = ["attended", "of all", "read/step", "device", "host", "ms/token", "missed", "error"]
+        costs = ["attended", "of all", "read/step", "device", "host", "ms/token"]
+        costs += ["missed", "mass error", "error"]
         return ["method", "budget", *quality, *costs, "recall"]
 
     def cells(self, line: ScoreLine) -> list[str]:
@@ -199,6 +200,7 @@ def _cost_cells(found: Counters) -> list[str]:
         short_bytes(found.host_bytes),
         NOTHING if found.ms_per_token is None else f"{found.ms_per_token:.3g}",
         _share(found.missed_mass),
+        NOTHING if found.mass_error is None else f"{found.mass_error:+.3f}",
         _share(found.output_error),
         _share(found.recall),
     ]

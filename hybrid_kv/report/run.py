@@ -71,8 +71,8 @@ class WorkReport(Group):
     largest such number. attended_tokens: mean number of all entries attended, resident ones
     included. hot_ratio: entries that the device attended in hot pages over all that were found;
     promoted_pages: copied to become hot; fetched_bytes: of found entries that were attended on the
-    device; these two are sums. recall_at_k, missed_mass, audited_steps: from the audit, null
-    without one.
+    device; these two are sums. recall_at_k, missed_mass, mass_error, audited_steps: from the audit,
+    null without one.
     """
 
     scored_ratio: float | None = None
@@ -84,6 +84,7 @@ class WorkReport(Group):
     fetched_bytes: int | None = None
     recall_at_k: float | None = None
     missed_mass: float | None = None
+    mass_error: float | None = None
     audited_steps: int | None = None
 
     @classmethod
@@ -91,7 +92,12 @@ class WorkReport(Group):
         """All null where nothing was decoded."""
         if not work.steps:
             return cls()
-        recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())
+        found = None if audit is None else AuditReport.of(audit)
+        recall, missed, error = (
+            (None, None, None)
+            if found is None
+            else (found.recall_at_k, found.missed_mass, found.mass_error)
+        )
         return cls(
             scored_ratio=work.scored / work.visible,
             retrieved_tokens=work.retrieved / work.steps,
@@ -102,6 +108,7 @@ class WorkReport(Group):
             fetched_bytes=work.fetched_bytes,
             recall_at_k=None if recall is None else recall.mean,
             missed_mass=None if missed is None else missed.mean,
+            mass_error=None if error is None else error.mean,
             audited_steps=None if audit is None else len(audit.findings),
         )
 
@@ -131,21 +138,24 @@ class AuditedHead(Group):
     missed_mass: float
     output_error: float
     missed_by_index: float | None = None
+    mass_error: float | None = None
 
 
 class AuditReport(Group):
     """What exact attention of single heads, in rotation, found to be missing.
 
     looks: heads that were looked at, one step each. recall_at_k: of the exact best cold entries, as
-    many as the budget has. missed_mass: of the softmax over all stored entries; missed_by_index:
-    the part of it that a perfect index would have found, the rest is the budget's. output_error:
-    relative L2 distance of a head's output.
+    many as the budget has. missed_mass: of the softmax over all stored entries, what no exact
+    attention read; missed_by_index: the part of it that a perfect index would have found, the rest
+    is the budget's. mass_error: of the mass of all what was estimated too much; below 0 what is
+    missing, estimates included. output_error: relative L2 distance of a head's output.
     """
 
     looks: int
     recall_at_k: EstimateReport | None = None
     missed_mass: EstimateReport | None = None
     missed_by_index: EstimateReport | None = None
+    mass_error: EstimateReport | None = None
     output_error: EstimateReport | None = None
     heads: tuple[AuditedHead, ...] = ()
 
@@ -158,6 +168,7 @@ class AuditReport(Group):
             recall_at_k=EstimateReport.of(audit.recall()),
             missed_mass=EstimateReport.of(audit.missed_mass()),
             missed_by_index=EstimateReport.of(audit.missed_by_index()),
+            mass_error=EstimateReport.of(audit.mass_error()),
             output_error=EstimateReport.of(audit.output_error()),
             heads=tuple(
                 AuditedHead(
@@ -167,6 +178,7 @@ class AuditReport(Group):
                     recall_at_k=head.recall,
                     missed_mass=head.missed_mass,
                     missed_by_index=head.missed_by_index,
+                    mass_error=head.mass_error,
                     output_error=head.output_error,
                 )
                 for head in audit.heads()

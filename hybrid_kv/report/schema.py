@@ -53,7 +53,8 @@ class ContextChatReport(_Envelope):
 class ContextAudit(Group):
     """What an audit had found when a context was saved, means over its looks.
 
-    recall_at_k: null where no cold entries were searched.
+    recall_at_k: null where no cold entries were searched. mass_error: null in contexts of before
+    it was measured.
     """
 
     looks: int
@@ -61,6 +62,7 @@ class ContextAudit(Group):
     missed_mass: float
     missed_by_index: float
     output_error: float
+    mass_error: float | None = None
 
 
 class ContextReport(_Envelope):

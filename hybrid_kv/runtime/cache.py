@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.stand_in import StandIns
-from hybrid_kv.runtime.step import Found
+from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
@@ -53,6 +53,12 @@ class Checkpoint:
     lengths: Mapping[int, Sequence[int]]
 
 
+class StepObserver(Protocol):
+    """Whoever looks at the steps of a cache."""
+
+    def add(self, step: Step, part: PartialAttention) -> None: ...
+
+
 class KVCache:
     """Layers, method and executor of one conversation; knows tensors, not model libraries.
 
@@ -61,6 +67,7 @@ class KVCache:
 
     layers: by index, from the beginning. more_prompt: set while a prompt comes in pieces, however
         short the last one. places: takes where steps of one row and token look; None for nobody.
+    observer: takes every step through the method, with what it found; None for nobody.
         check_source: raises where memory that entries lie in is gone, as of a file that was cut.
 
     Args:
@@ -91,6 +98,7 @@ class KVCache:
         self.layers = self._new_layers()
         self.auditor = self._new_auditor()
         self.places: Places | None = None
+        self.observer: StepObserver | None = None
         self.check_source: Callable[[], None] | None = None
 
     def _of_one_conversation(self) -> dict[str, Any]:
@@ -213,17 +221,20 @@ class KVCache:
         """A step through the method, as wide as the audit asks for and looked at in its turn."""
         auditor, ahead = self.auditor, self.means.look_ahead
         foreseen = ahead.take(layer.shape.layer_idx) if ahead and ahead.under_way else None
-        places = self.places if q.shape[2] == 1 else None
-        if auditor is None and places is None:
+        places, observer = self.places if q.shape[2] == 1 else None, self.observer
+        if auditor is None and places is None and observer is None:
             return layer.attend(layer.step(q, scale, softcap, new=new, ahead=foreseen))
         target = auditor.due(layer.shape.layer_idx) if auditor and q.shape[2] == 1 else None
-        found: Found | None = None if target is None and places is None else {}
+        looks = target is not None or places is not None or observer is not None
+        found: Found | None = {} if looks else None
         step = layer.step(q, scale, softcap, new=new, found=found, ahead=foreseen)
         part = layer.attend(step, 1 if auditor is None else auditor.factor(layer.shape.layer_idx))
         if auditor is not None and target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
         if places is not None:
             places.add(step, part)
+        if observer is not None:
+            observer.add(step, part)
         return part
 
     def end_step(self, layer: TieredLayer) -> None:

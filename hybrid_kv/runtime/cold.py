@@ -180,14 +180,18 @@ def _attend_row(
     if ahead is not None:
         ahead.compare(row, q, found, step.scale, step.softcap)
     step.phases.book("search", begin)
-    if step.found is not None:
-        step.found[row.number] = (budget, found)
     step.work.scored += found.scored
     step.work.search_bytes += found.read_bytes
     left = _leave_hot(step, row, found, taken)
     parts = [_attend_found(step, row, near_q, part) for part in left]
     if budget.estimate:
-        parts += _estimates(step, row, q, budget, found.parts, left, taken)
+        guesses = _estimates(step, row, q, budget, found.parts, left, taken)
+        parts += _as_queries(step, row, q, guesses)
+        if step.found is not None:
+            lses = torch.stack([guess.lse for guess in guesses])
+            found = found._replace(estimated=lses.logsumexp(0))
+    if step.found is not None:
+        step.found[row.number] = (budget, found)
     return parts[0] if len(parts) == 1 else merge_partials(parts, ops=step.ops)
 
 
@@ -200,7 +204,7 @@ def _estimates(
     left: Sequence[RetrievedPart],
     taken: Tensor | None,
 ) -> list[PartialAttention]:
-    """By extent what nobody attends of it, as an estimate, where the queries are."""
+    """By extent what nobody attends of it, as an estimate, on the host."""
     begin = step.phases.now()
     if budget.estimate == "index":
         guesses = by_index(step, row, q, found)
@@ -208,9 +212,19 @@ def _estimates(
         assert budget.form is not None
         ids = [part.ids for part in left]
         guesses = by_moments(step, row, q, budget.form, found, ids, taken)
+    step.phases.book("search", begin)
+    return guesses
+
+
+def _as_queries(
+    step: Step, row: Row, q: Tensor, guesses: Sequence[PartialAttention]
+) -> list[PartialAttention]:
+    """Estimates in the dtype of the queries, where these are."""
     parts = [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
-    if _fetches(row):
-        parts = [step.executor.deliver(part, step.q.device) for part in parts]
+    if not _fetches(row):
+        return parts
+    begin = step.phases.now()
+    parts = [step.executor.deliver(part, step.q.device) for part in parts]
     step.phases.book("search", begin)
     return parts
 

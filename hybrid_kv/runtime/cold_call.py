@@ -53,7 +53,7 @@ class ColdCall:
         plan = None if searched is None else self._plan_of(step, q, searched)
         if searched is None or plan is None:
             return None
-        begin = step.phases.now()
+        begin, estimated = step.phases.now(), searched.estimated(step, q)
         done = plan.attend(
             q,
             tail_fill=0,
@@ -62,6 +62,7 @@ class ColdCall:
             warm=searched.ask(plan, q) if named is None else None,
             named=None if named is None else searched.numbered(named),
             found=None if step.asked is None else (step.asked.ids, step.asked.scores),
+            estimated=estimated,
             pool=pool_here(),
         )
         known = named or ([] if step.asked is None else [step.asked])
@@ -73,7 +74,7 @@ class ColdCall:
         step.work.search_bytes += read + sum(result.read_bytes or 0 for result in known)
         step.work.estimate_bytes += plan.estimate_bytes
         _count(step, row, done)
-        searched.take_up(plan, step, row, done)
+        searched.take_up(plan, step, row, done, estimated)
         times = done.report
         parts = ("search", times.search_s), ("cold_attention", times.cold_s + times.merge_s)
         step.phases.book_parts(begin, parts)

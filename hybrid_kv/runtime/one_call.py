@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, ResidentPages, StepResult
 from hybrid_kv.ops.native.workers import pool_here
@@ -71,14 +73,15 @@ class OneCall:
             row.count_token()
         try:
             total = _choose_pages(plan, row, read)
-            done = _call(step, plan, row, searched, new)
+            estimated = None if searched is None else searched.estimated(step, step.grouped[0])
+            done = _call(step, plan, row, searched, new, estimated)
         except BaseException:
             if new is not None:
                 row.uncount_token()
             raise
         _count(step, row, total, plan, done)
         if searched is not None and done.ids is not None:
-            searched.take_up(plan, step, row, done)
+            searched.take_up(plan, step, row, done, estimated)
         times = done.report
         step.phases.book_parts(
             begin,
@@ -139,7 +142,12 @@ def _choose_pages(plan: LayerPlan, row: Row, read: Read) -> int:
 
 
 def _call(
-    step: Step, plan: LayerPlan, row: Row, searched: SearchedEntries | None, new: NewToken | None
+    step: Step,
+    plan: LayerPlan,
+    row: Row,
+    searched: SearchedEntries | None,
+    new: NewToken | None,
+    estimated: Tensor | None,
 ) -> StepResult:
     warm = None if searched is None else searched.ask(plan, step.grouped[0])
     try:
@@ -151,6 +159,7 @@ def _call(
             new=new,
             warm=warm,
             found=None if step.asked is None else (step.asked.ids, step.asked.scores),
+            estimated=estimated,
             pool=pool_here(),
         )
     except NonFiniteError:

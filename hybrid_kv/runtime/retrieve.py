@@ -32,12 +32,15 @@ class Retrieved(NamedTuple):
     parts: by extent of the row.
     scored, read_bytes: dot products spent on finding them, and what the searches read.
     ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
+    estimated: [Hkv, M] float32, log-sum-exp of what is estimated of the unread entries, by whoever
+        looks at the step; None for nothing.
     """
 
     parts: list[RetrievedPart]
     scored: int = 0
     ranked: list[Tensor] | None = None
     read_bytes: int = 0
+    estimated: Tensor | None = None
 
 
 def retrieve(

@@ -84,7 +84,20 @@ class SearchedEntries(NamedTuple):
         ]
         return torch.cat(begins, -1) if begins else None
 
-    def take_up(self, plan: LayerPlan, step: Step, row: Row, done: StepResult) -> None:
+    def estimated(self, step: Step, queries: Tensor) -> Tensor | None:
+        """Where a call says what it estimates for queries [Hkv, M, D]; None where nobody looks."""
+        if step.found is None or self.budget.form is None:
+            return None
+        return torch.empty(queries.shape[:2])
+
+    def take_up(
+        self,
+        plan: LayerPlan,
+        step: Step,
+        row: Row,
+        done: StepResult,
+        estimated: Tensor | None,
+    ) -> None:
         """Keeps what was found, for the next searches and for who looks at it."""
         assert done.ids is not None
         if len(self.spans) == 1:  # nearly every row
@@ -102,7 +115,10 @@ class SearchedEntries(NamedTuple):
                 RetrievedPart(span.extent, part)
                 for span, part in zip(self.spans, parts, strict=True)
             ]
-            step.found[row.number] = self.budget, Retrieved(found, done.report.scored)
+            step.found[row.number] = (
+                self.budget,
+                Retrieved(found, done.report.scored, estimated=estimated),
+            )
 
     def numbered(self, found: Sequence[SearchResult]) -> Tensor:
         """Ids of what was found, by extent, as those of one call."""

@@ -174,7 +174,7 @@ def _search(
     found = [_index_of(s).candidates(q, s.extent.k, step.new, top_k) for s in spans]
     scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
     limit = step.ops.best_limit(scores, top_k)
-    parts, first = [], 0
+    parts, lses, first = [], list[Tensor](), 0
     for number, (span, one) in enumerate(zip(spans, found, strict=True)):
         discount = None
         if form is not None:
@@ -186,6 +186,7 @@ def _search(
                 form=form,
             )
             parts.append(PartialAttention(out, lse))
+            lses.append(lse)
             first = own.stop
         part = step.ops.attend_candidates(
             *(one, span.extent.v, limit),
@@ -195,7 +196,7 @@ def _search(
         )
         parts.append(part)
     part = merge_partials(parts, ops=step.ops)
-    return part, partial(_retrieved, step, row, found, limit, top_k)
+    return part, partial(_retrieved, step, row, found, limit, top_k, lses)
 
 
 def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
@@ -218,7 +219,7 @@ def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
 
 
 def _retrieved(
-    step: Step, row: Row, found: list[Candidates], limit: Tensor, top_k: int
+    step: Step, row: Row, found: list[Candidates], limit: Tensor, top_k: int, lses: list[Tensor]
 ) -> Retrieved:
     """What a step attended, on the host."""
     parts = []
@@ -229,7 +230,8 @@ def _retrieved(
         ids = one.ids[:, None].expand(-1, group, -1, -1).flatten(1, 2).gather(-1, best.indices)
         ids = ids.masked_fill(best.values == -torch.inf, -1).long()
         parts.append(RetrievedPart(span.extent, step.executor.send(ids).open()))
-    return Retrieved(parts)
+    estimated = torch.stack(lses).logsumexp(0).cpu() if lses else None
+    return Retrieved(parts, estimated=estimated)
 
 
 def _count(step: Step, queries: int, most: int) -> None:

@@ -11,7 +11,7 @@ from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import ColdExtent, Row
+from hybrid_kv.store import ColdExtent, Row, Span
 from hybrid_kv.types import PartialAttention
 
 
@@ -136,24 +136,38 @@ def _left_beside(row: Row, number: int, taken: Tensor | None) -> list[tuple[Tail
     else:
         known = span.tail_without(hidden)
         count = span.length - hidden.sum(-1, keepdim=True)
-    pages, first = (
-        torch.tensor(row.hot.pages, dtype=torch.int64),
-        row.chain.first_pages(row.page_size),
-    )
-    own = (pages >= first[number]) & (pages < first[number + 1])
-    if not bool(own.any()):
+    first = row.chain.first_pages(row.page_size)
+    hot = [at for at, page in enumerate(row.hot.pages) if first[number] <= page < first[number + 1]]
+    if not hot:
         return [(known, count)]
-    chosen = torch.ones(heads, 1, int(own.sum()), dtype=torch.bool)
-    chosen = chosen if taken is None else taken[..., own]
-    begin = (pages[own] - first[number]) * row.page_size
-    rows = (begin[:, None] + torch.arange(row.page_size)).flatten()
-    k, v = span.extent.k[:, rows].float(), span.extent.v[:, rows].float()
-    visible = torch.ones(heads, len(rows), dtype=torch.bool) if hidden is None else ~hidden[:, rows]
+    sums = [_sums_of_page(row, span, row.hot.pages[at], first[number], hidden) for at in hot]
+    nums, keys, values = (torch.stack(same, 1) for same in zip(*sums, strict=True))
+    chosen = torch.ones(heads, 1, len(hot)) if taken is None else taken[..., hot].float()
     left = []
     for token in range(chosen.shape[1]):
-        gone = visible & chosen[:, token].repeat_interleave(row.page_size, -1)
-        weight, num = gone.float()[..., None], gone.sum(-1)
-        sums = (weight * k).sum(1), (weight * v).sum(1)
+        weight = chosen[:, token]
+        num = (weight * nums).sum(1).long()
+        gone = (weight[..., None] * keys).sum(1), (weight[..., None] * values).sum(1)
         rest = count[:, 0] - num
-        left.append((known.less(count[:, 0], num, *sums), rest[:, None]))
+        left.append((known.less(count[:, 0], num, *gone), rest[:, None]))
     return left
+
+
+def _sums_of_page(
+    row: Row, span: Span, page: int, first_page: int, hidden: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a hot page the entries [Hkv] that are not hidden, and the sums of their keys and values
+    [Hkv, D]; kept with the page, so that a step reads none of what the device attends.
+    """
+    begin = (page - first_page) * row.page_size
+    rows = slice(begin, begin + row.page_size)
+
+    def summed(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = visible.float()[..., None]
+        k, v = (weight * t[:, rows].float() for t in (span.extent.k, span.extent.v))
+        return visible.sum(-1), k.sum(1), v.sum(1)
+
+    if hidden is not None and bool(hidden[:, rows].any()):
+        return summed(~hidden[:, rows])
+    everything = torch.ones(span.extent.k.shape[0], row.page_size, dtype=torch.bool)
+    return row.hot.summed(page, lambda: summed(everything))

@@ -83,13 +83,17 @@ class SavedExtent(SavedPart):
 
 
 class SavedAudit(SavedPart):
-    """What the audit had found by the time of saving, means over the looks; see `Finding`."""
+    """What the audit had found by the time of saving, means over the looks; see `Finding`.
+
+    mass_error: None in files of before it was measured.
+    """
 
     looks: int = Field(ge=1)
     recall: float | None = Field(ge=0)
     missed_mass: float = Field(ge=0)
     missed_by_index: float = Field(ge=0)
     output_error: float = Field(ge=0)
+    mass_error: float | None = None
 
 
 class SavedRounding(SavedPart):

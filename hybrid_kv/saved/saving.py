@@ -141,6 +141,7 @@ def _audited(cache: TieredCache) -> SavedAudit | None:
         missed_mass=fmean(one.missed_mass for one in found),
         missed_by_index=fmean(one.missed_by_index for one in found),
         output_error=fmean(one.output_error for one in found),
+        mass_error=fmean(one.mass_error for one in found),
     )
 
 

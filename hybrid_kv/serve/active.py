@@ -243,7 +243,11 @@ class ActiveRequest:
         kv = self.cache.kv
         work, audit = kv.work, None if kv.auditor is None else kv.auditor.audit
         held = tier_bytes(kv.stores.values())
-        recall, missed = (None, None) if audit is None else (audit.recall(), audit.missed_mass())
+        recall, missed, error = (
+            (None, None, None)
+            if audit is None
+            else (audit.recall(), audit.missed_mass(), audit.mass_error())
+        )
         return RequestReport(
             ttft_s=ttft,
             itl_ms=itl,
@@ -252,6 +256,7 @@ class ActiveRequest:
             prompt_share=work.attended / work.visible if work.visible else 1.0,
             recall=None if recall is None else recall.mean,
             missed_mass=None if missed is None else missed.mean,
+            mass_error=None if error is None else error.mean,
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,

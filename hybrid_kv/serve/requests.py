@@ -148,8 +148,9 @@ class RequestReport:
     ttft_s: from submission to the first token, None if none came. itl_ms: time between each token
     and the one before. queue_s: before prefill began. attended_per_token: entries that a query head
     attended at each token, mean; prompt_share: of those that full attention would have attended.
-    recall: of the exact best cold entries, those found; missed_mass: of the softmax, not attended;
-    both by audit, None without. device_kv_bytes, host_kv_bytes, host_index_bytes: held at the end,
+    recall: of the exact best cold entries, those found; missed_mass: of the softmax, not read by
+    exact attention; mass_error: of its mass, estimated too much, or missing below 0; all by audit,
+    None without. device_kv_bytes, host_kv_bytes, host_index_bytes: held at the end,
     of which other requests may have shared some. places: positions in the prompt that were attended
     most, with their mean softmax weight, the heaviest first; empty unless asked for. alone: why the
     request was decoded by itself and not joined with others; empty if it could be joined.
@@ -162,6 +163,7 @@ class RequestReport:
     prompt_share: float = 1.0
     recall: float | None = None
     missed_mass: float | None = None
+    mass_error: float | None = None
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0
@@ -334,9 +336,9 @@ class EngineStats:
     beyond stall_bound_ms, `Limits.max_stall_ms`. chunk_tokens: of the next chunk of a prompt.
     steps: decode steps; joined_rows: requests that they served, summed, joined ones by one pass of
     the weights.
-    alone: requests decoded by themselves, by reason. recall, missed_mass: means over the audits
-    of ended requests, None without. device_kv_bytes, host_kv_bytes, host_index_bytes: held now by
-    running requests and kept prefixes, shared memory once.
+    alone: requests decoded by themselves, by reason. recall, missed_mass, mass_error: means over
+    the audits of ended requests, None without. device_kv_bytes, host_kv_bytes, host_index_bytes:
+    held now by running requests and kept prefixes, shared memory once.
     """
 
     queued: int = 0
@@ -360,6 +362,7 @@ class EngineStats:
     alone: dict[str, int] = field(default_factory=dict)
     recall: float | None = None
     missed_mass: float | None = None
+    mass_error: float | None = None
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0

@@ -25,6 +25,7 @@ class EngineTally:
         self._stall_ms = self._last_stall_ms = 0.0
         self._stalls = self._late_stalls = 0
         self._recalls, self._missed = list[float](), list[float]()
+        self._mass_errors = list[float]()
         self._served_s: float | None = None
 
     def end(self, event: Finished, seconds: float) -> None:
@@ -41,6 +42,8 @@ class EngineTally:
             self._recalls.append(report.recall)
         if report.missed_mass is not None:
             self._missed.append(report.missed_mass)
+        if report.mass_error is not None:
+            self._mass_errors.append(report.mass_error)
         old = seconds if self._served_s is None else self._served_s
         self._served_s = (1 - _SHARE) * old + _SHARE * seconds
 
@@ -83,6 +86,7 @@ class EngineTally:
             alone=dict(self._alone),
             recall=fmean(self._recalls) if self._recalls else None,
             missed_mass=fmean(self._missed) if self._missed else None,
+            mass_error=fmean(self._mass_errors) if self._mass_errors else None,
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,

@@ -7,6 +7,7 @@ scores are counts that halve every 69 steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ _PER_STEP = 4
 _HEAVIEST = 1e100
 
 Pages = npt.NDArray[np.int64]
+PageSums = tuple[Tensor, Tensor, Tensor]
 
 
 class Promotion(NamedTuple):
@@ -54,6 +56,7 @@ class HotPages:
         self._last = np.zeros(0, dtype=np.int64)  # scratch
         self._weight = 1.0  # of an entry found now: it grows, so that no step decays all scores
         self._found: list[Pages] = []  # since the last step
+        self._sums: dict[int, PageSums] = {}  # of hot pages, by number
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -140,6 +143,12 @@ class HotPages:
             best[place], scores[at] = cold[at], -1.0
         return best
 
+    def summed(self, page: int, make: Callable[[], PageSums]) -> PageSums:
+        """What `make` sums up of a hot page, once for as long as the page is hot."""
+        if page not in self._sums:
+            self._sums[page] = make()
+        return self._sums[page]
+
     def take(self, promotion: Promotion) -> None:
         """A page is hot from now on, instead of the one that had its place."""
         page, place = promotion
@@ -147,13 +156,14 @@ class HotPages:
             self.pages.append(page)
         else:
             self._place_of[self.pages[place]] = -1
+            self._sums.pop(self.pages[place], None)
             self.pages[place] = page
         self._place_of[page] = place
 
     def clear(self) -> None:
         """No page is hot any more; scores stay."""
         self._place_of[self.pages] = -1
-        self.pages = []
+        self.pages, self._sums = [], {}
 
     def truncate(self, num_pages: int) -> None:
         """Pages from `num_pages` on are gone, and nothing is hot."""
@@ -165,6 +175,7 @@ class HotPages:
         """The same for a row that continues from this one."""
         new = copy(self)
         new.pages, new._found = list(self.pages), list(self._found)
+        new._sums = dict(self._sums)
         new._place_of, new._scores = self._place_of.copy(), self._scores.copy()
         new._last = self._last.copy()
         return new

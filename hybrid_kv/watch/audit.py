@@ -38,10 +38,13 @@ class Finding(NamedTuple):
 
     recall: share of the exact best cold entries, as many as the budget's top_k, that the search
         ranked; None where no cold entries were searched.
-    missed_mass: softmax mass of the stored entries that were not attended.
+    missed_mass: softmax mass of the stored entries that no exact attention read; what is estimated
+        of them does not count.
     missed_by_index: the part of it that the index lost: what the exact best cold entries, as many
         as were attended, hold beyond those that were. The budget lost the rest.
     output_error: relative L2 distance of the output from exact attention's.
+    mass_error: the mass that the step took for all entries, less the true one, as a share of it:
+        below 0 what is missing after the estimate, above 0 what was estimated too much.
     """
 
     target: Target
@@ -49,6 +52,7 @@ class Finding(NamedTuple):
     missed_mass: float
     output_error: float
     missed_by_index: float = 0.0
+    mass_error: float = 0.0
 
 
 class Estimate(NamedTuple):
@@ -103,8 +107,16 @@ class Audit:
         return Estimate.of(values)
 
     def missed_mass(self, layer_idx: int | None = None) -> Estimate | None:
-        """Of the softmax over all stored entries."""
+        """Of the softmax over all stored entries, what no exact attention read."""
         return Estimate.of([f.missed_mass for f in self._of(layer_idx)])
+
+    def mass_error(self, layer_idx: int | None = None) -> Estimate | None:
+        """Of the mass of all entries what was estimated too much, below 0 what is missing."""
+        return Estimate.of([f.mass_error for f in self._of(layer_idx)])
+
+    def mass_error_size(self, layer_idx: int | None = None) -> Estimate | None:
+        """The same without its sign, look by look: errors of two heads do not cancel."""
+        return Estimate.of([abs(f.mass_error) for f in self._of(layer_idx)])
 
     def missed_by_index(self, layer_idx: int | None = None) -> Estimate | None:
         """The part of the missed mass that a perfect index would have found."""
@@ -135,6 +147,7 @@ class Audit:
             fmean(finding.missed_mass for finding in own),
             fmean(finding.output_error for finding in own),
             fmean(finding.missed_by_index for finding in own),
+            fmean(finding.mass_error for finding in own),
         )
 
     def _of(self, layer_idx: int | None) -> list[Finding]:
@@ -152,23 +165,29 @@ def _in_turn(layers: Sequence[LayerShape]) -> Iterator[Target]:
 
 
 class WatchedPart(Protocol):
-    """What a search found in one extent: ids [Hkv, M, K], -1 for none."""
+    """What a search found in one extent: ids [Hkv, M, K], -1 for none; bias: log weights, of
+    samples that stand for others.
+    """
 
     @property
     def extent(self) -> ColdExtent: ...
     @property
     def ids(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class WatchedRetrieval(Protocol):
     """What a search found for one row, as `Look` reads it: by extent; `ranked` is None where the
-    budget cut nothing.
+    budget cut nothing, `estimated` [Hkv, M] the log-sum-exp of what is estimated, None for nothing.
     """
 
     @property
     def parts(self) -> Sequence[WatchedPart]: ...
     @property
     def ranked(self) -> Sequence[Tensor] | None: ...
+    @property
+    def estimated(self) -> Tensor | None: ...
 
 
 class WatchedStep(Protocol):
@@ -220,9 +239,13 @@ class Look:
         copied = step.layer.rows[row].copied
         self._copied = None if copied is None else copied[head].clone()
         self._budget, self._found, self._ranked = None, [], None
+        self._estimated, self._samples = None, False
         if step.found is not None and row in step.found:
             self._budget, found = step.found[row]
             self._found = [(one.extent, one.ids[head].clone()) for one in found.parts]
+            self._samples = any(one.bias is not None for one in found.parts)
+            if found.estimated is not None:
+                self._estimated = found.estimated[head].clone()
             if found.ranked is not None:
                 self._ranked = [
                     (one.extent, ids[head].clone())
@@ -233,6 +256,8 @@ class Look:
     _copied: Tensor | None
     _found: list[tuple[ColdExtent, Tensor]]
     _ranked: list[tuple[ColdExtent, Tensor]] | None
+    _estimated: Tensor | None
+    _samples: bool
 
     def finding(self) -> Finding | None:
         """Attends exactly; None where the entries are no longer those of the step."""
@@ -247,16 +272,31 @@ class Look:
         ]
         if any(extent.rewritten != before for extent, _, before in self._cold):
             return None
-        missed = 1 - (lse - exact.lse).exp()
+        whole = (lse - exact.lse).exp()
         error = (out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1).clamp_min(1e-30)
         recall, lost = self._compared(cold, exact.lse)
         return Finding(
             self._target,
             recall,
-            float(missed.clamp(0, 1).mean()),
+            float(self._missed(cold, exact.lse, whole).clamp(0, 1).mean()),
             float(error.mean()),
             lost,
+            float((whole - 1).mean()),
         )
+
+    def _missed(self, logits: list[Tensor], total: Tensor, whole: Tensor) -> Tensor:
+        """[M] mass of what no exact attention read.
+
+        Args:
+            logits: of cold entries, [M, N] by extent. total: [M] log-sum-exp of all entries.
+            whole: [M] what the step took for the mass of all, as a share of it.
+        """
+        if self._samples:  # their weights are not their masses; all that is not cold is read
+            unread = torch.cat(logits, 1).masked_fill(self._mask(logits, self._found), -torch.inf)
+            return (unread.logsumexp(-1) - total).exp()
+        if self._estimated is None:
+            return 1 - whole
+        return 1 - whole + (self._estimated - total).exp()
 
     def _compared(self, logits: list[Tensor], total: Tensor) -> tuple[float | None, float]:
         """Recall, and the mass that the index lost, of cold entries with logits [M, N] by extent.

@@ -110,17 +110,26 @@ class Auditor:
                 f"{limits.min_recall}: choose another index"
             )
         lost = audit.missed_by_index(scope)
-        for estimate, most, what in (
-            (audit.missed_mass(scope), limits.max_missed_mass, "of the attention of {} is missed"),
+        error = audit.mass_error(scope)
+        what = "is missed" if error is None or error.mean <= 0 else "is estimated too much"
+        for estimate, most, said in (
+            (
+                audit.mass_error_size(scope),
+                limits.max_missed_mass,
+                f"of the attention of {{}} {what}",
+            ),
             (audit.output_error(scope), limits.max_output_error, "is the output error of {}"),
         ):
             worst = _telling(estimate)
             if worst is None or most is None or worst.mean - worst.half_width <= most:
                 continue
+            found = f"{_said(worst)} {said.format(where)}, more than {most}"
+            if said.endswith("too much"):
+                return f"{found}: choose cold.estimate first_order or none, or raise top_k"
             by_index = 0.0 if lost is None else lost.mean
             return (
-                f"{_said(worst)} {what.format(where)}, more than {most}; {by_index:.2f} of the "
-                "attention was lost by the index, the rest by the budget: raise top_k"
+                f"{found}; {by_index:.2f} of the attention was lost by the index, the rest by the "
+                "budget: raise top_k"
             )
         return None
 

@@ -101,6 +101,7 @@ typedef struct hkv_step {
   const int64_t *found;
   const float *found_scores;
   int64_t num_found;
+  float *estimated; /* [heads, num_queries] the part of `lse` that is estimated, -inf for none; or NULL */
 } hkv_step;
 
 /* Seconds by part of the work, and counts. */

@@ -121,7 +121,7 @@ class Step {
   bool estimates() const;
   void sum_found(Scratch &own, int64_t query, const int64_t *ids, const float *scores,
                  int64_t count) const;
-  bool attend_unread(Scratch &own, int64_t head, float *lse) const;
+  bool attend_unread(Scratch &own, int64_t head, float *lse, float *estimated) const;
   void merge();
 
   hkv_pool *pool_;
@@ -384,7 +384,9 @@ void Step::attend_found(Scratch &own, int64_t head) {
   float *lse = shared_.lses.data() + part;
   for (int64_t query = 0; query < num_queries; ++query)
     lse[query] = weigh_found(own, head, query);
-  const bool has_tails = attend_unread(own, head, lse);
+  float *estimated = step_.estimated == nullptr ? nullptr : step_.estimated + row;
+  if (estimated != nullptr) std::fill_n(estimated, num_queries, kNoLogit);
+  const bool has_tails = attend_unread(own, head, lse, estimated);
   own.values.clear();
   for (int32_t at = 0; at < cold().num_extents; ++at)
     own.values.push_back(entries_of(cold().extents[at].kv, 0, head).values);
@@ -461,8 +463,8 @@ void Step::sum_found(Scratch &own, int64_t query, const int64_t *ids, const floa
 
 /// What the queries have not found in extents with moments: estimated, weighed into `lse` and left
 /// in `tails`, with what the weights of what was found give up in `discounts`. Returns whether there
-/// is any.
-bool Step::attend_unread(Scratch &own, int64_t head, float *lse) const {
+/// is any. estimated [queries]: takes the log-sum-exp of that part; or nullptr.
+bool Step::attend_unread(Scratch &own, int64_t head, float *lse, float *estimated) const {
   if (!estimates()) return false;
   const int64_t num_queries = layer_.num_queries, dim = value_dim();
   const float *queries = shared_.queries.data() + head * num_queries * resident().kv.keys.dim;
@@ -482,6 +484,7 @@ bool Step::attend_unread(Scratch &own, int64_t head, float *lse) const {
                 own.unread.data());
     for (int64_t query = 0; query < num_queries; ++query) {
       const Unread &unread = own.unread[query];
+      if (estimated != nullptr) merge_lse(estimated[query], unread.lse);
       const float before = merge_lse(lse[query], unread.lse), other = 1.0f - before;
       if (unread.lse == kNoLogit || other == 0.0f) continue;
       own.found[query].share *= before;

@@ -167,7 +167,7 @@ def test_info_tells_what_was_checked_and_audited(model: Path, built: Path, tmp_p
 
     def change(content: dict[str, Any]) -> None:
         content["layers"][0]["extents"] = [extent]
-        content["audit"] = {**audit, "output_error": 0.75}
+        content["audit"] = {**audit, "output_error": 0.75, "mass_error": -0.0625}
 
     rewrite(copy, change)
     told = report_of(call("context", "info", copy, "--json", "-"))
@@ -178,7 +178,7 @@ def test_info_tells_what_was_checked_and_audited(model: Path, built: Path, tmp_p
     assert "1 by flat, 1 by sketch" in shown
     assert "recall 0.975, mass 0.9985 of the worst head" in shown
     assert "recall 0.500, missed mass 0.2500 (0.1250 by the index)" in shown
-    assert "output error 0.750, 9 looks" in shown
+    assert "mass error -0.0625, output error 0.750, 9 looks" in shown
 
 
 def test_verify_finds_what_is_damaged(built: Path, tmp_path: Path) -> None:

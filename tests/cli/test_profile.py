@@ -96,6 +96,7 @@ def test_people_see_latency_breakdown_memory_and_quality() -> None:
         "plan says",
         "recorder",
         "missed mass",
+        "mass error",
         "made-up KV put in place, no prefill",
     ):
         assert part in result.stdout, part

@@ -41,7 +41,9 @@ def looked(method: str, **settings: object) -> tuple[float, float, float, float]
             errors.append(float(off.mean()))
     means = probe.means()
     assert means is not None
-    return (*means, sum(missed) / 3, sum(errors) / 3)
+    if method != "hybrid":
+        assert means.mass_error == pytest.approx(-means.missed_mass, abs=1e-5)
+    return (means.missed_mass, means.output_error, sum(missed) / 3, sum(errors) / 3)
 
 
 def test_full_attention_misses_nothing() -> None:
@@ -56,6 +58,19 @@ def test_what_was_dropped_is_missed() -> None:
     assert truth > 0.3
     assert missed == pytest.approx(truth, rel=1e-3)
     assert error == pytest.approx(true_error, rel=1e-3)
+
+
+def test_what_is_estimated_was_not_read() -> None:
+    figures = []
+    for estimate in ("none", "gaussian"):
+        torch.manual_seed(1)
+        cold = {"top_k": 9, "estimate": estimate, "index": "flat"}
+        sizes = {"sink_tokens": 16, "window_tokens": 32}
+        figures.append(looked("hybrid", cold=cold, **sizes)[:2])
+    (plain, plain_error), (missed, error) = figures
+    assert missed == pytest.approx(plain, abs=1e-5)
+    assert plain > 0.2
+    assert error < plain_error
 
 
 def test_nobody_looks_outside_the_block() -> None:

@@ -84,6 +84,7 @@ def audit(
         looks=sum(head.looks for head in found),
         recall_at_k=recall if searched else None,
         missed_mass=EstimateReport(mean=missed, half_width=0.11 * missed),
+        mass_error=EstimateReport(mean=-missed, half_width=0.11 * missed),
         output_error=EstimateReport(mean=1.4 * missed, half_width=None),
         heads=tuple(found),
     )

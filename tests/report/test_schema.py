@@ -83,6 +83,7 @@ def test_keys_come_in_the_order_of_the_design() -> None:
         "fetched_bytes",
         "recall_at_k",
         "missed_mass",
+        "mass_error",
         "audited_steps",
     ]
     assert list(data["memory_bytes"]) == ["device_peak", "host_kv", "host_index", "host_peak"]

@@ -17,6 +17,7 @@ from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, SearchResult
+from hybrid_kv.watch.audit import Finding, Target
 
 SHAPE = LayerShape(0, 6, 2, 72)
 INFO = ModelInfo((SHAPE, replace(SHAPE, layer_idx=1)))
@@ -212,3 +213,73 @@ def test_crops_and_forks_in_the_background_of_looks_do_no_harm() -> None:
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HybridConfig(**settings)
+
+
+ESTIMATED: dict[str, dict[str, Any]] = {
+    "flat": {"cold": {"top_k": 9}},
+    "fetched": {"cold": {"top_k": 9, "attend": "fetch"}},
+    "weighs": {"cold": {"top_k": 3, "max_tokens": 9, "min_share": 0.01}},
+    "hot": {"method": "hybrid", "hot_tokens": 16, "page_budget": 2, "cold": {"index": "flat"}},
+    "copied": {
+        "method": "snapkv",
+        **{"demote": "offload", "sink_tokens": 0, "budget_tokens": 24},
+        "cold": {"top_k": 9, "index": "flat"},
+    },
+    "index": {"method": "sparq", "cold": {"top_k": 9}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "one_call"),
+    [
+        *(("flat", form, one) for form in ("gaussian", "first_order") for one in "01"),
+        *((name, "gaussian", "1") for name in ("fetched", "weighs", "hot", "copied")),
+        ("index", "index", "1"),
+    ],
+)
+def test_an_estimate_hides_nothing_of_what_was_not_read(
+    monkeypatch: pytest.MonkeyPatch, name: str, form: str, one_call: str
+) -> None:
+    """It was counted as attended: 11% that nobody had read was shown as 1%, and too much as 0."""
+    monkeypatch.setenv("HYBRID_KV_ONE_CALL", one_call)
+    figures = {}
+    for estimate in ("none", form):
+        torch.manual_seed(3)
+        given = {**ESTIMATED[name], "audit_every": 1, "audit": {"min_recall": 0}}
+        kv = cache(**{**given, "cold": {**given["cold"], "estimate": estimate}})
+        decode(kv, 12, prompt=90)
+        assert kv.auditor is not None
+        figures[estimate] = kv.auditor.audit.findings
+    assert len(figures["none"]) == len(figures[form]) > 8
+    for plain, found in zip(figures["none"], figures[form], strict=True):
+        assert found.missed_mass == pytest.approx(plain.missed_mass, abs=1e-5)
+        assert plain.mass_error == pytest.approx(-plain.missed_mass, abs=1e-5)
+        if plain.missed_mass > 0.01:
+            assert found.mass_error > plain.mass_error + 1e-3
+        assert found.recall == plain.recall
+
+
+class _Looked:
+    """A look that has found an error of the mass."""
+
+    def __init__(self, mass_error: float) -> None:
+        self._found = Finding(Target(0, 0), 1.0, 0.0, 0.0, mass_error=mass_error)
+
+    def finding(self) -> Finding:
+        return self._found
+
+
+@pytest.mark.parametrize(("sign", "word"), [(-1, "is missed"), (1, "is estimated too much")])
+def test_the_limit_of_missed_mass_sees_what_is_estimated_too_much(sign: int, word: str) -> None:
+    kv = cache(audit_every=1, audit={"max_missed_mass": 0.1, "action": "raise"})
+    auditor = kv.auditor
+    assert auditor is not None
+
+    def look(size: float) -> None:
+        auditor.begin(_Looked(sign * size))  # type: ignore[arg-type]
+        auditor.settle()
+
+    for size in (0.3, 0.31, 0.29):
+        look(size)
+    with pytest.raises(AuditError, match=f"{word}, more than 0.1"):
+        look(0.3)

@@ -90,6 +90,7 @@ class StepStruct(Structure):
         *((f"new_{name}", c_int64) for name in ("key_step", "value_step", "position")),
         *(("named", c_void_p), ("num_named", c_int64)),
         *(("found", c_void_p), ("found_scores", c_void_p), ("num_found", c_int64)),
+        ("estimated", c_void_p),
     )
 
 
@@ -320,6 +321,7 @@ class LayerPlan:
         warm: Tensor | None = None,
         named: Tensor | None = None,
         found: tuple[Tensor, Tensor] | None = None,
+        estimated: Tensor | None = None,
         pool: Pool | None = None,
     ) -> StepResult:
         """One token's queries over what the plan holds.
@@ -334,6 +336,8 @@ class LayerPlan:
                 best are attended in the place of a search; None searches.
             found: ids int64 and scores float32, [Hkv, M, F], of what a search of the first extent
                 finds, best first, then -1; None searches it as well.
+            estimated: [Hkv, M] float32, takes the log-sum-exp of what is estimated, -inf for
+                nothing, which is a part of the result's; None where nobody asks.
             pool: threads that share the work; None for the calling one.
 
         Raises:
@@ -372,6 +376,7 @@ class LayerPlan:
             step.new_key_step, step.new_value_step = k.stride(1), v.stride(1)
         else:
             step.new_keys = None
+        step.estimated = None if estimated is None else estimated.data_ptr()
         handle = None if pool is None else pool.handle
         status = self._engine.hkv_attend_step(handle, *self._arguments)
         if status:

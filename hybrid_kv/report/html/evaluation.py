@@ -37,7 +37,8 @@ _COLUMNS = (
     "attended: entries that a query head attends in a step, counted by the runtime, as a mean and "
     "as a share of full attention's. read/step: bytes of keys, values, digests and index rows that "
     "a step reads. device, host: bytes held at the end, indexes included. missed: share of the "
-    "softmax over the whole context that was not attended, dropped entries included; error: "
+    "softmax over the whole context that no exact attention read, dropped entries included; mass "
+    "error: of that softmax's mass, what was estimated too much, or is missing below 0; error: "
     "relative distance of a head's output from exact attention's. recall: of the exact best cold "
     "entries, those that a search ranked. A method without a budget attends what it always does."
 )

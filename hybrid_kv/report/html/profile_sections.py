@@ -104,8 +104,14 @@ def _tpot(entry: Entry) -> float:
 
 
 def _missed(entry: Entry) -> float | None:
+    """What is missing after the estimate, or estimated too much; where that was not measured, what
+    no exact attention read.
+    """
     audit = entry.row.audit
-    return audit.missed_mass.mean if audit and audit.missed_mass else None
+    if audit is None:
+        return None
+    found = audit.mass_error or audit.missed_mass
+    return None if found is None else abs(found.mean)
 
 
 def _known(entry: Entry) -> bool:

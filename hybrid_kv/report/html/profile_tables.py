@@ -27,6 +27,7 @@ from hybrid_kv.report.quantities import (
     GAPS,
     LIMIT,
     LOOKS,
+    MASS_ERROR,
     MISSED,
     OUTPUT_ERROR,
     PLANNED,
@@ -159,7 +160,7 @@ def _against(total: float, tpot_ms: float | None) -> Html:
 
 def quality_table(title: str, entries: Sequence[Entry]) -> Html:
     """What the audit found, and what was read for it."""
-    audit = (RECALL, MISSED, OUTPUT_ERROR, LOOKS)
+    audit = (RECALL, MISSED, MASS_ERROR, OUTPUT_ERROR, LOOKS)
     return quantities_table(title, entries, (TPOT, *audit, ATTENDED, SCORED))
 
 
@@ -229,13 +230,14 @@ def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Html:
         [
             f"{head.layer} · {head.kv_head}",
             numbers.percent(head.missed_mass),
+            numbers.NOTHING if head.mass_error is None else numbers.percent(head.mass_error),
             numbers.percent(head.recall_at_k),
             numbers.percent(head.output_error),
             str(head.looks),
         ]
         for head in worst
     ]
-    head_ = ["layer · head", "missed", "recall@k", "error", "looks"]
+    head_ = ["layer · head", "missed", "mass error", "recall@k", "error", "looks"]
     return table(f"The {len(worst)} worst heads", head_, rows)
 
 

@@ -15,7 +15,11 @@ _SETTINGS = {"config", "index", "backends", "token_ids", "text"}
 _POSITIVE = {"tpot_ms", "step_ms", "context_tokens", "looks"}
 _RATIOS = {"audit", "work"}
 _SHARES = {"recall_at_k", "missed_mass"}
-_DIFFERENCES = {"phases_ms", "recorder_ratio"}  # what is left of a subtraction may be below zero
+_DIFFERENCES = {
+    "phases_ms",
+    "recorder_ratio",
+    "mass_error",
+}  # what is left of a subtraction may be below zero
 _HEADS = {"layer", "kv_head"}
 _LEAST, _MOST, _ROUNDING, _MOST_HEADS = 1e-9, 1e18, 1e-3, 1e4
 

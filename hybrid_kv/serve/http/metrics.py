@@ -36,7 +36,7 @@ class Metrics:
         )
         self._missed = Histogram(
             "hybrid_kv_audit_missed_mass",
-            "Softmax mass that audited requests did not attend",
+            "Softmax mass that no exact attention of audited requests read",
             buckets=_SHARES,
             registry=own,
         )
@@ -116,6 +116,7 @@ class _EngineFigures(Collector):
         for name, text, mean in (
             ("recall_mean", "Mean recall over the audits", stats.recall),
             ("missed_mass_mean", "Mean missed mass over the audits", stats.missed_mass),
+            ("mass_error_mean", "Mean signed error of the mass over the audits", stats.mass_error),
         ):
             if mean is not None:
                 yield GaugeMetricFamily(f"hybrid_kv_{name}", text, value=mean)

@@ -252,6 +252,7 @@ function figures(done) {
   add("prompt", `${done.prompt_tokens.toLocaleString("en")} tokens`, `${done.reused_tokens.toLocaleString("en")} known`);
   if (done.recall !== null) add("recall", `${(100 * done.recall).toFixed(1)}%`);
   if (done.missed_mass !== null) add("attention missed", `${(100 * done.missed_mass).toFixed(2)}%`);
+  if (typeof done.mass_error === "number") add("mass estimated", `${done.mass_error < 0 ? "" : "+"}${(100 * done.mass_error).toFixed(2)}%`, "too much or too little");
   add("device", bytes(done.device_kv_bytes));
   add("host", bytes(done.host_kv_bytes), `+ ${bytes(done.host_index_bytes)} index`);
   if (done.ended_by !== "stop") add("ended by", done.ended_by === "length" ? "its longest length" : done.ended_by);
