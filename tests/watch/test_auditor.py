@@ -254,7 +254,7 @@ def test_an_estimate_hides_nothing_of_what_was_not_read(
     for plain, found in zip(figures["none"], figures[form], strict=True):
         assert found.missed_mass == pytest.approx(plain.missed_mass, abs=1e-5)
         assert plain.mass_error == pytest.approx(-plain.missed_mass, abs=1e-5)
-        if plain.missed_mass > 0.01:
+        if found.recall is not None:  # else resident pages alone are missed
             assert found.mass_error > plain.mass_error + 1e-3
         assert found.recall == plain.recall
 
