@@ -5,8 +5,9 @@
 
 Every query of the last --queries positions attends sinks, a window of a quarter of the budget and
 the exact best of the other keys of the prompt. The rest is left out, or attended as an estimate:
-the mean value with the true mass of what is left (more than SparQ can know), the same entries as
-one Gaussian of keys and values (`hybrid_kv.ops.tail`), or as one for each of several segments.
+the mean value with the true mass of what is left (more than SparQ can know), the same entries to
+first order (MomentKV), as one Gaussian of keys and values (`hybrid_kv.ops.tail`), or as one for
+each of several segments.
 Printed: the mean relative L2 error of a head's output, and the missed mass; one JSON document comes
 last.
 """
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.eviction_loss.run import Layer, model_layers  # noqa: E402
 from hybrid_kv.config import parse_count  # noqa: E402
-from hybrid_kv.ops.tail import Tail  # noqa: E402
+from hybrid_kv.ops.tail import AttendedSums, Form, Tail  # noqa: E402
 from hybrid_kv.types import PartialAttention  # noqa: E402
 
 SINKS = 4
@@ -42,14 +43,24 @@ def merged(parts: list[PartialAttention]) -> Tensor:
 
 
 def segments_of(
-    count: int, q: Tensor, k: Tensor, v: Tensor, left: Tensor, limit: Tensor, scale: float
+    count: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Tensor,
+    limit: Tensor,
+    scale: float,
+    form: Form = "gaussian",
 ) -> list[PartialAttention]:
-    """What is `left` [Hkv, M, N] of entries [Hkv, N, D], as so many Gaussians."""
+    """What is `left` [Hkv, M, N] of entries [Hkv, N, D], by the moments of so many segments."""
     size, parts = -(-k.shape[1] // count), []
     for first in range(0, k.shape[1], size):
         own = slice(first, first + size)
         known = Tail.of(k[:, own], v[:, own])
-        parts.append(known.attend(q, left[..., own].sum(-1), limit, scale=scale))
+        found = (~left[..., own]).float()
+        sums = AttendedSums(found.sum(-1), (found * (q @ k[:, own].float().mT)).sum(-1))
+        part = known.attend(q, left[..., own].shape[-1], sums, limit, scale=scale, form=form)
+        parts.append(part.without(found @ v[:, own].float()))
     return parts
 
 
@@ -72,6 +83,7 @@ def errors(layer: Layer, queries: int, share: float) -> dict[str, float]:
     limit = best.values[..., -1]
     mean = PartialAttention(v.mean(1, keepdim=True).expand_as(exact), mass)
     rest = {"left_out": [], "mean_value_with_true_mass": [mean]}
+    rest["first_order"] = segments_of(1, q, k, v, left, limit, scale, "first_order")
     for count in (1, *SEGMENTS):
         name = "gaussian" if count == 1 else f"gaussians_of_{count}_segments"
         rest[name] = segments_of(count, q, k, v, left, limit, scale)
