@@ -67,6 +67,8 @@ class Index(ABC):
     on_device: pages are chosen where the queries are, by `choose_pages`, and attended whole; no
         search is made.
     selects: keys are found and ranked where the queries are, by `candidates`, and attended there.
+    joint: the queries of one search choose together, as the query heads of one token do; for
+        several tokens it is searched one by one.
     ranks: whether a search finds nearly all of the best keys one by one, so that those it leaves
         lie below the lowest that it found: what `cold.estimate` "gaussian" takes for granted. Not
         so where blocks, frames, chunks or few lists are chosen as a whole.
@@ -77,6 +79,7 @@ class Index(ABC):
     page_tokens: int = 1
     on_device: bool = False
     selects: bool = False
+    joint: bool = False
     ranks: bool = False
 
     def __init__(self, params: Any) -> None:

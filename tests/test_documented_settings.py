@@ -30,6 +30,7 @@ BY_HAND: dict[str, Any] = {
     "chain.then": "think",
     "share.of": "pyramidkv",
     "locret.heads": "trained.safetensors",
+    "rekv.cold.max_tokens": 2**14,  # at least its 64 frames
     "share.selection_layers": (1, 3),
     "tidal_decode.selection_layers": (1, 3),
 }

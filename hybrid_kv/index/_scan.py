@@ -28,7 +28,7 @@ def scan(queries: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     stretch = max(count, SCRATCH_BYTES // (4 * heads * num_queries))
     best, best_ids = queries.new_empty(heads, num_queries, 0), None
     for start in range(0, rows.shape[1], stretch):
-        scores = _scores(queries, rows[:, start : start + stretch])
+        scores = scores_of(queries, rows[:, start : start + stretch])
         top = scores.topk(min(count, scores.shape[2]), sorted=False)
         ids = top.indices + start
         if best_ids is not None:
@@ -40,8 +40,8 @@ def scan(queries: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best, best_ids
 
 
-def _scores(queries: Tensor, rows: Tensor) -> Tensor:
-    """[Hkv, M, N] float32 dot products."""
+def scores_of(queries: Tensor, rows: Tensor) -> Tensor:
+    """[Hkv, M, N] float32 dot products of queries [Hkv, M, D] and rows [Hkv, N, D]."""
     heads, length, dim = rows.shape
     block = max(16, _BLOCK_BYTES // (4 * heads * dim))
     scores = queries.new_empty(*queries.shape[:2], length)

@@ -20,12 +20,12 @@ class LandmarksIndex(PagesIndex):
 
     A landmark is the mean key of a chunk. Outliers are the chunks of a KV head in which some key
     has the lowest cosine with it; they are chosen when the index is built, and are part of top_k.
-    The queries of a KV head choose together, by the largest of their softmax weights.
+    The query heads of a KV head choose together, by the largest of their softmax weights.
     """
 
     class Params(config.Params):
         """page_size: tokens of a chunk; outlier_chunks: that are always read, at most half of what
-        a search reads; shared: the queries of a KV head choose together (false: each by itself).
+        a search reads; shared: the query heads of a KV head choose together (false: each alone).
         """
 
         page_size: config.Count = 8
@@ -36,6 +36,7 @@ class LandmarksIndex(PagesIndex):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
+        self.joint = params.shared
         self._outliers = torch.zeros(0, 0, dtype=torch.int64)  # [Hkv, O], of the whole chunks
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
@@ -64,6 +65,6 @@ class LandmarksIndex(PagesIndex):
             return scan(queries, landmarks, wanted)[1]
         scores = torch.matmul(queries.float(), landmarks.float().transpose(1, 2))
         if self.params.shared:
-            scores = scores.softmax(-1).amax(1, keepdim=True)
+            scores = (scores * queries.shape[2] ** -0.5).softmax(-1).amax(1, keepdim=True)
         scores.scatter_(2, always[:, None].expand(-1, scores.shape[1], -1), torch.inf)
         return scores.topk(wanted).indices.expand(*queries.shape[:2], -1)

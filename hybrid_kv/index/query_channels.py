@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._scan import SCRATCH_BYTES, scan, true_scores
+from hybrid_kv.index._scan import SCRATCH_BYTES, scan, scores_of, true_scores
 from hybrid_kv.index._short import ShortIndex, ShortParams
 from hybrid_kv.masses import logits_of
 from hybrid_kv.plugins import INDEXES
@@ -25,9 +25,17 @@ class QueryChannelsIndex(ShortIndex):
     ranks = True
 
     class Params(ShortParams):
-        """num_channels: components of each query that score."""
+        """num_channels: components of each query that score; shared: the query heads of a KV head
+        choose together, components by the sum of |q|, keys by that of the softmax of estimated
+        logits at a scale of 1 / sqrt(D).
+        """
 
         num_channels: config.Count = 32
+        shared: bool = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.joint = params.shared
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
         self._summed, self._sums = 0, torch.zeros(len(self._keys), 1, self._keys.shape[-1])
@@ -39,7 +47,8 @@ class QueryChannelsIndex(ShortIndex):
         """Queries [Hkv, M, D] / tau, 0 in all but their largest components."""
         sizes = queries.abs()
         count = min(int(self.params.num_channels), queries.shape[-1])
-        channels = sizes.topk(count).indices
+        ranked = sizes.sum(1, keepdim=True).expand_as(sizes) if self.params.shared else sizes
+        channels = ranked.topk(count).indices
         kept = torch.zeros_like(queries).scatter_(-1, channels, queries.gather(-1, channels))
         share = kept.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp_min(1e-20)
         return kept / share.clamp_min(1e-20).sqrt()
@@ -49,7 +58,14 @@ class QueryChannelsIndex(ShortIndex):
         return self._key_bytes(self._keys.shape[0] * len(self))
 
     def _candidates(self, queries: Tensor, wanted: int) -> Tensor:
-        return scan(self._largest(queries), self._keys, wanted)[1]
+        largest = self._largest(queries)
+        if not self.params.shared or queries.shape[1] == 1:
+            return scan(largest, self._keys, wanted)[1]
+        scale, ids = queries.shape[2] ** -0.5, []
+        for head in range(len(largest)):  # [1, M, N] at a time
+            logits = scale * scores_of(largest[head, None], self._keys[head, None])
+            ids.append(logits.softmax(-1).sum(1).topk(wanted, sorted=False).indices)
+        return torch.stack(ids).expand(-1, queries.shape[1], -1)
 
     def estimate(
         self,
@@ -66,9 +82,10 @@ class QueryChannelsIndex(ShortIndex):
         """
         queries, keys = queries.float(), self._keys[:, : values.shape[1]]
         step = max(1, SCRATCH_BYTES // (4 * len(keys) * keys.shape[1]))
+        asked = (queries, self._largest(queries), found)
         lse = [
-            self._lse_left(q, keys, ids, scale, softcap)
-            for q, ids in zip(queries.split(step, 1), found.split(step, 1), strict=True)
+            self._lse_left(q, largest, keys, ids, scale, softcap)
+            for q, largest, ids in zip(*(one.split(step, 1) for one in asked), strict=True)
         ]
         mean = self._mean(values)
         return PartialAttention(mean.expand(-1, queries.shape[1], -1), torch.cat(lse, 1))
@@ -86,8 +103,16 @@ class QueryChannelsIndex(ShortIndex):
         self._summed = count
         return self._sums / count
 
-    def _lse_left(self, q: Tensor, keys: Tensor, ids: Tensor, scale: float, cap: Any) -> Tensor:
-        guessed = logits_of(self._largest(q), keys, scale=scale, softcap=cap)  # [Hkv, M, n]
+    def _lse_left(
+        self,
+        q: Tensor,
+        largest: Tensor,
+        keys: Tensor,
+        ids: Tensor,
+        scale: float,
+        cap: float | None,
+    ) -> Tensor:
+        guessed = logits_of(largest, keys, scale=scale, softcap=cap)  # [Hkv, M, n]
         there = torch.zeros(guessed.shape, dtype=torch.int32)
         there.scatter_add_(-1, ids.clamp_min(0), (ids >= 0).int())
         inside = guessed.masked_fill(there == 0, -torch.inf).logsumexp(-1)

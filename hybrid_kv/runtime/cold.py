@@ -162,7 +162,7 @@ def _attend_row(
         first = row.chain.search(q, budget.width, budget.most, first=step.asked)
     plain = not pages and not budget.weighs and row.copied is None and first is None
     if plain and len(spans) == 1:  # nearly every step
-        result = spans[0].search(q, budget.width, budget.most)
+        result = spans[0].search(q, budget.width, budget.most, step.new)
         only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
         found = Retrieved([only], result.scored, read_bytes=result.read_bytes or 0)
     else:

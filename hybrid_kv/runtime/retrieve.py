@@ -76,7 +76,7 @@ def retrieve(
         return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored, read = budget.width, 0, 0
     while True:
-        found, first = first or chain.search(queries, width, budget.most, chosen), None
+        found, first = first or chain.search(queries, width, budget.most, chosen, new=new), None
         if copied:
             found = _without_copies(found, [c for n, c in enumerate(copied) if n not in chosen])
         for _, result in found:

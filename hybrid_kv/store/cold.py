@@ -159,6 +159,7 @@ class ColdChain:
         most: int | None = None,
         without: Container[int] = (),
         first: SearchResult | None = None,
+        new: int = 1,
     ) -> list[tuple[ColdExtent, SearchResult]]:
         """The best `top_k` entries of a row per query, by extent.
 
@@ -167,6 +168,7 @@ class ColdChain:
             most: as for `Index.search`.
             without: numbers of extents that are not searched.
             first: what a search of the first extent gives; None searches it.
+            new: T; query m is that of token m % T.
 
         Returns:
             For each other extent a result whose ids are rows of that extent, -1 (and score -inf)
@@ -174,7 +176,7 @@ class ColdChain:
         """
         most = top_k if most is None else most
         found = [
-            (span.extent, first if first and not number else span.search(queries, top_k, most))
+            (span.extent, first if first and not number else span.search(queries, top_k, most, new))
             for number, span in enumerate(self.spans)
             if number not in without
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -128,11 +130,18 @@ class Span:
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
 
-    def search(self, queries: Tensor, top_k: int, most: int) -> SearchResult:
-        """The best of these entries for queries [Hkv, M, D]; see `Index.search`."""
+    def search(self, queries: Tensor, top_k: int, most: int, new: int = 1) -> SearchResult:
+        """The best of these entries for queries [Hkv, M, D]; see `Index.search`.
+
+        Args:
+            new: T; query m is that of token m % T.
+        """
         extent, near = self.extent, self.near
         if extent.index is None:
             raise IntegrityError("the cold tier was searched, but its placement named no index")
+        if new > 1 and extent.index.joint:
+            found = [self.search(queries[:, token::new], top_k, most) for token in range(new)]
+            return _interleaved(found)
         beyond = extent.length - self.length  # entries that this row does not see any more
         if near is not None and near.shape[1] != queries.shape[1]:
             near = None
@@ -184,11 +193,39 @@ class Span:
             self.known = None
 
     def estimate(
-        self, queries: Tensor, found: Tensor, *, scale: float, softcap: float | None
+        self, queries: Tensor, found: Tensor, *, scale: float, softcap: float | None, new: int = 1
     ) -> PartialAttention:
-        """Attention over those of these entries that were not found; see `Index.estimate`."""
+        """Attention over those of these entries that were not found; see `Index.estimate`.
+
+        Args:
+            new: as for `search`.
+        """
         extent = self.extent
         if extent.index is None:
             raise IntegrityError("an estimate was asked of a placement that named no index")
+        estimate = partial(extent.index.estimate, scale=scale, softcap=softcap)
         values = extent.v[:, : self.length]
-        return extent.index.estimate(queries, found, values, scale=scale, softcap=softcap)
+        if new == 1 or not extent.index.joint:
+            return estimate(queries, found, values)
+        own = [slice(token, None, new) for token in range(new)]
+        parts = [estimate(queries[:, token], found[:, token], values) for token in own]
+        return PartialAttention(
+            torch.stack([part.out for part in parts], 2).flatten(1, 2),
+            torch.stack([part.lse for part in parts], 2).flatten(1, 2),
+        )
+
+
+def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
+    """What was found for each of T tokens, [Hkv, G, K], as of one search of [Hkv, G * T, K]."""
+
+    def of_all(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts), 2).flatten(1, 2)
+
+    biases = [one.bias for one in found if one.bias is not None]
+    return found[0]._replace(
+        ids=of_all([one.ids for one in found]),
+        scores=of_all([one.scores for one in found]),
+        bias=of_all(biases) if biases else None,
+        scored=sum(one.scored for one in found),
+        read_bytes=sum(one.read_bytes or 0 for one in found),
+    )

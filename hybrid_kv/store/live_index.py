@@ -113,8 +113,8 @@ class LiveIndex:
     another is built beside the one that serves, from a part of the prompt's samples and from
     queries that came since (`AskedQueries`), as if they were asked where decoding is now.
 
-    on_device, selects, page_tokens: those of the index that serves now, see `Index`. revision:
-    changes whenever what serves does.
+    on_device, selects, joint, page_tokens: those of the index that serves now, see `Index`.
+    revision: changes whenever what serves does.
 
     Args:
         make: a new index.
@@ -232,7 +232,7 @@ class LiveIndex:
         self._serving, self._answers = index, index.innermost
         self.revision += 1
         self.on_device, self.page_tokens = index.on_device, index.page_tokens
-        self.selects = index.selects
+        self.selects, self.joint = index.selects, index.joint
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """See `Index.choose_pages`."""

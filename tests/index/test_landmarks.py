@@ -23,7 +23,7 @@ def chosen(keys: np.ndarray, queries: np.ndarray, top_k: int, outliers: int) -> 
 
     whole = range(len(keys) // SIZE)
     always = sorted(whole, key=lambda c: (worst(c), c))[:outliers][: wanted // 2]
-    logits = queries @ marks.T
+    logits = queries @ marks.T / DIM**0.5
     weights = np.exp(logits - logits.max(1, keepdims=True))
     best = (weights / weights.sum(1, keepdims=True)).max(0)
     others = sorted(set(range(len(chunks))) - set(always), key=lambda c: -best[c])
@@ -39,7 +39,7 @@ def test_chunks_are_chosen_by_landmarks_behind_outliers(
 ) -> None:
     draw = torch.Generator().manual_seed(count)
     keys = torch.randn(2, count + 5, DIM, generator=draw) + torch.randn(DIM, generator=draw)
-    queries = torch.randn(2, 3, DIM, generator=draw) / 4
+    queries = 2 * torch.randn(2, 3, DIM, generator=draw)  # far from one weight by head of the group
     index = IndexConfig(kind="landmarks", outlier_chunks=outliers).build()
     index.build(keys[:, :count].contiguous(), None)
     for rows in (count, count + 5):

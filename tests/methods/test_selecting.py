@@ -25,6 +25,7 @@ SINKS, WINDOW, TOP_K = 16, 32, 21
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparq": {"num_channels": 9},
+    "sparq-shared": {"num_channels": 9, "shared": True},
     "double_sparsity": {"channel_ratio": 0.1, "sampled_queries": PROMPT},
     "loki": {"component_ratio": 0.2},
     "infinigen_proxy": {"column_ratio": 0.2, "sampled_queries": PROMPT},
@@ -41,7 +42,7 @@ class Played:
     def __init__(self, name: str, rows: int = 1, **cold: Any) -> None:
         index = {"kind": KINDS[name], **SETTINGS[name]}
         config = HybridConfig(
-            method=name,
+            method=name.partition("-")[0],
             page_size=16,
             sink_tokens=SINKS,
             window_tokens=WINDOW,
@@ -113,10 +114,27 @@ def sparq(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) 
     """S = softmax(q_r K_r^T / (tau sqrt(D))), alpha = its share of the top k, and
     alpha attention(top k) + (1 - alpha) mean(V).
     """
-    largest = sorted(range(72), key=lambda c: -abs(float(q[c])))[:9]
-    tau = (q[largest].abs().sum() / q.abs().sum()).sqrt()
-    share = (SCALE * (k[:, largest] @ q[largest]) / tau).softmax(0)
-    ids = best(share)
+    return of_group(q, q[None], 1.0, k, v)
+
+
+def sparq_shared(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The same, r by the sum of |q| over the group of query heads, the top k by that of S."""
+    first = GROUP * (head // GROUP)
+    group = played.q[row, first : first + GROUP, -1].double()
+    return of_group(q, group, 72**-0.5, k, v)
+
+
+def of_group(q: Tensor, group: Tensor, scale: float, k: Tensor, v: Tensor) -> Any:
+    """Of a query [D] among those that choose with it [G, D], whose softmax has a scale."""
+    size = group.abs().sum(0)
+    largest = sorted(range(72), key=lambda c: -float(size[c]))[:9]
+
+    def share_of(q: Tensor, scale: float) -> Tensor:
+        tau = (q[largest].abs().sum() / q.abs().sum()).sqrt()
+        return (scale * (k[:, largest] @ q[largest]) / tau).softmax(0)
+
+    ids = best(torch.stack([share_of(one, scale) for one in group]).sum(0))
+    share = share_of(q, SCALE)
     alpha = share[ids].sum()
     found = (SCALE * k[ids] @ q).exp().sum()
     weight = found * (1 - alpha) / alpha
@@ -214,6 +232,7 @@ def rekv(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -
 
 CHOICES: dict[str, Callable[..., Any]] = {
     "sparq": sparq,
+    "sparq-shared": sparq_shared,
     "double_sparsity": double_sparsity,
     "loki": loki,
     "infinigen_proxy": infinigen,
@@ -224,6 +243,7 @@ CHOICES: dict[str, Callable[..., Any]] = {
 }
 KINDS = {
     "sparq": "query_channels",
+    "sparq-shared": "query_channels",
     "double_sparsity": "label_channels",
     "loki": "pca",
     "infinigen_proxy": "skewed_channels",
@@ -243,7 +263,31 @@ def test_attends_what_the_formula_of_the_paper_says(name: str) -> None:
     assert 0.1 < work.attended / work.visible < 0.35
 
 
-@pytest.mark.parametrize("name", ["sparq", "retroinfer"])
+@pytest.mark.parametrize(
+    ("name", "index"), [("sparq", {"kind": "query_channels", "shared": True}), ("shadowkv", None)]
+)
+def test_tokens_that_come_together_choose_one_by_one(name: str, index: Any) -> None:
+    """As if they had come alone: heads of one token share their choice, tokens do not."""
+    cold = {"top_k": TOP_K} | ({"index": index} if index else {})
+    sizes = {"sink_tokens": SINKS, "window_tokens": WINDOW}
+    config = HybridConfig(method=name, page_size=16, cold=cold, **sizes)
+    together, alone = (KVCache(ModelInfo((SHAPE,)), config) for _ in range(2))
+    q, k, v = (torch.randn(2, heads, PROMPT + 3, 72) for heads in (6, 2, 2))
+    first, later = slice(PROMPT), slice(PROMPT, None)
+    for kv in (together, alone):
+        kv.attend(0, q[:, :, first], (k[:, :, first], v[:, :, first]), None, scale=SCALE)
+    out = together.attend(0, q[:, :, later], (k[:, :, later], v[:, :, later]), None, scale=SCALE)
+    for token in range(3):
+        own = slice(PROMPT + token, PROMPT + token + 1)
+        one = alone.attend(0, q[:, :, own], (k[:, :, own], v[:, :, own]), None, scale=SCALE)
+        torch.testing.assert_close(
+            out.out[:, :, token], one.out[:, :, 0], **TOLERANCES[torch.float32]
+        )
+    assert together.work.scored == alone.work.scored
+    assert together.work.search_bytes == alone.work.search_bytes
+
+
+@pytest.mark.parametrize("name", ["sparq", "sparq-shared", "retroinfer"])
 def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
     played = Played(name, rows=2)
     for _ in range(37):
@@ -262,8 +306,9 @@ def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
     for head, m in ((0, 1), (1, 2)):
         asked, left = q[head, m].double(), torch.ones(length, dtype=torch.bool)
         left[ids[head, m]] = False
-        if name == "sparq":
-            largest = asked.abs().topk(9).indices
+        if name.startswith("sparq"):
+            group = q[head] if name == "sparq-shared" else q[head, m, None]
+            largest = group.double().abs().sum(0).topk(9).indices
             tau = (asked[largest].abs().sum() / asked.abs().sum()).sqrt()
             share = (SCALE * (keys[head][:, largest] @ asked[largest]) / tau).softmax(0)
             found = (SCALE * keys[head][~left] @ asked).exp().sum()
