@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.hf_cache import HybridLayer
+from hybrid_kv.models.hf_cache import HybridLayer, copied_state
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.runtime.evidence import EvidenceCollector
@@ -71,7 +70,7 @@ class SharedPrompt:
             tuple((view.k, view.v) for view in views.values()),
             tuple(self._kv.layers[idx].evidence() for idx in views),
             {
-                idx: deepcopy(layer.__dict__)
+                idx: copied_state(layer)
                 for idx, layer in enumerate(self._cache.layers)
                 if not isinstance(layer, HybridLayer)
             },

@@ -203,6 +203,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self.cumulative_length, self.is_initialized = seen, True
 
 
+def copied_state(layer: Any) -> dict[str, Any]:
+    """A copy of what a layer that is not tiered holds, without the cache that it belongs to."""
+    return {name: deepcopy(value) for name, value in vars(layer).items() if name != "_state"}
+
+
 class HybridLayer(CacheLayerMixin):
     """One full-attention layer of the cache.
 

@@ -351,9 +351,11 @@ class FailingAgain(Ageing):
 ROTARY = Rotary((1.0, 0.1, 0.01))
 
 
-def ageing(kind: type[Ageing] = Ageing) -> tuple[LiveIndex, LaterRunner, Tensor, list[Ageing]]:
-    """An index over 300 keys [2, N, 16] that learned from 20 samples of two query heads."""
-    keys, _ = clustered(300)
+def ageing(
+    kind: type[Ageing] = Ageing, num_keys: int = 300
+) -> tuple[LiveIndex, LaterRunner, Tensor, list[Ageing]]:
+    """An index over keys [2, N, 16] that learned from 20 samples of two query heads."""
+    keys, _ = clustered(num_keys)
     made: list[Ageing] = []
 
     def make() -> Index:
@@ -362,7 +364,7 @@ def ageing(kind: type[Ageing] = Ageing) -> tuple[LiveIndex, LaterRunner, Tensor,
 
     samples = Samples(torch.randn(len(keys), 2, 20, keys.shape[2]), torch.arange(20) * 15, ROTARY)
     runner = LaterRunner()
-    live = LiveIndex(make, keys, samples.ahead(310, 64), runner)
+    live = LiveIndex(make, keys, samples.ahead(num_keys + 10, 64), runner)
     runner.finish()
     live.settle(keys)
     return live, runner, keys, made
@@ -414,7 +416,7 @@ def test_it_learns_from_the_prompt_and_the_latest_queries_where_decoding_is_now(
 
 
 def test_queries_are_kept_in_bounded_memory() -> None:
-    live, runner, keys, made = ageing()
+    live, runner, keys, made = ageing(num_keys=4100)  # of fewer keys fewer queries are kept
     empty = live.memory_bytes
     queries = torch.randn(SPREAD + 3 + LATEST, len(keys), 2, keys.shape[2])
     for asked in queries:

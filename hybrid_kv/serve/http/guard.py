@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ApiError, api_error
-from hybrid_kv.serve.http.journal import Line
+from hybrid_kv.serve.http.journal import RequestLine
 
 log = logging.getLogger("hybrid_kv.serve")
 
@@ -64,10 +64,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with Line(scope["method"], scope["path"]) as line:
+        with RequestLine(scope["method"], scope["path"]) as line:
             await self._answer(scope, receive, send, line)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, line: RequestLine) -> None:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line.status = message["status"]

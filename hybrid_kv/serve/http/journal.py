@@ -13,10 +13,10 @@ from hybrid_kv.serve.requests import Usage
 log = logging.getLogger("hybrid_kv.serve.requests")
 """Its records have `facts`: method, path, status, prompt_tokens, completion_tokens, seconds."""
 
-_current: ContextVar[Line | None] = ContextVar("line of the request", default=None)
+_current: ContextVar[RequestLine | None] = ContextVar("line of the request", default=None)
 
 
-class Line:
+class RequestLine:
     """Logs a request of HTTP at its end; a context manager around all that is done for it.
 
     status: of the response; 0 while there is none.
@@ -31,7 +31,7 @@ class Line:
         self._prompt += usage.prompt_tokens
         self._completion += usage.completion_tokens
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> RequestLine:
         self._token = _current.set(self)
         return self
 
