@@ -448,14 +448,29 @@ class HybridConfig(PluginConfig):
 
     @classmethod
     def knows(cls, method: str, key: str) -> bool:
-        """Whether a method has the setting that a dotted key, or the last part of one, names."""
+        """Whether a method has the setting that a dotted key, or the last part of one, names, with
+        the kind of index that it has by itself.
+        """
         paths = cls.settings_of(method)
-        return key in paths or any(path.endswith(f".{key}") for path in paths)
+        own = cls(method=method)
+        return any(
+            (path == key or path.endswith(f".{key}")) and _reaches(own, path.split("."))
+            for path in paths
+        )
 
     @classmethod
     def settings_of(cls, method: str) -> set[str]:
         """Dotted names of all settings that a method may be given."""
         return {*cls.model_fields, *_paths(METHODS[method].params)} - {"params"}
+
+
+def _reaches(group: object, path: list[str]) -> bool:
+    """Whether a group of settings has the one at a path, as it stands."""
+    for name in path:
+        if not hasattr(group, name):
+            return False
+        group = getattr(group, name)
+    return True
 
 
 def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:

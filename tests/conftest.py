@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_kv.methods.locret import Locret
 from hybrid_kv.methods.retaining_heads import RetainingHeads
 from hybrid_kv.types import ModelInfo
 from tests.tolerances import TOLERANCES, Tolerance
@@ -56,6 +57,7 @@ def untrained_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         return RetainingHeads({one.layer_idx: draw_heads(one) for one in info.layers})
 
     monkeypatch.setattr(RetainingHeads, "load", drawn)
+    monkeypatch.setattr(Locret, "lacks", lambda params: None)
 
 
 @pytest.fixture(params=sorted(TOLERANCES, key=str), ids=str)

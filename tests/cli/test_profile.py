@@ -221,7 +221,7 @@ def test_a_run_of_another_verb_is_refused(tmp_path: Path) -> None:
         (("--context", "4k,none"), "a count must be a whole number of at least 1"),
         (("--context", "4m"), "contexts must be at most"),
         (("--fill", "magic"), "fill"),
-        (("--set", "top_q=3"), "setting 'top_q' is known to none of the methods"),
+        (("--set", "top_q=3"), "unknown hybrid setting 'top_q'"),
         (("--json", "no/such/folder.json"), "--json must name a file in an existing folder"),
         (("--trace", "no/such/folder.json"), "--trace must name a file in an existing folder"),
         (("--layers", "7"), "layers must be 1..2 for tiny, got 7"),

@@ -238,7 +238,9 @@ def test_a_full_budget_and_a_cold_tier_lose_nothing(name: str, prompt: int) -> N
 @pytest.mark.parametrize("name", EVICTING)
 def test_memory_is_that_of_what_is_kept(name: str) -> None:
     """Not of the prompt, and no room beyond what an answer may need."""
-    driven = drive(method(name, window_tokens=32, budget_tokens=96), prompt=601, new=1)
+    driven = drive(
+        method(name, sink_tokens=0, window_tokens=32, budget_tokens=96), prompt=601, new=1
+    )
     kept = driven.kept
     assert kept is not None
     score = {"h2o": 4, "tova": 4, "a2sf": 4, "d2o": 4, "scissorhands": 8}.get(name, 0)

@@ -140,7 +140,7 @@ def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str)
 )  # by its policies
 def test_a_later_turn_goes_through_the_method_and_budgets_hold(name: str, turn: int) -> None:
     """A short turn is read through the method, a long one exactly (fastgen has no budget)."""
-    kv = cache(name)
+    kv = cache(name, sink_tokens=0)
     step(kv, tokens(PROMPT, seed=6))
     decode(kv, 5)
     step(kv, tokens(turn, seed=700))
