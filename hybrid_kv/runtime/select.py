@@ -121,8 +121,12 @@ def code_bytes(layer: LayerKV, size: int) -> int:
 
 def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:
     """Cold entries that the device finds and attends; [B, Hkv, M, D] and [B, Hkv, M]."""
-    begin = step.phases.now()
-    parts = [_attend_row(step, row, budget) for row in step.layer.rows]
+    begin, parts = step.phases.now(), []
+    for row in step.layer.rows:
+        part = _attend_row(step, row, budget)
+        if len(step.layer.rows) > 1:  # graphs share memory: the next row's may overwrite this one's
+            part = PartialAttention(part.out.clone(), part.lse.clone())
+        parts.append(part)
     step.phases.book("select", begin)
     return stacked(parts)
 
@@ -139,7 +143,7 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
     step.work.scored += heads * rows * stored
     step.work.cold_bytes += heads * min(rows * budget.top_k, stored) * step.row_bytes // 2
     _count(step, heads * rows, budget.top_k)
-    first, places, in_reach = _index_of(row.chain.spans[0]), [], step.new == 1
+    places, in_reach = [], step.new == 1
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
         seen = _index_of(span).see(span.length)
@@ -156,7 +160,7 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
     if not in_reach:
         return _search(step, row, q, budget, tails)[0]
     work = lambda given: _search(step, row, given, budget, tails)[0]  # noqa: E731
-    return step.executor.repeat(first, signature, work, q)
+    return step.executor.repeat(row, signature, work, q)
 
 
 def _index_of(span: Span) -> LiveIndex:

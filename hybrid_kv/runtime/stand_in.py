@@ -11,7 +11,7 @@ from hybrid_kv.index.device_pages import DevicePages
 from hybrid_kv.index.pages import with_room
 from hybrid_kv.store import LayerKV, StandInFor
 from hybrid_kv.store.live_index import MakeIndex
-from hybrid_kv.types import bytes_per_token
+from hybrid_kv.types import Demotion, bytes_per_token
 
 
 class StandIns:
@@ -33,6 +33,8 @@ class StandIns:
         """Makes the stand-in that a sealed layer's placement asks for; None for the index's own."""
         place, pool = layer.placement, layer.resident.pool
         if place is None or place.index is None or place.stand_in == "scan":
+            return None
+        if place.rest is Demotion.ABSORB:  # leaves token by token: there are no pages to digest
             return None
         if place.stand_in == "auto":
             if pool.device.type != "cuda":

@@ -46,7 +46,7 @@ class RowMark:
     copied: Tensor | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Row:
     """What one row holds.
 

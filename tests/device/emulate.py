@@ -1,0 +1,83 @@
+"""Puts an emulated machine in place of the CUDA that is not there, and takes it away again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hybrid_kv.ops import devices
+from tests.device import cuda, kernels, tensors
+from tests.device.guard import why_not
+from tests.device.machine import Machine, Schedule
+from tests.device.modes import Functions, Operators
+
+
+@contextmanager
+def emulated(
+    *,
+    num_devices: int = 1,
+    memory_bytes: int = 24 << 30,
+    schedule: Schedule = "now",
+    strict: bool = False,
+) -> Iterator[Machine]:
+    """A machine with CUDA devices, until the block ends; threads begun inside see it too.
+
+    Raises:
+        RuntimeError: one is there already, or none can be emulated (`why_not`).
+    """
+    if reason := why_not():
+        raise RuntimeError(reason)
+    if tensors.machine is not None:
+        raise RuntimeError("an emulated device is in place already")
+    machine = Machine(num_devices, memory_bytes, schedule, strict)
+    with ExitStack() as undo:
+        for name, stand_in in cuda.names(machine).items():
+            undo.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        # Its arguments are checked before a mode is asked.
+        undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", cuda.record_stream))
+        undo.enter_context(mock.patch.object(threading.Thread, "run", _run_in_modes))
+        # A module moves by new parameters: the values of one on the host cannot be exchanged.
+        undo.enter_context(
+            mock.patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", _yes)
+        )
+        undo.enter_context(kernels.launching(machine))
+        undo.callback(_forget)
+        tensors.machine = machine
+        _clear_caches()
+        with _modes():
+            yield machine
+
+
+@contextmanager
+def _modes() -> Iterator[None]:
+    with Operators(), Functions():
+        yield
+
+
+def _yes() -> bool:
+    return True
+
+
+_plain_run = threading.Thread.run
+
+
+def _run_in_modes(thread: threading.Thread) -> None:
+    # Modes belong to a thread: one that a device's user has begun uses the device as well.
+    with _modes():
+        _plain_run(thread)
+
+
+def _clear_caches() -> None:
+    found: Any
+    for found in (devices.triton_state, devices.flashinfer_state, devices.backends_on):
+        found.cache_clear()
+
+
+def _forget() -> None:
+    tensors.machine = None
+    _clear_caches()

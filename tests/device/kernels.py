@@ -1,0 +1,61 @@
+"""Triton's interpreter as the launcher of an emulated device: a kernel is one launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hybrid_kv.ops import devices
+from tests.device.machine import Machine
+from tests.device.tensors import DeviceTensor, value_of
+
+
+@contextmanager
+def launching(machine: Machine) -> Iterator[None]:
+    """Triton's kernels run on the machine's devices; nothing where Triton is not interpreted."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    try:
+        import triton.runtime.interpreter as interpreter
+    except ImportError:
+        yield
+        return
+    inner = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        indexes = {a.index for a in given if isinstance(a, DeviceTensor)}
+        if len(indexes) > 1:
+            raise ValueError("Pointer arguments lie on several devices")
+        for one in given:
+            if not isinstance(one, DeviceTensor) and one.numel() and not machine.is_pinned(one):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        plain, named = tree_map(value_of, list(args)), tree_map(value_of, kwargs)
+        name = getattr(self.fn, "__name__", "kernel")
+        operands = (*plain, *sorted(named.items()), str(self.grid) if _plain(self.grid) else "")
+        index = indexes.pop() if indexes else machine.device
+        machine.launch(name, index, lambda: inner(self, *plain, **named), *operands)
+
+    serving = devices.BackendState("cuda", "interpreted on an emulated device, for tests")
+    with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", call),
+        mock.patch.object(devices, "triton_state", _state(serving)),
+    ):
+        yield
+
+
+def _plain(grid: object) -> bool:
+    return isinstance(grid, (tuple, list))
+
+
+def _state(serving: devices.BackendState) -> Any:
+    from functools import cache
+
+    return cache(lambda: serving)

@@ -1,0 +1,507 @@
+"""The emulated machine: streams as queues, memory that can run out, captures, and counts.
+
+What the host tells a device is put into the queue of a stream and runs when the schedule lets it:
+
+    "now"    at once, as if the device were infinitely fast
+    "late"   only when somebody waits for it, and then no more than is needed
+    a seed   some of what streams and events allow, at random, each time something is told
+
+A result that is right under all of them hangs on no event that is missing and on no buffer that is
+used again too early. Freed memory is overwritten in the order of the stream that it belongs to,
+which is the earliest that CUDA's caching allocator would hand it out again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Schedule = Literal["now", "late"] | int
+_PACKAGES = ("hybrid_kv", "transformers")
+_QUERIES_BEFORE_PROGRESS = 1000
+
+
+class HostWaitsError(RuntimeError):
+    """The host would wait for the device where it must not."""
+
+
+class CaptureError(RuntimeError):
+    """Something was asked for that a stream that is captured does not permit."""
+
+
+def calling_line() -> str:
+    """The innermost line of the package or of transformers: 'runtime/decode.py:94 attend'."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for package in _PACKAGES:
+            _, found, rest = name.rpartition(f"/{package}/")
+            if found:
+                return f"{rest}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+@dataclass
+class Counts:
+    """What the host told the devices; views cost a device nothing and are not counted.
+
+    kernels: by name. waits: by what waited and the line. to_device, to_host: bytes over the bus.
+    """
+
+    launches: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    to_device: int = 0
+    to_host: int = 0
+    copies: int = 0
+    captures: int = 0
+    replays: int = 0
+
+    @property
+    def num_waits(self) -> int:
+        return self.waits.total()
+
+    def add(self, name: str, bus_bytes: int | None) -> None:
+        """One launch, or one copy over the bus."""
+        if bus_bytes is None:
+            self.launches += 1
+            self.kernels[name] += 1
+            return
+        self.copies += 1
+        if name == "to_device":
+            self.to_device += bus_bytes
+        else:
+            self.to_host += bus_bytes
+
+    def since(self, before: Counts) -> Counts:
+        """What was added to an earlier copy."""
+        return Counts(
+            self.launches - before.launches,
+            self.kernels - before.kernels,
+            self.waits - before.waits,
+            self.to_device - before.to_device,
+            self.to_host - before.to_host,
+            self.copies - before.copies,
+            self.captures - before.captures,
+            self.replays - before.replays,
+        )
+
+    def copy(self) -> Counts:
+        return Counts(
+            self.launches,
+            self.kernels.copy(),
+            self.waits.copy(),
+            self.to_device,
+            self.to_host,
+            self.copies,
+            self.captures,
+            self.replays,
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One thing that a device was told: its name, what it gets, and the line that told it.
+
+    operands: of tensors address, shape and dtype; numbers as they are.
+    """
+
+    name: str
+    run: Callable[[], None] = field(compare=False, repr=False)
+    operands: tuple[object, ...] = ()
+    line: str = field(default="", compare=False)
+
+
+Point = tuple["Queue", int]
+"""A queue, and how many of its launches are over."""
+
+
+class Queue:
+    """What one stream of a device was told and has not done yet, in order."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.waiting: deque[Launch | Point] = deque()
+        self.done = self.told = 0
+
+    def here(self) -> Point:
+        return self, self.told
+
+    def tell(self, what: Launch | Point) -> None:
+        self.waiting.append(what)
+        self.told += 1
+
+    def run_one(self) -> None:
+        what = self.waiting.popleft()
+        self.done += 1
+        if isinstance(what, Launch):
+            # In inference mode, which alone may write to the tensors that are made in it.
+            with (
+                torch._C.DisableTorchFunction(),
+                torch._C._DisableTorchDispatch(),
+                torch.inference_mode(),
+            ):
+                what.run()
+        else:
+            other, number = what
+            other.run_until(number)
+
+    def run_until(self, number: int) -> None:
+        while self.done < number and self.waiting:
+            self.run_one()
+
+
+class Block:
+    """One allocation, shared by all views of it; when the last of them is gone it is free.
+
+    pool: the memory pool of a capture that made it; such memory is kept for replays.
+    """
+
+    def __init__(self, memory: Tensor, queue: Queue, pool: Pool | None) -> None:
+        self.memory, self.queue, self.pool = memory, queue, pool
+        self.users: list[Point] = []  # other streams that use it, as record_stream told
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.untyped_storage().nbytes()
+
+
+class Pool:
+    """The memory that captures share.
+
+    A capture may be given what an earlier one has freed, so a replay may overwrite all that later
+    captures own, and whatever is free.
+    """
+
+    def __init__(self) -> None:
+        self.freed: list[Tensor] = []
+        self.captures: list[Capture] = []
+
+    def overwritten_by(self, capture: Capture) -> list[Tensor]:
+        """All that a replay leaves undefined before its launches run."""
+        later = self.captures[self.captures.index(capture) :]
+        return [*(memory for one in later for memory in one.memory), *self.freed]
+
+
+class Capture:
+    """A capture under way: its launches, in the order told, and the streams that belong to it."""
+
+    def __init__(self, origin: Queue, pool: Pool) -> None:
+        self.origin, self.pool = origin, pool
+        self.launches: list[Launch] = []
+        self.streams = {origin}
+        self.unjoined: set[Queue] = set()
+        pool.captures.append(self)
+        self.memory: list[Tensor] = []
+        self.failed = ""
+
+    def fail(self, what: str) -> CaptureError:
+        self.failed = f"operation not permitted when stream is capturing: {what}"
+        return CaptureError(self.failed)
+
+
+class Machine:
+    """Devices, what they were told, and how far they are.
+
+    Args:
+        num_devices: of them.
+        memory_bytes: of each.
+        schedule: when what was told is done; see above.
+        strict: a wait of the host is an error, with its line.
+    """
+
+    def __init__(
+        self,
+        num_devices: int = 1,
+        memory_bytes: int = 24 << 30,
+        schedule: Schedule = "now",
+        strict: bool = False,
+    ) -> None:
+        self.num_devices, self.memory_bytes = num_devices, memory_bytes
+        self.schedule, self.strict = schedule, strict
+        self.counts = Counts()
+        self.lock = threading.RLock()
+        self.allocated = [0] * num_devices
+        self.peak = [0] * num_devices
+        self.trace: list[Launch] | None = None
+        self.pinned: dict[int, int] = {}
+        self._queues = [Queue(device) for device in range(num_devices)]
+        self._all: list[Queue] = list(self._queues)
+        self._local = threading.local()
+        self._random = random.Random(schedule if isinstance(schedule, int) else 0)
+        self._queried: Counter[int] = Counter()
+        self._dead: deque[tuple[Tensor, Queue, Pool | None, list[Point]]] = deque()
+
+    # Streams and events.
+
+    def new_queue(self, device: int) -> Queue:
+        with self.lock:
+            self._all.append(Queue(device))
+            return self._all[-1]
+
+    def default_queue(self, device: int) -> Queue:
+        return self._queues[device]
+
+    @property
+    def device(self) -> int:
+        """The current device of this thread."""
+        return getattr(self._local, "device", 0)
+
+    @device.setter
+    def device(self, device: int) -> None:
+        self._local.device = device
+
+    def current(self, device: int) -> Queue:
+        """The current stream of this thread on a device."""
+        chosen: dict[int, Queue] = getattr(self._local, "queues", {})
+        return chosen.get(device, self._queues[device])
+
+    @contextmanager
+    def on(self, queue: Queue) -> Iterator[None]:
+        """A stream is the current one of its device, and its device the current one."""
+        chosen: dict[int, Queue] = getattr(self._local, "queues", {})
+        before, device = chosen, self.device
+        self._local.queues = {**chosen, queue.device: queue}
+        self._local.device = queue.device
+        try:
+            yield
+        finally:
+            self._local.queues, self._local.device = before, device
+
+    def queue_waits(self, queue: Queue, point: Point) -> None:
+        """What a stream is told from now on comes after a point of another one."""
+        with self.lock:
+            capture, other = self.capture, point[0]
+            if capture is not None and (queue in capture.streams or other in capture.streams):
+                if other not in capture.streams:
+                    raise capture.fail("a wait for what is no part of the capture")
+                if queue not in capture.streams:
+                    capture.streams.add(queue)
+                    capture.unjoined.add(queue)
+                elif other is not capture.origin:
+                    capture.unjoined.discard(other)
+                return
+            queue.tell(point)
+            self._progress()
+
+    def is_done(self, point: Point) -> bool:
+        """Whether a point is reached, which a host may ask without waiting."""
+        with self.lock:
+            self._forbid_in_capture("a query of an event")
+            queue, number = point
+            self._progress()
+            if queue.done < number:
+                self._queried[id(queue)] += 1
+                if self._queried[id(queue)] % _QUERIES_BEFORE_PROGRESS == 0:
+                    queue.run_until(number)  # it is late, but not for ever
+            return queue.done >= number
+
+    def host_waits(self, what: str, *points: Point) -> None:
+        """The host waits for some points; for all that was told where none is given.
+
+        Raises:
+            HostWaitsError: waits are forbidden.
+            CaptureError: the stream is captured.
+        """
+        with self.lock:
+            self._forbid_in_capture(what)
+            where = f"{what} in {calling_line()}"
+            self.counts.waits[where] += 1
+            if self.strict:
+                raise HostWaitsError(where)
+            self.arrive(*points)
+
+    def arrive(self, *points: Point) -> None:
+        """What was told up to some points is done, or all, without a wait being counted."""
+        with self.lock:
+            self._bury()
+            for queue, number in points or [queue.here() for queue in self._all]:
+                queue.run_until(number)
+
+    def _progress(self) -> None:
+        self._bury()
+        if self.schedule == "now":
+            for queue in self._all:
+                queue.run_until(queue.told)
+        elif self.schedule != "late":
+            ready = [queue for queue in self._all if queue.waiting]
+            for _ in range(self._random.choice((0, 0, 1, 3)) if ready else 0):
+                queue = self._random.choice(ready)
+                if queue.waiting:
+                    queue.run_one()
+
+    # Launches.
+
+    def launch(self, name: str, device: int, run: Callable[[], None], *operands: object) -> None:
+        """A device is told to do something, on the current stream."""
+        with self.lock:
+            self._tell(self.current(device), name, run, operands)
+
+    def copy_over_bus(
+        self, name: str, device: int, run: Callable[[], None], num_bytes: int, *operands: object
+    ) -> None:
+        """A copy between host and device, on the current stream."""
+        with self.lock:
+            self._tell(self.current(device), name, run, operands, num_bytes)
+
+    def _tell(
+        self,
+        queue: Queue,
+        name: str,
+        run: Callable[[], None],
+        operands: Sequence[object],
+        bus_bytes: int | None = None,
+    ) -> None:
+        self._bury()
+        capture = self.capture
+        noted = capture is not None or self.trace is not None
+        line = calling_line() if noted else ""
+        described = tuple(_described(one) for one in operands) if noted else ()
+        told = Launch(name, run, described, line)
+        if self.trace is not None:
+            self.trace.append(told)
+        if capture is not None and queue in capture.streams:
+            capture.launches.append(told)
+            return
+        self.counts.add(name, bus_bytes)
+        queue.tell(told)
+        self._progress()
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Launch]]:
+        """Notes each launch, in order."""
+        with self.lock:
+            self.trace, before = [], self.trace
+        try:
+            yield self.trace
+        finally:
+            self.trace = before
+
+    # Captures.
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture that this thread has under way."""
+        return getattr(self._local, "capture", None)
+
+    @capture.setter
+    def capture(self, capture: Capture | None) -> None:
+        self._local.capture = capture
+
+    def forbid_in_capture(self, what: str) -> None:
+        with self.lock:
+            self._forbid_in_capture(what)
+
+    def _forbid_in_capture(self, what: str) -> None:
+        if (capture := self.capture) is not None:
+            raise capture.fail(what)
+
+    # Memory.
+
+    def allocate(self, like: Tensor, device: int) -> tuple[Tensor, Block]:
+        """Memory of undefined content for a tensor such as `like` (on "meta").
+
+        Raises:
+            OutOfMemoryError: the device has less.
+        """
+        with self.lock:
+            self._bury()
+            with torch.inference_mode(False):
+                memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+            return memory, self.own(memory, device)
+
+    def own(self, memory: Tensor, device: int) -> Block:
+        """Counts memory as the device's, and fills it with what undefined memory may hold."""
+        with self.lock:
+            num_bytes = memory.untyped_storage().nbytes()
+            if self.allocated[device] + num_bytes > self.memory_bytes:
+                self.arrive()
+                self._bury()
+            if self.allocated[device] + num_bytes > self.memory_bytes:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU {device} has a "
+                    f"total capacity of {self.memory_bytes} bytes of which "
+                    f"{self.memory_bytes - self.allocated[device]} are free."
+                )
+            self.allocated[device] += num_bytes
+            self.peak[device] = max(self.peak[device], self.allocated[device])
+            poison(memory)
+            capture, queue = self.capture, self.current(device)
+            pool = None
+            if capture is not None and queue in capture.streams:
+                pool = capture.pool
+                capture.memory.append(memory)
+            block = Block(memory, queue, pool)
+            # Finalizers run in any thread at any time: they note, and the next call acts.
+            weakref.finalize(
+                block, self._dead.append, (memory, queue, pool, block.users)
+            ).atexit = False
+            return block
+
+    def _bury(self) -> None:
+        while self._dead:
+            memory, queue, pool, users = self._dead.popleft()
+            self.allocated[queue.device] -= memory.untyped_storage().nbytes()
+            if pool is not None:
+                pool.freed.append(memory)
+                continue
+            for point in users:
+                queue.tell(point)
+            queue.tell(Launch("freed", lambda memory=memory: poison(memory)))
+
+    # Page-locked memory.
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        with self.lock:
+            self._forbid_in_capture("page-locking host memory")
+            self.pinned[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        with self.lock:
+            self.pinned.pop(address, None)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        start = tensor.data_ptr()
+        with self.lock:
+            return any(a <= start < a + size for a, size in self.pinned.items())
+
+
+def poison(memory: Tensor) -> None:
+    """Overwrites all of a tensor's storage with what nobody can have meant."""
+    whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
+    if whole.dtype.is_floating_point or whole.dtype.is_complex:
+        whole.fill_(float("nan"))
+    elif whole.dtype == torch.bool:
+        whole.fill_(True)
+    else:
+        whole.fill_(torch.iinfo(whole.dtype).max // 2)
+
+
+def _described(operand: Any) -> object:
+    if isinstance(operand, Tensor):
+        return operand.data_ptr(), tuple(operand.shape), operand.stride(), operand.dtype
+    if isinstance(operand, (list, tuple)):
+        return tuple(_described(one) for one in operand)
+    return operand
+
+
+def differences(first: Sequence[Launch], second: Sequence[Launch]) -> list[str]:
+    """Where two steps told a device something else, a line each; addresses and numbers included."""
+    found = []
+    for number, (one, two) in enumerate(zip(first, second, strict=False)):
+        if one != two:
+            found.append(f"{number}: {one.name} at {one.line} became {two.name} at {two.line}")
+    if len(first) != len(second):
+        found.append(f"{len(first)} launches became {len(second)}")
+    return found

@@ -1,0 +1,180 @@
+"""What Python calls before an operator is dispatched: factories, moves to a device, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.device import tensors
+from tests.device.tensors import DeviceTensor, launch_like, on_device, running, value_of
+
+_COPIES = (torch.tensor, torch.as_tensor)
+_EMPTY = (torch.empty, torch.empty_strided)
+_FACTORIES = {
+    *_COPIES,
+    *_EMPTY,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.linspace,
+    torch.eye,
+    torch.scalar_tensor,
+}
+
+
+def _index(device: object) -> int | None:
+    """The number of a CUDA device; None for any other, and for none."""
+    if device is None:
+        return None
+    if isinstance(device, int):
+        return device
+    found = torch.device(device)  # type: ignore[arg-type]
+    if found.type != "cuda":
+        return None
+    return running().device if found.index is None else found.index
+
+
+class Functions(TorchFunctionMode):
+    """Calls from Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.is_pinned:
+            return not isinstance(args[0], DeviceTensor) and running().is_pinned(args[0])
+        if func is Tensor.pin_memory:
+            return _page_locked(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return _page_locked(func(*args, **kwargs))
+        there = _index(kwargs.get("device")) if "device" in kwargs else None
+        if func in _FACTORIES and there is not None:
+            if func is torch.as_tensor and isinstance(args[0], DeviceTensor):
+                return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            return made(func, args, kwargs, there)
+        if func in (Tensor.to, Tensor.cuda):
+            return _moved(func, args, kwargs)
+        if args and isinstance(args[0], DeviceTensor):
+            return _asked(func, args, kwargs)
+        if there is not None:
+            kwargs["device"] = torch.device("cuda", there)
+        return func(*args, **kwargs)
+
+
+def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of a tensor of the device."""
+    tensor = args[0]
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(one, list) for one in index):  # which torch copies to the device
+            index = tuple(
+                made(torch.tensor, (one,), {}, tensor.index) if isinstance(one, list) else one
+                for one in index
+            )
+            args = (tensor, index, *args[2:])
+        return func(*args, **kwargs)
+    if func is Tensor.tolist:
+        running().host_waits("tolist", running().current(tensor.index).here())
+        return tensor.inner.tolist()
+    if func is Tensor.numpy:
+        raise TypeError(f"can't convert cuda:{tensor.index} device type tensor to numpy")
+    if func is torch.nn.functional.scaled_dot_product_attention:
+        q, v = args[0], args[2] if len(args) > 2 else kwargs["value"]
+        size = [*q.shape[:-1], v.shape[-1]]
+        shape = torch.empty(size, dtype=q.dtype, device="meta")
+        plain = [value_of(a) for a in args]
+        named = {k: value_of(a) for k, a in kwargs.items()}
+        return launch_like("sdpa", shape, q.index, lambda: func(*plain, **named), *plain)
+    return func(*args, **kwargs)
+
+
+def _moved(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, rest = args[0], list(args[1:])
+    like = next((a for a in rest if isinstance(a, Tensor)), None)
+    target = kwargs.get(
+        "device", next((a for a in rest if isinstance(a, (str, int, torch.device))), None)
+    )
+    if func is Tensor.cuda:
+        target = torch.device("cuda", running().device) if target is None else target
+    elif like is not None:
+        target = like.device
+    dtype = kwargs.get("dtype", next((a for a in rest if isinstance(a, torch.dtype)), None))
+    dtype = dtype or (tensor.dtype if like is None else like.dtype)
+    index = _index(target)
+    if isinstance(tensor, DeviceTensor) and (target is None or index is not None):
+        # Here, for in inference mode torch makes the copy without asking the dispatcher.
+        same = index in (None, tensor.index) and dtype == tensor.dtype
+        if same and not kwargs.get("copy"):
+            return tensor
+        return tensors.to_copy(tensor, dtype=dtype, device=target)
+    if index is None:
+        return func(*args, **kwargs)
+    non_blocking = bool(kwargs.get("non_blocking")) or any(a is True for a in rest)
+    source = tensor.detach() if tensor.dtype == dtype else tensor.detach().to(dtype)
+    there = tensors.empty_on_device(source, index)
+    tensors.to_device(there, source, non_blocking)
+    return there
+
+
+def made(func: Any, args: Any, kwargs: Any, index: int) -> Tensor:
+    """A factory: memory alone, a copy from the host, or a launch that fills memory."""
+    plain = {**kwargs, "device": "cpu"}
+    plain.pop("requires_grad", None)
+    values = func(*args, **plain)
+    if func in _EMPTY or "empty" in str(func):
+        return tensors.empty_on_device(values, index)
+    if func in _COPIES:
+        there = tensors.empty_on_device(values, index)
+        tensors.to_device(there, values, non_blocking=False)
+        return there
+    name = getattr(func, "__name__", str(func))
+    return launch_like(name, values, index, lambda: values, *args)  # type: ignore[no-any-return]
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    """Host memory that CUDA may read by itself, for as long as its storage lives."""
+    import weakref
+
+    import numpy as np
+
+    raw = np.empty(max(1, tensor.untyped_storage().nbytes()), np.uint8)
+    address = raw.ctypes.data
+    locked = torch.from_numpy(raw)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    locked.copy_(tensor)
+    told = running()
+    told.pin(address, raw.nbytes)
+    weakref.finalize(raw, told.unpin, address).atexit = False
+    return locked
+
+
+class Operators(TorchDispatchMode):
+    """Factories inside composite operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        index = _index(kwargs.get("device")) if "device" in kwargs else None
+        if index is not None:
+            leaves = tree_leaves(args)
+            if not any(isinstance(a, DeviceTensor) for a in leaves):
+                if func is torch.ops.aten._to_copy.default:
+                    there = tensors.empty_on_device(
+                        args[0].to(kwargs.get("dtype") or args[0].dtype), index
+                    )
+                    tensors.to_device(
+                        there, args[0].to(there.dtype), bool(kwargs.get("non_blocking"))
+                    )
+                    return there
+                kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+                return made(func, args, kept, index)
+        return func(*args, **kwargs)
+
+
+__all__ = ["Functions", "Operators", "made", "on_device"]

@@ -1,0 +1,362 @@
+"""Tensors of an emulated device, and what an operator on them tells it.
+
+A tensor reports "cuda:n" and keeps its values in host memory that plain code cannot reach. An
+operator is a view (nothing is told), one launch, or something that the host waits for. Shapes come
+from running it on the "meta" device; its values are computed when the queue gets there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from tests.device.machine import Block, Machine
+
+aten = torch.ops.aten
+
+_SHAPED_BY_VALUES = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+)
+"""The host waits for these, since it must know how large their result is."""
+
+_MEMORY_ALONE = (
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+)
+
+machine: Machine | None = None
+"""The machine that is emulated now."""
+
+
+def running() -> Machine:
+    if machine is None:
+        raise RuntimeError("a tensor of an emulated device is used after the device has gone")
+    return machine
+
+
+class DeviceTensor(Tensor):
+    """A tensor of device `cuda:index`, whose values are in `inner`, a part of `block`."""
+
+    inner: Tensor
+    block: Block
+    index: int
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, block: Block, index: int) -> DeviceTensor:
+        with torch.inference_mode(False):
+            meta = torch.empty(0, dtype=inner.dtype, device="meta")
+            meta.set_(meta.untyped_storage(), inner.storage_offset(), inner.size(), inner.stride())
+            self: DeviceTensor = torch.Tensor._make_subclass(  # type: ignore[assignment]
+                cls,
+                meta,
+                False,
+                dispatch_device=True,
+                device_for_backend_keys=torch.device("cuda", index),
+            )
+        self.inner, self.block, self.index = inner, block, index
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *args: object, **kwargs: object) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.index})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return torch.device("cuda", args[0].index)
+        if (handle := _HANDLED.get(func)) is not None:
+            return handle(*args, **kwargs)
+        if _is_view(func) and _is_composite(func):
+            return func.decompose(*args, **kwargs)  # in inference mode; it may copy or only look
+        if func in _SHAPED_BY_VALUES or _selects_by_mask(func, args):
+            return _waited_for(func, args, kwargs)
+        if func in _MEMORY_ALONE:
+            return empty_on_device(_shape_of(func, args, kwargs), args[0].index)
+        if func is aten._unsafe_view.default or _is_view(func):
+            return _viewed(func, args, kwargs)
+        return _launched(func, args, kwargs)
+
+
+def value_of(value: object) -> object:
+    return value.inner if isinstance(value, DeviceTensor) else value
+
+
+def on_device(inner: Tensor, index: int) -> DeviceTensor:
+    """A tensor of the device around memory that is nobody else's, with its values."""
+    values = inner.clone()
+    block = running().own(inner, index)
+    inner.copy_(values)
+    return DeviceTensor(inner, block, index)
+
+
+def empty_on_device(like: Tensor, index: int) -> DeviceTensor:
+    """Memory for a tensor such as `like`."""
+    inner, block = running().allocate(like, index)
+    return DeviceTensor(inner, block, index)
+
+
+def launch_like(name: str, results: Any, index: int, compute: Any, *operands: object) -> Any:
+    """One launch that fills new tensors such as `results`, on "meta", with what `compute` gives."""
+    shapes, spec = tree_flatten(results)
+    made = [empty_on_device(t, index) if isinstance(t, Tensor) else t for t in shapes]
+    targets = [m.inner if isinstance(m, DeviceTensor) else None for m in made]
+
+    def run() -> None:
+        for target, value in zip(targets, tree_leaves(compute()), strict=True):
+            if target is not None:
+                target.copy_(value)
+
+    running().launch(name, index, run, *operands, *(t for t in targets if t is not None))
+    return tree_unflatten(made, spec)
+
+
+def index_of(func: Any, args: Any, kwargs: Any) -> int:
+    """The device on which an operator runs.
+
+    Raises:
+        RuntimeError: its tensors lie on several.
+    """
+    found: set[int] = set()
+    for one in tree_leaves((args, kwargs)):
+        if isinstance(one, DeviceTensor):
+            found.add(one.index)
+        elif isinstance(one, Tensor) and one.dim() and one.device.type == "cpu":
+            if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+                running().host_waits("an index in host memory")
+                continue
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:{max(found, default=0)} and cpu! ({func})"
+            )
+    if len(found) > 1:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found cuda:0 and cuda:1! ({func})"
+        )
+    return found.pop()
+
+
+def _selects_by_mask(func: Any, args: Any) -> bool:
+    return func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) and any(
+        isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+    )
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    return any(r.alias_info is not None for r in returns) and not any(
+        a.alias_info is not None and a.alias_info.is_write for a in arguments
+    )
+
+
+@cache
+def _is_written(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+    base = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DeviceTensor))
+    out = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+    wrapped = tree_map(
+        lambda t: DeviceTensor(t, base.block, base.index) if isinstance(t, Tensor) else t, out
+    )
+    if func is aten._unsafe_view.default:
+        return wrapped
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _launched(func: Any, args: Any, kwargs: Any) -> Any:
+    index = index_of(func, args, kwargs)
+    run = STAND_INS.get(func, func)
+    plain, named = tree_map(value_of, args), tree_map(value_of, _at_home(kwargs))
+    if _is_written(func):
+        running().launch(str(func), index, lambda: run(*plain, **named), *plain)
+        return return_and_correct_aliasing(func, args, kwargs, _written(func, args, kwargs))
+    shape = _shape_of(run, args, kwargs)
+    return launch_like(str(func), shape, index, lambda: run(*plain, **named), *plain)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """The arguments that an operator writes and gives back."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            by_name = argument.name in kwargs or number >= len(args)
+            found.append(kwargs.get(argument.name) if by_name else args[number])
+    if not func._schema.returns:
+        return None
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _shape_of(run: Any, args: Any, kwargs: Any) -> Any:
+    def bare(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+
+    plain, named = tree_map(bare, args), tree_map(bare, _at_home(kwargs, "meta"))
+    with torch._C._DisableTorchDispatch():
+        return run(*plain, **named)
+
+
+def _at_home(kwargs: Any, device: str = "cpu") -> Any:
+    asked = kwargs.get("device")
+    kept = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    return kept if asked is None else {**kept, "device": device}
+
+
+def _waited_for(func: Any, args: Any, kwargs: Any) -> Any:
+    index = index_of(func, args, kwargs)
+    running().host_waits(str(func), running().current(index).here())
+    out = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+    if _is_written(func):
+        return return_and_correct_aliasing(func, args, kwargs, _written(func, args, kwargs))
+    return tree_map(lambda t: on_device(t, index) if isinstance(t, Tensor) else t, out)
+
+
+def _scalar(tensor: DeviceTensor) -> Any:
+    running().host_waits("item", running().current(tensor.index).here())
+    return aten._local_scalar_dense.default(tensor.inner)
+
+
+def _equal(one: DeviceTensor, two: DeviceTensor) -> bool:
+    running().host_waits("equal", running().current(one.index).here())
+    return bool(aten.equal.default(one.inner, two.inner))
+
+
+def to_copy(tensor: DeviceTensor, **kwargs: Any) -> Any:
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "cuda":
+        index = tensor.index if device is None else (torch.device(device).index or 0)
+        rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
+        if index == tensor.index:
+            return _launched(aten._to_copy.default, (tensor,), rest)
+        here = running().current(tensor.index).here()
+        running().queue_waits(running().current(index), here)
+        shape = _shape_of(aten._to_copy.default, (tensor,), rest)
+        inner = tensor.inner
+        return launch_like("peer", shape, index, lambda: inner.to(shape.dtype), inner)
+    running().host_waits("a copy to the host", running().current(tensor.index).here())
+    running().counts.to_host += tensor.inner.nbytes
+    return aten._to_copy.default(tensor.inner.clone(), **{**kwargs, "device": device})
+
+
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    told = running()
+    if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
+        if target.index == source.index:
+            to, from_ = target.inner, source.inner
+            told.launch("copy_", target.index, lambda: to.copy_(from_), to, from_)
+        else:
+            told.queue_waits(told.current(target.index), told.current(source.index).here())
+            to, from_ = target.inner, source.inner
+            told.launch("peer", target.index, lambda: to.copy_(from_), to, from_)
+        return target
+    if isinstance(target, DeviceTensor):
+        to_device(target, source, non_blocking)
+    else:
+        to_host(target, source, non_blocking)
+    return target
+
+
+def to_device(target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
+    """A copy over the bus: read when the stream gets there, where the memory is page-locked."""
+    told, to = running(), target.inner
+    late = told.is_pinned(source)
+    if not late:  # through memory of CUDA's own, which the host waits for
+        told.forbid_in_capture("a copy from pageable memory")
+    from_ = source.detach() if late else source.detach().clone()
+    told.copy_over_bus("to_device", target.index, lambda: to.copy_(from_), from_.nbytes, to, from_)
+    if not late or not non_blocking:
+        told.host_waits("a copy to the device", told.current(target.index).here())
+
+
+def to_host(target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+    """A copy over the bus: it arrives when the stream gets there."""
+    told, from_, to = running(), source.inner, target.detach()
+    late = told.is_pinned(target)
+    told.copy_over_bus("to_host", source.index, lambda: to.copy_(from_), to.nbytes, to, from_)
+    if not late or not non_blocking:
+        told.host_waits("a copy to the host", told.current(source.index).here())
+
+
+_HANDLED = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.item.default: _scalar,
+    aten.equal.default: _equal,
+    aten._to_copy.default: to_copy,
+    aten.copy_.default: _copy,
+}
+
+
+def _efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    compute_lse: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """The memory-efficient attention of aten, which CPU builds lack."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+    scores = (q.float() @ k.float().mT) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if bias is None else scores + bias
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1), none, none
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    out, lse, seed, offset = _efficient(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    return out, lse, None, None, q.shape[2], k.shape[2], seed, offset, None
+
+
+def _histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """aten.histc of integers, which CUDA has and a CPU lacks (mixtures of experts ask for it)."""
+    if x.device.type == "meta":
+        return x.new_empty([bins])
+    return torch.histc(x.float(), bins, min, max).to(x.dtype)
+
+
+STAND_INS = {
+    aten.histc.default: _histogram,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+}
+"""By operator, what computes its values where a CPU has no kernel for it."""
