@@ -304,6 +304,7 @@ def to_host(target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
 _HANDLED = {
     aten._local_scalar_dense.default: _scalar,
     aten.item.default: _scalar,
+    aten.is_nonzero.default: lambda tensor: bool(_scalar(tensor)),
     aten.equal.default: _equal,
     aten._to_copy.default: to_copy,
     aten.copy_.default: _copy,
