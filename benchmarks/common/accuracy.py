@@ -19,6 +19,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, is_correct
 from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 
 _TEXT_STEP = 16
@@ -46,7 +47,7 @@ def answer(runtime: Attachment, cache: TieredCache, question: Question) -> list[
     found: list[int] = []
     with torch.inference_mode():
         while len(found) < len(question.answer):
-            output = runtime.model(step, past_key_values=cache, logits_to_keep=1)
+            output = runtime.model(step, **passing(cache), logits_to_keep=1)
             step = output.logits[:, -1:].argmax(-1)
             found.append(int(step))
     cache.crop(held - cache.get_seq_length())
@@ -84,7 +85,7 @@ def read_text(runtime: Attachment, cache: TieredCache, text: NDArray[np.int64]) 
     parts = []
     with torch.inference_mode():
         for chunk in ids.split(_TEXT_STEP, 1):
-            logits = runtime.model(chunk, past_key_values=cache).logits[0]
+            logits = runtime.model(chunk, **passing(cache)).logits[0]
             parts.append(F.log_softmax(logits.float(), -1))
     return torch.cat(parts)
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from hybrid_kv.models.cache_argument import passing
+
 if __name__ == "__main__":  # a script: what benchmarks share is beside its own folder
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -73,7 +75,7 @@ def timed(model: PreTrainedModel, cache: Any) -> Step:
     def step() -> float:
         position = torch.tensor([[int(cache.get_seq_length())]])
         begin = perf_counter()
-        model(token, past_key_values=cache, position_ids=position, use_cache=True)
+        model(token, **passing(cache), position_ids=position, use_cache=True)
         return 1e3 * (perf_counter() - begin)
 
     return step

@@ -4,7 +4,7 @@
 
 Attention-like KV of two layers of the Llama-3-8B shape is filled in; then the runtime is asked as a
 model would ask it, layer by layer, without the model's own products. With `--hf` it is asked as
-transformers does in `model.generate()`: keys and values go through `past_key_values`, queries
+transformers does in `model.generate()`: keys and values go through the cache, queries
 through the attention function, once for each layer of a forward. Arithmetic is what runs inside the
 native engine (search, attention, merge) and torch's attention; all else is overhead. Times are CPU
 times of the calling thread with one thread everywhere, so that a busy machine changes less. The

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from benchmarks.gpu_check.device_memory import Footprint
 from benchmarks.gpu_check.sizes import Sizes
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 
 _WARMUP_NEW = 3
@@ -114,7 +115,7 @@ def fill(model: Any, cache: DynamicCache, tokens: int) -> None:
 
 def forward(model: Any, cache: Cache, ids: Tensor) -> Tensor:
     """The next token [1, 1], on the device; waits for it."""
-    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(ids, **passing(cache), use_cache=True, logits_to_keep=1).logits
     return logits[:, -1:].argmax(-1)
 
 

@@ -23,6 +23,7 @@ import hybrid_kv as hkv
 from benchmarks.gpu_check.end_to_end import indexes, prompt
 from benchmarks.gpu_check.record import NotHere, Recorder, need_cuda
 from benchmarks.gpu_check.sizes import Sizes
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import KVCache
 
@@ -298,7 +299,7 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 def _last_logits(model: Any, ids: Tensor, config: hkv.HybridConfig) -> Tensor:
     with hkv.attach(model, config) as runtime:
-        logits: Tensor = model(ids, past_key_values=runtime.cache(), logits_to_keep=1).logits
+        logits: Tensor = model(ids, **passing(runtime.cache()), logits_to_keep=1).logits
     return logits
 
 
@@ -313,7 +314,7 @@ def _greedy(
     with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         out = model.generate(
-            ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False
+            ids, **passing(cache), max_new_tokens=new, min_new_tokens=new, do_sample=False
         )
         if look is not None:
             look(cache.kv)

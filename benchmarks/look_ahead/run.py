@@ -18,6 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from hybrid_kv.models.cache_argument import passing
+
 if __name__ == "__main__":  # a script: the other benchmarks' folder is beside its own
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -84,7 +86,7 @@ def read(llm: hkv.LLM, cache: TieredCache, ids: Tensor) -> tuple[Tensor, list[fl
     with torch.inference_mode():
         for token in ids:
             begin = perf_counter()
-            logits = llm.model(token.view(1, 1), past_key_values=cache).logits[0]
+            logits = llm.model(token.view(1, 1), **passing(cache)).logits[0]
             times.append(perf_counter() - begin)
             parts.append(F.log_softmax(logits.float(), -1))
             if cache.kv.auditor is not None:

@@ -9,6 +9,8 @@ import sys
 from time import perf_counter, process_time
 from typing import Any
 
+from hybrid_kv.models.cache_argument import passing
+
 SIDES: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "hybrid": {"method": "hybrid"},
@@ -45,7 +47,7 @@ def main() -> None:
 
         def timed(ids: torch.Tensor, cache: Any) -> None:
             begin, begin_cpu = perf_counter(), process_time()
-            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits = model(ids, **passing(cache), logits_to_keep=1).logits
             times.append((1e3 * (perf_counter() - begin), 1e3 * (process_time() - begin_cpu)))
             if not torch.isfinite(logits).all():
                 sys.exit("the logits are not finite")

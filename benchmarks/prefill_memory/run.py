@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
+from hybrid_kv.models.cache_argument import passing
 
 
 class LiveBytes(TorchDispatchMode):
@@ -100,7 +101,7 @@ def plain_peak(model: PreTrainedModel, ids: Tensor, chunk: int | None = None) ->
 
     def forward() -> None:
         for part in ids.split(chunk or ids.shape[1], 1):
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **passing(cache), logits_to_keep=1)
 
     return measured(
         forward, lambda: [t for layer in cache.layers for t in (layer.keys, layer.values)]
@@ -117,7 +118,7 @@ def layer_major_peak(model: PreTrainedModel, ids: Tensor, chunk: int) -> int:
             pools = [layer.resident.pool for layer in cache.kv.stores.values()]
             return [t for pool in pools for t in (pool.k, pool.v, pool.positions)]
 
-        return measured(lambda: model(ids, past_key_values=cache, logits_to_keep=1), kv)
+        return measured(lambda: model(ids, **passing(cache), logits_to_keep=1), kv)
 
 
 def main() -> None:

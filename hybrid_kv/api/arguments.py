@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hybrid_kv.errors import ConfigError, said
 from hybrid_kv.keywords import refuse_unknown
+from hybrid_kv.models.cache_argument import CACHE_NAMES
 
 
 class LoadOptions(TypedDict, total=False):
@@ -74,7 +75,7 @@ class GenerateOptions(TypedDict, total=False):
 
 _ATTACHED = "call model.generate() inside hybrid_kv.attach(model)"
 _REFUSED: Mapping[str, str] = {
-    "past_key_values": "a conversation() or context() keeps its cache",
+    **dict.fromkeys(CACHE_NAMES, "a conversation() or context() keeps its cache"),
     "streamer": f"use stream=True, or {_ATTACHED}",
     "num_return_sequences": f"call it again with another seed, or {_ATTACHED}",
     "return_dict_in_generate": f"a Generation comes back; for more {_ATTACHED}",

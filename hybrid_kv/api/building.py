@@ -16,6 +16,7 @@ from hybrid_kv.api.llm import LLM, Prompt
 from hybrid_kv.api.prefill import PrefillProgress, PrefillWatch
 from hybrid_kv.api.template import checked, is_chat
 from hybrid_kv.api.turn import check_room
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.some_layers import from_layer
 from hybrid_kv.runtime import memory_errors
@@ -96,4 +97,4 @@ def _compute(llm: LLM, cache: TieredCache, ids: Tensor, build: ContextBuild) -> 
     kv.reserve(ids.shape[1])
     with from_layer(llm.model, build.num_done, build.hidden, done), torch.inference_mode():
         model: Any = llm.model
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, **passing(cache), use_cache=True, logits_to_keep=1)

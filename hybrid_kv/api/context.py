@@ -21,6 +21,7 @@ from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import ChatTemplate, Message, checked, common_length, is_chat
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError, MethodError, said
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
@@ -439,7 +440,7 @@ def _read(llm: Model, cache: TieredCache, ids: Tensor) -> None:
     cache.kv.more_prompt = True
     try:
         with torch.no_grad():  # inference mode would leave tensors that nobody can write later
-            llm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            llm.model(ids, **passing(cache), use_cache=True, logits_to_keep=1)
             for layer_idx in cache.kv.layers:
                 cache.kv.seal_if_open(layer_idx)
     finally:

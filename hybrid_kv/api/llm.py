@@ -92,7 +92,7 @@ class LLM:
                 GenerationConfig knows (`do_sample`, `temperature`, `top_p`, `num_beams`, ...),
                 by keyword or as `generation_config`. One answer comes back, as a Generation, from
                 a cache made here: `num_return_sequences` above 1, `return_dict_in_generate`,
-                `past_key_values`, `streamer`, `attention_mask` and `output_...` are refused;
+                `cache`, `streamer`, `attention_mask` and `output_...` are refused;
                 `model.generate` inside `attach` has them all.
 
         Raises:

@@ -29,6 +29,7 @@ from hybrid_kv.api.stream import TextStream
 from hybrid_kv.api.template import NO_TEMPLATE, ChatTemplate
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
@@ -157,7 +158,7 @@ class Turn:
         output: Tensor = model.generate(
             self._ids,
             attention_mask=torch.ones_like(self._ids),
-            past_key_values=self.cache,
+            **passing(self.cache),
             max_new_tokens=self._max_new,
             # Beams are rearranged as a whole, so they cannot be handed out token by token.
             streamer=None if self.has_beams else clock,

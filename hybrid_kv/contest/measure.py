@@ -20,6 +20,7 @@ from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.models.rollback import rolled_back
 from hybrid_kv.planning.plan import ModelFacts
@@ -230,7 +231,7 @@ def _next(place: Place, cache: TieredCache, ids: Sequence[int]) -> int:
     """The likeliest token behind some tokens."""
     step = torch.tensor([list(ids)], device=place.runtime.device)
     with torch.inference_mode():
-        output = place.runtime.model(step, past_key_values=cache, logits_to_keep=1)
+        output = place.runtime.model(step, **passing(cache), logits_to_keep=1)
     return int(output.logits[0, -1].argmax())
 
 
@@ -238,7 +239,7 @@ def _feed(place: Place, cache: TieredCache, ids: Sequence[int]) -> Tensor:
     """Log-probabilities [tokens, vocabulary] behind each of the tokens, on the host."""
     step = torch.tensor([list(ids)], device=place.runtime.device)
     with torch.inference_mode():
-        logits = place.runtime.model(step, past_key_values=cache).logits[0]
+        logits = place.runtime.model(step, **passing(cache)).logits[0]
         return F.log_softmax(logits.float(), -1).cpu()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import HybridLayer, copied_state
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, TieredLayer
@@ -103,6 +104,6 @@ class SharedPrompt:
         step = torch.tensor([list(ids)], device=self._model.device)
         with torch.inference_mode():
             logits: Tensor = self._model(
-                step, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                step, **passing(self._cache), use_cache=True, logits_to_keep=1
             ).logits
         return logits

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.attach import Attachment
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.types import Evidence, Needs
 
@@ -49,7 +50,7 @@ def prefill(
     cache.kv.reserve(ids.shape[1])
     cache.kv.watch(needs)
     with torch.inference_mode():
-        runtime.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        runtime.model(ids, **passing(cache), use_cache=True, logits_to_keep=1)
     views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.stores.items())}
     return PrefilledPrompt(
         ids,

@@ -76,7 +76,7 @@ class Attachment:
 
     @known_keywords_only
     def cache(self, config: ConfigLike = None) -> HybridCache:
-        """A new, empty cache: one per conversation, passed as `past_key_values`.
+        """A new, empty cache: one per conversation, passed as `cache`.
 
         Args:
             config: in place of the attachment's, to compare methods on one model.
@@ -199,7 +199,7 @@ class Attachment:
 
 
 class HybridCache(TieredCache):
-    """A tiered KV cache for one conversation: `model.generate(past_key_values=HybridCache(model))`.
+    """A tiered KV cache for one conversation: `model.generate(cache=HybridCache(model))`.
 
     The model is attached where it is not yet, and stays so as long as somebody refers to one of its
     caches or to its attachment; `attach` it yourself to keep compiled steps (`compile_decode`) from
@@ -241,9 +241,9 @@ def _attachment_of(model: PreTrainedModel) -> Attachment | None:
 def attach(model: PreTrainedModel, config: ConfigLike = None) -> Attachment:
     """Lets a loaded transformers model generate from a tiered KV cache.
 
-    Use it as a context manager; inside, pass `past_key_values=runtime.cache()` to `generate`. Calls
-    without such a cache work as before. `model.generate` may run in several threads: their forwards
-    take turns.
+    Use it as a context manager; inside, pass `cache=runtime.cache()` to `generate`, before
+    transformers 5.24 `past_key_values=`. Calls without such a cache work as before.
+    `model.generate` may run in several threads: their forwards take turns.
 
     Args:
         config: a HybridConfig, a dict of its settings, or the name of a method.

@@ -352,7 +352,7 @@ class HybridLayer(CacheLayerMixin):
 
 
 class TieredCache(Cache):
-    """`past_key_values` for one conversation; full-attention layers are tiered, others are not.
+    """The cache of one conversation; full-attention layers are tiered, others are not.
 
     Args:
         model_config: the text model's transformers configuration.
@@ -713,6 +713,13 @@ def _is_empty(layer: Any) -> bool:
     states = getattr(layer, "has_previous_state", {})
     seen = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
     return seen == 0 and not any(states.values())
+
+
+def keeps_keys(model_config: PreTrainedConfig) -> bool:
+    """Whether any layer attends: a cache of recurrent states alone has nothing to tier."""
+    return any(
+        isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=model_config).layers
+    )
 
 
 def tiered_layers(model_config: PreTrainedConfig) -> list[int]:

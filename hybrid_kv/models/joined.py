@@ -125,7 +125,7 @@ class JoinedLayer(CacheLayerMixin):
 
 
 class JoinedCache(Cache):
-    """`past_key_values` of one decode step [B, 1] of several caches of one row each.
+    """The cache of one decode step [B, 1] of several caches of one row each.
 
     Pass `position_ids` [B, 1] with it, see `positions`: rows differ in length.
 

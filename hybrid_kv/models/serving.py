@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
+from hybrid_kv.models.cache_argument import CACHE_ARGUMENT, passed, renamed
 from hybrid_kv.models.compiled import CompiledSteps
 from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens
@@ -72,13 +73,14 @@ class Serving:
         self._wrapped.append((module, module.__dict__.get("forward")))
         inner = module.forward
         names = list(signature(inner).parameters)
-        place = names.index("past_key_values") if "past_key_values" in names else len(names)
+        place = names.index(CACHE_ARGUMENT) if CACHE_ARGUMENT in names else len(names)
 
         # Not with what is noted on `inner`: torch.compile would find its way past us there.
         @wraps(inner, updated=())
         def forward(*args: Any, **kwargs: Any) -> Any:
-            cache = args[place] if place < len(args) else kwargs.get("past_key_values")
+            cache = args[place] if place < len(args) else passed(kwargs)
             if isinstance(cache, (TieredCache, JoinedCache)):
+                kwargs = renamed(kwargs)
                 if cache.in_own_graph:
                     return inner(*args, **kwargs)
                 inputs = {**dict(zip(names, args, strict=False)), **kwargs}

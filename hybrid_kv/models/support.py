@@ -18,7 +18,8 @@ from hybrid_kv.errors import (
     UnsupportedModelError,
     said,
 )
-from hybrid_kv.models.hf_cache import tiered_layers
+from hybrid_kv.models.cache_argument import CACHE_ARGUMENT
+from hybrid_kv.models.hf_cache import keeps_keys, tiered_layers
 from hybrid_kv.ops import device_of, get_ops
 from hybrid_kv.ops.choice import FUSED
 from hybrid_kv.ops.devices import backends_on, too_old, triton_state
@@ -124,7 +125,7 @@ def _refuse(model: PreTrainedModel, config: PreTrainedConfig) -> None:
             f"{name} uses multi-head latent attention (MLA), whose cache holds latents instead of "
             "keys; hybrid_kv serves grouped-query attention"
         )
-    if "past_key_values" not in signature(model.forward).parameters:
+    if CACHE_ARGUMENT not in signature(model.forward).parameters or not keeps_keys(config):
         raise UnsupportedModelError(
             f"{name} keeps no keys and values, so nothing can be tiered; use it without hybrid_kv"
         )

@@ -104,7 +104,9 @@ def write_rest(
     """
     told, last = None, cache.layers[-1]  # earlier ones may come from an interrupted build
     assert isinstance(last, HybridLayer | SlidingLayer)
-    assert last.dtype is not None
+    kept = last.keys if isinstance(last, SlidingLayer) else last
+    assert kept is not None
+    assert kept.dtype is not None
     if messages is not None:
         told = writer.raw("messages.json", json.dumps(messages).encode())
     manifest = {
@@ -118,7 +120,7 @@ def write_rest(
         "model": model_identity(maker.model),
         "tokenizer": tokenizer_identity(maker.tokenizer),
         "config": cache.kv.config.flat(),
-        "dtype": name_of(last.dtype),
+        "dtype": name_of(kept.dtype),
         "page_size": cache.kv.config.page_size,
         "prefill_s": prefill_s,
         "audit": _audited(cache),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import Stage
 from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, Token, Usage
@@ -185,7 +186,7 @@ class ActiveRequest:
 
     def _forward(self, ids: Tensor) -> Tensor:
         model: Any = self._llm.model
-        output = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        output = model(ids, **passing(self.cache), use_cache=True, logits_to_keep=1)
         logits: Tensor = output.logits[0, -1]
         return logits
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import BusyError, CapacityError, ConfigError, HybridKVError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS
@@ -259,7 +260,7 @@ class Rounds:
         output = call(
             torch.tensor(tokens, device=device)[:, None],
             position_ids=torch.tensor(cache.positions, device=device),
-            past_key_values=cache,
+            **passing(cache),
             use_cache=True,
             logits_to_keep=1,
         )

@@ -265,6 +265,7 @@ def test_options_are_of_their_types(llm: Any, options: dict[str, Any], text: str
     [
         ("num_return_sequences", 2),
         ("return_dict_in_generate", True),
+        ("cache", ()),
         ("past_key_values", ()),
         ("streamer", object()),
         ("output_scores", True),
@@ -286,6 +287,7 @@ def test_what_asks_for_nothing_is_no_mistake(llm: Any) -> None:
     asked: dict[str, Any] = {
         "num_return_sequences": 1,
         "return_dict_in_generate": False,
+        "cache": None,
         "past_key_values": None,
         "use_cache": True,
         "generation_config": None,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import PAD, VOCAB, build
 from tests.models.folder import CONTEXT, model, tokenizer
 
@@ -256,8 +257,8 @@ def test_a_cache_that_was_reset_is_new_in_its_sliding_layers_too(name: str) -> N
     ids = torch.randint(PAD + 1, VOCAB, (1, 37))
     with hkv.attach(built, hkv.HybridConfig(**ALL)) as runtime, torch.no_grad():
         cache = runtime.cache()
-        want = built(ids, past_key_values=cache).logits
-        built(ids[:, :3], past_key_values=cache)
+        want = built(ids, **passing(cache)).logits
+        built(ids[:, :3], **passing(cache))
         cache.reset()
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(built(ids, past_key_values=cache).logits, want)
+        torch.testing.assert_close(built(ids, **passing(cache)).logits, want)

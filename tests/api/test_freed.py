@@ -23,6 +23,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.watch.audit import Look
 from tests.models.folder import model, tokenizer
@@ -94,7 +95,7 @@ def settle(kv: Any) -> None:
 
 
 def greedy(plain: PreTrainedModel, cache: TieredCache, **options: Any) -> None:
-    plain.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False, **options)
+    plain.generate(IDS, **passing(cache), max_new_tokens=5, do_sample=False, **options)
     settle(cache.kv)
 
 
@@ -225,7 +226,7 @@ def test_closing_gives_the_memory_back_while_the_cache_is_referred_to(llm: hkv.L
     cache.close()
     assert alive(refs) == ["cache", "kv"]
     with pytest.raises(HybridKVError, match="this cache is closed and holds nothing any more; "):
-        llm.model.generate(IDS, past_key_values=cache, max_new_tokens=2)
+        llm.model.generate(IDS, **passing(cache), max_new_tokens=2)
 
 
 def test_leaving_the_block_gives_the_memory_of_all_caches_back(plain: PreTrainedModel) -> None:
@@ -254,7 +255,7 @@ def test_a_build_in_progress_keeps_its_keys_until_it_notices(
     try:
         with hkv.attach(plain, config) as runtime:
             cache = runtime.cache()
-            plain.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
+            plain.generate(IDS, **passing(cache), max_new_tokens=5, do_sample=False)
             assert begun.wait(30)
             refs = parts(cache)
             del cache
@@ -275,7 +276,7 @@ def test_an_index_that_failed_keeps_nothing(
     with hkv.attach(plain, hkv.HybridConfig(**TIERED)) as runtime:
         cache = runtime.cache()
         try:
-            plain.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
+            plain.generate(IDS, **passing(cache), max_new_tokens=5, do_sample=False)
         except ZeroDivisionError:
             pass
         else:
@@ -296,7 +297,7 @@ def test_a_look_that_failed_keeps_nothing(
     with hkv.attach(plain, config) as runtime:
         cache = runtime.cache()
         try:
-            plain.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
+            plain.generate(IDS, **passing(cache), max_new_tokens=5, do_sample=False)
             settle(cache.kv)
         except ZeroDivisionError:
             pass

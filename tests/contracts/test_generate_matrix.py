@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS, Plugin
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build, strict_torch
 from tests.runtime.keeping import KeepsHalves, KeepsHeaviest
@@ -99,7 +100,7 @@ def generate(
         output = model.generate(
             input_ids=ids,
             attention_mask=_grown(mask, ids),
-            past_key_values=cache,
+            **passing(cache),
             max_new_tokens=spec.new_tokens,
             return_dict_in_generate=True,
             output_logits=True,

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid_kv as hkv
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.index.reuse import Choices, ReusingIndex, SelectingIndex
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import INDEXES, METHODS, Index
@@ -297,10 +298,10 @@ def decoded(method: str, **settings: Any) -> tuple[Work, Held]:
         torch.inference_mode(),
     ):
         cache = runtime.cache()
-        model(torch.randint(0, 500, (1, PROMPT)), past_key_values=cache)
+        model(torch.randint(0, 500, (1, PROMPT)), **passing(cache))
         cache.kv.work = Work()
         for token in range(STEPS):
-            model(torch.tensor([[token]]), past_key_values=cache)
+            model(torch.tensor([[token]]), **passing(cache))
         return cache.kv.work, Held.by(cache.kv)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS
 from tests.device.cuda import values
 
@@ -63,7 +64,7 @@ def logits_of(
     with torch.inference_mode(), hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         for ids in turns:
-            out = model(ids.to(model.device), past_key_values=cache, use_cache=True)
+            out = model(ids.to(model.device), **passing(cache), use_cache=True)
             found.append(values(out.logits[:, -1]))
         cache.check_integrity()
     return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS
 from tests.device import emulated
 from tests.device.models import llama, logits_of, small, tokens
@@ -62,11 +63,11 @@ def test_beams_attend_their_own_entries_under_selection_on_the_device() -> None:
     asked = {"max_new_tokens": 6, "num_beams": 3, "pad_token_id": 0, "eos_token_id": None}
     prompt, model = tokens(120), llama()
     with hkv.attach(model, config) as runtime:
-        expected = model.generate(prompt, past_key_values=runtime.cache(), **asked).tolist()  # type: ignore[operator]
+        expected = model.generate(prompt, **passing(runtime.cache()), **asked).tolist()  # type: ignore[operator]
     with emulated():
         model = llama().to("cuda")  # type: ignore[assignment, arg-type]
         with hkv.attach(model, config) as runtime:
-            found = model.generate(prompt.cuda(), past_key_values=runtime.cache(), **asked)  # type: ignore[operator]
+            found = model.generate(prompt.cuda(), **passing(runtime.cache()), **asked)  # type: ignore[operator]
             assert found.tolist() == expected
 
 
@@ -78,12 +79,12 @@ def test_forks_go_on_by_themselves_under_selection_on_the_device() -> None:
             model = llama().to(device)  # type: ignore[arg-type]
             with torch.inference_mode(), hkv.attach(model, config) as runtime:
                 cache, parts = runtime.cache(), []
-                model(tokens(300).to(device), past_key_values=cache, use_cache=True)
+                model(tokens(300).to(device), **passing(cache), use_cache=True)
                 caches = [cache, cache.fork()]
                 for number in range(4):
                     for which, one in enumerate(caches):
                         ids = tokens(1, 10 * number + which).to(device)
-                        parts.append(model(ids, past_key_values=one).logits.cpu())
+                        parts.append(model(ids, **passing(one)).logits.cpu())
                 found[device] = parts
     for one, other in zip(found["cuda"], found["cpu"], strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)

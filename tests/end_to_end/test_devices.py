@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.eval.needle import make_sample
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import NEEDLE_PATH
 
 NEW = 40  # more than a window of 32: pages leave it while tokens are made
@@ -101,7 +102,7 @@ def test_an_attached_model_answers_as_without(
 ) -> None:
     model, here = needle(device), ids.to(device)
     with hkv.attach(model, hkv.HybridConfig(**EXACT["spare pages"])) as runtime:
-        out = plain_tokens(model, here, past_key_values=runtime.cache())
+        out = plain_tokens(model, here, **passing(runtime.cache()))
     assert out[0][ids.shape[1] :] == expected
     assert plain_tokens(model, here)[0][ids.shape[1] :] == expected
 
@@ -113,7 +114,7 @@ def test_rows_of_a_padded_batch_are_as_without(device: str, ids: torch.Tensor) -
     mask[1, :97] = 0
     alone = plain_tokens(model, rows, attention_mask=mask)
     with hkv.attach(model, hkv.HybridConfig(**EXACT["offloaded"])) as runtime:
-        tiered = plain_tokens(model, rows, attention_mask=mask, past_key_values=runtime.cache())
+        tiered = plain_tokens(model, rows, attention_mask=mask, **passing(runtime.cache()))
     assert tiered == alone
 
 

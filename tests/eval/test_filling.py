@@ -8,6 +8,7 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.filling import FilledLayer, SyntheticContext, filled_cache
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from tests.tolerances import TOLERANCES
@@ -81,7 +82,7 @@ def test_generation_continues_a_filled_context(context: SyntheticContext) -> Non
     with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
         cache = filled_cache(runtime, context)
         ids = torch.randint(2, 500, (1, TOKENS + 1))
-        written = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        written = model.generate(ids, **passing(cache), max_new_tokens=9, do_sample=False)
         assert written.shape[1] == TOKENS + 10
         assert cache.work.steps == 9 * 2 * 6
         assert cache.work.retrieved == 50 * 9 * 2 * 6
@@ -89,7 +90,7 @@ def test_generation_continues_a_filled_context(context: SyntheticContext) -> Non
             ConfigError, match="up to 9 tokens, one at a time, got 1 rows of 1"
         )
         with too_many, torch.inference_mode():
-            model(written[:, -1:], past_key_values=cache)
+            model(written[:, -1:], **passing(cache))
 
 
 def test_what_cannot_be_filled_is_refused() -> None:

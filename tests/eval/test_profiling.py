@@ -24,6 +24,7 @@ from hybrid_kv.eval.profiling.room import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
 from hybrid_kv.index import auto as auto_module
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.ops.native.library import engine_state
@@ -447,7 +448,7 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
     config = hkv.HybridConfig(method="flat", window_tokens=32, sink_tokens=16)
     with hkv.attach(model, config) as runtime, torch.inference_mode():
         cache = runtime.cache()
-        model(torch.randint(0, 500, (1, 200)), past_key_values=cache)
+        model(torch.randint(0, 500, (1, 200)), **passing(cache))
         cache.kv.seal(0)
         cache.kv.seal(1)
         # Two layers of 6 query heads: three steps.
@@ -492,14 +493,14 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
     )
     with hkv.attach(model, config) as runtime, torch.inference_mode():
         cache = runtime.cache()
-        model(torch.randint(0, 500, (1, 700)), past_key_values=cache)
+        model(torch.randint(0, 500, (1, 700)), **passing(cache))
         if later:
-            model(torch.randint(0, 500, (1, later)), past_key_values=cache)
+            model(torch.randint(0, 500, (1, later)), **passing(cache))
         stores = cache.kv.stores.values()
         serving = [head["serves"] for store in stores for head in store.cold.describe_indexes()]
         (stored,) = {store.rows[0].chain.num_tokens for store in stores}
         cache.kv.work = Work()
-        model(torch.tensor([[7]]), past_key_values=cache)
+        model(torch.tensor([[7]]), **passing(cache))
         read = cache.kv.work.search_bytes
     assert serving == ["sketch"] * 4
     coded, row = 640, 16 * 4  # of 700 tokens, on whole pages before the window

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, ConfigError, HybridKVError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model, tokenizer
 
@@ -41,7 +42,7 @@ def prompt(seed: int, tokens: int = 37) -> Tensor:
 
 
 def answer(built: PreTrainedModel, ids: Tensor, cache: Any) -> list[int]:
-    out: Any = built.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    out: Any = built.generate(ids, **passing(cache), max_new_tokens=NEW, do_sample=False)
     return out[0].tolist()  # type: ignore[no-any-return]
 
 

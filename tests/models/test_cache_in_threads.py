@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BusyError, ConfigError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.rollback import rolled_back
 from tests.contracts.architectures import ARCHITECTURES
@@ -62,7 +63,7 @@ def running(model: Any, call: Callable[[], Any]) -> Iterator[Any]:
 
 
 def logits(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    out: Tensor = model(ids, past_key_values=cache).logits
+    out: Tensor = model(ids, **passing(cache)).logits
     return out
 
 
@@ -73,7 +74,7 @@ def rolls_back(cache: Any) -> None:
 
 def joined(model: Any, cache: Any) -> None:
     where = torch.tensor([[LENGTH]])
-    model(prompt(1, 1), position_ids=where, past_key_values=JoinedCache([cache]))
+    model(prompt(1, 1), position_ids=where, **passing(JoinedCache([cache])))
 
 
 def update(model: Any, cache: Any) -> None:

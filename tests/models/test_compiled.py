@@ -24,6 +24,7 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.errors import IntegrityError, UnsupportedModelError
 from hybrid_kv.models import compiled, serving
+from hybrid_kv.models.cache_argument import passing
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -79,7 +80,7 @@ def tokens_of(model: PreTrainedModel, ids: Tensor, new: int, **options: Any) -> 
     config = hkv.HybridConfig(**TIERED, compile_decode=options.pop("compile_decode"))
     with hkv.attach(model, config) as runtime:
         written = model.generate(
-            ids, past_key_values=runtime.cache(), max_new_tokens=new, do_sample=False, **options
+            ids, **passing(runtime.cache()), max_new_tokens=new, do_sample=False, **options
         )
     return written.tolist()  # type: ignore[no-any-return]
 
@@ -107,7 +108,7 @@ def test_another_conversation_needs_no_other_graph(graphs: Graphs) -> None:
         for tokens in (90, 201, 137):
             model.generate(
                 prompt(1, tokens),
-                past_key_values=runtime.cache(),
+                **passing(runtime.cache()),
                 max_new_tokens=5,
                 do_sample=False,
             )
@@ -145,8 +146,8 @@ def test_positions_need_not_be_given(graphs: Graphs) -> None:
         config = hkv.HybridConfig(**TIERED, compile_decode=compile_decode)
         with hkv.attach(model, config) as runtime, torch.inference_mode():
             cache = runtime.cache()
-            model(prompt(), past_key_values=cache)
-            steps = [model(prompt(1, 1), past_key_values=cache).logits for _ in range(3)]
+            model(prompt(), **passing(cache))
+            steps = [model(prompt(1, 1), **passing(cache)).logits for _ in range(3)]
         return torch.cat(steps)
 
     model = llama()
@@ -159,11 +160,9 @@ def test_a_later_turn_is_taken_without_the_graph(graphs: Graphs) -> None:
         config = hkv.HybridConfig(**TIERED, compile_decode=compile_decode)
         with hkv.attach(model, config) as runtime:
             cache = runtime.cache()
-            first = model.generate(
-                prompt(), past_key_values=cache, max_new_tokens=8, do_sample=False
-            )
+            first = model.generate(prompt(), **passing(cache), max_new_tokens=8, do_sample=False)
             more = torch.cat([first, prompt(1, 50)], 1)
-            text = model.generate(more, past_key_values=cache, max_new_tokens=8, do_sample=False)
+            text = model.generate(more, **passing(cache), max_new_tokens=8, do_sample=False)
         return text[0].tolist()  # type: ignore[no-any-return]
 
     model = llama()

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.few_tokens import FewTokens, Products, ProductTrial, measure, trial
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from tests.contracts.edges.calls import anatomy
@@ -80,8 +81,8 @@ def step_logits(model: Any, rows: int = 1, new: int = 1) -> tuple[Tensor, Tensor
         own = model(ids).logits[:, 37:]
         with hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
             cache = runtime.cache()
-            model(ids[:, :37], past_key_values=cache)
-            return model(ids[:, 37:], past_key_values=cache).logits, own
+            model(ids[:, :37], **passing(cache))
+            return model(ids[:, 37:], **passing(cache)).logits, own
 
 
 @NARROW
@@ -129,16 +130,16 @@ def test_others_calls_gradients_and_many_tokens_are_left_to_torch(
     with hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime:
         cache = runtime.cache()
         with torch.no_grad():
-            model(prompt(), past_key_values=cache)
+            model(prompt(), **passing(cache))
             model(prompt(tokens=1))  # a forward without our cache
-            model(prompt(tokens=MAX_TOKENS + 1), past_key_values=cache)
+            model(prompt(tokens=MAX_TOKENS + 1), **passing(cache))
         assert not products
-        model(prompt(tokens=1), past_key_values=cache)  # gradients may be recorded
+        model(prompt(tokens=1), **passing(cache))  # gradients may be recorded
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            model(prompt(tokens=1), past_key_values=cache)
+            model(prompt(tokens=1), **passing(cache))
         assert not products
         with torch.no_grad():
-            model(prompt(tokens=1), past_key_values=cache)
+            model(prompt(tokens=1), **passing(cache))
         assert products
 
 
@@ -153,10 +154,10 @@ def test_a_failure_in_mid_step_leaves_the_model_as_it_was() -> None:
 
     with hkv.attach(model, hkv.HybridConfig(**TIERED)) as runtime, torch.no_grad():
         cache = runtime.cache()
-        model(prompt(), past_key_values=cache)
+        model(prompt(), **passing(cache))
         hook = model.get_submodule("model.layers.1.mlp.up_proj").register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="lamp"):
-            model(prompt(tokens=1), past_key_values=cache)
+            model(prompt(tokens=1), **passing(cache))
         hook.remove()
     assert inside == [True]
     assert anatomy(model) == before
@@ -300,6 +301,6 @@ def test_all_trials_can_be_made_before_the_first_step(
         tried.clear()
         cache = runtime.cache()
         for count in (9, 1, 3):
-            model(torch.ones(1, count, dtype=torch.int64), past_key_values=cache)
+            model(torch.ones(1, count, dtype=torch.int64), **passing(cache))
         runtime.try_products()
     assert not tried

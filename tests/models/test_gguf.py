@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, GgufWarning, ModelNotFoundError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 
@@ -112,7 +113,7 @@ def test_a_gguf_model_generates_as_with_full_attention(model: PreTrainedModel) -
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens, **options)
     with hkv.attach(model, hkv.HybridConfig.from_settings(SETTINGS)) as runtime:
-        got = model.generate(tokens, past_key_values=runtime.cache(), **options)
+        got = model.generate(tokens, **passing(runtime.cache()), **options)
     assert torch.equal(got, expected)
 
 

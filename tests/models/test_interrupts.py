@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import BrokenCacheError, IntegrityError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import build
@@ -72,7 +73,7 @@ def lengths(cache: Any) -> set[int]:
 
 
 def logits(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    out: Tensor = model(ids, past_key_values=cache).logits
+    out: Tensor = model(ids, **passing(cache)).logits
     return out
 
 
@@ -284,7 +285,7 @@ def test_a_joined_step_that_is_interrupted_leaves_no_trace() -> None:
         joined = JoinedCache(caches)
         ids = prompt(3, 1, seed=seed)
         where = torch.tensor(joined.positions)
-        out = model(ids, position_ids=where, past_key_values=joined).logits
+        out = model(ids, position_ids=where, **passing(joined)).logits
         assert joined.errors == [None] * 3
         return out
 
@@ -310,7 +311,7 @@ def test_a_row_that_fails_in_a_joined_step_goes_back_alone(
         monkeypatch.setattr(layer, "attend", lambda *_, **__: 1 / 0)
         joined = JoinedCache(caches)
         where = torch.tensor(joined.positions)
-        model(prompt(2, 1), position_ids=where, past_key_values=joined)
+        model(prompt(2, 1), position_ids=where, **passing(joined))
         assert isinstance(joined.errors[1], ZeroDivisionError)
         assert [cache.get_seq_length() for cache in caches] == [LENGTH + 1, LENGTH]
         for cache in caches:

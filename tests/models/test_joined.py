@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, NonFiniteError
 from hybrid_kv.models.attach import Attachment, HybridCache
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
 from tests.contracts.edges.calls import fresh
@@ -40,20 +41,20 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 def prefilled(model: Any, runtime: Attachment, ids: Tensor, config: Any) -> tuple[HybridCache, int]:
     cache = runtime.cache(config)
-    return cache, int(model(ids, past_key_values=cache).logits[0, -1].argmax())
+    return cache, int(model(ids, **passing(cache)).logits[0, -1].argmax())
 
 
 def step(model: Any, caches: list[HybridCache], tokens: list[int]) -> tuple[Tensor, JoinedCache]:
     joined = JoinedCache(caches)
     where = torch.tensor(joined.positions)
     return model(
-        torch.tensor(tokens)[:, None], position_ids=where, past_key_values=joined
+        torch.tensor(tokens)[:, None], position_ids=where, **passing(joined)
     ).logits, joined
 
 
 def alone(model: Any, runtime: Attachment, ids: Tensor, config: Any) -> list[int]:
     cache = runtime.cache(config)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    out = model.generate(ids, **passing(cache), max_new_tokens=NEW, do_sample=False)
     return list(out[0, ids.shape[1] :].tolist())
 
 
@@ -166,9 +167,7 @@ def test_several_tokens_of_a_row_are_refused(llama: Any) -> None:
     with hkv.attach(llama, "full") as runtime:
         cache, _ = prefilled(llama, runtime, prompt(9), None)
         with pytest.raises(ConfigError, match=r"one new token for each of their 1 rows, got \[1,"):
-            llama(
-                prompt(3), position_ids=torch.arange(3)[None], past_key_values=JoinedCache([cache])
-            )
+            llama(prompt(3), position_ids=torch.arange(3)[None], **passing(JoinedCache([cache])))
 
 
 @torch.inference_mode()
@@ -189,9 +188,9 @@ def test_a_prompt_in_pieces_is_sealed_by_its_owner_alone(llama: Any) -> None:
         cache, want = runtime.cache(), prefilled(llama, runtime, ids, None)[0]
         cache.kv.more_prompt = True
         for start in range(0, 173, 60):
-            llama(ids[:, start : start + 60], past_key_values=cache)
+            llama(ids[:, start : start + 60], **passing(cache))
             assert not any(layer.is_sealed for layer in cache.kv.layers.values())
         cache.kv.more_prompt = False
-        whole, piecewise = (llama(prompt(1), past_key_values=c).logits for c in (want, cache))
+        whole, piecewise = (llama(prompt(1), **passing(c)).logits for c in (want, cache))
         assert all(layer.is_sealed for layer in cache.kv.layers.values())
         torch.testing.assert_close(piecewise, whole, rtol=0, atol=1e-4)

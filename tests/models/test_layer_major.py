@@ -14,6 +14,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import layer_major
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size
 from hybrid_kv.models.prompt_states import lie_on_host
 from tests.contracts.architectures import PAD, VOCAB, build
@@ -49,13 +50,13 @@ def test_chunks_of_any_size_give_the_logits_and_tokens_of_one_pass(
     prompt = ids()
     settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     mask = torch.ones_like(prompt)
-    want = model(prompt, past_key_values=DynamicCache(config=model.config)).logits
+    want = model(prompt, **passing(DynamicCache(config=model.config))).logits
     tokens = model.generate(prompt, attention_mask=mask, **settings)
     with hkv.attach(model, config(chunk)) as runtime:
-        found = model(prompt, past_key_values=runtime.cache()).logits
+        found = model(prompt, **passing(runtime.cache())).logits
         torch.testing.assert_close(found, want, **CLOSE)
         cache = runtime.cache()
-        found = model.generate(prompt, attention_mask=mask, past_key_values=cache, **settings)
+        found = model.generate(prompt, attention_mask=mask, **passing(cache), **settings)
         cache.check_integrity()
     assert torch.equal(found, tokens)
 
@@ -63,11 +64,11 @@ def test_chunks_of_any_size_give_the_logits_and_tokens_of_one_pass(
 def test_a_long_later_turn_is_exact_after_the_spill(model: PreTrainedModel) -> None:
     turns = [ids(), ids(3), ids(60)]  # the last is longer than dense_extend_tokens
     plain = DynamicCache(config=model.config)
-    want = [model(turn, past_key_values=plain).logits for turn in turns]
+    want = [model(turn, **passing(plain)).logits for turn in turns]
     with hkv.attach(model, config(10)) as runtime:
         cache = runtime.cache()
         for turn, exact in zip(turns, want, strict=True):
-            found = model(turn, past_key_values=cache).logits
+            found = model(turn, **passing(cache)).logits
             torch.testing.assert_close(found, exact, **CLOSE)
             cache.check_integrity()
         assert any(layer.rows[0].chain.num_tokens for layer in cache.kv.stores.values())
@@ -85,7 +86,7 @@ def test_each_layer_is_sealed_before_the_next_begins(monkeypatch: pytest.MonkeyP
             return plain(layer_idx, *args, **kwargs)
 
         monkeypatch.setattr(cache.kv, "attend", attend)
-        model(ids(), past_key_values=cache)
+        model(ids(), **passing(cache))
     assert [layer for layer, _ in order] == [0] * 4 + [1] * 4 + [2] * 4
     assert all(sealed for _, sealed in order)
 
@@ -95,7 +96,7 @@ def test_embeddings_of_the_caller_are_not_written_over(model: PreTrainedModel) -
     before = embeds.clone()
     want = model(inputs_embeds=embeds, use_cache=False).logits
     with hkv.attach(model, config(7)) as runtime:
-        found = model(inputs_embeds=embeds, past_key_values=runtime.cache()).logits
+        found = model(inputs_embeds=embeds, **passing(runtime.cache())).logits
     assert torch.equal(embeds, before)
     torch.testing.assert_close(found, want, **CLOSE)
 
@@ -110,7 +111,7 @@ def test_hidden_states_are_those_of_one_pass(
     if asked_by != "argument":
         monkeypatch.setattr(model.config, "output_hidden_states", True)
     with hkv.attach(model, config(7)) as runtime:
-        output = model(prompt, past_key_values=runtime.cache(), **asked)
+        output = model(prompt, **passing(runtime.cache()), **asked)
     assert len(output.hidden_states) == len(want)
     for found, exact in zip(output.hidden_states, want, strict=True):
         torch.testing.assert_close(found, exact, **CLOSE)
@@ -126,7 +127,7 @@ def test_an_error_in_a_chunk_does_not_leave_the_prompt_open(
             cache.kv, "attend", lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("chunk"))
         )
         with pytest.raises(KeyError, match="chunk"):
-            model(ids(), past_key_values=cache)
+            model(ids(), **passing(cache))
         assert not cache.kv.more_prompt
 
 
@@ -169,13 +170,13 @@ def test_states_on_the_host_give_the_same_logits(
 ) -> None:
     prompt = ids(rows=rows)
     with hkv.attach(model, config(chunk)) as runtime:
-        want = model(prompt, past_key_values=runtime.cache()).logits
+        want = model(prompt, **passing(runtime.cache())).logits
     on_host = hkv.HybridConfig(prefill_chunk_tokens=chunk, prefill_states="host", **ALL)
     with hkv.attach(model, on_host) as runtime:
         cache = runtime.cache()
-        assert torch.equal(model(prompt, past_key_values=cache).logits, want)
+        assert torch.equal(model(prompt, **passing(cache)).logits, want)
         cache.check_integrity()
-        assert model(ids(1, rows), past_key_values=cache).logits.shape[:2] == (rows, 1)
+        assert model(ids(1, rows), **passing(cache)).logits.shape[:2] == (rows, 1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.rotary import find_rotary
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.rotary import Rotary
@@ -160,7 +161,7 @@ def test_indexes_learn_from_queries_where_decoding_will_ask(
         cache = runtime.cache()
         cache.kv.watch(Needs(8, 4))
         options = {"max_new_tokens": 2, "do_sample": False}
-        model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
+        model.generate(tokens, attention_mask=mask, **passing(cache), **options)
         evidence = cache.kv.layers[0].evidence()[0]
         rotary = runtime.info.rotary_of(0)
     samples = evidence.samples(2, rotary)

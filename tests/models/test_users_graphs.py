@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import hybrid_kv as hkv
 from hybrid_kv.models import serving
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import ARCHITECTURES
 from tests.contracts.edges.calls import CLOSE, fresh, greedy, prompt
 
@@ -76,7 +77,7 @@ def steps(call: Callable[..., Any], cache: Any) -> Tensor:
     ids, found = prompt(length=LENGTH), []
     for start, stop in [(0, FIRST), *((at, at + 1) for at in range(FIRST, LENGTH))]:
         assert cache.get_seq_length() == start
-        found.append(call(ids[:, start:stop], past_key_values=cache)[0])
+        found.append(call(ids[:, start:stop], **passing(cache))[0])
         assert cache.get_seq_length() == stop
     cache.check_integrity()
     return torch.cat(found, 1)
@@ -181,7 +182,7 @@ def test_a_graph_that_may_not_be_cut_is_refused(way: Callable[..., Any], order: 
         call = way(model, backend="eager", fullgraph=True) if call is None else call
         cache = runtime.cache()
         with pytest.raises(Exception, match="without fullgraph=True"):
-            call(prompt(), past_key_values=cache)
+            call(prompt(), **passing(cache))
         assert cache.get_seq_length() == 0
 
 
@@ -190,7 +191,7 @@ def test_caches_of_transformers_stay_in_one_graph() -> None:
     call = torch.compile(model, backend="eager", fullgraph=True)
     want = model(prompt()).logits
     with hkv.attach(model, "full"):
-        found = call(prompt(), past_key_values=DynamicCache(config=model.config)).logits
+        found = call(prompt(), **passing(DynamicCache(config=model.config))).logits
     torch.testing.assert_close(found, want, **CLOSE)
 
 
@@ -198,6 +199,6 @@ def test_what_the_user_compiled_is_there_after_the_attachment() -> None:
     model: Any = assigned(fresh(ARCHITECTURES["llama"]()), backend="eager")
     theirs, want = model.forward, model(prompt()).logits
     with hkv.attach(model, "full") as runtime:
-        model(prompt(), past_key_values=runtime.cache())
+        model(prompt(), **passing(runtime.cache()))
     assert model.forward is theirs
     torch.testing.assert_close(model(prompt()).logits, want, **CLOSE)

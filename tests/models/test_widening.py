@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.models import serving, widening
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.widening import MIN_TOKENS, WideningTrial, measure, widened, widened_bytes
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model as tiny
@@ -51,7 +52,7 @@ def prompt(tokens: int, rows: int = 1) -> Tensor:
 def logits(model: Any, ids: Tensor, chunk: int = 37) -> Tensor:
     config = hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk)
     with hkv.attach(model, config) as runtime, torch.no_grad():
-        return model(ids, past_key_values=runtime.cache()).logits  # type: ignore[no-any-return]
+        return model(ids, **passing(runtime.cache())).logits  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -13,6 +13,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.models import joined
 from hybrid_kv.models.attach import Attachment, HybridCache
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import together
@@ -58,11 +59,11 @@ def runtime(model: Any) -> Iterator[Attachment]:
 def forks(model: Any, runtime: Attachment, own: hkv.HybridConfig) -> list[HybridCache]:
     """Three rows of one context, two of them with further tokens of their own."""
     first = runtime.cache(own)
-    model(torch.tensor([prompt(700)]), past_key_values=first)
-    model(torch.tensor([[5]]), past_key_values=first)  # ends the prompt
+    model(torch.tensor([prompt(700)]), **passing(first))
+    model(torch.tensor([[5]]), **passing(first))  # ends the prompt
     rows = [first, first.fork(), first.fork()]
     for number, row in enumerate(rows[1:], 1):
-        model(torch.tensor([prompt(60 * number, seed=number)]), past_key_values=row)
+        model(torch.tensor([prompt(60 * number, seed=number)]), **passing(row))
     return rows
 
 
@@ -73,7 +74,7 @@ def steps(model: Any, rows: list[HybridCache], count: int = STEPS) -> Tensor:
         out = model(
             torch.tensor([[3 + (number + row) % 9] for row in range(len(rows))]),
             position_ids=torch.tensor(cache.positions),
-            past_key_values=cache,
+            **passing(cache),
         )
         assert cache.errors == [None] * len(rows)
         logits.append(out.logits)
@@ -184,7 +185,7 @@ def test_rows_without_a_common_part_are_left_alone(
     rows = []
     for name in ("full", "hybrid, opened", "hybrid, found"):
         rows.append(runtime.cache(config(name, 16)))
-        model(torch.tensor([prompt(300)]), past_key_values=rows[-1])
+        model(torch.tensor([prompt(300)]), **passing(rows[-1]))
     steps(model, rows)
     assert set(shared) == {0}
 
@@ -205,6 +206,6 @@ def test_an_error_of_one_row_is_its_own(
     model(
         torch.tensor([[3], [4], [5]]),
         position_ids=torch.tensor(cache.positions),
-        past_key_values=cache,
+        **passing(cache),
     )
     assert [type(error) for error in cache.errors] == [type(None), NonFiniteError, type(None)]

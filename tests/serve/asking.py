@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.serve import Engine, Finished, Prefilled, Request, Sampling, Ticket, Token
 from tests.contracts.architectures import scale_weights
 
@@ -70,7 +71,7 @@ def alone(llm: hkv.LLM, request: Request) -> list[int]:
     model: Any = llm.model
     ids = torch.tensor([request.ids])
     new = request.max_new_tokens
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+    out = model.generate(ids, **passing(cache), max_new_tokens=new, do_sample=False)
     return list(out[0, ids.shape[1] :].tolist())
 
 

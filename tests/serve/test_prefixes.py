@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Request, Sampling, Ticket, Token
 from hybrid_kv.serve.prefixes import KeptPrefixes
@@ -143,7 +144,7 @@ def kept_of(llm: hkv.LLM, *seeds: int, tokens: int = 200) -> KeptPrefixes:
     for seed in seeds:
         ids, cache = prompt(tokens, seed=seed), llm.runtime.cache()
         with torch.no_grad():
-            llm.model(torch.tensor([ids]), past_key_values=cache)
+            llm.model(torch.tensor([ids]), **passing(cache))
         assert kept.keep(cache, ids)
     return kept
 

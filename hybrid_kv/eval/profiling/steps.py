@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import ATTENTION, BETWEEN, FORWARD, PHASES
@@ -225,7 +226,7 @@ def generate_watched(
         output: Tensor = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=watch._cache,
+            **passing(watch._cache),
             min_new_tokens=count,
             max_new_tokens=count,
             do_sample=False,

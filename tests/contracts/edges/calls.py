@@ -19,6 +19,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import (
     PAD,
     VOCAB,
@@ -54,7 +55,7 @@ def prompt(rows: int = 1, length: int = PROMPT, seed: int = 0) -> Tensor:
 def greedy(model: PreTrainedModel, ids: Tensor, cache: Cache | None, **extra: Any) -> Tensor:
     settings = {"max_new_tokens": NEW, "do_sample": False, **extra}
     mask = settings.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **settings)
+    return model.generate(input_ids=ids, attention_mask=mask, **passing(cache), **settings)
 
 
 def expected(model: PreTrainedModel, ids: Tensor, **extra: Any) -> Tensor:
@@ -95,7 +96,7 @@ def padded() -> tuple[Tensor, Tensor]:
 def steps(model: PreTrainedModel, ids: Tensor, cache: Cache, first: int = 29) -> Tensor:
     """Logits [B, T, vocab] of `ids`: the first ones at once, the others one by one."""
     parts = [ids[:, :first], *ids[:, first:].split(1, dim=1)]
-    return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+    return torch.cat([model(part, **passing(cache)).logits for part in parts], dim=1)
 
 
 def anatomy(model: PreTrainedModel) -> dict[str, object]:

@@ -14,6 +14,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
     build,
@@ -76,7 +77,7 @@ def test_detach_restores_the_model_after_a_refused_call(model: PreTrainedModel) 
         cache = runtime.cache()
         greedy(model, prompt(), cache)
         with pytest.raises(HybridKVError):
-            model(prompt(rows=2), past_key_values=cache)
+            model(prompt(rows=2), **passing(cache))
     assert anatomy(model) == before
 
 
@@ -171,7 +172,7 @@ def test_the_decoder_without_its_head_serves_a_cache_too(model: PreTrainedModel)
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
         parts = [prompt()[:, :20], prompt()[:, 20:]]
-        found = [model.model(part, past_key_values=cache).last_hidden_state for part in parts]
+        found = [model.model(part, **passing(cache)).last_hidden_state for part in parts]
         cache.check_integrity()
     torch.testing.assert_close(torch.cat(found, dim=1), want, **CLOSE)
 
@@ -182,7 +183,7 @@ def test_a_layer_called_by_itself_with_a_cache_is_refused(model: PreTrainedModel
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
         with pytest.raises(HybridKVError, match="attached model"):
-            model.model.layers[0](hidden, position_embeddings=turns, past_key_values=cache)
+            model.model.layers[0](hidden, position_embeddings=turns, **passing(cache))
 
 
 def test_a_batch_of_another_size_is_refused(model: PreTrainedModel) -> None:
@@ -190,4 +191,4 @@ def test_a_batch_of_another_size_is_refused(model: PreTrainedModel) -> None:
         cache = runtime.cache()
         greedy(model, prompt(rows=2), cache)
         with pytest.raises(HybridKVError, match="2"):
-            model(prompt(rows=3, length=1), past_key_values=cache)
+            model(prompt(rows=3, length=1), **passing(cache))

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
     build,
@@ -43,7 +44,7 @@ def test_a_prompt_is_exact_whatever_the_budget(
     common = {"sink_tokens": 4, "window_tokens": 4, "page_size": 4, "prefill_chunk_tokens": chunk}
     settings = hkv.HybridConfig(method=method, **common, **LEAST[method])
     with hkv.attach(model, settings) as runtime:
-        found = model(prompt(), past_key_values=runtime.cache()).logits
+        found = model(prompt(), **passing(runtime.cache())).logits
     torch.testing.assert_close(found, want, **CLOSE)
 
 
@@ -106,13 +107,13 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
         del settings["spare_tokens"], settings["page_budget"]
     with hkv.attach(model, hkv.HybridConfig(**{**settings, "method": method})) as runtime:
         cache = runtime.cache()
-        found = [model(ids[:, :first], past_key_values=cache).logits]
+        found = [model(ids[:, :first], **passing(cache)).logits]
         for layer in cache.kv.layers:
             cache.kv.seal_if_open(layer)
         for token in ids[:, first:].split(1, dim=1):
             cold = {idx: layer.rows[0].chain.positions() for idx, layer in cache.kv.stores.items()}
             runs.append({idx: (run[0], run[-1] + 1) for idx, run in cold.items() if run})
-            found.append(model(token, past_key_values=cache).logits)
+            found.append(model(token, **passing(cache)).logits)
     assert all(last - start > TOP_K for run in runs for start, last in run.values())
     assert all(runs)
     assert (cache.kv.ops.served["plan_step"] == "native") == (way == "one call")

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import (
     PAD,
     build,
@@ -53,14 +54,14 @@ def test_cropped_tokens_leave_no_trace(name: str, count: int) -> None:
             right = ids[:, seen : at + count]
             wrong = prompt(length=count, seed=at)
             for one in (cache, plain):
-                model(torch.cat([right[:, : 24 - seen], wrong], dim=1), past_key_values=one)
+                model(torch.cat([right[:, : 24 - seen], wrong], dim=1), **passing(one))
                 one.crop(-count)
                 one.crop(0)
             cache.check_integrity()
             assert cache.get_seq_length() == plain.get_seq_length() == max(at, 24)
             rest = right[:, 24 - seen :] if seen == 0 else right
-            found = model(rest, past_key_values=cache).logits
-            torch.testing.assert_close(found, model(rest, past_key_values=plain).logits, **CLOSE)
+            found = model(rest, **passing(cache)).logits
+            torch.testing.assert_close(found, model(rest, **passing(plain)).logits, **CLOSE)
             cache.crop(0)
             plain.crop(0)
             cache.check_integrity()
@@ -70,7 +71,7 @@ def test_crop_to_nothing_makes_the_cache_new(model: PreTrainedModel) -> None:
     tokens = expected(model, prompt())
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
-        model(prompt(seed=1), past_key_values=cache)
+        model(prompt(seed=1), **passing(cache))
         cache.crop(-PROMPT)
         assert cache.get_seq_length() == 0
         cache.check_integrity()
@@ -130,7 +131,7 @@ def test_a_prompt_of_inference_mode_continues_without_it(model: PreTrainedModel)
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
         with torch.inference_mode():
-            model(prompt()[:, :-1], past_key_values=cache)
+            model(prompt()[:, :-1], **passing(cache))
         assert torch.equal(greedy(model, prompt(), cache), tokens)
         cache.check_integrity()
 
@@ -139,7 +140,7 @@ def test_a_prompt_without_inference_mode_continues_in_it(model: PreTrainedModel)
     tokens = expected(model, prompt())
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
-        model(prompt()[:, :-1], past_key_values=cache)
+        model(prompt()[:, :-1], **passing(cache))
         with torch.inference_mode():
             assert torch.equal(greedy(model, prompt(), cache), tokens)
         cache.check_integrity()
@@ -178,13 +179,13 @@ def test_rows_of_a_cache_can_be_repeated_and_selected(name: str, method: str) ->
     settings = config() if method == "hybrid" else config().replace(method=method)
 
     def play(cache: Cache) -> Tensor:
-        found = [model(prompt(rows=2), past_key_values=cache).logits[:, -1]]
+        found = [model(prompt(rows=2), **passing(cache)).logits[:, -1]]
         cache.batch_repeat_interleave(3)
         for turn in range(4):
-            found.append(model(prompt(6, 3, seed=turn), past_key_values=cache).logits)
+            found.append(model(prompt(6, 3, seed=turn), **passing(cache)).logits)
         cache.batch_select_indices(torch.tensor([5, 0, 3]))
         for turn in range(4):
-            found.append(model(prompt(3, 3, seed=turn), past_key_values=cache).logits)
+            found.append(model(prompt(3, 3, seed=turn), **passing(cache)).logits)
         return torch.cat([part.flatten() for part in found])
 
     want = play(DynamicCache(config=model.config))
@@ -232,7 +233,7 @@ def test_padded_rows_with_beams_chunks_and_a_padded_later_turn(
             torch.cat([out, said], dim=1)[:, new],
             attention_mask=seen,
             position_ids=(seen.cumsum(1) - 1).clamp_min(0)[:, new],
-            past_key_values=cache,
+            **passing(cache),
         ).logits
         return logits[seen[:, new].bool()]
 

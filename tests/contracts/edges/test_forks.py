@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import bytes_per_token
@@ -49,7 +50,7 @@ def go_on(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Output:
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **passing(cache),
         max_new_tokens=NEW,
         do_sample=False,
         return_dict_in_generate=True,
@@ -94,7 +95,7 @@ class Branch:
 def filled(model: PreTrainedModel, runtime: hkv.Attachment, config: Any = None) -> Branch:
     cache, ids = runtime.cache(config=config), drawn(0, PROMPT)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **passing(cache))
     return Branch(model, cache, ids)
 
 
@@ -137,7 +138,7 @@ def test_a_fork_takes_what_is_resident_and_shares_what_is_cold(method: str) -> N
     with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
         cache = runtime.cache()
         with torch.no_grad():
-            model(drawn(0, 400), past_key_values=cache)
+            model(drawn(0, 400), **passing(cache))
         fork = cache.fork()
         for idx, store in fork.kv.stores.items():
             source = cache.kv.stores[idx]
@@ -161,7 +162,7 @@ def test_pages_of_a_method_that_keeps_everything_are_shared_until_they_are_writt
     with hkv.attach(model, hkv.HybridConfig(method="full", page_size=4)) as runtime:
         cache = runtime.cache()
         with torch.no_grad():
-            model(drawn(0, 401), past_key_values=cache)
+            model(drawn(0, 401), **passing(cache))
         first = cache.kv.stores[0]
         forks = [cache.fork() for _ in range(3)]
         pool = first.resident.pool
@@ -199,10 +200,10 @@ def test_a_fork_of_several_rows() -> None:
         config = hkv.HybridConfig.from_settings({"method": method, **own})
         with hkv.attach(model, config) as runtime, torch.no_grad():
             cache = runtime.cache()
-            model(ids, past_key_values=cache)
+            model(ids, **passing(cache))
             fork, more = cache.fork(), [drawn(3, 8).expand(2, -1), drawn(4, 8).expand(2, -1)]
             for one, new in zip((cache, fork), more, strict=True):
-                found = model(new, past_key_values=one).logits
+                found = model(new, **passing(one)).logits
                 exact = model(torch.cat([ids, new], 1)).logits[:, -8:]
                 torch.testing.assert_close(found, exact, rtol=0, atol=5e-4)
                 one.check_integrity()

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import build, strict_torch
 from tests.contracts.edges.test_forks import CELLS, drawn
 
@@ -35,7 +36,7 @@ def fresh(architecture: str, ids: tuple[int, ...]) -> list[int]:
     found = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=DynamicCache(config=model.config),
+        **passing(DynamicCache(config=model.config)),
         max_new_tokens=NEW,
         do_sample=False,
     )

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import hybrid_kv as hkv
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS, Method, Plugin
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import CLOSE, expected, greedy, prompt
@@ -44,9 +45,9 @@ def test_a_method_that_raises_in_mid_answer_costs_the_token_alone(
         cache = runtime.cache()
         failures: list[str] = []
         for at in (slice(0, 30), *(slice(n, n + 1) for n in range(30, 50))):
-            wanted = model(ids[:, at], past_key_values=exact).logits
+            wanted = model(ids[:, at], **passing(exact)).logits
             try:
-                found = model(ids[:, at], past_key_values=cache).logits
+                found = model(ids[:, at], **passing(cache)).logits
             except MethodError as error:
                 failures.append(str(error))
                 cache.check_integrity()
@@ -54,7 +55,7 @@ def test_a_method_that_raises_in_mid_answer_costs_the_token_alone(
                 assert {row.length for s in cache.kv.stores.values() for row in s.rows} == {
                     at.start
                 }
-                found = model(ids[:, at], past_key_values=cache).logits
+                found = model(ids[:, at], **passing(cache)).logits
             torch.testing.assert_close(found, wanted, **CLOSE)
         assert len(failures) == 1
         assert "FailsOnce.absorb of layer 1, row 0 must return entries, got Val" in failures[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import PAD, VOCAB, build
 
 SIZES: dict[str, Any] = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
@@ -44,7 +45,7 @@ def answers(model: Any, how: hkv.HybridConfig, call: dict[str, Any]) -> tuple[Te
             ids = model.generate(
                 ids,
                 attention_mask=mask,
-                past_key_values=cache,
+                **passing(cache),
                 max_new_tokens=12,
                 do_sample=False,
                 **options,
@@ -101,14 +102,14 @@ def test_a_forward_that_fails_leaves_no_search_behind() -> None:
     how = config("retrieval_attention", top_k=4, look_ahead="always")
     with hkv.attach(model, how) as runtime, torch.inference_mode():
         cache = runtime.cache()
-        model(torch.randint(3, VOCAB, (1, 61)), past_key_values=cache)
-        model(torch.tensor([[7]]), past_key_values=cache)
+        model(torch.randint(3, VOCAB, (1, 61)), **passing(cache))
+        model(torch.tensor([[7]]), **passing(cache))
         ahead = cache.kv.means.look_ahead
         assert ahead is not None
         held = model.model.layers[0].mlp
         model.model.layers[0].mlp = nn.Identity()
         model.model.layers[0].mlp.forward = lambda x: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            model(torch.tensor([[8]]), past_key_values=cache)
+            model(torch.tensor([[8]]), **passing(cache))
         model.model.layers[0].mlp = held
         assert ahead.under_way == {}

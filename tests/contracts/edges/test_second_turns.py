@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import PAD
 from tests.contracts.edges.calls import CLOSE, PROMPT, config, fresh, greedy, prompt
 from tests.contracts.edges.further_models import FURTHER, NOT_TIERED, further_config
@@ -28,7 +29,7 @@ def two_turns(model: PreTrainedModel, cache: Cache) -> tuple[Tensor, Tensor]:
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **passing(cache),
             max_new_tokens=NEW,
             do_sample=False,
             return_dict_in_generate=True,
@@ -60,7 +61,7 @@ def test_a_mask_that_the_model_makes_itself_is_no_matter_of_image_tokens() -> No
         hkv.attach(model, config()) as runtime,
         pytest.raises(UnsupportedModelError, match="'doge' adds a mask of its own to the causal"),
     ):
-        model.generate(prompt(), past_key_values=runtime.cache(), max_new_tokens=2)
+        model.generate(prompt(), **passing(runtime.cache()), max_new_tokens=2)
 
 
 # A token that a later mask hides
@@ -86,7 +87,7 @@ def test_a_second_turn_that_hides_a_cached_token_is_refused_and_loses_nothing(
         assert torch.equal(greedy(model, ids, cache), answer)
         model.generation_config.pad_token_id = int(answer[0, PROMPT + 1])
         with pytest.raises(ConfigError, match=r"hides token \d+ of row 0, which was shown when it"):
-            model.generate(second, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            model.generate(second, **passing(cache), max_new_tokens=4, do_sample=False)
         cache.check_integrity()
         assert torch.equal(greedy(model, second, cache), want)
 
@@ -97,20 +98,20 @@ def test_padding_that_is_shown_later_is_refused(model: PreTrainedModel) -> None:
     mask[1, :3] = 0
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **passing(cache))
         more = torch.ones_like(mask[:, :1])
         for later in (None, torch.cat([torch.ones_like(mask), more], dim=1)):
             with pytest.raises(ConfigError, match=r"shows token 0 of row 1, .* and 2 more"):
-                model(more, attention_mask=later, past_key_values=cache)
-        model(more, attention_mask=torch.cat([mask, more], dim=1), past_key_values=cache)
+                model(more, attention_mask=later, **passing(cache))
+        model(more, attention_mask=torch.cat([mask, more], dim=1), **passing(cache))
         cache.check_integrity()
 
 
 def test_a_mask_of_another_length_is_refused(model: PreTrainedModel) -> None:
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
-        model(prompt(), past_key_values=cache)
+        model(prompt(), **passing(cache))
         with pytest.raises(
             ConfigError, match="cover the 37 tokens in the cache and the 2 new ones"
         ):
-            model(prompt(length=2), torch.ones(1, 2), past_key_values=cache)
+            model(prompt(length=2), torch.ones(1, 2), **passing(cache))

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybrid_kv as hkv
+from hybrid_kv.models.cache_argument import CACHE_NAMES, passing
 from tests.contracts.architectures import (
     ARCHITECTURES,
 )
@@ -47,7 +48,7 @@ def test_a_mask_of_the_users_own_is_refused_or_honoured(model: PreTrainedModel) 
     with hkv.attach(model, config()) as runtime:
         for own in (additive, mask[None, None]):
             with refusal_allowed("mask"):
-                found = model(ids, attention_mask=own, past_key_values=runtime.cache()).logits
+                found = model(ids, attention_mask=own, **passing(runtime.cache())).logits
                 torch.testing.assert_close(found, want, **CLOSE)
 
 
@@ -55,22 +56,34 @@ def test_right_padding_is_refused_or_honoured(model: PreTrainedModel) -> None:
     ids, mask = (t.flip(1) for t in padded())
     want = model(ids, attention_mask=mask).logits
     with hkv.attach(model, config()) as runtime, refusal_allowed("pad"):
-        found = model(ids, attention_mask=mask, past_key_values=runtime.cache()).logits
+        found = model(ids, attention_mask=mask, **passing(runtime.cache())).logits
         torch.testing.assert_close(found[mask.bool()], want[mask.bool()], **CLOSE)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_cache_is_taken_under_both_names(model: PreTrainedModel, name: str) -> None:
+    """Since transformers 5.24 it is `cache`, a name that models before drop without a word."""
+    ids = prompt()
+    want = model(ids).logits
+    with hkv.attach(model, config()) as runtime:
+        cache = runtime.cache()
+        whole = torch.cat([model(part, **{name: cache}).logits for part in ids.split(11, 1)], 1)
+        assert cache.get_seq_length() == PROMPT
+        torch.testing.assert_close(whole, want, **CLOSE)
 
 
 def test_padded_rows_stay_finite(model: PreTrainedModel) -> None:
     ids, mask = padded()
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
-        out = model(ids, attention_mask=mask, past_key_values=cache)
+        out = model(ids, attention_mask=mask, **passing(cache))
         assert out.logits.isfinite().all()
         more = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
         out = model(
             out.logits[:, -1:].argmax(-1),
             attention_mask=more,
             position_ids=more.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
+            **passing(cache),
         )
         assert out.logits.isfinite().all()
 
@@ -110,7 +123,7 @@ def test_embeddings_in_place_of_tokens_are_read_and_left_alone(model: PreTrained
     before = embeddings.clone()
     want = model(inputs_embeds=embeddings).logits
     with hkv.attach(model, config()) as runtime:
-        found = model(inputs_embeds=embeddings, past_key_values=runtime.cache()).logits
+        found = model(inputs_embeds=embeddings, **passing(runtime.cache())).logits
     assert torch.equal(embeddings, before)
     torch.testing.assert_close(found, want, **CLOSE)
 
@@ -119,7 +132,7 @@ def test_attention_weights_are_refused_or_right(model: PreTrainedModel) -> None:
     ids = prompt()
     want = model(ids, output_attentions=True).attentions
     with hkv.attach(model, config()) as runtime, refusal_allowed("attention"):
-        found = model(ids, output_attentions=True, past_key_values=runtime.cache()).attentions
+        found = model(ids, output_attentions=True, **passing(runtime.cache())).attentions
         for weights, exact in zip(found or (), want, strict=False):
             assert weights is None or torch.allclose(weights, exact, **CLOSE)
 
@@ -128,7 +141,7 @@ def test_hidden_states_are_those_of_eager_attention(model: PreTrainedModel) -> N
     ids = prompt()
     want = model(ids, output_hidden_states=True).hidden_states
     with hkv.attach(model, config()) as runtime:
-        found = model(ids, output_hidden_states=True, past_key_values=runtime.cache())
+        found = model(ids, output_hidden_states=True, **passing(runtime.cache()))
     for hidden, exact in zip(found.hidden_states, want, strict=True):
         torch.testing.assert_close(hidden, exact, **CLOSE)
 
@@ -142,7 +155,7 @@ def test_gradients_are_refused_or_right(training: bool) -> None:
     @torch.enable_grad()
     def gradients(cache: Cache | None) -> list[Tensor]:
         model.zero_grad()
-        model(ids, labels=ids, past_key_values=cache).loss.backward()
+        model(ids, labels=ids, **passing(cache)).loss.backward()
         return [weight.grad.clone() for weight in model.parameters()]
 
     want = gradients(None)
