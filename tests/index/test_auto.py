@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _choice, auto
+from hybrid_kv.index import _auto_costs, _choice, auto
 from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_trials import build_forecast
@@ -273,6 +273,32 @@ def test_a_build_is_forecast_from_this_context_with_what_grows_and_what_does_not
         Cost("sketch", sketch.work_s / 8, 0), Cost("flat", scan.work_s / 8, 0), 4, 2048
     )
     assert less < taken < 4 * less, "eight times the keys are not eight times the work"
+
+
+def test_more_than_the_cache_holds_is_read_between_two_searches_of_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a sketch found its codes in the cache, and a graph of less time lost to it."""
+    read: list[tuple[str, int]] = []
+
+    class Small:
+        read_bytes = 1000.0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def search(self, queries: Tensor) -> None:
+            read.append((self.name, 1000))
+
+    monkeypatch.setattr(
+        _auto_costs.native_flat, "stream", lambda array: read.append(("", array.numel()))
+    )
+    trials = {(name, 0): Small(name) for name in ("sketch", "graph")}
+    _auto_costs.measured(trials, torch.zeros(1, 2, 12, 8))
+    turns = [place for place, (name, _) in enumerate(read) if name == "sketch"]
+    assert len(turns) > 5
+    for first, stop in pairwise(turns):
+        assert sum(size for _, size in read[first:stop]) >= 2 * _auto_costs.last_cache_bytes()
 
 
 def test_a_sketch_of_wide_codes_loses_to_a_graph_of_half_its_time(times: Times) -> None:
