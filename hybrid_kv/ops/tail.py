@@ -73,6 +73,13 @@ class UnreadPart(NamedTuple):
         return PartialAttention(self.out - share[..., None] * values, self.lse)
 
 
+def _evenly(count: int, most: int, device: torch.device) -> Tensor:
+    """At most so many of `count` rows, [n] int64 ascending, the first and the last among them."""
+    if count <= most:
+        return torch.arange(count, device=device)
+    return torch.linspace(0, count - 1, most, dtype=torch.float64, device=device).long()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
     """The first `count` entries of a row and layer as one Gaussian per KV head, all float32.
@@ -96,8 +103,7 @@ class Tail:
         """
         count = k.shape[1]
         if count > SAMPLES:
-            even = torch.linspace(0, count - 1, SAMPLES, dtype=torch.float64, device=k.device)
-            some = even.long()
+            some = _evenly(count, SAMPLES, k.device)
             k, v = k[:, some], v[:, some]
             without = None if without is None else without[:, some]
         k, v = k.float(), v.float()
@@ -133,8 +139,11 @@ class Tail:
 
     def grown(self, k: Tensor, v: Tensor) -> Tail:
         """Of k, v [Hkv, n, D] on any device, whose first `count` entries are known."""
-        more = k.shape[1] - self.count
-        new = Tail.of(k[:, self.count :], v[:, self.count :]).to(self.keys.device)
+        total, more = k.shape[1], k.shape[1] - self.count
+        # A step waits for this: of the new ones as many as there are of the old, and no more.
+        samples = max(_LEAST_GROWTH, SAMPLES * more // total)
+        some = _evenly(more, samples, k.device) + self.count
+        new = Tail.of(k[:, some].to(self.keys.device), v[:, some].to(self.keys.device))
         # Moments of two samples together (Chan, Golub and LeVeque 1983).
         share = more / k.shape[1]
         keys, values = new.keys - self.keys, new.values - self.values

@@ -7,8 +7,10 @@ reads them, and from others that stay in place.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from warnings import warn
@@ -60,7 +62,7 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _collector_paused():
                 # Other threads build indexes meanwhile: what they tell the device is their own.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
@@ -71,12 +73,31 @@ class CudaRecorder:
         return Recording(graph.replay, own, part)
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keeps Python's collector from running in this thread.
+
+    It may free page-locked memory, which waits for the device, and that ends a capture.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(slots=True)
 class _Known:
-    """What an owner has been told last: its signature, and the recording of it."""
+    """What an owner has been told last: its signature, and the recording of it.
+
+    is_refused: it could not be recorded.
+    """
 
     signature: Hashable
     recording: Recording | None = None
+    is_refused: bool = False
 
 
 class Recordings:
@@ -87,7 +108,7 @@ class Recordings:
     """
 
     def __init__(self, recorder: WorkRecorder | None) -> None:
-        self._recorder = recorder
+        self._recorder, self._has_warned = recorder, False
         self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
 
     def run(
@@ -96,7 +117,8 @@ class Recordings:
         """See `Executor.repeat`.
 
         Warns:
-            DeviceSelectWarning: recording failed; from now on all is told anew each time.
+            DeviceSelectWarning: recording failed, said once; this work is told anew each time, and
+                what comes after it is tried again.
         """
         if self._recorder is None:
             return work(given)
@@ -104,21 +126,27 @@ class Recordings:
         if known is None or known.signature != signature:
             self._known[owner] = _Known(signature)  # the first time kernels are compiled
             return work(given)
+        if known.is_refused:
+            return work(given)
         if known.recording is None:
             try:
                 known.recording = self._recorder.record(work, given)
             except RuntimeError as error:
-                self._recorder = None
-                self._known.clear()
-                reason = str(error).strip().split("\n")[0]
-                warn(
-                    f"the work of a step cannot be recorded as a CUDA graph ({reason}); it is "
-                    "launched kernel by kernel instead, more slowly",
-                    DeviceSelectWarning,
-                    stacklevel=2,
-                )
+                known.is_refused = True
+                self._warn_once(str(error).strip().split("\n")[0])
                 return work(given)
         recording = known.recording
         recording.given.copy_(given)
         recording.play()
         return recording.part
+
+    def _warn_once(self, reason: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn(
+            f"the work of a step cannot be recorded as a CUDA graph ({reason}); it is launched "
+            "kernel by kernel instead, more slowly",
+            DeviceSelectWarning,
+            stacklevel=3,
+        )

@@ -331,6 +331,34 @@ def test_a_step_that_cannot_be_recorded_is_launched_with_one_sentence() -> None:
 
 
 @pytest.mark.usefixtures("roomy")
+def test_after_work_that_could_not_be_recorded_other_work_still_is() -> None:
+    """Regression: one refusal, such as memory unlocked meanwhile, ended all recording for good."""
+
+    class RefusesOnce(Played):
+        def record(self, work: Any, given: Tensor) -> Recording:
+            if not self.refused:
+                self.refused = True
+                raise RuntimeError("as a test")
+            return super().record(work, given)
+
+    recorder = RefusesOnce()
+    recorder.refused = False  # type: ignore[attr-defined]
+    scene = Scene(900, backend="reference", estimate="gaussian")
+    scene.cache.means.executor._make_recorder = lambda device: recorder
+
+    def steps() -> None:
+        for _ in range(4):
+            scene.step()
+
+    with pytest.warns(DeviceSelectWarning, match="CUDA graph"):
+        steps()
+    assert recorder.recorded == 0
+    scene.row.chain.spans[0].known = None  # moments are taken anew: this is other work
+    steps()
+    assert recorder.recorded == 1
+
+
+@pytest.mark.usefixtures("roomy")
 def test_a_device_that_fills_up_leaves_the_layer_to_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
