@@ -27,6 +27,8 @@ def arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
         if tier.ids is not None:
             parts["ids"] = tier.ids
         arrays |= {f"{number}.{name}": array for name, array in parts.items()}
+    if sketch.mean is not None:
+        arrays["mean"] = sketch.mean
     if (placing := sketch.placing) is not None:
         arrays |= {name: getattr(placing.potential, name) for name in _POTENTIAL}
         arrays["cuts"] = placing.cuts
@@ -49,7 +51,10 @@ def sketch_of(head: str, what: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     tiers = [_tier_of(number, tier, own) for number, tier in enumerate(what["tiers"])]
     if not tiers or not 1 <= (num_rerank := int(what["num_rerank"])) < 2**31:
         raise ValueError("a sketch must have tiers, and rank at least one key")
-    return HeadSketch(tiers, num_rerank, _placing_of(own) if len(tiers) > 1 else None)
+    mean = own.get("mean")
+    if mean is not None and (mean.dtype != torch.float32 or not bool(torch.isfinite(mean).all())):
+        raise ValueError("the mean of the keys must be of finite float32 numbers")
+    return HeadSketch(tiers, num_rerank, _placing_of(own) if len(tiers) > 1 else None, mean)
 
 
 def check(sketches: Mapping[int, HeadSketch], num_reports: int, keys: Tensor, count: int) -> None:
@@ -64,6 +69,8 @@ def check(sketches: Mapping[int, HeadSketch], num_reports: int, keys: Tensor, co
         for array in (*placing, *(tier.map.key_map for tier in sketch.tiers)):
             if array.shape[1] != keys.shape[2]:
                 raise ValueError(f"head {head} is of keys of {array.shape[1]} channels")
+        if sketch.mean is not None and sketch.mean.shape != keys.shape[2:]:
+            raise ValueError(f"head {head} has a mean of {list(sketch.mean.shape)}")
 
 
 def _tier_of(number: int, what: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> SketchTier:

@@ -36,12 +36,18 @@ class HeadSketch:
         tiers: a single one without ids holds all keys; several hold those that `placing` gives
             them.
         num_rerank: candidates that are ranked exactly, for the number of results checked.
+        mean: [D] float32 of the keys, where a device has made the codes: it asks for it again.
     """
 
     def __init__(
-        self, tiers: Sequence[SketchTier], num_rerank: int, placing: Placing | None = None
+        self,
+        tiers: Sequence[SketchTier],
+        num_rerank: int,
+        placing: Placing | None = None,
+        mean: Tensor | None = None,
     ) -> None:
         self.tiers, self.num_rerank, self.placing = tuple(tiers), num_rerank, placing
+        self.mean = mean
         self.count = sum(tier.count for tier in tiers)
 
     @classmethod
@@ -74,7 +80,7 @@ class HeadSketch:
             held = min(one.count, count) if ids is None else int(torch.searchsorted(ids, count))
             codes = one.codes[: -(-held // BLOCK_KEYS)]
             tiers.append(restored_tier(one.map, codes, None if ids is None else ids[:held], held))
-        return HeadSketch(tiers, self.num_rerank, self.placing)
+        return HeadSketch(tiers, self.num_rerank, self.placing, self.mean)
 
     @property
     def memory_bytes(self) -> int:

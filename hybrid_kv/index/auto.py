@@ -104,6 +104,36 @@ class AutoIndex(SavedIndex):
         self._chosen_keys = 0
 
     @classmethod
+    def serving(
+        cls,
+        params: Any,
+        keys: Tensor,
+        reports: Sequence[SketchReport],
+        sketches: Mapping[int, HeadSketch],
+    ) -> AutoIndex:
+        """See `SketchIndex.serving`; no graph is tried."""
+        index = cls(params)
+        index._known, index._chosen_keys = keys, keys.shape[1]
+        index._parts = index._composed(reports, sketches, {}, 0)
+        return index
+
+    @property
+    def sketched(self) -> Mapping[int, tuple[HeadSketch, SketchReport]]:
+        """See `SketchIndex.sketched`."""
+        return {
+            range(len(self._keys))[part.heads][head]: one
+            for part in self._parts
+            if isinstance(part.index, SketchIndex)
+            for head, one in part.index.sketched.items()
+        }
+
+    @property
+    def code_bytes(self) -> int:
+        """See `SketchIndex.code_bytes`."""
+        sketches = [part.index for part in self._parts if isinstance(part.index, SketchIndex)]
+        return max((index.code_bytes for index in sketches), default=0)
+
+    @classmethod
     def needs(cls, params: Any) -> Needs:
         return SketchIndex.needs(params)
 
@@ -268,17 +298,15 @@ class AutoIndex(SavedIndex):
     def _graph_and_served(
         self, before: Sketched, head: int, graph: KeyGraph, served: HeadReport, group: int
     ) -> dict[tuple[str, int], TimedSearch]:
-        """A head's search by graph, by what serves it now, and by scan.
-
-        The scan reads so much that none of the others finds its own in the cache.
-        """
+        """A head's search by graph, and by what serves it now."""
         keys, top_k = self._keys[head : head + 1], min(self.params.check_top_k, len(self))
         trials: dict[tuple[str, int], TimedSearch] = {
             ("graph", head): GraphTrial(keys, graph, rows_of(keys[0], graph), served, top_k)
         }
-        trials["flat", head] = ScanTrial(keys, group, top_k)
         if (sketch := before.sketches.get(head)) is not None:
             trials["sketch", head] = SketchTrial(keys, sketch, group, top_k)
+        else:
+            trials["flat", head] = ScanTrial(keys, group, top_k)
         return trials
 
     def _composed(

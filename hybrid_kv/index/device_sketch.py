@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._device_learn import Learned, SelectGoal, learn
+from hybrid_kv.index._device_learn import Learned, Promise, SelectGoal, learn
+from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._sketch_engine import restored_tier
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_learn import SketchReport, TierReport
+from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
+from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
 from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Candidates, SearchResult
@@ -47,7 +53,7 @@ class DeviceSketch(Index):
     Args:
         ops: what searches.
         learned: how keys become codes.
-        codes: [Hkv, N, B] of the keys that it will be built over; None to make them then.
+        codes: [Hkv, n, B] of the first keys that it will be built over; None to make them then.
         dtype: of the keys.
     """
 
@@ -84,18 +90,17 @@ class DeviceSketch(Index):
 
     @torch.no_grad()
     def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
-        """See `Index.build`: codes that were given are those of these keys."""
+        """See `Index.build`: codes that were given are those of the first keys."""
         count = keys.shape[1]
         given, self._given = self._given, None
-        self._keys = keys
-        if given is not None and given.shape[1] == count:
-            self._codes.codes[:, :count] = given
-            self._set_state(count, count)
-            return
-        self._set_state(0, 0)
-        if count > LATER_KEYS:
-            self._encode(0, count - LATER_KEYS)
-        self._take_later(max(0, count - LATER_KEYS))
+        self._keys, coded = keys, 0
+        if given is not None and given.shape[1] <= count:
+            coded = given.shape[1]
+            self._codes.codes[:, :coded] = given
+        self._set_state(0, coded)
+        if count - coded > LATER_KEYS:
+            self._encode(coded, count - LATER_KEYS)
+        self._take_later(self._state[1])
 
     @torch.no_grad()
     def add(self, keys: Tensor) -> None:
@@ -143,6 +148,34 @@ class DeviceSketch(Index):
             if old != new:
                 self._codes.state[place].fill_(new)
         self._state = count, coded
+
+    def on_host(self, empty: SketchIndex | AutoIndex) -> SavedIndex:
+        """The same codes, searched on the host and with a form in a file; the device is waited for.
+
+        Args:
+            empty: an index of the kind that is wanted, which stays as it is.
+        """
+        learned, coded = self.learned, self._state[1]
+        plan, rows = learned.plan, self._codes.codes[:, :coded].cpu()
+        sketches, reports = {}, []
+        for head, promise in enumerate(learned.promises):
+            key_map, query_map, start, mean = (
+                part[head].cpu().contiguous()
+                for part in (learned.key_map, learned.query_map, learned.start, learned.mean)
+            )
+            by = SketchMap(plan, key_map, plan.zeros - start, query_map)
+            tier = restored_tier(by, blocks_of(rows[head]), None, coded)
+            sketches[head] = HeadSketch([tier], promise.num_rerank, mean=mean)
+            reports.append(
+                SketchReport(
+                    *("sketch", "codes that a device has made"),
+                    tiers=(TierReport(plan.code_bytes, coded),),
+                    num_rerank=promise.num_rerank,
+                    recall=promise.recall,
+                    mass=promise.mass,
+                )
+            )
+        return type(empty).serving(empty.params, self._known, reports, sketches)
 
     @property
     def _known(self) -> Tensor:
@@ -206,6 +239,35 @@ class DeviceSketch(Index):
             }
             for one, count in zip(self.learned.promises, lost, strict=True)
         ]
+
+
+def restored(
+    ops: Ops, index: SketchIndex | AutoIndex, device: torch.device, dtype: torch.dtype, goals: Any
+) -> tuple[partial[DeviceSketch], partial[DeviceSketch]] | None:
+    """As `sketch_of`, from what `DeviceSketch.on_host` gave; None where that has not made `index`.
+
+    Raises:
+        torch.OutOfMemoryError: the device has too little memory.
+    """
+    heads = [index.sketched.get(head) for head in range(len(index.describe()))]
+    sketches = [one[0] for one in heads if one is not None and one[0].mean is not None]
+    counts = {sketch.count for sketch in sketches}
+    plans = {tier.map.plan for sketch in sketches for tier in sketch.tiers}
+    if not sketches or len(sketches) < len(heads) or len(counts) != 1 or len(plans) != 1:
+        return None
+    (plan,), (count,) = plans, counts
+    maps = [sketch.tiers[0].map for sketch in sketches]
+    key_map = torch.stack([one.key_map for one in maps]).to(device)
+    start = torch.stack([plan.zeros - one.key_offset for one in maps]).to(device)
+    query_map = torch.stack([one.query_map for one in maps]).to(device)
+    mean = torch.stack([one.mean for one in sketches if one.mean is not None]).to(device)
+    reports = [one[1] for one in heads if one is not None]
+    promises = tuple(Promise(told.num_rerank, told.recall, told.mass) for told in reports)
+    goal = SelectGoal(goals.check_top_k, goals.target_recall, goals.target_mass)
+    learned = Learned(plan, key_map, start, query_map, mean, promises, goal)
+    rows = torch.stack([rows_of(sketch.tiers[0].codes, count) for sketch in sketches])
+    later = partial(DeviceSketch, ops, learned, dtype)
+    return partial(later, rows.to(device)), later
 
 
 def sketch_of(

@@ -175,6 +175,17 @@ class SketchIndex(SavedIndex):
         index._serve(dict(sketches))
         return index
 
+    @property
+    def sketched(self) -> Mapping[int, tuple[HeadSketch, SketchReport]]:
+        """By KV head that is served by a sketch: the sketch, and what it promises."""
+        return {head: (sketch, self.reports[head]) for head, sketch in self._sketches.items()}
+
+    @property
+    def code_bytes(self) -> int:
+        """Of the longest code of a key; 0 where all heads are scanned."""
+        tiers = [tier for sketch in self._sketches.values() for tier in sketch.tiers]
+        return max((tier.map.plan.code_bytes for tier in tiers), default=0)
+
     def learn_head(self, keys: Tensor, samples: Tensor) -> tuple[HeadSketch | None, SketchReport]:
         """The sketch of a head's keys [N, D], if it reaches the goal; samples [G, M, D]."""
         self._check_cancelled()

@@ -91,6 +91,21 @@ class SketchPlan:
         return f"{self.code_bytes} B ({parts})"
 
 
+def blocks_of(rows: Tensor) -> Tensor:
+    """Codes [n, B] uint8, a row for each key, as blocks [ceil(n / 16), lines, 64]."""
+    count, code_bytes = rows.shape
+    blocks = rows.new_zeros(-(-count // BLOCK_KEYS), BLOCK_KEYS, code_bytes)
+    blocks.flatten(0, 1)[:count] = rows
+    count_of_lines = code_bytes // _QUAD
+    return blocks.view(-1, BLOCK_KEYS, count_of_lines, _QUAD).transpose(1, 2).flatten(2)
+
+
+def rows_of(blocks: Tensor, count: int) -> Tensor:
+    """What `blocks_of` made blocks of: codes [count, B] uint8."""
+    keys = blocks.view(len(blocks), -1, BLOCK_KEYS, _QUAD).transpose(1, 2)
+    return keys.flatten(2).flatten(0, 1)[:count]
+
+
 def dims_per_line(bits: int) -> int:
     """Dims of every key that one line holds."""
     return _QUAD * (8 // bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, IntegrityError
 from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index.auto import AutoIndex
+from hybrid_kv.index.device_sketch import DeviceSketch
+from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
 from hybrid_kv.store.aging import Aging
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.live_index import LiveIndex, MakeIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class HeldLayer:
         k and v are copies on the host, the rest is shared with the layer.
 
         Raises:
-            ConfigError: the device finds its cold entries, by something that only lives there.
+            ConfigError: something finds its cold entries that only lives on its device.
         """
         (row,) = layer.rows
         extents = [replace(_extent_of(layer, span), moments=span.known) for span in row.chain.spans]
@@ -91,7 +94,8 @@ class HeldLayer:
         """Makes this what an empty layer of another cache holds, whose method is the same.
 
         Cold entries stay where they lie and are never written; resident ones are copied to
-        `device`.
+        `device`. Where that finds cold entries by itself they are copied to page-locked memory,
+        and what finds them to the device.
         """
         means, count = layer.means, self.k.shape[1]
         placement = means.method.seal(layer.shape.layer_idx, ())
@@ -120,6 +124,8 @@ class HeldLayer:
             row.keep(self.kept, self.kept.positions.cpu() if offloads else None)
 
     def _fill_chain(self, layer: TieredLayer, row: Row) -> None:
+        if self._fill_selected(layer, row):
+            return
         start, chain = self.num_first, row.chain
         make = None if row.placement is None else row.placement.index
         for held in self.extents:
@@ -134,29 +140,73 @@ class HeldLayer:
             chain.num_tokens += held.length
             start = stop
 
+    def _fill_selected(self, layer: TieredLayer, row: Row) -> bool:
+        """Fills the chain for a device that finds its entries; False where the host does."""
+        store, means = layer.held, layer.means
+        try:
+            makes = means.selectors.restored(store, [held.index for held in self.extents])
+            spans = (
+                [] if makes is None else list(self._pinned(layer, row, [own for own, _ in makes]))
+            )
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            means.selectors.ran_out(store, self.num_cold, error)
+            return False
+        if not makes or len(spans) < len(makes):
+            return False
+        row.chain.spans += spans
+        row.chain.num_tokens += self.num_cold
+        row.later_index = makes[-1][1]
+        return True
+
+    def _pinned(self, layer: TieredLayer, row: Row, makes: Sequence[MakeIndex]) -> Iterator[Span]:
+        """The cold entries in page-locked memory, with their indexes; none if it is refused."""
+        start, chain = self.num_first, row.chain
+        device = layer.held.resident.pool.device
+        by_itself = row.placement is not None and row.placement.select == "auto"
+        for held, make in zip(self.extents, makes, strict=True):
+            behind = start - self.num_first
+            extent = ColdExtent(
+                chain.shape, chain.dtype, held.length, pinned=chain.pinned, behind=behind
+            )
+            if by_itself and not extent.k.is_pinned():
+                return
+            stop = start + held.length
+            extent.fill(self.k[:, start:stop], self.v[:, start:stop], start)
+            extent.index = LiveIndex(make, extent.keys, None, layer.means.builds)
+            known = None if held.moments is None else held.moments.to(device)
+            yield Span(extent, held.length, known=known)
+            start = stop
+
 
 def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
     live = span.extent.index
     if live is None:
         return HeldExtent(span.length, None, None)
     live.wait(span.extent.keys)
-    if live.selects or live.on_device:
+    index = live.serving
+    if isinstance(index, DeviceSketch):
+        assert layer.placement is not None
+        assert layer.placement.index is not None
+        empty = layer.placement.index()
+        assert isinstance(empty, SketchIndex | AutoIndex)
+        index = index.on_host(empty)
+    elif live.selects or live.on_device:
         raise ConfigError(
-            f"layer {layer.shape.layer_idx} finds its cold entries by codes in the memory of "
-            f"{layer.resident.pool.device}, which no file holds; make the context with "
-            "cold.select='host' to save it"
+            f"layer {layer.shape.layer_idx} finds its cold entries by a {type(index).__name__} in "
+            f"the memory of {layer.resident.pool.device}, which no file holds; make the context "
+            "with cold.select='host' to save it"
         )
     if span.length == span.extent.length:
-        return HeldExtent(span.length, live.serving, live.aging)
-    return _cropped(live, span.extent.keys[:, : span.length])
+        return HeldExtent(span.length, index, live.aging)
+    return _cropped(live, index, span.extent.keys[:, : span.length])
 
 
-def _cropped(live: LiveIndex, keys: Tensor) -> HeldExtent:
+def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> HeldExtent:
     """Of an extent of which the row sees the first keys only: no index tells of the others.
 
     One that cannot leave them out is built again from the prompt's samples, as decoding would do.
     """
-    count, index = keys.shape[1], live.serving
+    count = keys.shape[1]
     if (aging := live.aging) is not None:
         aging = aging.behind(0)
         aging.forget_asked()

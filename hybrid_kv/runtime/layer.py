@@ -302,14 +302,15 @@ class TieredLayer:
     def _note(self, q: Tensor) -> None:
         """Lets the indexes learn later from some queries of a long later turn."""
         count, heads = q.shape[2], self.shape.num_kv_heads
-        some = range(count - 1, -1, -max(1, count // _NOTED_TOKENS))[::-1]
+        step = max(1, count // _NOTED_TOKENS)
+        some = range((count - 1) % step, count, step)
         for row in self.held.rows:
             indexes = [span.extent.index for span in row.chain.spans]
             known = [index.aging for index in indexes if index is not None]
             agings = [aging for aging in known if aging is not None]
             if not agings:
                 continue
-            asked = q[row.number][:, some].unflatten(0, (heads, -1)).cpu()
+            asked = q[row.number][:, some.start :: step].unflatten(0, (heads, -1)).cpu()
             for place, token in enumerate(some):
                 for aging in agings:
                     aging.ask(asked[:, :, place].clone(), row.length - count + token)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
-from hybrid_kv.index.device_sketch import device_bytes, sketch_of
+from hybrid_kv.index.auto import AutoIndex
+from hybrid_kv.index.device_sketch import device_bytes, restored, sketch_of
+from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.plugins import Placement
+from hybrid_kv.plugins import Index, Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.stand_in import free_bytes, resident_bytes
 from hybrid_kv.runtime.step import Step, stacked
@@ -97,26 +99,67 @@ class Selectors:
         try:
             return sketch_of(layer.resident.pool.ops, keys, samples, size, goals)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            if not self._has_warned:
-                self._has_warned = True
-                what = " ".join(str(error).split())[:200]
-                warn(
-                    f"layer {layer.shape.layer_idx} cannot select on {keys.device}, whose memory "
-                    f"ran out while codes of {keys.shape[1]} keys were made ({what}); the host "
-                    "searches for this layer, more slowly; shorten the prompt, keep fewer tokens "
-                    "resident or set cold.select='host'",
-                    DeviceSelectWarning,
-                    stacklevel=2,
-                )
+            self.ran_out(layer, keys.shape[1], error)
             return None
+
+    def ran_out(self, layer: LayerKV, num_keys: int, error: Exception) -> None:
+        """Warns, once, that there was no memory for a layer's codes."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        what = " ".join(str(error).split())[:200]
+        warn(
+            f"layer {layer.shape.layer_idx} cannot select on {layer.resident.pool.device}: memory "
+            f"ran out while codes of {num_keys} keys were made ({what}); the host searches for "
+            "this layer, more slowly; shorten the prompt, keep fewer tokens resident or set "
+            "cold.select='host'",
+            DeviceSelectWarning,
+            stacklevel=3,
+        )
+
+    def restored(
+        self, layer: LayerKV, indexes: Sequence[Index | None]
+    ) -> list[tuple[MakeIndex, MakeIndex]] | None:
+        """As `SelectFor`, for each extent that a file held; None where the host searches.
+
+        Args:
+            indexes: what the file held of the extents, to be searched on a host.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        place, pool = layer.placement, layer.resident.pool
+        if self.of(layer) is None or place is None or place.index is None:
+            return None
+        goals, size = place.index().params, self._sizes[pool.device]
+        found: list[tuple[MakeIndex, MakeIndex]] = []
+        for index in indexes:
+            if not isinstance(index, SketchIndex | AutoIndex):
+                return None
+            if (
+                place.select == "auto"
+                and size is not None
+                and index.code_bytes > _scaled(size, layer)
+            ):
+                return None
+            makes = restored(pool.ops, index, pool.device, pool.dtype, goals)
+            if makes is None:
+                return None
+            found.append(makes)
+        return found
 
 
 def code_bytes(layer: LayerKV, size: int) -> int:
     """What all rows of a layer take of the device with codes of `size` bytes at 128 channels."""
     shape, item = layer.shape, layer.resident.pool.dtype.itemsize
-    code = -(-size * shape.head_dim // 128)
+    code = _scaled(size, layer)
     lengths = [row.length for row in layer.rows]
     return sum(device_bytes(n, shape.num_kv_heads, shape.head_dim, item, code) for n in lengths)
+
+
+def _scaled(size: int, layer: LayerKV) -> int:
+    """Bytes of a key's code in this layer, where one of 128 channels takes `size`."""
+    return -(-size * layer.shape.head_dim // 128)
 
 
 def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:

@@ -29,16 +29,12 @@ _FACTS = (
 _READING = frozenset(
     {
         *("page_budget", "cold.top_k", "cold.max_tokens", "cold.min_share", "cold.shared"),
-        *(
-            "cold.attend",
-            "cold.stand_in",
-            "cold.look_ahead",
-            "cold.look_ahead_factor",
-            "cold.estimate",
-        ),
+        *("cold.attend", "cold.stand_in", "cold.look_ahead", "cold.look_ahead_factor"),
+        *("cold.estimate", "cold.select"),
     }
 )
-"""Settings of methods that say how much is attended, and not what is stored or how it is found."""
+"""Settings of methods that say how much is attended and where, and not what is stored or by what it
+is found."""
 _RUNNING = frozenset(HybridConfig.model_fields) - {"method", "page_size", "params"}
 
 

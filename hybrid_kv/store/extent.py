@@ -77,6 +77,13 @@ class ColdExtent:
         extent.rewritten, extent.index = 0, None
         return extent
 
+    def fill(self, k: Tensor, v: Tensor, first_position: int) -> None:
+        """Copies entries k, v [Hkv, n, D] of consecutive positions into an empty extent."""
+        count = k.shape[1]
+        self.k[:, :count], self.v[:, :count] = k, v
+        self.positions[:count] = torch.arange(first_position, first_position + count)
+        self.length = count
+
     def takes(self, count: int) -> bool:
         """Whether so many entries in all have room here, or can be given it."""
         return not self._is_fixed or count <= self.positions.shape[0]
