@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import torch
 from hybrid_kv.methods.locret import Locret
 from hybrid_kv.methods.retaining_heads import RetainingHeads
 from hybrid_kv.types import ModelInfo
+from tests.device import emulated, why_not
 from tests.tolerances import TOLERANCES, Tolerance
 from tests.trained_heads import draw_heads
 
@@ -32,10 +34,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    real = "needs an NVIDIA GPU: torch.cuda.is_available() is False"
     for item in items:
-        if item.get_closest_marker("gpu") is not None:  # a keyword is the name of a folder, too
-            item.add_marker(skip)
+        marker = item.get_closest_marker("gpu")  # a keyword is the name of a folder, too
+        if marker is None:
+            continue
+        if reason := real if marker.kwargs.get("real") else why_not():
+            item.add_marker(pytest.mark.skip(reason=reason))
+        else:
+            assert isinstance(item, pytest.Function)
+            item.fixturenames.insert(0, "_emulated_gpu")
+
+
+@pytest.fixture
+def _emulated_gpu() -> Iterator[None]:
+    with emulated():
+        yield
 
 
 def pytest_unconfigure() -> None:

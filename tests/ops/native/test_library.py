@@ -12,7 +12,7 @@ from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.ops.native.cores import cpu_quota, default_threads, num_cores
 from hybrid_kv.ops.native.workers import Pool, default_pool
-from tests.ops.native.engines import needs_engine
+from tests.ops.native.engines import engine_params, needs_engine, why_not
 
 
 @pytest.fixture
@@ -200,3 +200,11 @@ def test_the_default_pool_takes_its_size_from_the_environment(
     monkeypatch.setenv("HYBRID_KV_THREADS", "many")
     with pytest.raises(ConfigError, match="HYBRID_KV_THREADS must be a number of threads, got 'm"):
         default_pool()
+
+
+@pytest.mark.parametrize("isa", library.ISAS)
+def test_an_instruction_set_is_tested_here(isa: str) -> None:
+    """One skip in place of one for each test of it."""
+    if reason := why_not(isa):
+        pytest.skip(f"{reason}: no test of it ran")
+    assert isa in engine_params()

@@ -10,9 +10,11 @@ import torch
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.ops.triton.where import needs_kernels
 from tests.runtime import test_select as select
 from tests.tolerances import TOLERANCES
 
+needs_kernels()
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
 SHAPE = LayerShape(0, 6, 2, 24)

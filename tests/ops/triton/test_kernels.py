@@ -12,9 +12,11 @@ from hybrid_kv.ops import reference
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 from tests.ops.paged_data import SHAPES, Shape, copy_of, lists, newest_positions, pool, queries
+from tests.ops.triton.where import needs_kernels
 from tests.tolerances import TOLERANCES, Tolerance
 
 FLOAT32 = TOLERANCES[torch.float32]
+needs_kernels()
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 LONG = Shape(heads=1, slots=12, page_size=37, group=4)  # more tokens than a tile holds
 

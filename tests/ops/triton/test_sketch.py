@@ -22,8 +22,10 @@ from hybrid_kv.ops.tail import Tail
 from hybrid_kv.planning import designs
 from hybrid_kv.types import Candidates, PartialAttention
 from tests.index.sketch_heads import seen_heads
+from tests.ops.triton.where import needs_kernels
 from tests.tolerances import TOLERANCES, Tolerance
 
+needs_kernels()
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 HEADS, GROUP, DIM, KEYS, LATER = 2, 3, 72, 637, 90
 FLOAT32 = TOLERANCES[torch.float32]

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.ops.tail import Form, Tail, UnreadPart, attend_unread
+from tests.ops.triton.where import needs_kernels
 
+needs_kernels()
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 HEADS, ROWS, ENTRIES, FOUND = 2, 3, 700, 40
 NEAR = {"rtol": 2e-5, "atol": 2e-5}
