@@ -232,6 +232,10 @@ class OwnCopies(Copies):
     def use(self, setting: Setting) -> None:
         self._engine.use(setting)
 
+    def notes(self) -> list[dict[str, Any]]:
+        """What the index tells of each copy."""
+        return self._engine.notes()
+
     def visit(self, groups: Sequence[np.ndarray], grouped: bool) -> None:
         queries = torch.from_numpy(np.stack(groups))
         for part in [queries] if grouped else queries.split(1, 1):

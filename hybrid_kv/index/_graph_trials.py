@@ -8,7 +8,7 @@ faster says what those near it have to expect. Nothing is known beyond the layer
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_kv.index._choice import Cost, Pace
 
@@ -119,9 +119,20 @@ class GraphTrials:
         wins, why = self._payback.wins(self._served[head], near.cost, near.build_s)
         return None if wins else f"as head {near.head} tells, {why}"
 
-    def note(self, head: int, graph: Cost | None, build_s: float) -> None:
-        """What a trial found: the cost of the graph, None where it missed its goal."""
-        pace = self._payback.pace
-        if graph is not None and graph.seconds(pace) >= self._served[head].seconds(pace):
+    def note(
+        self, head: int, graph: Cost | None, build_s: float, served: Cost | None = None
+    ) -> None:
+        """What a trial found.
+
+        Args:
+            graph: its cost, None where it missed its goal.
+            served: the cost of what serves, as it was timed in turn with the graph. Where the
+                machine has become faster or slower since all were timed, so has the graph.
+        """
+        pace, before = self._payback.pace, self._served[head]
+        served = served or before
+        if graph is not None and graph.seconds(pace) >= served.seconds(pace):
             graph = None
+        if graph is not None:
+            graph = replace(graph, work_s=graph.work_s * before.work_s / served.work_s)
         self._tried.append(_Tried(head, self._dims[head], graph, build_s))

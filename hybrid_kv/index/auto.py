@@ -281,7 +281,9 @@ class AutoIndex(SavedIndex):
                 continue
             graphs[head] = graph
             own = self._graph_and_served(before, head, graph, reports[head], samples.shape[1])
-            tried.note(head, measured(own, samples)["graph", head], build_s)
+            found = measured(own, samples)
+            served = found[before.costs[head].kind, head]
+            tried.note(head, found["graph", head], build_s, served)
             trials |= own
         costs = measured(trials, samples) if trials else {}
         for head in list(graphs):
