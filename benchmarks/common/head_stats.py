@@ -85,7 +85,9 @@ def _distances(keys: Tensor, queries: Tensor) -> tuple[float, float]:
     out = keys[order[:sample].sort().values].double()
     rest = keys[order[sample:].sort().values].float()
     mean = rest.mean(0, keepdim=True)
-    factor = torch.linalg.cholesky(torch.cov(rest.T).double())
+    spread = torch.cov(rest.T).double()
+    spread.diagonal().add_(1e-6 * spread.diagonal().mean())  # channels of real heads may be alike
+    factor = torch.linalg.cholesky(spread)
     asked = queries[torch.randperm(len(queries), generator=generator)[:sample]].double()
 
     def distance(vectors: Tensor) -> float:

@@ -133,7 +133,8 @@ def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention
         lists = [row.table.slots().expand(every) for row in rows]
     else:
         return _attend_all_resident(step)
-    return stacked([_attend_slots(step, *each) for each in zip(rows, lists, strict=True)])
+    reads = 1 if chosen is None else step.new  # what is chosen differs from token to token
+    return stacked([_attend_slots(step, *each, reads) for each in zip(rows, lists, strict=True)])
 
 
 def _attend_all_resident(step: Step) -> PartialAttention:
@@ -164,8 +165,12 @@ def _attend_all_resident(step: Step) -> PartialAttention:
     return part
 
 
-def _attend_slots(step: Step, row: Row, slots: Tensor) -> PartialAttention:
-    """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list."""
+def _attend_slots(step: Step, row: Row, slots: Tensor, reads: int) -> PartialAttention:
+    """Attention over pages [Hkv, T, C] of the pool, the newest page last in each list.
+
+    Args:
+        reads: lists of a KV head that differ.
+    """
     table = row.table
     begin = step.phases.now()
     part = step.ops.attend_pages(
@@ -181,7 +186,7 @@ def _attend_slots(step: Step, row: Row, slots: Tensor) -> PartialAttention:
     size = row.page_size
     stored = slots.shape[-1] * size - (size - table.tail_fill)
     _count(step, stored)
-    step.work.resident_bytes += slots.shape[0] * slots.shape[1] * stored * step.row_bytes
+    step.work.resident_bytes += slots.shape[0] * reads * stored * step.row_bytes
     return part
 
 

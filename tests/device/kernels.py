@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -18,15 +19,14 @@ from tests.device.tensors import DeviceTensor, value_of
 
 @contextmanager
 def launching(machine: Machine) -> Iterator[None]:
-    """Triton's kernels run on the machine's devices; nothing where Triton is not interpreted."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
+    """Triton's kernels run on the machine's devices; torch's where they are not interpreted."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        absent = devices.BackendState(None, "no kernels on an emulated device: not interpreted")
+        with mock.patch.object(devices, "triton_state", _state(absent)):
+            yield
         return
-    try:
-        import triton.runtime.interpreter as interpreter
-    except ImportError:
-        yield
-        return
+    import triton.runtime.interpreter as interpreter
+
     inner = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -133,7 +133,7 @@ def test_a_kept_context_answers_as_a_whole_prompt(
     "compiled_on",
     [
         pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", marks=pytest.mark.gpu(real=True)),
     ],
 )
 def test_compiled_steps_give_the_same_tokens(
@@ -144,7 +144,7 @@ def test_compiled_steps_give_the_same_tokens(
     assert tokens_on(compiled_on, ids, settings) == expected
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_on_a_gpu_the_kernels_serve_and_not_the_definitions(ids: torch.Tensor) -> None:
     """Else the tests above would say nothing about them."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'hybrid-kv[triton]'")

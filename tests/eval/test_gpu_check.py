@@ -43,6 +43,10 @@ CPU = torch.device("cpu")
 ROW = {"name": "one", "status": "ok", "why": None, "settings": {"n": 3}, "values": {"us": 1.5}}
 PRINT_ROW = f"print({MARK + json.dumps(ROW)!r}, flush=True)"
 
+A_GPU = [pytest.param("cuda:0", marks=pytest.mark.gpu(real=True))]
+DEVICES = ["cpu", *(A_GPU if torch.cuda.is_available() else [])]
+"""An emulated device has no profiler, no events with times and no memory snapshot."""
+
 
 def job(**changes: Any) -> Job:
     return Job(**{"part": "micro", "name": "a job", "kind": "fault", **changes})
@@ -151,7 +155,7 @@ def test_a_row_that_fails_says_why_and_the_next_one_is_measured() -> None:
     ]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "kind",
     sorted({*KINDS} - {"fault", "tests", "end_to_end", "decode_attention", "memops", "first_run"}),
@@ -166,7 +170,7 @@ def test_every_small_measurement_runs_with_the_rehearsals_sizes(kind: str, devic
     assert all(("CUDA only" in why) == (device == "cpu") for why in reasons), reasons
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_decode_attention_is_measured_for_whoever_is_there(device: str) -> None:
     measured = rows_measured(
         "decode_attention", {"device": device, "by": ["sdpa", "reference", "triton"]}
@@ -175,7 +179,7 @@ def test_decode_attention_is_measured_for_whoever_is_there(device: str) -> None:
     assert all(row["values"]["us"] > 0 for row in measured if row["status"] == "ok")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_systems_that_are_exact_write_the_same_tokens_end_to_end(device: str) -> None:
     tokens = {}
     for system in plan.SYSTEMS:
@@ -199,7 +203,7 @@ def test_systems_that_are_exact_write_the_same_tokens_end_to_end(device: str) ->
 LOOKS = {look: "CUDA only" if look == "waits of a step" else None for look in first_run.LOOKS}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("look", LOOKS)
 def test_every_look_of_a_first_run_is_taken(look: str, device: str) -> None:
     (row,) = rows_measured("first_run", {"device": device, "look": look})
@@ -332,7 +336,7 @@ def test_nothing_is_capped_on_the_cpu() -> None:
     assert device_memory.cap_device(CPU, 2**30) is None
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_an_allocation_beyond_the_cap_is_refused() -> None:
     device = torch.device("cuda:0")
     try:
@@ -381,7 +385,7 @@ def test_a_driver_that_refuses_or_never_answers_is_named(monkeypatch: pytest.Mon
         memops.RoundTrip(Driver(words, answers=False), 0, words.data_ptr()).run()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_the_memory_operations_of_a_stream_answer() -> None:
     (row,) = rows_measured("memops", {"device": "cuda:0"})
     assert row["status"] == "ok", row["why"]

@@ -189,7 +189,7 @@ def test_memory_that_runs_out_in_flashinfer_is_not_taken_for_a_broken_one(
     assert caught.value is error
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_flashinfer_itself_agrees(dtype: torch.dtype, softcap: float | None) -> None:

@@ -173,7 +173,7 @@ def test_a_gpu_reads_a_locked_array_by_itself() -> None:
     assert pinned_empty([5], torch.float16).is_pinned()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_kernels_run_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_kv.ops import pinned
 

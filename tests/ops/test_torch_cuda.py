@@ -86,7 +86,7 @@ def test_torch_knows_the_calls(dtype_: torch.dtype) -> None:
     assert part.lse.shape == q.shape[:3]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 @pytest.mark.parametrize("dtype_", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("new", [1, 37, 300])
 def test_on_a_gpu_auto_serves_prefill_by_torch(dtype_: torch.dtype, new: int) -> None:

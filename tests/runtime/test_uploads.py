@@ -101,7 +101,7 @@ def test_what_was_sent_last_is_kept_by_content_and_nothing_else() -> None:
     assert uploads(one, torch.device("cpu")).data_ptr() == one.ctypes.data
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_on_a_gpu_steps_do_not_wait() -> None:
     """Torch says which operations wait for the device."""
     device = torch.device("cuda")

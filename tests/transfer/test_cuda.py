@@ -145,7 +145,7 @@ def test_builds_go_to_whoever_builds_and_closing_waits_for_copies() -> None:
     assert not lane.pending
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)
 def test_on_a_gpu_queries_leave_beside_what_it_computes_and_results_come_before_what_follows() -> (
     None
 ):

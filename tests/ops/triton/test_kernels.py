@@ -194,10 +194,10 @@ def test_parts_of_any_dtype_are_merged(
 
 
 @pytest.mark.gpu
-def test_a_part_in_pinned_host_memory_is_read_where_it_lies(device: str) -> None:
+def test_a_part_in_pinned_host_memory_is_read_where_it_lies() -> None:
     from hybrid_kv.ops.triton import merge
 
-    near = PartialAttention(torch.randn(7, 72, device=device), torch.randn(7, device=device))
+    near = PartialAttention(torch.randn(7, 72, device="cuda"), torch.randn(7, device="cuda"))
     far = PartialAttention(torch.randn(7, 72).pin_memory(), torch.randn(7).pin_memory())
     merged = merge.merge([near, far], torch.float32)
     exact = reference.merge([near, PartialAttention(*(t.cuda() for t in far))], torch.float32)
