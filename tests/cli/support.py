@@ -66,3 +66,8 @@ def refused(*words: object, code: int = 2, stdin: str | None = None) -> str:
     assert len(lines) == 1, lines
     assert lines[0].startswith("error: ")
     return lines[0]
+
+
+def words_of_ours(stderr: str) -> str:
+    """What a command wrote, without Triton 3.9's words (torch imports it) as a process ends."""
+    return stderr.partition("nanobind: leaked ")[0]

@@ -36,9 +36,9 @@ class StepCounts:
 
 def counted(config: hkv.HybridConfig, context: int = 300) -> StepCounts:
     """Counts of a step in the middle of a page, and of one in which a page leaves."""
-    with emulated() as machine, torch.inference_mode():
+    with emulated() as machine:
         model = llama().to("cuda")  # type: ignore[arg-type]
-        with hkv.attach(model, config) as runtime:
+        with torch.inference_mode(), hkv.attach(model, config) as runtime:
             cache, steps = runtime.cache(), list[Counts]()
             model(tokens(context).cuda(), **passing(cache), use_cache=True, logits_to_keep=1)
             for number in range(2 * PAGE + 4):

@@ -45,8 +45,9 @@ def served(context: hkv.Context) -> set[str]:
     return {head["serves"] for head in told}
 
 
-@pytest.mark.parametrize("kind", ["auto", "sketch"])
-@pytest.mark.parametrize("later", [4096, 20], ids=["later-as-they-are", "later-coded"])
+@pytest.mark.parametrize(
+    ("kind", "later"), [("auto", 4096), ("sketch", 20)], ids=["later-as-they-are", "later-coded"]
+)
 def test_saved_and_opened_on_a_device_it_answers_alike(
     kind: str, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
