@@ -145,13 +145,13 @@ class HeldLayer:
         store, means = layer.held, layer.means
         try:
             makes = means.selectors.restored(store, [held.index for held in self.extents])
-            spans = (
-                [] if makes is None else list(self._pinned(layer, row, [own for own, _ in makes]))
-            )
+            if not makes:
+                return False
+            spans = list(self._pinned(layer, row, [own for own, _ in makes]))
         except (torch.OutOfMemoryError, MemoryError) as error:
             means.selectors.ran_out(store, self.num_cold, error)
             return False
-        if not makes or len(spans) < len(makes):
+        if len(spans) < len(makes):
             return False
         row.chain.spans += spans
         row.chain.num_tokens += self.num_cold

@@ -75,7 +75,7 @@ class CudaRecorder:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keeps Python's collector from running in this thread.
+    """Keeps Python's collector from running, in any thread.
 
     It may free page-locked memory, which waits for the device, and that ends a capture.
     """

@@ -109,3 +109,20 @@ def test_where_the_codes_do_not_fit_the_host_searches(
             opened = llm.open(tmp_path / "a.hkv")
         assert "sketch" in served(opened) <= {"sketch", "flat"}  # what came later is scanned
         assert answers(opened) == expected
+
+
+@pytest.mark.parametrize(("gib", "serves"), [(24, "device sketch"), (1, "sketch")])
+def test_by_itself_it_goes_to_a_device_that_has_room_for_its_codes(
+    gib: int, serves: str, tmp_path: Path
+) -> None:
+    with emulated(), loaded("cuda") as llm:
+        context = llm.context(PROMPT)
+        expected = answers(context)
+        context.save(tmp_path / "a.hkv")
+    with emulated(memory_bytes=gib << 30), loaded("cuda", select="auto") as llm:
+        with torch.inference_mode():  # which the context outlives
+            opened = llm.open(tmp_path / "a.hkv")
+        assert serves in served(opened)
+        assert answers(opened) == expected
+        opened.append(tokens(90, 3)[0].tolist())
+        assert len(opened.ask(QUESTIONS[0], max_new_tokens=2).token_ids) == 2
