@@ -102,7 +102,7 @@ def blocks_of(rows: Tensor) -> Tensor:
 
 def rows_of(blocks: Tensor, count: int) -> Tensor:
     """What `blocks_of` made blocks of: codes [count, B] uint8."""
-    keys = blocks.view(len(blocks), -1, BLOCK_KEYS, _QUAD).transpose(1, 2)
+    keys = blocks.view(*blocks.shape[:2], BLOCK_KEYS, _QUAD).transpose(1, 2)
     return keys.flatten(2).flatten(0, 1)[:count]
 
 

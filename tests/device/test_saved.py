@@ -126,3 +126,16 @@ def test_by_itself_it_goes_to_a_device_that_has_room_for_its_codes(
         assert answers(opened) == expected
         opened.append(tokens(90, 3)[0].tolist())
         assert len(opened.ask(QUESTIONS[0], max_new_tokens=2).token_ids) == 2
+
+
+def test_a_fork_whose_later_entries_have_no_codes_yet_is_saved(tmp_path: Path) -> None:
+    with emulated(), loaded("cuda") as llm:
+        context = llm.context(PROMPT)
+        context.save(tmp_path / "a.hkv")
+        forks = [llm.open(tmp_path / "a.hkv").fork(), context.fork()]
+        for fork in forks:
+            fork.append(tokens(60, 3)[0].tolist())
+        expected = answers(forks[1])
+        assert answers(forks[0]) == expected
+        forks[0].save(tmp_path / "b.hkv")
+        assert answers(llm.open(tmp_path / "b.hkv")) == expected
