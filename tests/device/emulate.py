@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 
 from hybrid_kv.ops import devices
-from tests.device import cuda, kernels, tensors
+from tests.device import cuda, tensors
+from tests.device.definitions import defining
 from tests.device.guard import why_not
+from tests.device.kernels import launching
 from tests.device.machine import Machine, Schedule
 from tests.device.modes import Functions, Operators
 
@@ -24,11 +26,18 @@ def emulated(
     memory_bytes: int = 24 << 30,
     schedule: Schedule = "now",
     strict: bool = False,
+    kernels: Literal["auto", "defined"] = "auto",
 ) -> Iterator[Machine]:
     """A machine with CUDA devices, until the block ends; threads begun inside see it too.
 
+    Args:
+        num_devices, memory_bytes, schedule, strict: see `Machine`.
+        kernels: "auto": Triton's where they are interpreted, else none. "defined": their
+            definitions in torch (definitions.py), which need no Triton.
+
     Raises:
-        RuntimeError: one is there already, or none can be emulated (`why_not`).
+        RuntimeError: one is there already, or none can be emulated (`why_not`); when the block
+            ends: page-locked memory was given up while a device had yet to use it.
     """
     if reason := why_not():
         raise RuntimeError(reason)
@@ -45,12 +54,14 @@ def emulated(
         undo.enter_context(
             mock.patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", _yes)
         )
-        undo.enter_context(kernels.launching(machine))
+        undo.enter_context(defining() if kernels == "defined" else launching(machine))
         undo.callback(_forget)
         tensors.machine = machine
         _clear_caches()
         with _modes():
             yield machine
+        if machine.faults:
+            raise RuntimeError("; ".join(machine.faults))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ What the host tells a device is put into the queue of a stream and runs when the
 
     "now"    at once, as if the device were infinitely fast
     "late"   only when somebody waits for it, and then no more than is needed
+    "ahead"  at once on the default streams, on others only when somebody waits
     a seed   some of what streams and events allow, at random, each time something is told
 
 A result that is right under all of them hangs on no event that is missing and on no buffer that is
@@ -26,7 +27,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Schedule = Literal["now", "late"] | int
+from tests.device.pinned import Borrowed, PinnedMemory
+
+Schedule = Literal["now", "late", "ahead"] | int
 _PACKAGES = ("hybrid_kv", "transformers")
 _QUERIES_BEFORE_PROGRESS = 1000
 
@@ -235,7 +238,8 @@ class Machine:
         self.allocated = [0] * num_devices
         self.peak = [0] * num_devices
         self.trace: list[Launch] | None = None
-        self.pinned: dict[int, int] = {}
+        self.faults: list[str] = []
+        self._pinned = PinnedMemory()
         self._queues = [Queue(device) for device in range(num_devices)]
         self._all: list[Queue] = list(self._queues)
         self._local = threading.local()
@@ -331,8 +335,8 @@ class Machine:
 
     def _progress(self) -> None:
         self._bury()
-        if self.schedule == "now":
-            for queue in self._all:
+        if self.schedule in ("now", "ahead"):
+            for queue in self._all if self.schedule == "now" else self._queues:
                 queue.run_until(queue.told)
         elif self.schedule != "late":
             ready = [queue for queue in self._all if queue.waiting]
@@ -429,11 +433,7 @@ class Machine:
                 self.arrive()
                 self._bury()
             if self.allocated[device] + num_bytes > self.memory_bytes:
-                raise torch.OutOfMemoryError(
-                    f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU {device} has a "
-                    f"total capacity of {self.memory_bytes} bytes of which "
-                    f"{self.memory_bytes - self.allocated[device]} are free."
-                )
+                raise torch.OutOfMemoryError(self._ran_out(num_bytes, device))
             self.allocated[device] += num_bytes
             self.peak[device] = max(self.peak[device], self.allocated[device])
             poison(memory)
@@ -449,6 +449,16 @@ class Machine:
             ).atexit = False
             return block
 
+    def _ran_out(self, num_bytes: int, device: int) -> str:
+        """In torch's words, which others read."""
+        mib = 1 << 20
+        free = self.memory_bytes - self.allocated[device]
+        return (
+            f"CUDA out of memory. Tried to allocate {num_bytes / mib:.2f} MiB. GPU {device} has a "
+            f"total capacity of {self.memory_bytes / mib:.2f} MiB of which {free / mib:.2f} MiB is "
+            "free."
+        )
+
     def _bury(self) -> None:
         while self._dead:
             memory, queue, pool, users = self._dead.popleft()
@@ -462,19 +472,47 @@ class Machine:
 
     # Page-locked memory.
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int, *, of_torch: bool = False) -> None:
+        """Locks a range of host memory; `of_torch`: it belongs to torch's pool."""
         with self.lock:
             self._forbid_in_capture("page-locking host memory")
-            self.pinned[address] = num_bytes
+            self._pinned.lock(address, num_bytes, of_torch=of_torch)
 
     def unpin(self, address: int) -> None:
+        """Unlocks it. A fault where a device has yet to use it, which is told when all has ended:
+        finalizers come here, whose errors nobody sees.
+        """
         with self.lock:
-            self.pinned.pop(address, None)
+            if (found := self._pinned.unlock(address)) is None:
+                return
+            late = [(queue, number) for queue, number in found.users if queue.done < number]
+            if late:
+                self.faults.append(
+                    f"{found.num_bytes} bytes of page-locked memory were given up while "
+                    f"{len(late)} launches had yet to use them"
+                )
+                found.is_locked = True  # it is still there in a finalizer, and gone afterwards
+                self.arrive(*late)
+                found.is_locked = False
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        start = tensor.data_ptr()
         with self.lock:
-            return any(a <= start < a + size for a, size in self.pinned.items())
+            return self._pinned.of(tensor) is not None
+
+    def borrow(self, tensor: Tensor, device: int, *, is_copy: bool) -> Borrowed:
+        """What the next launch on a device's current stream reaches a host tensor by.
+
+        Plain memory is kept until then, as what torch copies from its own pool is.
+        """
+        with self.lock:
+            found = self._pinned.of(tensor)
+            if found is None or (found.of_torch and is_copy):
+                return Borrowed(tensor.detach(), None)
+            if self.capture is None:
+                queue = self.current(device)
+                found.users = [user for user in found.users if user[0].done < user[1]]
+                found.users.append((queue, queue.told + 1))
+            return Borrowed(tensor, found)
 
 
 def poison(memory: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_kv as hkv
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS
 from tests.device.cuda import values
@@ -52,7 +53,7 @@ def small(method: str, context: int = 300, budget: str = "80") -> hkv.HybridConf
     config = hkv.HybridConfig.from_settings({"method": method, "index_build": "wait", **own})
     try:
         return config.at_budget(budget, context)
-    except hkv.ConfigError:
+    except ConfigError:
         return config
 
 

@@ -49,6 +49,8 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.device and len(args) == 1 and isinstance(args[0], int):
+            return torch.device("cuda", args[0])  # a number alone is one of the accelerator's
         if func is Tensor.is_pinned:
             return not isinstance(args[0], DeviceTensor) and running().is_pinned(args[0])
         if func is Tensor.pin_memory:
@@ -114,7 +116,8 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
         same = index in (None, tensor.index) and dtype == tensor.dtype
         if same and not kwargs.get("copy"):
             return tensor
-        return tensors.to_copy(tensor, dtype=dtype, device=target)
+        there = torch.device("cuda", tensor.index if index is None else index)
+        return tensors.to_copy(tensor, dtype=dtype, device=there)
     if index is None:
         return func(*args, **kwargs)
     non_blocking = bool(kwargs.get("non_blocking")) or any(a is True for a in rest)
@@ -150,7 +153,7 @@ def _page_locked(tensor: Tensor) -> Tensor:
     locked = torch.from_numpy(raw)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     locked.copy_(tensor)
     told = running()
-    told.pin(address, raw.nbytes)
+    told.pin(address, raw.nbytes, of_torch=True)
     weakref.finalize(raw, told.unpin, address).atexit = False
     return locked
 

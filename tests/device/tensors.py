@@ -298,32 +298,36 @@ def to_copy(tensor: DeviceTensor, **kwargs: Any) -> Any:
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         if index == tensor.index:
             return _launched(aten._to_copy.default, (tensor,), rest)
-        here = running().current(tensor.index).here()
-        running().queue_waits(running().current(index), here)
-        shape = _shape_of(aten._to_copy.default, (tensor,), rest)
-        inner = tensor.inner
-        return launch_like("peer", shape, index, lambda: inner.to(shape.dtype), inner)
+        made = empty_on_device(_shape_of(aten._to_copy.default, (tensor,), rest), index)
+        _between_devices(made, tensor)
+        return made
     running().host_waits("a copy to the host", running().current(tensor.index).here())
     running().counts.to_host += tensor.inner.nbytes
     return aten._to_copy.default(tensor.inner.clone(), **{**kwargs, "device": device})
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    told = running()
     if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
         if target.index == source.index:
             to, from_ = target.inner, source.inner
-            told.launch("copy_", target.index, lambda: to.copy_(from_), to, from_)
+            running().launch("copy_", target.index, lambda: to.copy_(from_), to, from_)
         else:
-            told.queue_waits(told.current(target.index), told.current(source.index).here())
-            to, from_ = target.inner, source.inner
-            told.launch("peer", target.index, lambda: to.copy_(from_), to, from_)
+            _between_devices(target, source)
         return target
     if isinstance(target, DeviceTensor):
         to_device(target, source, non_blocking)
     else:
         to_host(target, source, non_blocking)
     return target
+
+
+def _between_devices(target: DeviceTensor, source: DeviceTensor) -> None:
+    """A copy by the current stream of the source; those of both devices are in step with it."""
+    told, to, from_ = running(), target.inner, source.inner
+    there, here = told.current(target.index), told.current(source.index)
+    told.queue_waits(here, there.here())
+    told.launch("peer", source.index, lambda: to.copy_(from_), to, from_)
+    told.queue_waits(there, here.here())
 
 
 def to_device(target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
@@ -333,7 +337,11 @@ def to_device(target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
     if not late:  # through memory of CUDA's own, which the host waits for
         told.forbid_in_capture("a copy from pageable memory")
     from_ = source.detach() if late else source.detach().clone()
-    told.copy_over_bus("to_device", target.index, lambda: to.copy_(from_), from_.nbytes, to, from_)
+    read = told.borrow(from_, target.index, is_copy=True)
+    num_bytes = from_.nbytes
+    told.copy_over_bus(
+        "to_device", target.index, lambda: to.copy_(read.reach()), num_bytes, to, from_
+    )
     if not late or not non_blocking:
         told.host_waits("a copy to the device", told.current(target.index).here())
 
@@ -342,7 +350,10 @@ def to_host(target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
     """A copy over the bus: it arrives when the stream gets there."""
     told, from_, to = running(), source.inner, target.detach()
     late = told.is_pinned(target)
-    told.copy_over_bus("to_host", source.index, lambda: to.copy_(from_), to.nbytes, to, from_)
+    there = told.borrow(to, source.index, is_copy=True)
+    told.copy_over_bus(
+        "to_host", source.index, lambda: there.reach().copy_(from_), to.nbytes, to, from_
+    )
     if not late or not non_blocking:
         told.host_waits("a copy to the host", told.current(source.index).here())
 

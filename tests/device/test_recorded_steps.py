@@ -1,0 +1,87 @@
+"""Steps whose selection a device has recorded, by kernels that are their own definitions.
+
+They are held to a host that scans all cold keys exactly: each list of candidates has room for all
+of them here, so that both attend the same entries.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hybrid_kv as hkv
+from hybrid_kv.index import device_sketch
+from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.ops import tail
+from tests.device import Machine, emulated
+from tests.device.cuda import values
+from tests.device.machine import Schedule
+from tests.device.models import llama, logits_of, small, tokens
+
+ROUNDING = 2e-4
+BY_DEVICE = small("hybrid").replace(select="device")
+BY_HOST = small("hybrid").replace(**{"select": "host", "cold.index.kind": "flat"})
+STEPS = [tokens(1, 2 + number) for number in range(24)]
+
+
+def on_device(
+    turns: list[Tensor], schedule: Schedule = "late", config: hkv.HybridConfig = BY_DEVICE
+) -> tuple[list[Tensor], Machine]:
+    with emulated(schedule=schedule, kernels="defined") as machine:
+        return logits_of(llama().to("cuda"), config, turns), machine  # type: ignore[arg-type]
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", ["late", "ahead", 1])
+def test_replayed_steps_give_what_the_host_gives(schedule: Schedule) -> None:
+    turns = [tokens(260), *STEPS]
+    found, machine = on_device(turns, schedule)
+    assert_alike(found, logits_of(llama(), BY_HOST, turns))
+    assert machine.counts.replays > len(STEPS)
+
+
+def test_what_a_recording_reads_may_grow_and_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that outgrow their memory and moments that are taken anew: recorded again, or wrong."""
+    monkeypatch.setattr(device_sketch, "LATER_KEYS", 24)
+    monkeypatch.setattr(device_sketch, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(tail, "_LEAST_GROWTH", 8)
+    turns = [tokens(150), *STEPS[:4], tokens(53, 9), *STEPS[4:8], tokens(37, 8), *STEPS[8:20]]
+    found, machine = on_device(turns)
+    assert_alike(found, logits_of(llama(), BY_HOST, turns))
+    assert machine.counts.captures > 2
+    assert machine.counts.replays > machine.counts.captures
+
+
+def test_rows_replay_their_own_results() -> None:
+    prompts = torch.cat([tokens(201), tokens(201, 3)])
+    turns = [prompts, *(torch.cat([one, (one + 7) % 128]) for one in STEPS[:6])]
+    found, machine = on_device(turns)
+    assert_alike(found, logits_of(llama(), BY_HOST, turns))
+    assert machine.counts.replays > 6
+
+
+def test_forks_of_other_lengths_search_their_own_entries() -> None:
+    """Both read one extent, of which the cropped one must not see all."""
+
+    def steps(device: str, config: hkv.HybridConfig) -> list[Tensor]:
+        model = llama().to(device)  # type: ignore[arg-type]
+        with torch.inference_mode(), hkv.attach(model, config) as runtime:
+            cache, parts = runtime.cache(), []
+            model(tokens(230).to(device), **passing(cache), use_cache=True)
+            caches = [cache, cache.fork()]
+            caches[1].crop(-90)
+            for number in range(4):
+                for which, one in enumerate(caches):
+                    ids = tokens(1, 10 * number + which).to(device)
+                    parts.append(values(model(ids, **passing(one)).logits[:, -1]))
+        return parts
+
+    with emulated(schedule="late", kernels="defined") as machine:
+        found = steps("cuda", BY_DEVICE)
+    assert_alike(found, steps("cpu", BY_HOST))
+    assert machine.counts.replays > 4
