@@ -14,7 +14,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,36 +22,13 @@ import torch
 from hybrid_kv.methods.locret import Locret
 from hybrid_kv.methods.retaining_heads import RetainingHeads
 from hybrid_kv.types import ModelInfo
-from tests.device import emulated, why_not
 from tests.tolerances import TOLERANCES, Tolerance
 from tests.trained_heads import draw_heads
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    real = "needs an NVIDIA GPU: torch.cuda.is_available() is False"
-    for item in items:
-        marker = item.get_closest_marker("gpu")  # a keyword is the name of a folder, too
-        if marker is None:
-            continue
-        if reason := real if marker.kwargs.get("real") else why_not():
-            item.add_marker(pytest.mark.skip(reason=reason))
-        else:
-            assert isinstance(item, pytest.Function)
-            item.fixturenames.insert(0, "_emulated_gpu")
-            # Without Triton torch serves the device, whose copies no capture permits; it says so.
-            for name in ("BackendWarning", "DeviceSelectWarning"):
-                item.add_marker(pytest.mark.filterwarnings(f"ignore::hybrid_kv.errors.{name}"))
-
-
-@pytest.fixture
-def _emulated_gpu() -> Iterator[None]:
-    with emulated():
-        yield
+pytest_plugins = ("tests.device.plugin",)
 
 
 def pytest_unconfigure() -> None:

@@ -28,6 +28,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.device.placement import placed
+
 VOCAB = 128
 SLIDING_WINDOW = 12
 HEAD_DIM = 24
@@ -133,9 +135,16 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-@cache
 def build(name: str) -> PreTrainedModel:
-    """The model called `name`, in float32 with eager attention; one object per session."""
+    """The model called `name`, in float32 with eager attention, where the test computes.
+
+    One object per session; on an emulated device one as long as it is there.
+    """
+    return placed(build_on_host(name))
+
+
+@cache
+def build_on_host(name: str) -> PreTrainedModel:
     config = ARCHITECTURES[name]()
     with torch.random.fork_rng():
         torch.manual_seed(sorted(ARCHITECTURES).index(name))

@@ -28,7 +28,14 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS, Plugin
-from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build, strict_torch
+from tests.contracts.architectures import (
+    ARCHITECTURES,
+    PAD,
+    VOCAB,
+    build,
+    build_on_host,
+    strict_torch,
+)
 from tests.runtime.keeping import KeepsHalves, KeepsHeaviest
 
 PROMPT = 37
@@ -85,7 +92,7 @@ CALLS = {
 def generate(
     model: PreTrainedModel, call: str, cache: Cache, check: Callable[[], object], **extra: object
 ) -> Output:
-    """Plays all turns of `call`; `check` is called after every turn."""
+    """Plays all turns of `call` where the model is; `check` is called after every turn."""
     spec = CALLS[call]
     draw = torch.Generator().manual_seed(SEED + list(CALLS).index(call))
     width = max(spec.prompts)
@@ -98,8 +105,8 @@ def generate(
         more = torch.randint(PAD + 1, spec.vocab, (ids.shape[0], turn), generator=draw)
         ids = torch.cat([ids, more], dim=1)
         output = model.generate(
-            input_ids=ids,
-            attention_mask=_grown(mask, ids),
+            input_ids=ids.to(model.device),
+            attention_mask=_grown(mask, ids).to(model.device),
             **passing(cache),
             max_new_tokens=spec.new_tokens,
             return_dict_in_generate=True,
@@ -107,8 +114,8 @@ def generate(
             **{"do_sample": False, **spec.settings, **extra},
         )
         check()
-        ids = output.sequences
-        logits.extend(output.logits)
+        ids = output.sequences.cpu()
+        logits.extend(one.cpu() for one in output.logits)
     return Output(ids.tolist(), tuple(logits))
 
 
@@ -118,7 +125,7 @@ def _grown(mask: Tensor, ids: Tensor) -> Tensor:
 
 @cache
 def reference(architecture: str, call: str) -> Output:
-    model = build(architecture)
+    model = build_on_host(architecture)
     return generate(model, call, DynamicCache(config=model.config), check=lambda: None)
 
 
@@ -194,6 +201,7 @@ CELLS = [
     for variant, settings in (copies if method in EVICTING else variants)(method).items()
     for architecture in architectures(method, variant)
 ]
+OF_THE_HOST = pytest.mark.host("the reference is computed on the host")
 SMALL = {"page_size": PAGE, "sink_tokens": PAGE, "window_tokens": 2 * PAGE}
 SAMPLES = {
     "evicts": (KeepsHeaviest, {}),
@@ -345,6 +353,7 @@ class _Noise(LogitsProcessor):
         return scores + 1e-4 * torch.randn(scores.shape, generator=self.random)
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("call", CALLS)
 def test_reference_tokens_do_not_hang_on_rounding(architecture: str, call: str) -> None:
@@ -359,6 +368,7 @@ def test_reference_tokens_do_not_hang_on_rounding(architecture: str, call: str) 
     assert noisy.tokens == reference(architecture, call).tokens
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("call", CALLS)
 def test_reference_tokens_are_varied(architecture: str, call: str) -> None:
@@ -367,6 +377,7 @@ def test_reference_tokens_are_varied(architecture: str, call: str) -> None:
         assert len(set(row[-new:])) > 2
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_some_guesses_of_prompt_lookup_are_right_and_some_wrong(architecture: str) -> None:
     model = build(architecture)

@@ -21,6 +21,8 @@ from tests.index.oracle import (
     recall,
 )
 
+pytestmark = pytest.mark.host("an index lies in host memory, whatever computes")
+
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:

@@ -8,6 +8,8 @@ import torch
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
 from tests.index.oracle import KINDS, check_result, clustered, make
 
+pytestmark = pytest.mark.host("an index lies in host memory, whatever computes")
+
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:

@@ -216,12 +216,14 @@ def names(machine: Machine) -> dict[str, Any]:
     def default_of(device: object = None) -> Stream:
         return Stream(queue=machine.default_queue(_index(device)))
 
-    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    def nothing() -> Callable[..., None]:
+        return lambda *_, **__: None  # one for each name: torch.compile has rules by function
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": nothing,
-        "_lazy_init": nothing,
+        "init": nothing(),
+        "_lazy_init": nothing(),
         "device_count": lambda: machine.num_devices,
         "current_device": lambda: machine.device,
         "set_device": _set_device,
@@ -234,7 +236,7 @@ def names(machine: Machine) -> dict[str, Any]:
         "device": _on_device,
         "graph_pool_handle": Pool,
         "synchronize": synchronize,
-        "empty_cache": nothing,
+        "empty_cache": nothing(),
         "mem_get_info": _free,
         "memory_allocated": lambda device=None: machine.allocated[_index(device)],
         "memory_reserved": lambda device=None: machine.allocated[_index(device)],
@@ -246,6 +248,9 @@ def names(machine: Machine) -> dict[str, Any]:
         "get_device_properties": _properties,
         "is_current_stream_capturing": lambda: machine.capture is not None,
         "cudart": lambda: runtime,
+        # Random numbers of a device are drawn by the host's generator, whose state is kept with it.
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": nothing(),
     }
 
 

@@ -45,6 +45,8 @@ def emulated(
         raise RuntimeError("an emulated device is in place already")
     machine = Machine(num_devices, memory_bytes, schedule, strict)
     with ExitStack() as undo:
+        undo.callback(_in_place.clear)
+        _in_place.append(undo)
         for name, stand_in in cuda.names(machine).items():
             undo.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         # Its arguments are checked before a mode is asked.
@@ -58,10 +60,22 @@ def emulated(
         undo.callback(_forget)
         tensors.machine = machine
         _clear_caches()
-        with _modes():
-            yield machine
+        undo.enter_context(_modes())
+        yield machine
         if machine.faults:
             raise RuntimeError("; ".join(machine.faults))
+
+
+def remove() -> bool:
+    """Takes away a device that nobody has; whether there was one."""
+    for undo in list(_in_place):
+        undo.close()
+        return True
+    return False
+
+
+_in_place: list[ExitStack] = []
+"""What puts everything back, of the device that is in place."""
 
 
 @contextmanager

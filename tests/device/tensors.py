@@ -412,7 +412,18 @@ def _histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
     return torch.histc(x.float(), bins, min, max).to(x.dtype)
 
 
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any) -> Tensor:
+    """aten._grouped_mm, which computes every dtype, but whose shapes are known for bfloat16 alone.
+
+    a: [M, K]; b: [E, K, N], one matrix for each group of rows (mixtures of experts).
+    """
+    if a.device.type == "meta" and (a.dim(), b.dim()) == (2, 3):
+        return a.new_empty([a.shape[0], b.shape[2]])
+    return aten._grouped_mm.default(a, b, offs, *others)  # type: ignore[no-any-return]
+
+
 STAND_INS = {
+    aten._grouped_mm.default: _grouped,
     aten.histc.default: _histogram,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_flash_attention.default: _flash,

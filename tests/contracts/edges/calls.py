@@ -25,6 +25,7 @@ from tests.contracts.architectures import (
     VOCAB,
     scale_weights,
 )
+from tests.device.placement import placed
 
 PROMPT = 37
 NEW = 8
@@ -49,7 +50,7 @@ def config(**changes: Any) -> hkv.HybridConfig:
 
 def prompt(rows: int = 1, length: int = PROMPT, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(PAD + 1, VOCAB, (rows, length), generator=draw)
+    return placed(torch.randint(PAD + 1, VOCAB, (rows, length), generator=draw))
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, cache: Cache | None, **extra: Any) -> Tensor:
@@ -73,7 +74,7 @@ def refusal_allowed(words: str) -> Iterator[None]:
 
 
 def fresh(model_config: PretrainedConfig, attention: str | None = "eager") -> PreTrainedModel:
-    """A model that no other test shares."""
+    """A model that no other test shares, where the test computes."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
@@ -82,7 +83,7 @@ def fresh(model_config: PretrainedConfig, attention: str | None = "eager") -> Pr
         scale_weights(model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
-    return model.eval()
+    return placed(model.eval())
 
 
 def padded() -> tuple[Tensor, Tensor]:

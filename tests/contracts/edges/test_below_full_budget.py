@@ -102,7 +102,10 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
 ) -> None:
     model, ids, first = build(name), prompt(length=48), 29
     runs: ColdRuns = []
-    settings = {**TIERED, "cold": {"top_k": TOP_K, "index": EXACT, "estimate": "none"}}
+    settings = {
+        **TIERED,
+        "cold": {"top_k": TOP_K, "index": EXACT, "estimate": "none", "look_ahead": "never"},
+    }
     if method == "flat":
         del settings["spare_tokens"], settings["page_budget"]
     with hkv.attach(model, hkv.HybridConfig(**{**settings, "method": method})) as runtime:
