@@ -75,7 +75,7 @@ def _emulated_gpu(_no_device_is_left: None) -> Iterator[None]:
 
 @pytest.fixture
 def _emulated_device(_no_device_is_left: None) -> Iterator[None]:
-    with emulated(schedule="late"):
+    with emulated(schedule="late", kernels="defined"):
         yield
 
 
