@@ -10,6 +10,8 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What `auto` measures in a test is nothing for the user's cache, nor the other way round.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hybrid-kv-tests-")
+# A plan of a step that was not told of a change fails, instead of reading what was.
+os.environ["HYBRID_KV_CHECK_PLANS"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

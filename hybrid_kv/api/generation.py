@@ -35,10 +35,10 @@ class Generation:
     what was found to be missing during this call, None without `audit_every`. look_ahead: by layer
     whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
     what of a search's softmax mass its trial lost; empty for methods that never do. steps: by layer
-    whether its last decode step was one call of the engine, and why not ("reason", None where there
-    was no step). chat_template: the first digits of the SHA-256 of the template that rendered the
-    prompt, "none" for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not
-    computed.
+    whether its last decode step was one call of the engine, and why not ("reason", and "code", one
+    of a fixed set; None where there was no step), and how many "plans" its steps took.
+    chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
+    for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     """
 
     text: str

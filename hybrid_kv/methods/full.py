@@ -11,6 +11,8 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Read
 
+_EVERYTHING = Read()
+
 
 @METHODS.register("full", paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2")
 class Full(Method):
@@ -30,7 +32,7 @@ class Full(Method):
         return Placement()
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        return Read()
+        return _EVERYTHING
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:

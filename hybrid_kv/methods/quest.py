@@ -38,6 +38,10 @@ class Quest(Method):
         sink_tokens: Tokens = 0
         window_tokens: Tokens = 0
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._dense, self._chosen = Read(), Read(params.page_budget)
+
     @classmethod
     def full_budget(cls, params: Any) -> Any:
         return params.model_copy(update={"page_budget": "all"})
@@ -50,8 +54,7 @@ class Quest(Method):
         )
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        dense = layer_idx < self.params.dense_layers
-        return Read("all" if dense else self.params.page_budget)
+        return self._dense if layer_idx < self.params.dense_layers else self._chosen
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:

@@ -195,11 +195,13 @@ class KVCache:
         phases, layer = self.phases, self.layers[layer_idx]
         phases.layer_idx, begin = layer_idx, phases.now()
         few = q.shape[2] <= self._few_tokens and valid is None and not self.more_prompt
-        if few and not layer.is_sealed:
+        is_sealed = layer.is_sealed
+        if few and not is_sealed:
             self.seal_if_open(layer_idx)
+            is_sealed = layer.is_sealed
         if layer.leaving is not None:
             layer.settle()
-        if few and layer.is_sealed:
+        if few and is_sealed:
             part = self._decode(layer, q, new, scale, softcap)
         else:
             if new is not None:
@@ -228,7 +230,8 @@ class KVCache:
         looks = target is not None or places is not None or observer is not None
         found: Found | None = {} if looks else None
         step = layer.step(q, scale, softcap, new=new, found=found, ahead=foreseen)
-        part = layer.attend(step, 1 if auditor is None else auditor.factor(layer.shape.layer_idx))
+        factor = 1 if auditor is None else auditor.factor(layer.shape.layer_idx)
+        part = layer.attend(step, widening=factor)
         if auditor is not None and target is not None:
             auditor.begin(Look(step, auditor.next_row(len(q)), target, part))
         if places is not None:
@@ -432,7 +435,7 @@ class KVCache:
                 branch.cold.release()
             raise
         for layer_idx, branch in branches.items():
-            self.layers[layer_idx].store = branch
+            self.layers[layer_idx].go_on_from(branch)
         lengths = {idx: [row.length for row in store.rows] for idx, store in saved.items()}
         return Checkpoint(saved, lengths)
 
@@ -444,7 +447,7 @@ class KVCache:
             layer = self.layers[layer_idx]
             if layer.held is not store:
                 layer.held.cold.release()
-                layer.store = store
+                layer.go_on_from(store)
             for row, length in zip(store.rows, checkpoint.lengths[layer_idx], strict=True):
                 row.crop(row.length - length)
 

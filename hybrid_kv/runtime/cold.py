@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, empty_partial, merge_partials
-from hybrid_kv.runtime.cold_call import ColdCalls, cold_bytes
+from hybrid_kv.runtime.cold_plan import ColdPlan, cold_bytes
 from hybrid_kv.runtime.fetch import fetch
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, entries_of, retrieve
 from hybrid_kv.runtime.step import Step, stacked
@@ -90,7 +90,7 @@ def attend_cold(
     budget: ColdBudget,
     hot: Sequence[Parcel | None] | None,
     near: Parcel | None,
-    calls: ColdCalls,
+    plans: Sequence[ColdPlan | None],
 ) -> PartialAttention:
     """Retrieved cold entries, or all of them, without those that the device attends.
 
@@ -98,6 +98,7 @@ def attend_cold(
         hot: by row the hot pages [Hkv, T, H] bool that the device attends; None for all of them.
         near: [B, Hkv, M] log-sum-exp of what the device attends, opened when the search is over;
             None for nothing.
+        plans: by row its part as one call; None where it is made op by op.
 
     Returns:
         out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
@@ -120,12 +121,12 @@ def attend_cold(
     parts = []
     for row in step.layer.rows:
         number = row.number
-        if not pages[number] and isinstance(budget, TokenBudget):
-            part = calls[number].attend(step, row, q[number], budget, step.ahead)
-            if part is not None:
-                parts.append(part)
-                continue
-        parts.append(_attend_row(step, row, q[number], budget, pages[number], taken[number], near))
+        plan = plans[number]
+        part = None if plan is None else plan.attend(step, q[number], step.ahead)
+        if part is None:
+            own = q[number], budget, pages[number], taken[number]
+            part = _attend_row(step, row, *own, near)
+        parts.append(part)
     one = len(parts) == 1
     part = PartialAttention(parts[0].out[None], parts[0].lse[None]) if one else stacked(parts)
     if step.at_home or _fetches(step.layer.rows[0]):

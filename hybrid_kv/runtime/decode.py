@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
-from hybrid_kv.runtime.cold_call import ColdCalls
+from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.kept import attend_kept
 from hybrid_kv.runtime.select import attend_selected
 from hybrid_kv.runtime.step import Step, stacked
@@ -19,11 +19,11 @@ from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
 
 
-def decode(step: Step, read: Read, calls: ColdCalls) -> PartialAttention:
+def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialAttention:
     """Attention of the new tokens over what the method named.
 
     Args:
-        calls: of the layer, which make cold parts where they can.
+        plans: by row its cold part as one call; None where it is made op by op.
 
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
@@ -44,7 +44,7 @@ def decode(step: Step, read: Read, calls: ColdCalls) -> PartialAttention:
         hot = None if chosen is None else send_hot(step, chosen)
         weighs = isinstance(cold, TokenBudget) and cold.weighs
         beside = step.executor.send(_joint_lse(parts)) if weighs else None
-        parts.append(attend_cold(step, asked, cold, hot, beside, calls))
+        parts.append(attend_cold(step, asked, cold, hot, beside, plans))
     begin = step.phases.now()
     out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
     step.phases.book("merge", begin)

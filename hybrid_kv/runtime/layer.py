@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -19,13 +18,11 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.absorb import Keeper
-from hybrid_kv.runtime.cold_call import ColdCall, ColdCalls
-from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.one_call import OneCall, storable
+from hybrid_kv.runtime.plan import CompiledStep, compile_step
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV, Row, RowMark
@@ -85,7 +82,8 @@ class TieredLayer:
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
         self.method = means.method.of_layer(shape.layer_idx)
         self._stores_as_is = type(self.method).write is Method.write
-        self._forget_plans()
+        self._compiled: CompiledStep | None = None  # how the last step was made
+        self._num_plans = 0
 
     @property
     def is_open(self) -> bool:
@@ -191,9 +189,14 @@ class TieredLayer:
             unstored=new,
         )
 
-    def attend(self, step: Step, widening: int = 1) -> PartialAttention:
-        """Stores the step's tokens, and attends what the method reads for it, with `widening` times
-        its cold entries.
+    def attend(
+        self, step: Step, read: Read | None = None, *, widening: int = 1
+    ) -> PartialAttention:
+        """Stores the step's tokens, and attends what the method reads for it.
+
+        Args:
+            read: what to read instead; None asks the method.
+            widening: times so many cold entries.
 
         Returns:
             out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
@@ -201,25 +204,24 @@ class TieredLayer:
         Raises:
             NonFiniteError: see `append`.
         """
-        if step.unstored is not None and not (self._stores_as_is and storable(step)):
+        if read is None:
+            read = self.method.read(self.shape.layer_idx, step.q)
+        if widening != 1:
+            read = read.widened(widening)
+        means, compiled = self.means, self._compiled
+        if compiled is not None and not compiled.serves(step, read):
+            compiled = None
+        new = step.unstored
+        if new is not None and (
+            compiled is None or not self._stores_as_is or not compiled.plan.takes(new)
+        ):
             self._store(step)
-        read = self.method.read(self.shape.layer_idx, step.q)
-        return self._attend(step, read if widening == 1 else read.widened(widening))
-
-    def attend_as(self, step: Step, read: Read) -> PartialAttention:
-        """The same for something else to read than the method says."""
-        if step.unstored is not None and not (self._stores_as_is and storable(step)):
-            self._store(step)
-        return self._attend(step, read)
-
-    def _attend(self, step: Step, read: Read) -> PartialAttention:
-        """The same for a step whose tokens are stored, or `storable`."""
-        means = self.means
-        part = self._one_call.attend(step, read)
-        if part is None:
-            if step.unstored is not None:
-                self._store(step)
-            part = decode(step, read, self.cold_calls)
+            if compiled is not None and not compiled.serves(step, read):  # pages have moved
+                compiled = None
+        if compiled is None:
+            compiled = self._compiled = compile_step(step, read)
+            self._num_plans += 1
+        part = compiled.plan.attend(step)
         for row in step.layer.rows:
             if row.hot.capacity:
                 begin = means.phases.now()
@@ -231,9 +233,16 @@ class TieredLayer:
         return part
 
     def describe_step(self) -> dict[str, Any]:
-        """JSON-ready: whether the last decode step was one call of the engine, and why not."""
-        reason = self._one_call.reason
-        return {"layer": self.shape.layer_idx, "one_call": reason == "", "reason": reason}
+        """JSON-ready: whether the last decode step was one call of the engine.
+
+        code, reason: why it was not, empty where it was, None before the first step. plans: how
+        many were made for the steps so far.
+        """
+        told = {"layer": self.shape.layer_idx, "plans": self._num_plans}
+        if self._compiled is None:
+            return {**told, "one_call": False, "code": None, "reason": None}
+        code, text = self._compiled.plan.reason or ("", "")
+        return {**told, "one_call": not code, "code": code, "reason": text}
 
     def _store(self, step: Step) -> None:
         """Stores a step's tokens before the rest of it."""
@@ -388,6 +397,10 @@ class TieredLayer:
         self.store = store
         self._begin_decoding(store, placement)
 
+    def go_on_from(self, store: LayerKV) -> None:
+        """Takes a branch of its store, or what it was branched from, in that store's place."""
+        self.store, self._compiled = store, None
+
     @contextmanager
     def _sealing(self) -> Iterator[None]:
         """A part of ending a prompt, which has not ended and can be ended again if this fails."""
@@ -490,12 +503,7 @@ class TieredLayer:
         self.store, self._collectors, self._kept_evidence, self.leaving = None, [], None, None
         self._samples_left = ()
         self._keeper = None
-        self._forget_plans()
-
-    def _forget_plans(self) -> None:
-        """They hold on to the entries that they describe."""
-        self._one_call = OneCall()
-        self.cold_calls: ColdCalls = defaultdict(ColdCall)
+        self._compiled = None  # it holds on to the entries that it describes
 
     def forget_leaving(self) -> None:
         """Gives up what is leaving: its entries are about to be forgotten as well."""
@@ -530,7 +538,7 @@ class TieredLayer:
         """A layer of another cache, of the same method, that continues from the same entries."""
         new = copy(self)
         new.means, new._mark = means, None
-        new._forget_plans()
+        new._compiled = None
         if self.store is not None:
             new.store = self.store.forked()
             new.store.stand_in = means.stand_ins.of(new.store)
@@ -597,7 +605,7 @@ class TieredLayer:
     def fork(self, sources: Sequence[int]) -> None:
         """Row r continues from row sources[r]; pages are copied on write only."""
         self.settle()
-        self._forget_plans()
+        self._compiled = None  # it holds on to the entries that it describes
         if self.store is not None:
             self.store.fork(sources)
         if self._collectors:

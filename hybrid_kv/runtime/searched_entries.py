@@ -21,14 +21,11 @@ class SearchedEntries(NamedTuple):
     """The extents of a row, what finds their entries, and how many a query attends.
 
     Calls of the engine number the entries through all extents.
-
-    state: differs where a plan of these entries has to be made anew.
     """
 
     spans: tuple[Span, ...]
     finders: list[LiveIndex]
     budget: TokenBudget
-    state: tuple[object, ...]
 
     @classmethod
     def of(cls, row: Row, budget: TokenBudget | str) -> SearchedEntries | None:
@@ -40,19 +37,12 @@ class SearchedEntries(NamedTuple):
         if row.copied is not None or row.later_index is not None:
             return None
         spans, finders = tuple(row.chain.spans), []
-        state: tuple[object, ...] = (budget,)
         for span in spans:
-            extent = span.extent
-            index = extent.index
-            if index is None:
-                return None
-            if index.is_building:
-                index.settle(extent.keys)
-            if index.on_device or index.selects:
+            index = span.extent.index
+            if index is None or index.on_device or index.selects:
                 return None
             finders.append(index)
-            state += (id(span), span.length, extent.length, index.revision)
-        return cls(spans, finders, budget, state)
+        return cls(spans, finders, budget)
 
     def entries(self, num_kv_heads: int) -> ColdEntries | None:
         """What a plan is told; None where only Python can ask an index."""
@@ -71,24 +61,31 @@ class SearchedEntries(NamedTuple):
             extents.append(ExtentEntries(k, v, searches, tail, budget.form or "gaussian"))
         return ColdEntries(extents, min(max(found), budget.most))
 
-    def ask(self, plan: LayerPlan, queries: Tensor) -> Tensor | None:
-        """Tells the indexes that queries [Hkv, M, D] are coming; returns where searches begin."""
+    def ask(self, plan: LayerPlan, step: Step, queries: Tensor | None = None) -> Tensor | None:
+        """Tells the indexes that queries are coming; returns where searches begin.
+
+        Args:
+            queries: [Hkv, M, D] of the row on the host; None for those of the step's only row.
+        """
         for finder in self.finders:
-            finder.note(queries if finder.listens else None)
+            if queries is None and finder.aging is not None:
+                queries = step.grouped[0]
+            finder.note(queries)
         if not plan.begins_warm:
             return None
+        count = step.grouped.shape[2]
         begins = [
             _moved(span.near, first)
             for span, first in zip(self.spans, self._firsts(), strict=True)
-            if span.near is not None and span.near.shape[1] == queries.shape[1]
+            if span.near is not None and span.near.shape[1] == count
         ]
         return torch.cat(begins, -1) if begins else None
 
-    def estimated(self, step: Step, queries: Tensor) -> Tensor | None:
-        """Where a call says what it estimates for queries [Hkv, M, D]; None where nobody looks."""
+    def estimated(self, step: Step) -> Tensor | None:
+        """[Hkv, M]: where a call says what it estimates for a row; None where nobody looks."""
         if step.found is None or self.budget.form is None:
             return None
-        return torch.empty(queries.shape[:2])
+        return torch.empty(step.grouped.shape[1:3])
 
     def take_up(
         self,

@@ -103,7 +103,7 @@ class JointRow:
         layer = self.layer
         layer.settle()
         self._step = layer.step(self.q, scale, softcap, new=self.new)
-        return layer.attend_as(self._step, replace(self.read, cold=None))
+        return layer.attend(self._step, replace(self.read, cold=None))
 
     def store(self, scale: float, softcap: float | None) -> None:
         """Stores its token, and counts the step as `decode` does."""
@@ -123,7 +123,7 @@ class JointRow:
         try:
             layer.settle()
             step = layer.step(self.q, scale, softcap, new=self.new, asked=asked)
-            self.outcome = layer.attend_as(step, self.read)
+            self.outcome = layer.attend(step, self.read)
             self.kv.end_step(layer)
         except Exception as error:
             self.outcome = error

@@ -20,6 +20,7 @@ from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
+from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, SearchResult
 
 
@@ -39,7 +40,7 @@ class Reservation:
 class ColdChain:
     """The cold entries of one row, oldest first.
 
-    spans: of its extents. num_tokens: in all of them.
+    spans: of its extents. num_tokens: in all of them. stamps: of plans that describe its row.
 
     Args:
         pinned: makes page-locked arrays, for a GPU that fills and reads them by itself; None for
@@ -52,6 +53,7 @@ class ColdChain:
         self.shape, self.dtype, self.pinned = shape, dtype, pinned
         self.spans: list[Span] = []
         self.num_tokens = 0
+        self.stamps = Stamps()
 
     def first_pages(self, size: int) -> list[int]:
         """By span: the number of its first page of `size` entries; each span begins a page.
@@ -77,6 +79,7 @@ class ColdChain:
         if extent.length > span.length:  # the row was cropped since: forget what lies beyond
             extent.length = span.length
             extent.rewritten += 1
+            extent.stamps.mark("an extent forgot entries")
             if extent.index is not None:
                 extent.index.rebuild(extent.keys)
         extent.make_room(count)
@@ -108,6 +111,7 @@ class ColdChain:
         stop = extent.length + new.positions.shape[0]
         extent.positions[extent.length : stop] = new.positions
         extent.length = stop
+        extent.stamps.mark("an extent has grown")
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
@@ -118,6 +122,7 @@ class ColdChain:
             self.spans.append(span)
         self.num_tokens += stop - span.length
         span.length = stop
+        self.stamps.mark("pages have left the window")
 
     def _aging(self) -> Aging | None:
         """What an extent learns from that begins behind all others: what the nearest of them does.
@@ -192,6 +197,7 @@ class ColdChain:
             else:
                 spans[-1].cut(spans[-1].length - excess)
                 self.num_tokens -= excess
+        self.stamps.mark("a row was cropped")
 
     def shared(self) -> ColdChain:
         """A chain that continues from the same entries; `release` it when it is done."""
@@ -203,6 +209,7 @@ class ColdChain:
     def release(self) -> None:
         """Gives up all entries."""
         self.spans, self.num_tokens = [], 0
+        self.stamps.mark("a row gave up its entries")
 
     def positions(self) -> list[int]:
         """Positions of the entries in order."""

@@ -15,6 +15,7 @@ from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
+from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, PagedKV, PartialAttention, SearchResult
 
 
@@ -31,6 +32,7 @@ class ColdExtent:
     copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
 
     readers: the spans that see it, of any row, layer or cache; one that is gone is none any more.
+    stamps: of plans that describe its memory or how much of it is filled.
 
     Args:
         count: entries that are about to be stored.
@@ -60,6 +62,7 @@ class ColdExtent:
         self.readers: WeakSet[Span] = WeakSet()
         self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
+        self.stamps = Stamps()
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, first_position: int) -> ColdExtent:
@@ -74,7 +77,7 @@ class ColdExtent:
         extent.positions = allocate([count], torch.int32, torch.device("cpu"))
         extent.positions.copy_(torch.arange(first_position, first_position + count))
         extent.length, extent.readers = count, WeakSet()
-        extent.rewritten, extent.index = 0, None
+        extent.rewritten, extent.index, extent.stamps = 0, None, Stamps()
         return extent
 
     def fill(self, k: Tensor, v: Tensor, first_position: int) -> None:
@@ -95,6 +98,7 @@ class ColdExtent:
             capacity = stop + max(256, stop)
             self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
             self.positions = enlarge(self.positions, 0, capacity)
+            self.stamps.mark("an extent has moved")
 
     @property
     def keys(self) -> Tensor:

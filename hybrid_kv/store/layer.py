@@ -86,8 +86,7 @@ class LayerKV:
         """Takes `seal` back, as long as nothing has moved."""
         self.placement = None
         for row in self.rows:
-            row.placement = row.kept = row.copied = None
-            row.shadows = False
+            row.unseal()
 
     def compact(self, *, exactly: bool = False) -> None:
         """Gives the memory of demoted pages back (once, after the prompt is sealed).
@@ -101,7 +100,7 @@ class LayerKV:
         else:
             self.resident = self.resident.select(range(len(self.rows)), self._hot_tokens)
         for row, table in zip(self.rows, self.resident.tables, strict=True):
-            row.table = table
+            row.take_table(table)
 
     def _without_absorbed(self) -> ResidentStore:
         """The resident tier less what left it to the token; the window begins a page."""

@@ -21,6 +21,7 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.outcome import run_into
+from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import Candidates, PartialAttention, SearchResult
 
 MakeIndex = Callable[[], Index]
@@ -92,6 +93,10 @@ def _error_of(future: Future[None]) -> BaseException | None:
     return CancelledError("its executor ended") if future.cancelled() else future.exception()
 
 
+def _mark_ended(stamps: Stamps, _: Future[None]) -> None:
+    stamps.mark("an index was built")
+
+
 def _tidily(build: BuildWork) -> None:
     """A build that comes again and again, each time with many times the memory that it leaves."""
     try:
@@ -114,7 +119,8 @@ class LiveIndex:
     queries that came since (`AskedQueries`), as if they were asked where decoding is now.
 
     on_device, selects, joint, page_tokens: those of the index that serves now, see `Index`.
-    revision: changes whenever what serves does.
+    revision: changes whenever what serves does. stamps: of plans that describe how it is searched;
+    they are marked then, and when a build has ended that `settle` would let take over.
 
     Args:
         make: a new index.
@@ -131,7 +137,7 @@ class LiveIndex:
     """
 
     _build: _Build | None
-    _aging: Aging | None
+    aging: Aging | None
 
     def __init__(
         self,
@@ -149,9 +155,9 @@ class LiveIndex:
         stand_in = index.stand_in(keys, asked)
         build = partial(index.build, keys, asked, nearest)
         if samples is not None and index.relearn_keys:
-            self._aging = Aging(samples, keys.shape[1])
+            self.aging = Aging(samples, keys.shape[1])
         elif aging is not None and index.relearn_keys:
-            self._aging = aging
+            self.aging = aging
         _log.debug("index build begins: %d KV heads of %d keys", *keys.shape[:2])
         if stand_in is None:
             runner.here(build)
@@ -191,13 +197,13 @@ class LiveIndex:
         """
         live = cls.__new__(cls)
         live._begin(make, index, runner, len(index))
-        live._aging = aging
+        live.aging = aging
         return live
 
     def _begin(self, make: MakeIndex, index: Index, runner: BuildRunner, num_keys: int) -> None:
         self._make, self._runner = make, runner
-        self.revision = 0
-        self._build, self._aging = None, None
+        self.revision, self.stamps = 0, Stamps()
+        self._build, self.aging = None, None
         self.is_building = False
         self._state = "done"
         self.searches = self.searches_before = 0
@@ -213,9 +219,9 @@ class LiveIndex:
         return self._serving
 
     @property
-    def aging(self) -> Aging | None:
-        """What is learned from again when the index has aged; None for nothing."""
-        return self._aging
+    def has_built(self) -> bool:
+        """Whether a build has ended that `settle` would let take over."""
+        return self._build is not None and self._build.future.done()
 
     def wait(self, keys: Tensor) -> None:
         """Returns when no stand-in serves any more that an index is about to replace.
@@ -233,6 +239,7 @@ class LiveIndex:
         self.revision += 1
         self.on_device, self.page_tokens = index.on_device, index.page_tokens
         self.selects, self.joint = index.selects, index.joint
+        self.stamps.mark("another index serves")
 
     def choose_pages(self, queries: Tensor, new: int) -> Tensor:
         """See `Index.choose_pages`."""
@@ -257,22 +264,17 @@ class LiveIndex:
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
     ) -> SearchResult:
         """See `Index.search`."""
-        self.note(queries if self.listens else None)
+        self.note(queries)
         return self._answers.search(queries, top_k, most, near)
-
-    @property
-    def listens(self) -> bool:
-        """Whether it learns from what it is asked."""
-        return self._aging is not None
 
     def note(self, queries: Tensor | None) -> None:
         """Counts a search that is made here, or by the engine as `plan` says.
 
         Args:
-            queries: [Hkv, M, D], of who is asked and `listens`.
+            queries: [Hkv, M, D]; None is allowed where `aging` is None.
         """
         self.searches += 1
-        aging = self._aging
+        aging = self.aging
         if aging is not None and queries is not None and queries.shape[1] == aging.group:
             aging.note(queries.clone(), self._num_keys)
 
@@ -304,8 +306,9 @@ class LiveIndex:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self._serving.add(keys)
         self.revision += 1
+        self.stamps.mark("an index has grown")
         self._num_keys = keys.shape[1]
-        aging, after = self._aging, self._serving.relearn_keys
+        aging, after = self.aging, self._serving.relearn_keys
         if aging is None or self._build is not None or not after:
             return
         if keys.shape[1] - aging.num_keys >= after:
@@ -345,6 +348,7 @@ class LiveIndex:
             _log.debug("index build begins again, with %d keys", build.num_keys)
         self._state = "in progress" if build.is_first else "again in progress"
         self._given_up = weakref.finalize(self, build.cancel)
+        build.future.add_done_callback(partial(_mark_ended, self.stamps))
 
     def settle(self, keys: Tensor) -> None:
         """Lets a build that has ended take over, with the keys added since; does not wait.
@@ -399,9 +403,9 @@ class LiveIndex:
         self._runner.here(partial(index.build, keys, None))
         self._serve(index)
         self._num_keys, self._state = keys.shape[1], "done"
-        if self._aging is not None:
-            self._aging.forget_asked()
-            self._learn_again(keys, self._aging)
+        if self.aging is not None:
+            self.aging.forget_asked()
+            self._learn_again(keys, self.aging)
 
     def made_again(self, keys: Tensor, aging: Aging) -> Index:
         """Another index of keys [Hkv, N, D], which has learned from `aging`; waits for it."""
@@ -424,7 +428,7 @@ class LiveIndex:
     @property
     def memory_bytes(self) -> int:
         """Bytes beside the keys, with what a build learns from, now or later."""
-        parts = (self._serving, self._build, self._aging)
+        parts = (self._serving, self._build, self.aging)
         return sum(part.memory_bytes for part in parts if part is not None)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -436,5 +440,5 @@ class LiveIndex:
         """
         before = self.searches_before if self._state == "done" else self.searches
         build = {"build": self._state, "searches": self.searches, "searches_before": before}
-        samples = None if self._aging is None else self._aging.stand
+        samples = None if self.aging is None else self.aging.stand
         return [{**what, **build, "samples": samples} for what in self._serving.describe()]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_kv.ops import Ops
 from hybrid_kv.store.memory import allocate, enlarge
+from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import HIDDEN, LayerShape, PagedKV
 
 ARENA_BITS = 32
@@ -78,6 +79,7 @@ class PagePool:
         self.free: list[list[int]] = [[] for _ in range(num_arenas)]
         self.has_shared = False  # some page was once shared, and may still be
         self.stores: WeakSet[Any] = WeakSet()  # whose rows have their arenas here
+        self.stamps = Stamps()  # of plans that describe `pages`
         self.pages = self._pages()
         self.view: ResidentView | None = None
 
@@ -178,6 +180,7 @@ class PagePool:
             self.pages = self._pages()
             used = [a * self.capacity + np.arange(h) for a, h in enumerate(self.high)]
             self._digest(np.concatenate(used))
+            self.stamps.mark("a pool keeps digests")
 
     def _digest(self, slots: npt.NDArray[np.int64]) -> None:
         self.ops.update_digests(self.pages, slots)
@@ -198,6 +201,7 @@ class PagePool:
         refs = np.zeros((arenas, capacity), dtype=np.int64)
         refs[:, :old] = self.refs
         self.refs, self.capacity = refs, capacity
+        self.stamps.mark("a pool has grown")
 
     @property
     def memory_bytes(self) -> int:

@@ -87,6 +87,7 @@ class Row:
         self.placement = placement
         self.hot = HotPages(self.page_size, placement.hot_tokens // self.page_size)
         self._count_room()
+        self.chain.stamps.mark("a prompt has ended")
 
     def _count_room(self) -> None:
         place, size = self.placement, self.page_size
@@ -168,7 +169,8 @@ class Row:
         Args:
             positions: [capacity] theirs, on the host; None where nothing is offloaded.
         """
-        self.kept, self.copied = kept, None
+        self._forget_copied()
+        self.kept = kept
         spans = self.chain.spans
         if kept is None or positions is None or not spans or not any(kept.lengths):
             return
@@ -177,6 +179,23 @@ class Row:
         for own, at in zip(copied, kept.split(positions), strict=True):
             own[at - first] = True
         self.copied = copied
+        self.chain.stamps.mark("a method keeps cold entries")
+
+    def _forget_copied(self) -> None:
+        if self.copied is not None:
+            self.copied = None
+            self.chain.stamps.mark("a method keeps other entries")
+
+    def unseal(self) -> None:
+        """Takes `seal` back, as long as nothing has moved."""
+        self.placement = self.kept = self.copied = None
+        self.shadows = False
+        self.chain.stamps.mark("a prompt goes on")
+
+    def take_table(self, table: PageTable) -> None:
+        """Reads another table of the same entries from now on."""
+        self.table = table
+        self.chain.stamps.mark("a row has other pages")
 
     def copied_by_span(self) -> list[Tensor | None]:
         """By span which of its entries [Hkv, n] the method has; None for none."""
@@ -311,6 +330,7 @@ class Row:
         if (self.chain.num_tokens, self.dropped) == (mark.cold, mark.dropped):
             self.length = mark.length
             self.kept, self.copied = mark.kept, mark.copied
+            self.chain.stamps.mark("a row went back")
             self.table.truncate(mark.resident + len(self.hot) * self.page_size)
         elif self.placement is None or self.placement.rest is not Demotion.OFFLOAD or self.shadows:
             return False

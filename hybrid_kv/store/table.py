@@ -12,7 +12,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.store.pool import ARENA_BITS, PLACE, PagePool
+from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import HIDDEN
+
+_LEAST_LISTED = 64
 
 
 class PageTable:
@@ -21,7 +24,9 @@ class PageTable:
     Hot pages are copies of cold ones, in any order. Appending is amortised O(1) per token.
 
     pages: ids in the pool. num_tokens: in all of them. tail_fill: in the last one; page_size where
-        there is none. in_order: slot n of the row's arena holds its position n.
+        there is none. in_order: slot n of the row's arena holds its position n. num_listed: pages
+        in the list of `slots`; other than those of the table where it has to be made anew. stamps:
+        of plans that describe where that list lies.
     """
 
     def __init__(self, pool: PagePool, arena: int) -> None:
@@ -30,7 +35,12 @@ class PageTable:
         self.num_tokens, self.tail_fill = 0, pool.page_size
         self.in_order = True
         self._end: weakref.finalize[..., PageTable] | None = None
-        self._slots: tuple[int, Tensor] | None = None  # with the pool's capacity; None when changed
+        self.stamps = Stamps()
+        self.num_listed = -1
+        self._slots: Tensor | None = None
+        self._list = np.empty(0, dtype=np.int64)  # in host memory, with room for more
+        self._num_right = 0  # entries at its begin that need not be written again
+        self._listed_capacity = pool.capacity  # of the pool, by which slots are numbered
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -58,9 +68,9 @@ class PageTable:
         """Whether one token's k, v [1, Hkv, 1, D] fit the last page, which is this row's alone, and
         the pool's writer stores them from where they lie.
         """
-        writer = self.pool.writer
-        room = self.tail_fill < self.pool.page_size and not self.pool.has_shared
-        return room and writer is not None and writer.takes(k, v)
+        pool = self.pool
+        room = self.tail_fill < pool.page_size and not pool.has_shared
+        return room and pool.writer is not None and pool.writer.takes(k, v)
 
     def count(self, position: int, tokens: int) -> None:
         """Counts one token more in the last page, which `takes` it, or for -1 one less.
@@ -88,7 +98,6 @@ class PageTable:
             return range(first, first + count)
         first = len(pages) - 1 if room else len(pages)
         pages.extend(pool.allocate(self.arena, -(-max(0, count - room) // size)))
-        self._slots = None
         places = pool.slots(pages[first:])[:, None] * size + np.arange(size)
         self.tail_fill = (self.tail_fill + count - 1) % size + 1
         self.num_tokens += count
@@ -98,14 +107,14 @@ class PageTable:
         """Copy-on-write: before a row changes its last page, nobody else may read it."""
         if self.pool.is_shared(self.pages[-1]):
             self.pages[-1] = self.pool.private_copy(self.pages[-1], self.arena)
-            self._slots = None
+            self._unlist(len(self.pages) - 1)
 
     def remove(self, start: int, stop: int) -> None:
         """Forgets the pages start..stop, which are full."""
         if start < stop:
             self.pool.release(self.pages[start:stop])
             del self.pages[start:stop]
-            self._slots = None
+            self._unlist(start)
             self.num_tokens -= (stop - start) * self.pool.page_size
             self.in_order = False
 
@@ -115,7 +124,7 @@ class PageTable:
         keep = -(-num_tokens // size)
         self.pool.release(pages[keep:])
         del pages[keep:]
-        self._slots = None
+        self._unlist(keep)
         fill = num_tokens - (keep - 1) * size if keep else size
         if fill < self.tail_fill or fill < size:
             self._own_tail()
@@ -129,7 +138,7 @@ class PageTable:
         else:
             self.num_tokens += self.pool.page_size
         self.pages[place : place + instead] = [page]
-        self._slots = None
+        self._unlist(place)
         self.in_order = False
 
     def take(self, other: PageTable) -> None:
@@ -141,7 +150,8 @@ class PageTable:
         for mine, its in ((self.pool.k, other.pool.k), (self.pool.v, other.pool.v)):
             mine[:, to] = its[:, from_]
         self.pool.positions[to] = other.pool.positions[from_]
-        self.pages[:], self._slots = fresh, None
+        self.pages[:] = fresh
+        self._unlist(0)
         self.num_tokens, self.tail_fill = other.num_tokens, other.tail_fill
         self.in_order = self.positions() == list(range(self.num_tokens))
 
@@ -152,7 +162,8 @@ class PageTable:
         self.pool.release(self.pages)
         self.pages[:] = pages
         self.num_tokens, self.tail_fill = source.num_tokens, source.tail_fill
-        self.in_order, self._slots = False, None
+        self.in_order = False
+        self._unlist(0)
 
     def returns_pages(self) -> None:
         """Lets go of them when nobody has this table any more: the pool outlives it."""
@@ -185,12 +196,37 @@ class PageTable:
     def slots(self) -> Tensor:
         """[P] int64 on the pool's device: where the pages lie, in table order; read only.
 
-        Kept until the table changes, which most steps do not do: a GPU need not be sent it again.
+        In host memory always at one address, until the list needs more room. Kept until the table
+        changes, which most steps do not do: a GPU need not be sent it again.
         """
-        pool, last = self.pool, self._slots
-        if last is None or last[0] != pool.capacity:
-            self._slots = last = pool.capacity, pool.upload(pool.slots(self.pages))
-        return last[1]
+        pool, count = self.pool, len(self.pages)
+        if self._listed_capacity != pool.capacity:
+            self._unlist(0)
+        if self._slots is None or self.num_listed != count:
+            if pool.device.type == "cpu":
+                self._slots = torch.from_numpy(self._listed())
+            else:
+                self._slots = pool.upload(pool.slots(self.pages))
+            self.num_listed, self._listed_capacity = count, pool.capacity
+        return self._slots
+
+    def _unlist(self, start: int) -> None:
+        """The pages from `start` on are others now, or none."""
+        self._num_right, self.num_listed = min(self._num_right, start), -1
+
+    def _listed(self) -> npt.NDArray[np.int64]:
+        """The list in host memory, with what it lacked."""
+        count, first = len(self.pages), self._num_right
+        moves = count > len(self._list)
+        if moves:
+            kept = self._list[:first]
+            self._list = np.empty(max(_LEAST_LISTED, 2 * count), dtype=np.int64)
+            self._list[:first] = kept
+        self._list[first:count] = self.pool.slots(self.pages[first:])
+        self._num_right = count
+        if moves:
+            self.stamps.mark("a page table has moved")
+        return self._list[:count]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of the pages in table order."""

@@ -84,8 +84,8 @@ def test_queries_are_noted_as_they_were_asked(monkeypatch: pytest.MonkeyPatch) -
     queries = torch.ones(2, 3, 8)
     live.search(queries, 5)
     queries.zero_()
-    assert live._aging is not None
-    assert live._aging.renew(102).queries[:, :, 0].eq(1).all()
+    assert live.aging is not None
+    assert live.aging.renew(102).queries[:, :, 0].eq(1).all()
 
 
 def keys() -> torch.Tensor:

@@ -142,7 +142,8 @@ class EngineSearch:
 class ResidentPages(NamedTuple):
     """The pages of a row that a step attends.
 
-    k, v: [Hkv, slots, S, D], all pages of the pool. slots: [P] int64 on the host, the newest last.
+    k, v: [Hkv, slots, S, D], all pages of the pool. slots: [P] int64 on the host, the newest last;
+    later steps may read more of that list, see `LayerPlan.choose_pages`.
     key_min, key_max: [Hkv, slots, D], read only where pages are chosen.
     """
 
@@ -265,14 +266,17 @@ class LayerPlan:
         self._results: list[_Results] = []
         self._shape, self._dtype = torch.Size(), torch.float32  # of the queries that came last
 
-    def choose_pages(self, count: int, oldest: int, newest: int) -> None:
-        """From now on a KV head attends so many pages, all or those of the highest bounds.
+    def choose_pages(self, every: int, count: int, oldest: int, newest: int) -> None:
+        """From now on a KV head attends `count` of so many pages, all or those of the highest
+        bounds.
 
         Args:
+            every: pages of the row, the first of `ResidentPages.slots`, which may list more later.
             oldest, newest: how many pages at the two ends are always among them, newest at least 1.
         """
         resident = self.layer.resident
-        resident.num_chosen, resident.oldest, resident.newest = count, oldest, newest
+        resident.num_pages, resident.num_chosen = every, count
+        resident.oldest, resident.newest = oldest, newest
 
     def _cold(self, cold: ColdEntries) -> ColdStruct:
         extents = (ExtentStruct * len(cold.extents))(*map(self._extent, cold.extents))
@@ -441,9 +445,14 @@ def _pages(resident: ResidentPages) -> ResidentStruct:
     count = len(resident.slots)
     return ResidentStruct(
         described(*flat),
-        *(resident.slots.data_ptr(), count, size, count, 0, 1),
+        *(_begin(resident.slots), count, size, count, 0, 1),
         *_digests(resident),
     )
+
+
+def _begin(slots: Tensor) -> int:
+    """Where a list lies that may be empty now and longer in later steps."""
+    return slots.untyped_storage().data_ptr() + int(slots.storage_offset()) * slots.itemsize
 
 
 def _no_pages(cold: ExtentEntries) -> ResidentStruct:

@@ -15,7 +15,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import ModelInfo
 from tests.runtime import test_look_ahead as look_ahead
-from tests.runtime.test_one_call import (
+from tests.runtime.test_engine_plan import (
     INT8,
     RETRIEVING,
     SETTINGS,

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import CapacityError, NonFiniteError
+from hybrid_kv.errors import CapacityError, IntegrityError, NonFiniteError
 from hybrid_kv.index import sketch
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.runtime import KVCache, one_call
-from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.types import LayerShape, ModelInfo, TokenBudget
+from hybrid_kv.runtime import KVCache, engine_plan
+from hybrid_kv.types import LayerShape, ModelInfo
 from tests.tolerances import TOLERANCES
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -232,26 +231,31 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
     assert works[0] == works[1]
 
 
-def test_every_extent_is_searched_from_where_its_entries_were_found() -> None:
+def test_every_extent_is_searched_from_where_its_entries_were_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = cache(SETTINGS["graph"])
     tokens = begin(first)
     kv = first.fork()
     for _ in range(100):
         feed(kv, *tokens.next(1))
-    (row,) = kv.stores[0].rows
-    entries = SearchedEntries.of(row, TokenBudget(20))
-    assert entries is not None
-    plan = kv.layers[0]._one_call._plan
-    assert plan is not None
-    begins = entries.ask(plan, torch.zeros(2, 3, 72))
-    assert begins is not None
-    shared, own = row.chain.spans
+    shared, own = kv.stores[0].rows[0].chain.spans
     assert shared.near is not None
     assert own.near is not None
     assert 0 <= int(own.near.max()) < own.length
     assert int(shared.near.max()) < shared.length
     moved = torch.where(own.near < 0, -1, own.near + shared.length)
-    assert torch.equal(begins, torch.cat([shared.near, moved], -1))
+    expected = torch.cat([shared.near, moved], -1)
+    begins = []
+    attend = LayerPlan.attend
+
+    def noted(plan: LayerPlan, *args: Any, **kwargs: Any) -> Any:
+        begins.append(kwargs["warm"])
+        return attend(plan, *args, **kwargs)
+
+    monkeypatch.setattr(LayerPlan, "attend", noted)
+    feed(kv, *tokens.next(1))
+    assert torch.equal(begins[0], expected)
 
 
 def stored(kv: KVCache) -> list[Tensor]:
@@ -389,9 +393,11 @@ def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:
 
 def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = cache(SETTINGS["int8"])
-    assert kv.describe_steps() == [{"layer": 0, "one_call": False, "reason": None}]
+    none = {"layer": 0, "plans": 0, "one_call": False, "code": None, "reason": None}
+    assert kv.describe_steps() == [none]
     tokens = begin(kv)
-    assert kv.describe_steps() == [{"layer": 0, "one_call": True, "reason": ""}]
+    one = {"layer": 0, "plans": 1, "one_call": True, "code": "", "reason": ""}
+    assert kv.describe_steps() == [one]
     feed(kv, *tokens.next(3))
     assert kv.describe_steps()[0]["reason"] == "several new tokens"
     feed(kv, *tokens.next(1))
@@ -413,6 +419,30 @@ def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyP
     assert kv.describe_steps()[0]["reason"] == "HYBRID_KV_ONE_CALL=0"
 
 
+@pytest.mark.parametrize("name", ["full", "quest"])
+def test_pages_that_fill_change_no_plan(name: str) -> None:
+    """As long as nothing leaves, and the pool and the list of pages have room."""
+    kv = cache(SETTINGS[name])
+    kv.reserve(PROMPT + 200)
+    tokens = begin(kv)
+    feed(kv, *tokens.next(1))
+    before = kv.describe_steps()[0]["plans"]
+    for _ in range(100):
+        feed(kv, *tokens.next(1))
+    assert kv.describe_steps()[0]["plans"] == before
+    kv.check_integrity()
+
+
+def test_a_plan_that_was_not_told_of_a_change_is_found_out() -> None:
+    kv = cache(SETTINGS["int8"])
+    tokens = begin(kv)
+    feed(kv, *tokens.next(1))
+    extent = kv.stores[0].rows[0].chain.spans[0].extent
+    extent.k = extent.k.clone()  # and nobody says so
+    with pytest.raises(IntegrityError, match="a step's plan must be told of what changes"):
+        feed(kv, *tokens.next(1))
+
+
 def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -420,13 +450,13 @@ def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(
     kv, alone = cache(SETTINGS["int8"]), cache(SETTINGS["int8"])
     tokens, same = begin(kv), begin(alone)
     pool = Pool(64)
-    monkeypatch.setattr(one_call, "pool_here", lambda: pool)
+    monkeypatch.setattr(engine_plan, "pool_here", lambda: pool)
     outs = []
     for step in range(6):
         if step == 3:
             pool.close()
         outs.append(feed(kv, *tokens.next(1)))
-    monkeypatch.setattr(one_call, "pool_here", lambda: None)
+    monkeypatch.setattr(engine_plan, "pool_here", lambda: None)
     for out in outs:
         expected = feed(alone, *same.next(1))
         assert torch.equal(out.out, expected.out)

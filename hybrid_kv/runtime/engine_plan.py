@@ -1,0 +1,141 @@
+"""A decode step of a row as one call of the engine: append, search, rank, attend, merge.
+
+`decode` is the definition, and serves where this does not; `compile_step` says where.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_kv.errors import NonFiniteError
+from hybrid_kv.ops.native.step import LayerPlan, NewToken, StepResult
+from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.runtime.decode import pinned_pages
+from hybrid_kv.runtime.finite import not_finite, of_layer
+from hybrid_kv.runtime.searched_entries import SearchedEntries
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import Row
+from hybrid_kv.store.table import PageTable
+from hybrid_kv.types import PartialAttention, Read
+
+_NOTHING = (0, 0, 0, 0)
+
+
+class EnginePlan:
+    """The steps of one token of a layer's only row, each one call.
+
+    Args:
+        told: the engine's descriptor of what the row holds.
+        searched: its cold entries; None where none are attended.
+    """
+
+    reason = None
+
+    def __init__(
+        self, told: LayerPlan, row: Row, read: Read, searched: SearchedEntries | None
+    ) -> None:
+        self._told, self._row, self._searched = told, row, searched
+        self.table: PageTable | None = row.table
+        self._table, self._pages, self._chosen = row.table, read.pages, _NOTHING
+
+    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+        """Whether the call can store a token: in the last page, from where it lies."""
+        return self._table.takes(*new)
+
+    def attend(self, step: Step) -> PartialAttention:
+        """What `decode` returns.
+
+        The step's token is stored already, or the plan `takes` it.
+
+        Raises:
+            NonFiniteError: its key is not finite, and it was not stored.
+        """
+        row, searched, begin = self._row, self._searched, step.phases.now()
+        new = None
+        if step.unstored is not None:
+            new, step.unstored = NewToken(*step.unstored, row.length), None
+            row.count_token()
+        try:
+            resident = self._choose_pages()
+            estimated = None if step.found is None else self._estimated(step)
+            done = self._call(step, new, estimated)
+        except BaseException:
+            if new is not None:
+                row.uncount_token()
+            raise
+        _count(step, row, resident, self._told, done)
+        if searched is not None:
+            searched.take_up(self._told, step, row, done, estimated)
+        times = done.report
+        step.phases.book_parts(
+            begin,
+            (
+                ("search", times.search_s),
+                ("select", times.select_s),
+                ("resident_attention", times.resident_s),
+                ("cold_attention", times.cold_s),
+                ("merge", times.merge_s),
+            ),
+        )
+        return done.part
+
+    def _estimated(self, step: Step) -> Tensor | None:
+        return None if self._searched is None else self._searched.estimated(step)
+
+    def _choose_pages(self) -> int:
+        """Says which pages are attended; returns how many tokens are."""
+        table, head, tail = self._table, 0, 1
+        count = every = len(table.pages)
+        if self._pages != "all":
+            sinks, window = pinned_pages(self._row, 1)
+            if sinks + window + self._pages < every:
+                head, tail, count = sinks, window, sinks + window + self._pages
+        if (every, count, head, tail) != self._chosen:  # hardly ever
+            self._chosen = every, count, head, tail
+            self._told.choose_pages(*self._chosen)
+        size = table.pool.page_size
+        return table.num_tokens - (every - count) * size
+
+    def _call(self, step: Step, new: NewToken | None, estimated: Tensor | None) -> StepResult:
+        searched, told = self._searched, self._told
+        warm = None if searched is None else searched.ask(told, step)
+        try:
+            return told.attend(
+                step.q,
+                tail_fill=self._table.tail_fill,
+                scale=step.scale,
+                softcap=step.softcap,
+                new=new,
+                warm=warm,
+                found=None if step.asked is None else (step.asked.ids, step.asked.scores),
+                estimated=estimated,
+                pool=pool_here(),
+            )
+        except NonFiniteError:
+            raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
+
+
+def _count(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:
+    """Without a call of anything: this is Python of every layer and step."""
+    work, report, shape, table = step.work, done.report, step.layer.shape, row.table
+    heads, entry = shape.num_q_heads, plan.entry_bytes
+    scored, asked = report.scored, step.asked
+    if resident < table.num_tokens:  # pages were chosen, by digests as wide as an entry
+        pages = len(table.pages)
+        scored -= heads * pages
+        work.select_bytes += shape.num_kv_heads * pages * entry
+    scanned, scores, walked = plan.read_costs[asked is not None]
+    work.search_bytes += scanned + int(walked * max(0.0, scored - scores))
+    if asked is not None:
+        report.scored += asked.scored
+        work.search_bytes += asked.read_bytes or 0
+    work.resident_bytes += shape.num_kv_heads * resident * entry
+    work.estimate_bytes += plan.estimate_bytes
+    stored = row.chain.num_tokens * shape.num_kv_heads
+    work.cold_bytes += min(report.retrieved, stored) * entry // 2
+    work.scored += report.scored
+    work.attended += report.retrieved + resident * heads
+    work.retrieved += report.retrieved
+    work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
+    work.visible += heads * row.length
+    work.steps += heads

@@ -1,0 +1,227 @@
+"""How a layer's decode step is made: decided here, once, until something changes.
+
+    compile_step ─┬─ EnginePlan   the whole step of a row is one call of the engine
+                  └─ OpsPlan      op by op, the definition; a row's cold part may be one call
+
+A plan holds as long as its stamp has no reason: pools, tables, chains, extents and indexes mark the
+stamps of the plans that describe them. Nothing else asks how a step may be made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import IntegrityError
+from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
+from hybrid_kv.runtime.cold_plan import ColdPlan
+from hybrid_kv.runtime.decode import decode
+from hybrid_kv.runtime.engine_plan import EnginePlan
+from hybrid_kv.runtime.searched_entries import SearchedEntries
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import Row
+from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.stamps import Stamp, Stamps
+from hybrid_kv.store.table import PageTable
+from hybrid_kv.types import Demotion, PartialAttention, Read
+
+CHECK_PLANS = "HYBRID_KV_CHECK_PLANS"
+"""Environment variable: "1" compares, before each step, what a plan was made from with what is."""
+
+
+class PlanReason(NamedTuple):
+    """Why a step is no single call of the engine. code: one of a fixed set; text: in words."""
+
+    code: str
+    text: str
+
+
+class StepPlan(Protocol):
+    """How the steps of one layer are made; out [B, Hq, T, D], lse [B, Hq, T].
+
+    Attributes:
+        reason: why this is no `EnginePlan`; None where it is.
+        table: whose list of pages it reads in place; None where each step asks for it.
+    """
+
+    reason: PlanReason | None
+    table: PageTable | None
+
+    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+        """Whether `attend` stores a step's tokens k, v [B, Hkv, T, D] by itself."""
+        ...
+
+    def attend(self, step: Step) -> PartialAttention:
+        """A step's attention over what the plan reads."""
+        ...
+
+
+class OpsPlan:
+    """A step op by op, as `decode` defines it.
+
+    cold: by row its cold entries as one call of the engine; None where that makes other steps.
+    """
+
+    def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
+        self.reason: PlanReason | None = reason
+        self.table: PageTable | None = None
+        self._read, self._cold = read, cold
+
+    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+        return False
+
+    def attend(self, step: Step) -> PartialAttention:
+        return decode(step, self._read, self._cold)
+
+
+class CompiledStep:
+    """A plan, what it serves, and whether it still holds.
+
+    stamp: marked by what the plan describes.
+    """
+
+    def __init__(self, step: Step, read: Read) -> None:
+        self._rows, self._read, self._is_ahead = step.layer.rows, read, step.ahead is not None
+        self._shape, self._dtype = step.q.shape, step.q.dtype
+        indexes = [i for row in self._rows for i in _indexes(row)]
+        for index, keys in indexes:  # before the stamp is made, which a new index would mark
+            if index.is_building:
+                index.settle(keys)
+        self.stamp = Stamp()
+        for stamps in _described_by(self._rows):
+            stamps.add(self.stamp)
+        if any(index.has_built for index, _ in indexes):  # in between, and told no stamp
+            self.stamp.reason = "an index was built"
+        self.plan = _planned(step, read)
+        self._checks = os.environ.get(CHECK_PLANS) == "1"
+        self._described = _description(self._rows) if self._checks else ()
+
+    def serves(self, step: Step, read: Read) -> bool:
+        """Whether this is how a step is made that reads so much."""
+        if self.stamp.reason or step.layer.rows is not self._rows:
+            return False
+        same = step.q.shape == self._shape and step.q.dtype is self._dtype
+        if not same or (step.ahead is not None) is not self._is_ahead:
+            return False
+        if read is not self._read and read != self._read:
+            return False
+        table = self.plan.table
+        if table is not None and table.num_listed != len(table.pages):
+            table.slots()  # lists them; where the list has to move, it marks the stamp
+            if self.stamp.reason:
+                return False
+        if self._checks:
+            self._check()
+        return True
+
+    def _check(self) -> None:
+        for now, then in zip(_description(self._rows), self._described, strict=True):
+            if now != then:
+                raise IntegrityError(
+                    f"a step's plan must be told of what changes, got {now} for {then}; this is an "
+                    "error of the runtime"
+                )
+
+
+def compile_step(step: Step, read: Read) -> CompiledStep:
+    """How steps like this one, of these rows and as many queries, are made that read so much."""
+    return CompiledStep(step, read)
+
+
+def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:
+    """A row's indexes with their keys."""
+    extents = (span.extent for span in row.chain.spans)
+    return [(extent.index, extent.keys) for extent in extents if extent.index is not None]
+
+
+def _described_by(rows: Sequence[Row]) -> list[Stamps]:
+    found = []
+    for row in rows:
+        found += [row.table.pool.stamps, row.table.stamps, row.chain.stamps]
+        found += [span.extent.stamps for span in row.chain.spans]
+        found += [index.stamps for index, _ in _indexes(row)]
+    return found
+
+
+def _description(rows: Sequence[Row]) -> list[tuple[object, ...]]:
+    """All that plans are made from, to be compared."""
+    found: list[tuple[object, ...]] = []
+    for row in rows:
+        pages, place = row.table.pool.pages, row.placement
+        if pages.k.is_cpu:  # a device's pages are told anew in each step
+            memory = [0 if t is None else t.data_ptr() for t in pages]
+            lies = row.table.slots().untyped_storage().data_ptr()
+            found.append(("pages", row.number, *memory, lies))
+        found.append(("row", row.number, id(place), row.copied is None, row.later_index is None))
+        for span in row.chain.spans:
+            extent, index = span.extent, span.extent.index
+            served = None if index is None else (id(index), index.revision)
+            memory = [extent.k.data_ptr(), extent.v.data_ptr()]
+            found.append(("extent", id(span), span.length, *memory, extent.length, served))
+    return found
+
+
+def _planned(step: Step, read: Read) -> EnginePlan | OpsPlan:
+    """The fastest plan that can say the step."""
+    found = _engine_plan(step, read)
+    if isinstance(found, EnginePlan):
+        return found
+    return OpsPlan(read, found, [_cold_plan(step, read, row) for row in step.layer.rows])
+
+
+def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
+    if not step.at_home:
+        return PlanReason("device", "the model computes on a device")
+    if step.ahead is not None:
+        return PlanReason("ahead", "it was searched ahead")
+    if len(step.layer.rows) > 1:
+        return PlanReason("several_rows", "several rows")
+    if step.new > 1:
+        return PlanReason("several_tokens", "several new tokens")
+    row, searched, cold = step.layer.rows[0], None, None
+    if read.cold is not None and row.chain.num_tokens:
+        searched = SearchedEntries.of(row, read.cold)
+        if searched is None:
+            return PlanReason("search", "its cold entries are not found by plain searches")
+        cold = searched.entries(step.layer.shape.num_kv_heads)
+    told: LayerPlan | None = None
+    if _reads_pages_and_extents(row) and (searched is None or cold is not None):
+        pages, slots = row.table.pool.pages, row.table.slots()
+        resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
+        told = step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer)
+    if told is None:
+        why = step.ops.why_op_by_op
+        return PlanReason("backend", why) if why else PlanReason("python", _BY_PYTHON)
+    return EnginePlan(told, row, read, searched)
+
+
+_BY_PYTHON = "its method or index is asked by Python"
+
+
+def _reads_pages_and_extents(row: Row) -> bool:
+    """Whether all that is attended lies in pages and extents, and is attended where it lies."""
+    place = row.placement
+    if place is None or place.rest is Demotion.ABSORB:
+        return False
+    return not place.fetch and not row.hot.capacity
+
+
+def _cold_plan(step: Step, read: Read, row: Row) -> ColdPlan | None:
+    place, budget = row.placement, read.cold
+    if row.hot.capacity or place is None or place.fetch or budget is None:
+        return None
+    searched = SearchedEntries.of(row, budget)
+    if searched is None:
+        return None
+    heads = step.layer.shape.num_kv_heads
+    cold = searched.entries(heads)
+    if cold is None:
+        return None
+    shape = heads, step.q.shape[1] // heads * step.new, step.q.shape[3]
+    queries = torch.empty(shape, dtype=step.q.dtype)  # the host's; step.q may lie on a device
+    told = step.ops.plan_step(queries, None, cold, None)
+    return None if told is None else ColdPlan(told, row, searched)
