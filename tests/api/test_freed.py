@@ -319,8 +319,8 @@ def test_a_dropped_model_is_gone_though_it_was_attached() -> None:
 
 
 def _until(done: Callable[[], bool]) -> None:
-    """Gives threads beside this one ten seconds."""
-    end = time.monotonic() + 10
+    """Gives threads beside this one a minute."""
+    end = time.monotonic() + 60
     while not done():
         assert time.monotonic() < end, "it does not come to its end"
         time.sleep(0.001)

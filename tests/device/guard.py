@@ -1,6 +1,7 @@
-"""The device guard for CUDA that CPU builds of PyTorch lack: operators that index ask for one.
+"""The device guard for CUDA of a machine that has none: operators that index ask for one.
 
-One that does nothing is enough. It is compiled against torch's headers and stays in the process;
+CPU builds of PyTorch have no guard, and that of a CUDA build fails where there is no GPU. One that
+does nothing is enough for both. It is compiled against torch's headers and stays in the process;
 alone it gives nobody a device.
 """
 
@@ -26,8 +27,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, NoOpCuda)
 @cache
 def why_not() -> str:
     """Why no device can be emulated here; '' where one can. Compiles and loads the guard."""
-    if torch.version.cuda is not None:
-        return "this build of PyTorch has CUDA; a device is emulated on a CPU build only"
+    if torch.cuda.is_available():
+        return "this machine has a GPU; a device is emulated only where there is none"
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return "no C++ compiler: the device guard of an emulated device cannot be built"

@@ -91,10 +91,10 @@ def test_language_does_not_change() -> None:
 
 @pytest.mark.parametrize("task", ALL_TASKS)
 def test_long_contexts_are_drawn_fast(task: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     context = make_sample(task, 131_072, num_records=256, seed=1).context
     assert len(context) == 131_072
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0  # of this thread: others may be at work beside it
 
 
 def expected_answers(task: str, question: str, context: str) -> set[str]:

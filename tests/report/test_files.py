@@ -102,7 +102,7 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
     reader.start()
     write_file(pipe, NEW, "report")
-    reader.join(timeout=20)
+    reader.join(timeout=60)
     assert got == [NEW]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 

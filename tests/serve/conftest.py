@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,13 @@ from hybrid_kv.serve import Limits
 from tests.cli.support import save_model
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import CHAT, Running, serving
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than the five seconds that httpx waits by default."""
+    for name in ("get", "post"):
+        monkeypatch.setattr(httpx, name, partial(getattr(httpx, name), timeout=60))
 
 
 @pytest.fixture(scope="session")

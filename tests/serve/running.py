@@ -45,11 +45,11 @@ def serving(
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
         yield Running(url, service, server)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         bound.close()
         assert not thread.is_alive()

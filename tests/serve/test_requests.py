@@ -63,7 +63,7 @@ def test_every_reader_gets_every_event() -> None:
         assert not own.is_finished
         own.put(event)
     for reader in readers:
-        reader.join(5)
+        reader.join(60)
     assert seen == [STORY, STORY]
     assert [*own.events()] == STORY
     assert own.is_finished
@@ -81,7 +81,7 @@ def test_events_reach_asyncio_from_another_thread() -> None:
         return seen
 
     own.put(STORY[0])
-    assert asyncio.run(asyncio.wait_for(read(), 5)) == STORY
+    assert asyncio.run(asyncio.wait_for(read(), 60)) == STORY
 
 
 def test_a_reader_that_goes_away_leaves_nothing_behind() -> None:

@@ -52,7 +52,7 @@ class Gate:
 
     def wait(self) -> None:
         self.entered.set()
-        assert self.open.wait(10)
+        assert self.open.wait(60)
 
 
 def held_take(monkeypatch: pytest.MonkeyPatch) -> Gate:
@@ -80,7 +80,7 @@ def test_streams_go_on_while_a_context_is_opened(
         until(lambda: tokens_of(stream))
         gate = held_take(monkeypatch)
         opening = engine.submit(late)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         before = tokens_of(stream)
         until(lambda: tokens_of(stream) > before + 20)
         assert not opening._happened
@@ -97,7 +97,7 @@ def test_a_request_that_is_cancelled_while_its_context_is_opened_ends_at_once(
     gate = held_take(monkeypatch)
     with Engine(llm, Limits(prefix_bytes=0), ContextRegistry(tmp_path)) as engine:
         opening = engine.submit(asked(600))
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         opening.cancel()
         assert read(opening)[1].reason == "cancelled"
         assert not gate.open.is_set()
@@ -118,7 +118,7 @@ def test_requests_are_answered_while_a_context_is_written(
     longer = Request((*prompt(600), *prompt(25, seed=3)), 5, asked(1).sampling)
     with Engine(llm, contexts=ContextRegistry(tmp_path)) as engine:
         read(engine.submit(asked(600)))
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         tokens, end = read(engine.submit(longer))
         assert tokens == alone_closed(llm, longer, engine)
         assert end.usage.reused_tokens >= 600
@@ -160,7 +160,7 @@ def test_streams_go_on_while_layers_of_a_prompt_move(
         stream = engine.submit(asked(20, max_new_tokens=900))
         until(lambda: tokens_of(stream))
         ending = engine.submit(late)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         touched.clear()
         before = tokens_of(stream)
         until(lambda: tokens_of(stream) > before + 20)
