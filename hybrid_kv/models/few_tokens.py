@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from statistics import median
 from time import perf_counter, sleep
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.linear_product import LinearProduct, StepThread
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.linear import MAX_TOKENS, linear, multiplies
 from hybrid_kv.ops.native.workers import pool_here
@@ -146,7 +147,8 @@ class FewTokens:
     def __init__(self, model: nn.Module) -> None:
         able = engine_state().isa is not None
         modules = [m for m in model.modules() if _is_plain(m)] if able else []
-        self._forwards = [(module, partial(self._forward, module)) for module in modules]
+        self._step = StepThread()
+        self._products = [(m, LinearProduct(m, self._step, self._pays)) for m in modules]
         self._alike: dict[torch.Size, list[nn.Linear]] = defaultdict(list)
         for module in modules:
             self._alike[module.weight.shape].append(module)
@@ -155,38 +157,39 @@ class FewTokens:
     def served(self, num_tokens: int) -> Iterator[None]:
         """A block in which a forward of so many tokens, over all rows, takes what is fastest."""
         may = 0 < num_tokens <= MAX_TOKENS and not torch.is_grad_enabled()
-        may = may and not torch.is_autocast_enabled("cpu")
-        chosen = [(m, f) for m, f in self._forwards if "forward" not in m.__dict__] if may else []
-        try:
-            for module, forward in chosen:
-                module.__dict__["forward"] = forward  # of this instance alone
+        if not (may and self._products) or torch.is_autocast_enabled("cpu"):
             yield
+            return
+        self._step.begin(pool_here())
+        try:
+            with replaced((m, product) for m, product in self._products if _is_own(m)):
+                yield
         finally:
-            for module, _ in chosen:
-                module.__dict__.pop("forward", None)
+            self._step.end()
 
     def try_all(self) -> None:
         """Makes the trials of every number of tokens now, which steps would make in passing."""
         for alike in self._alike.values():
+            weight = alike[0].weight
             for tokens in range(1, MAX_TOKENS + 1):
-                self._try(alike[0].weight, tokens)
+                if multiplies(weight[:tokens], weight, None):
+                    self._try(weight, tokens)
 
-    def _forward(self, module: nn.Linear, x: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
-        if torch.compiler.is_dynamo_compiling() or not multiplies(x, weight, bias):
-            return functional.linear(x, weight, bias)
-        tokens = x.numel() // x.shape[-1]
+    def _pays(self, weight: Tensor, tokens: int) -> bool:
         found = _trials.get(Products(weight.dtype, weight.shape, tokens))
-        if found is None:
-            found = self._try(weight, tokens)
-        if not found.pays:
-            return functional.linear(x, weight, bias)
-        return linear(x, weight, bias, pool=pool_here())
+        return (self._try(weight, tokens) if found is None else found).pays
 
     def _try(self, weight: Tensor, tokens: int) -> ProductTrial:
-        alike = (module.weight for module in self._alike[weight.shape])
-        weights = [w for w in alike if multiplies(w[:tokens], w, None)]
-        return trial(Products(weight.dtype, weight.shape, tokens), weights)
+        products = Products(weight.dtype, weight.shape, tokens)
+        alike = (module.weight for module in self._alike.get(weight.shape, ()))
+        # Any of them may be another one by now, and this one may have come later.
+        same = [w for w in alike if (w.dtype, w.shape) == products[:2]]
+        return trial(products, [w for w in same if multiplies(w[:tokens], w, None)] or [weight])
+
+
+def _is_own(module: nn.Linear) -> bool:
+    """Whether nobody has given a layer another forward, or another class with one, meanwhile."""
+    return "forward" not in module.__dict__ and type(module) is nn.Linear
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

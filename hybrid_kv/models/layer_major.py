@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.forwards import replaced
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_states import (
@@ -32,7 +32,7 @@ from hybrid_kv.models.prompt_states import (
     put,
     token_table,
 )
-from hybrid_kv.models.widening import widened, widened_bytes
+from hybrid_kv.models.widening import MIN_TOKENS, widened, widened_bytes
 from hybrid_kv.types import bytes_per_token
 
 _MIN_CHUNK, _MAX_CHUNK = 256, 4096
@@ -49,9 +49,7 @@ def chunk_size(setting: int | Literal["auto"], num_tokens: int) -> int:
 
 
 class LayerMajorPrefill:
-    """Wraps the forward methods of one model's decoder layers; `close` puts them back.
-
-    cache: of the forward that runs. in_place: chunks may be written over the states they came from.
+    """Wraps the forward methods of one model's decoder layers while a prompt passes.
 
     Args:
         states: where the hidden states of a prompt lie; "auto" is the host for those that would
@@ -68,11 +66,12 @@ class LayerMajorPrefill:
         states: StatesPlace = "auto",
     ) -> None:
         self._chunk_tokens, self._states = chunk_tokens, states
-        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self._hooks: list[RemovableHandle] = []
-        self._cache: TieredCache | None = None
+        self._ways: dict[nn.Module, _Way] = {}
+        self._wrappers: dict[nn.Module, tuple[_Forward, _Forward]] = {}  # around which forward
+        self._head: nn.Module | None = None
+        self._cache: TieredCache | None = None  # of the prompt that passes
         self._home: torch.device | None = None  # of the weights, while states lie on the host
-        self.in_place = True
+        self._in_place = True
         stacks = decoder_stacks(model)
         table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
         if table is None and states == "host":
@@ -81,31 +80,48 @@ class LayerMajorPrefill:
                 "states do not begin in one table on one device; leave the setting out"
             )
         for owner, layers in stacks:
-            for layer in layers:
-                self._wrap(layer, self._layer_forward)
-            for child in _between(owner, layers, table):
-                self._wrap(child, self._layer_forward)
+            for module in (*layers, *_between(owner, layers, table)):
+                self._ways[module] = self._layer_forward
         if table is not None:
-            self._wrap(table, self._table_forward)
+            self._ways[table] = self._table_forward
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-            if isinstance(head, nn.Module):
-                # A hook leaves its forward to those who multiply few tokens by its large matrix.
-                self._hooks.append(head.register_forward_pre_hook(self._bring_home))
+            self._head = head if isinstance(head, nn.Module) else None
 
-    @property
-    def cache(self) -> TieredCache | None:
-        return self._cache
+    @contextmanager
+    def serving(
+        self, cache: TieredCache, shape: tuple[int, int] | None, *, in_place: bool = True
+    ) -> Iterator[None]:
+        """A block in which a forward with a cache runs; one of few tokens meets nothing of this.
 
-    @cache.setter
-    def cache(self, cache: TieredCache | None) -> None:
-        self._cache, self._home = cache, None
+        Args:
+            shape: [B, T] of the new tokens; None where it is not known.
+            in_place: chunks may be written over the hidden states they came from.
+        """
+        if shape is not None and not self._changes(*shape):
+            yield
+            return
+        self._cache, self._home, self._in_place = cache, None, in_place
+        try:
+            with self._bringing_home(), replaced(self._wrapped()):
+                yield
+        finally:
+            self._cache = self._home = None
 
-    def _wrap(self, module: nn.Module, way: _Way) -> None:
-        # An instance attribute may be there already (accelerate's hooks): it is what we call and
-        # what `close` restores.
-        self._wrapped.append((module, module.__dict__.get("forward")))
-        inner = module.forward
+    def _changes(self, rows: int, tokens: int) -> bool:
+        """Whether layers take so many new tokens in chunks, or are widened for them."""
+        return tokens > chunk_size(self._chunk_tokens, tokens) or rows * tokens >= MIN_TOKENS
 
+    def _wrapped(self) -> Iterator[tuple[nn.Module, _Forward]]:
+        """The wrappers, around the forwards that the modules have now."""
+        for module, way in self._ways.items():
+            # An instance attribute may be there (accelerate's hooks): it is what we call.
+            inner = module.forward
+            known = self._wrappers.get(module)
+            if known is None or known[0] != inner:
+                known = self._wrappers[module] = inner, self._wrap(module, inner, way)
+            yield module, known[1]
+
+    def _wrap(self, module: nn.Module, inner: _Forward, way: _Way) -> _Forward:
         apart = outside_graphs(way)
 
         @wraps(inner, updated=())
@@ -115,7 +131,19 @@ class LayerMajorPrefill:
             serve = way if self._cache.in_own_graph else apart
             return serve(module, inner, x, *args, **kwargs)
 
-        module.forward = forward
+        return forward
+
+    @contextmanager
+    def _bringing_home(self) -> Iterator[None]:
+        if self._head is None:
+            yield
+            return
+        # A hook leaves the head's forward to those who multiply few tokens by its large matrix.
+        hook = self._head.register_forward_pre_hook(self._bring_home)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # What is wrapped ----------------------------------------------------------------------------
 
@@ -167,7 +195,7 @@ class LayerMajorPrefill:
         kwargs: dict[str, Any],
     ) -> Any:
         total, home = hidden.shape[1], self._home
-        target = hidden if self.in_place else torch.empty_like(hidden)
+        target = hidden if self._in_place else torch.empty_like(hidden)
         result: Any = None
         with self._prompt_in_pieces(module):
             for start in range(0, total, size):
@@ -192,9 +220,9 @@ class LayerMajorPrefill:
     @contextmanager
     def _prompt_in_pieces(self, module: nn.Module) -> Iterator[None]:
         """Keeps a layer open between its chunks, then seals it: its KV may leave now."""
-        if self.cache is None:
+        if self._cache is None:
             raise RuntimeError("chunks are for forward passes with a tiered cache")
-        kv = self.cache.kv
+        kv = self._cache.kv
         before, kv.more_prompt = kv.more_prompt, True
         try:
             yield
@@ -207,19 +235,7 @@ class LayerMajorPrefill:
 
     def widened_bytes(self, num_tokens: int) -> int:
         """Bytes of the largest layer that is widened while so many tokens pass; 0 if none is."""
-        return max((widened_bytes(module, num_tokens) for module, _ in self._wrapped), default=0)
-
-    def close(self) -> None:
-        """Restores every forward method to what it was, and takes the hook off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for module, previous in self._wrapped:
-            if previous is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = previous
-        self._wrapped.clear()
+        return max((widened_bytes(module, num_tokens) for module in self._ways), default=0)
 
 
 def decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -143,24 +143,32 @@ class Serving:
             self._check_joined(cache, inputs)
         else:
             self._check(cache, inputs)
-        text, prefill = self._text_config, self._prefill
+        text = self._text_config
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
-        # Somebody else may hold on to these tensors; then chunks must not be written over them.
-        prefill.in_place = inputs.get("inputs_embeds") is None and not self._records_hidden(inputs)
         try:
-            with cache.forward():
+            with cache.forward(), self._as_prompt(cache, inputs):
                 yield
         finally:
             text._attn_implementation = previous
             self._set_cache(None)
 
+    def _as_prompt(
+        self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        if isinstance(cache, JoinedCache):  # a joined step is no prompt
+            return nullcontext()
+        source = _source(inputs)
+        shape = None if source is None else (source.shape[0], source.shape[1])
+        # Somebody else may hold on to these tensors; then chunks must not be written over them.
+        in_place = inputs.get("inputs_embeds") is None and not self._records_hidden(inputs)
+        return self._prefill.serving(cache, shape, in_place=in_place)
+
     def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
         self._cache = cache
-        # A joined step is no prompt, and its rows are not searched ahead.
-        self._prefill.cache = None if isinstance(cache, JoinedCache) else cache
         if self._early is not None:
-            self._early.cache = self._prefill.cache
+            # Rows of a joined step are not searched ahead.
+            self._early.cache = None if isinstance(cache, JoinedCache) else cache
 
     def _check_joined(self, cache: JoinedCache, inputs: dict[str, Any]) -> None:
         for row in cache.caches:
@@ -217,7 +225,6 @@ class Serving:
                 else:
                     module.forward = previous
             self._wrapped.clear()
-            self._prefill.close()
             if self._early is not None:
                 self._early.close()
             if self._steps is not None:

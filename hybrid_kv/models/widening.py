@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hybrid_kv.models.forwards import replaced
+
 MIN_TOKENS = 64
 """Fewer tokens, over all rows, than these are computed with the weights as they are."""
 
@@ -71,16 +73,13 @@ def _seconds(call: Callable[[], Tensor], clock: Callable[[], float]) -> float:
 @contextmanager
 def widened(layer: nn.Module, num_tokens: int) -> Iterator[None]:
     """A block in which a layer's linear layers work in float32, where that pays."""
-    chosen = _chosen(layer, num_tokens)
-    try:
-        for module in chosen:
-            bias = None if module.bias is None else module.bias.detach().float()
-            wide = partial(_forward, module.weight.detach().float(), bias)
-            module.__dict__["forward"] = wide  # of this instance alone
+    with replaced((module, _widened_forward(module)) for module in _chosen(layer, num_tokens)):
         yield
-    finally:
-        for module in chosen:
-            module.__dict__.pop("forward", None)
+
+
+def _widened_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    bias = None if module.bias is None else module.bias.detach().float()
+    return partial(_forward, module.weight.detach().float(), bias)
 
 
 def widened_bytes(layer: nn.Module, num_tokens: int) -> int:

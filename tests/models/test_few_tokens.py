@@ -16,6 +16,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.few_tokens import FewTokens, Products, ProductTrial, measure, trial
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from tests.contracts.edges.calls import anatomy
+from tests.models.engine_products import note_products
 from tests.models.folder import tokenizer
 from tests.ops.native.engines import needs_engine
 from tests.tolerances import TOLERANCES
@@ -45,15 +46,7 @@ def fast_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Shapes of the inputs that the engine multiplied."""
-    seen: list[list[int]] = []
-    plain = few_tokens.linear
-
-    def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(list(x.shape))
-        return plain(x, *args, **kwargs)
-
-    monkeypatch.setattr(few_tokens, "linear", linear)
-    return seen
+    return note_products(monkeypatch)
 
 
 def tiny(dtype: torch.dtype) -> PreTrainedModel:

@@ -143,16 +143,21 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(8)
 
 
-def test_close_restores_every_forward_that_of_an_instance_too() -> None:
+def test_only_a_prompt_is_wrapped_and_every_forward_comes_back() -> None:
     decoder = Decoder()
     own = decoder.layers[0].__dict__["forward"]
-    wrapped = LayerMajorPrefill(decoder, 4)
-    assert decoder.layers[0].forward is not own
-    assert "forward" in decoder.norm.__dict__
-    wrapped.close()
-    assert decoder.layers[0].__dict__["forward"] is own
-    assert "forward" not in decoder.layers[1].__dict__
-    assert "forward" not in decoder.norm.__dict__
+    prefill, cache = LayerMajorPrefill(decoder, 4), SimpleNamespace(in_own_graph=False)
+    for shape in ((1, 1), (7, 1), (2, 4)):
+        with prefill.serving(cache, shape):
+            assert decoder.layers[0].forward is own
+            assert "forward" not in decoder.norm.__dict__
+    for prompt in ((1, 5), (64, 1), None):
+        with prefill.serving(cache, prompt):
+            assert decoder.layers[0].forward is not own
+            assert "forward" in decoder.norm.__dict__
+        assert decoder.layers[0].__dict__["forward"] is own
+        assert "forward" not in decoder.layers[1].__dict__
+        assert "forward" not in decoder.norm.__dict__
 
 
 @pytest.mark.parametrize(
@@ -209,9 +214,9 @@ def test_each_chunk_goes_to_the_weights_and_back(
     AttentionInterface.register("test_own_value", _attend_own_value)
     model.config.get_text_config()._attn_implementation = "test_own_value"
     prefill = LayerMajorPrefill(model, 16, "host")
-    prefill.cache = SimpleNamespace(kv=kv, in_own_graph=False)
-    logits = model(ids().to("meta"), use_cache=False, logits_to_keep=1).logits
-    prefill.close()
+    cache, prompt = SimpleNamespace(kv=kv, in_own_graph=False), ids().to("meta")
+    with prefill.serving(cache, (1, PROMPT)):
+        logits = model(prompt, use_cache=False, logits_to_keep=1).logits
     assert logits.device.type == "meta"
     layers = model.config.num_hidden_layers
     assert pieces == [(0, 16), (16, 16), (32, 5)] * (layers + 2)  # table, layers, norm
@@ -267,14 +272,13 @@ def test_hidden_states_move_to_another_device_once(in_place: bool) -> None:
     stack.layers = nn.ModuleList([_Elsewhere(place) for place in ("cpu", "meta", "meta")])
     prefill = LayerMajorPrefill(stack, 5)
     kv = SimpleNamespace(more_prompt=False)
-    prefill.cache = SimpleNamespace(kv=kv, in_own_graph=False)
-    prefill.in_place = in_place
+    cache = SimpleNamespace(kv=kv, in_own_graph=False)
     hidden = torch.ones(1, PROMPT, 8)
     places = []
-    for layer in stack.layers:
-        (hidden,) = layer(hidden)
-        places.append(hidden.device.type)
-        assert hidden.shape == (1, PROMPT, 8)
+    with prefill.serving(cache, (1, PROMPT), in_place=in_place):
+        for layer in stack.layers:
+            (hidden,) = layer(hidden)
+            places.append(hidden.device.type)
+            assert hidden.shape == (1, PROMPT, 8)
     assert places == ["cpu", "meta", "meta"]
     assert [layer.came_from for layer in stack.layers] == ["cpu", "cpu", "meta"]
-    prefill.close()

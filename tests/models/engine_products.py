@@ -1,0 +1,35 @@
+"""What the engine multiplies for a model's linear layers, as tests see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hybrid_kv.models import linear_product
+from hybrid_kv.ops.native.linear import BoundLinear
+
+
+def note_products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Shapes of the inputs of the engine's products from now on, filled as they are made."""
+    seen: list[list[int]] = []
+    bind, linear = linear_product.bind, linear_product.linear
+
+    def noting_linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(list(x.shape))
+        return linear(x, *args, **kwargs)
+
+    def noting_bind(x: Tensor, *args: Any, **kwargs: Any) -> BoundLinear:
+        bound, shape = bind(x, *args, **kwargs), list(x.shape)
+
+        def multiply(inputs: int, outputs: int) -> int:
+            seen.append(shape)
+            return bound.multiply(inputs, outputs)
+
+        return replace(bound, multiply=multiply)
+
+    monkeypatch.setattr(linear_product, "linear", noting_linear)
+    monkeypatch.setattr(linear_product, "bind", noting_bind)
+    return seen
