@@ -10,16 +10,23 @@ line that is not there any more is an error: the fault has to be written anew.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+from tests.device.guard import why_not
+
 ROOT = Path(__file__).parents[2]
+_LIMIT_S = 900
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/device/(\S+)(?: - (.*))?$", re.MULTILINE)
 
 
@@ -59,6 +66,9 @@ class Verdict:
 
 RECORDED = "test_recorded_steps.py"
 METHODS = "test_methods.py"
+TRANSFERS = "test_transfers.py"
+SELECTION = "test_selection.py"
+TWO = "test_two_devices.py::test_a_split_model_gives_what_it_gives_on_the_host"
 
 MUTANTS = [
     Mutant(
@@ -94,14 +104,14 @@ MUTANTS = [
         "transfer/cuda.py",
         "        parcel = _UnderWay(mark, into, tensor)\n",
         "        parcel = _UnderWay(mark, into, into)\n",
-        ["test_transfers.py"],
+        [f"{TRANSFERS}::test_what_is_sent_may_be_let_go"],
     ),
     Mutant(
         "copies to the host go to plain memory, where each is waited for",
         "transfer/cuda.py",
         "        return pinned_empty(size, dtype)\n",
         "        return torch.empty(list(size), dtype=dtype)\n",
-        ["test_counts.py"],
+        ["test_counts.py::test_a_step_takes_no_more_launches_copies_and_waits[full]"],
     ),
     Mutant(
         "a staging buffer is filled again before the device has read it",
@@ -112,105 +122,105 @@ MUTANTS = [
         "        if kind not in kept:\n"
         "            kept[kind] = pinned_empty(size, dtype)\n"
         "        return kept[kind]\n",
-        ["test_transfers.py"],
+        [f"{TRANSFERS}::test_parts_of_one_size_are_delivered_one_after_another"],
     ),
     Mutant(
         "parts of the staging area are handed out again while they are in use",
         "transfer/staging.py",
         "        if not self._out:\n",
         "        if True:\n",
-        ["test_transfers.py"],
+        [f"{TRANSFERS}::test_what_is_kept_is_its_own_while_others_are_under_way"],
     ),
     Mutant(
         "a part of the staging area is handed out without copying",
         "transfer/cuda.py",
         "            self._tensor = self._parcel.open().clone()\n",
         "            self._tensor = self._parcel.open()\n",
-        ["test_transfers.py"],
+        [f"{TRANSFERS}::test_what_was_kept_stays_when_the_area_is_used_again"],
     ),
     Mutant(
         "a recorded step is not given its queries",
         "transfer/recorded.py",
         "        recording.given.copy_(given)\n",
         "",
-        [RECORDED],
+        [f"{RECORDED}::test_replayed_steps_give_what_the_host_gives[late]"],
     ),
     Mutant(
         "a recording is played whatever it was recorded for",
         "transfer/recorded.py",
         "        if known is None or known.signature != signature:\n",
         "        if known is None:\n",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "a recording goes on with moments that were replaced",
         "runtime/select.py",
         "    signature = tuple(places), tuple(tails), tuple(q.shape), ",
         "    signature = tuple(places), tuple(q.shape), ",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "a recording reads codes that have moved and were freed",
         "index/device_sketch.py",
         "        return self._codes.codes.data_ptr()\n",
         "        return 0\n",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "the number of keys is baked into a recording",
         "runtime/select.py",
         "scores, limit, own, _index_of(span).seen),",
         "scores, limit, own, torch.full([], span.length, device=q.device)),",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "another row's recorded result is merged",
         "runtime/select.py",
         "        if len(step.layer.rows) > 1:  #",
         "        if len(step.layer.rows) > 9:  #",
-        [RECORDED],
+        [f"{RECORDED}::test_rows_replay_their_own_results"],
     ),
     Mutant(
         "a row searches what another row of the same extent sees",
         "runtime/select.py",
         "        seen = _index_of(span).see(span.length)\n",
         "        seen = _index_of(span).codes.codes.data_ptr()\n",
-        [RECORDED],
+        [f"{RECORDED}::test_forks_of_other_lengths_search_their_own_entries"],
     ),
     Mutant(
         "codes of another head",
         "index/device_sketch.py",
         "            self._codes.codes[:, :coded] = given\n",
         "            self._codes.codes[:, :coded] = given.flip(0)\n",
-        ["test_selection.py"],
+        [f"{SELECTION}::test_codes_of_each_head_find_the_best_of_its_keys"],
     ),
     Mutant(
         "an extent's digests are off by a page",
         "index/device_pages.py",
         "            self._digests[:, : given.shape[1]] = given\n",
         "            self._digests[:, : given.shape[1]] = given.roll(1, 1)\n",
-        ["test_selection.py"],
+        [f"{SELECTION}::test_digests_of_a_device_choose_as_those_of_the_keys"],
     ),
     Mutant(
         "a page table of before the pool grew",
         "store/table.py",
         "        if last is None or last[0] != pool.capacity:\n",
         "        if last is None:\n",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "places of a page that no token has filled are not hidden",
         "store/pool.py",
         "grown(self.positions, 0, HIDDEN)\n",
         "grown(self.positions, 0, 0)\n",
-        [RECORDED],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "an array of one device is handed to another",
         "ops/upload.py",
         "        key = device, array.dtype.str, array.tobytes()\n",
         "        key = torch.device('cuda'), array.dtype.str, array.tobytes()\n",
-        ["test_two_devices.py"],
+        [f"{TWO}[hybrid:device-late]"],
     ),
     Mutant(
         "two devices share one stream of copies",
@@ -221,52 +231,69 @@ MUTANTS = [
         "        if device.type not in self._lanes:\n"
         "            self._lanes[device.type] = self._make_lane(device)\n"
         "        return self._lanes[device.type]\n",
-        ["test_two_devices.py"],
+        [f"{TWO}[hybrid:host-late]"],
     ),
     Mutant(
         "a step is recorded on the current device instead of its own",
         "transfer/recorded.py",
         "        with torch.cuda.device(self._device):\n            current",
         "        with torch.cuda.device(0):\n            current",
-        ["test_two_devices.py"],
+        [f"{TWO}[hybrid:device-late]"],
     ),
     Mutant(
         "page-locked memory is unlocked while a copy reads it",
         "ops/pinned.py",
         "        torch.cuda.synchronize()  # a copy or kernel may be at work on these pages\n",
         "",
-        ["test_transfers.py"],
+        [f"{TRANSFERS}::test_page_locked_memory_is_in_use_until_copies_are_over"],
     ),
 ]
 
 
 def verdict_of(mutant: Mutant | None, tests: Sequence[str], folder: Path) -> Verdict:
     """What some tests say of a copy of the package in a folder, with a fault or as it is."""
-    package = folder / "hybrid_kv"
+    package, log = folder / "hybrid_kv", folder / "log"
     if mutant is not None:
         kept = (package / mutant.file).read_text()
         mutant.apply(package)
     try:
-        paths = [f"tests/device/{test}" for test in tests]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--tb=no", *paths]
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+        # A child of this process has torch and transformers already, and imports all of the copy.
+        child = os.fork()
+        if child == 0:
+            os._exit(_tested(folder, tests, log))
+        status = _waited_for(child)
     finally:
         if mutant is not None:
             (package / mutant.file).write_text(kept)
-    if done.returncode == 0:
+    if status == 0:
         return Verdict("", "")
-    found = _FAILED.search(done.stdout)
-    if found is None:
-        ended = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
-        return Verdict("the process", f"exit status {done.returncode}: {ended[0]}")
-    return Verdict(found[1], found[2] or "")
+    if status is None:
+        return Verdict("the process", f"did not end in {_LIMIT_S} s")
+    said = log.read_text()
+    if found := _FAILED.search(said):
+        return Verdict(found[1], found[2] or "")
+    return Verdict("the process", f"status {status}: {(said.strip().splitlines() or [''])[-1]}")
+
+
+def _tested(folder: Path, tests: Sequence[str], log: Path) -> int:
+    signal.alarm(_LIMIT_S)
+    with log.open("w") as told:
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+    ours = [name for name in sys.modules if name.split(".")[0] in ("hybrid_kv", "tests")]
+    for name in ours:
+        if name != "tests.device.guard":  # what it has loaded stays loaded
+            del sys.modules[name]
+    os.chdir(folder)
+    sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider"]
+    return int(pytest.main([*options, *(f"tests/device/{test}" for test in tests)]))
+
+
+def _waited_for(child: int) -> int | None:
+    """The exit status of a process; None where it was ended for its time."""
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return None if status == -signal.SIGALRM else status
 
 
 def copied(folder: Path) -> None:
@@ -294,6 +321,8 @@ def main() -> int:
     chosen = [m for m in MUTANTS if not asked.names or any(n in m.name for n in asked.names)]
     lines = ["| fault | file | seen by | which said |", "|---|---|---|---|"]
     survived = 0
+    if reason := why_not():
+        parser.error(reason)
     with TemporaryDirectory() as name:
         folder = Path(name)
         copied(folder)
