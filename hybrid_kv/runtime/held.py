@@ -149,7 +149,8 @@ class HeldLayer:
                 return False
             spans = list(self._pinned(layer, row, [own for own, _ in makes]))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            means.selectors.ran_out(store, self.num_cold, error)
+            device = store.resident.pool.device
+            means.selectors.ran_out(store.shape.layer_idx, device, self.num_cold, error)
             return False
         if len(spans) < len(makes):
             return False

@@ -20,6 +20,7 @@ from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.device_sketch import device_bytes, restored, sketch_of
 from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index, Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
@@ -67,7 +68,8 @@ class Selectors:
             if by_itself:
                 return None
             size = CODE_BYTES[-1]
-        return partial(self._learned, layer, place, size)
+        # Not the layer, which will keep this: a cycle would hold its memory when it is dropped.
+        return partial(self._learned, layer.resident.pool.ops, layer.shape.layer_idx, place, size)
 
     def _fitting(self, layer: LayerKV) -> int | None:
         """The largest codes that fit for all layers; None where the smallest do not."""
@@ -82,7 +84,8 @@ class Selectors:
 
     def _learned(
         self,
-        layer: LayerKV,
+        ops: Ops,
+        layer_idx: int,
         place: Placement,
         size: int,
         keys: Tensor,
@@ -97,19 +100,21 @@ class Selectors:
         if not bool(torch.isfinite(keys).all() & torch.isfinite(samples).all()):
             return None  # whoever stores them refuses them
         try:
-            return sketch_of(layer.resident.pool.ops, keys, samples, size, goals)
+            return sketch_of(ops, keys, samples, size, goals)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            self.ran_out(layer, keys.shape[1], error)
+            self.ran_out(layer_idx, keys.device, keys.shape[1], error)
             return None
 
-    def ran_out(self, layer: LayerKV, num_keys: int, error: Exception) -> None:
+    def ran_out(
+        self, layer_idx: int, device: torch.device, num_keys: int, error: Exception
+    ) -> None:
         """Warns, once, that there was no memory for a layer's codes."""
         if self._has_warned:
             return
         self._has_warned = True
         what = " ".join(str(error).split())[:200]
         warn(
-            f"layer {layer.shape.layer_idx} cannot select on {layer.resident.pool.device}: memory "
+            f"layer {layer_idx} cannot select on {device}: memory "
             f"ran out while codes of {num_keys} keys were made ({what}); the host searches for "
             "this layer, more slowly; shorten the prompt, keep fewer tokens resident or set "
             "cold.select='host'",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_kv.index.device_pages import DevicePages
 from hybrid_kv.index.pages import with_room
+from hybrid_kv.ops import Ops
 from hybrid_kv.store import LayerKV, StandInFor
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.types import Demotion, bytes_per_token
@@ -44,17 +45,17 @@ class StandIns:
                 self._fits[pool.device] = needed <= free_bytes(pool.device)
             if not self._fits[pool.device]:
                 return None
-        return partial(_pages_of, layer)
+        # Not the layer, which will keep this: a cycle would hold its memory when it is dropped.
+        return partial(_pages_of, pool.ops, layer.page_size, pool.device)
 
 
-def _pages_of(layer: LayerKV, k: Tensor) -> MakeIndex:
+def _pages_of(ops: Ops, size: int, device: torch.device, k: Tensor) -> MakeIndex:
     """Digests of keys [Hkv, N, D], whole pages, taken where they still lie: so nothing has to be
     read back from the host.
     """
-    pool, size = layer.resident.pool, layer.page_size
     pages = k.unflatten(1, (-1, size))
     digests = torch.cat([pages.amax(2), pages.amin(2)], -1)
-    return partial(DevicePages, pool.ops, size, pool.device, digests)
+    return partial(DevicePages, ops, size, device, digests)
 
 
 def digest_bytes(layer: LayerKV) -> int:
