@@ -185,7 +185,8 @@ class DeviceSketch(Index):
     def see(self, length: int) -> Hashable:
         """See `Index.see`."""
         self._set_state(length, self._state[1])
-        return self._codes.codes.data_ptr()
+        codes = self._codes.codes  # larger ones may come to lie where older ones were freed
+        return codes.data_ptr(), codes.shape
 
     @property
     def seen(self) -> Tensor:

@@ -83,6 +83,8 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
             )
             args = (tensor, index, *args[2:])
         return func(*args, **kwargs)
+    if func is Tensor.data_ptr:
+        return tensor.inner.data_ptr()
     if func is Tensor.tolist:
         running().host_waits("tolist", running().current(tensor.index).here())
         return tensor.inner.tolist()

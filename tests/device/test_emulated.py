@@ -79,6 +79,13 @@ def test_memory_runs_out_and_comes_back() -> None:
         assert torch.cuda.max_memory_allocated() <= 1000
 
 
+def test_tensors_have_addresses() -> None:
+    with emulated():
+        one, two = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+        assert one.data_ptr() != two.data_ptr() != 0
+        assert one[1:].data_ptr() == one.data_ptr() + 4
+
+
 def test_new_memory_is_undefined() -> None:
     with emulated():
         assert torch.empty(3, device="cuda").isnan().all().item()

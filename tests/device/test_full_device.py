@@ -1,4 +1,4 @@
-"""A device whose memory runs out at some allocation: a typed error or a slower way, nothing lost."""
+"""A device whose memory runs out at some allocation: a typed error, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.device.models import llama, logits_of, small, tokens
 ROUNDING = 2e-4
 BY_DEVICE = small("hybrid").replace(select="device")
 BY_HOST = small("hybrid").replace(**{"select": "host", "cold.index.kind": "flat"})
-STEPS = [tokens(1, 2 + number) for number in range(24)]
+STEPS = [tokens(1, 2 + number) for number in range(13)]
 
 
 def on_device(
@@ -37,32 +37,53 @@ def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", ["late", "ahead", 1])
+@pytest.mark.parametrize("schedule", ["late", "ahead"])
 def test_replayed_steps_give_what_the_host_gives(schedule: Schedule) -> None:
     turns = [tokens(260), *STEPS]
     found, machine = on_device(turns, schedule)
     assert_alike(found, logits_of(llama(), BY_HOST, turns))
-    assert machine.counts.replays > len(STEPS)
+    assert machine.counts.replays >= len(STEPS)
 
 
-def test_what_a_recording_reads_may_grow_and_move(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("growth", [8, 4096], ids=["new-moments", "old-moments"])
+def test_what_a_recording_reads_may_grow_and_move(
+    growth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Codes that outgrow their memory and moments that are taken anew: recorded again, or wrong."""
     monkeypatch.setattr(device_sketch, "LATER_KEYS", 24)
     monkeypatch.setattr(device_sketch, "_LEAST_ROOM", 4)
-    monkeypatch.setattr(tail, "_LEAST_GROWTH", 8)
-    turns = [tokens(150), *STEPS[:4], tokens(53, 9), *STEPS[4:8], tokens(37, 8), *STEPS[8:20]]
+    monkeypatch.setattr(tail, "_LEAST_GROWTH", growth)
+    turns = [tokens(150), *STEPS[:4], tokens(53, 9), *STEPS[4:8], tokens(37, 8), *STEPS[8:11]]
     found, machine = on_device(turns)
     assert_alike(found, logits_of(llama(), BY_HOST, turns))
     assert machine.counts.captures > 2
     assert machine.counts.replays > machine.counts.captures
 
 
-def test_rows_replay_their_own_results() -> None:
-    prompts = torch.cat([tokens(201), tokens(201, 3)])
-    turns = [prompts, *(torch.cat([one, (one + 7) % 128]) for one in STEPS[:6])]
-    found, machine = on_device(turns)
-    assert_alike(found, logits_of(llama(), BY_HOST, turns))
-    assert machine.counts.replays > 6
+def test_rows_of_other_lengths_replay_their_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages leave each row in steps of its own: recordings end up in another order than rows."""
+    monkeypatch.setattr(tail, "_LEAST_GROWTH", 8)
+    hidden, length = 11, 131
+
+    def steps(device: str, config: hkv.HybridConfig) -> list[Tensor]:
+        model = llama().to(device)  # type: ignore[arg-type]
+        mask = torch.ones(2, length + 20, dtype=torch.long)
+        mask[0, :hidden] = 0
+        with torch.inference_mode(), hkv.attach(model, config) as runtime:
+            cache, parts = runtime.cache(), []
+            for end in range(length, length + 20):
+                count = length if end == length else 1
+                ids = torch.cat([tokens(count, end), tokens(count, 2 * end)]).to(device)
+                seen = mask[:, :end].to(device)
+                out = model(ids, attention_mask=seen, **passing(cache), use_cache=True)
+                parts.append(values(out.logits[:, -1]))
+            cache.check_integrity()
+        return parts
+
+    with emulated(schedule="late", kernels="defined") as machine:
+        found = steps("cuda", BY_DEVICE)
+    assert_alike(found, steps("cpu", BY_HOST))
+    assert machine.counts.replays > 20
 
 
 def test_forks_of_other_lengths_search_their_own_entries() -> None:
