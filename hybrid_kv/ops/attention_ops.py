@@ -246,6 +246,7 @@ class AttentionOps(ChosenBackend):
         resident: ResidentPages | None,
         cold: ColdEntries | None,
         writer: PageWriter | None,
+        whole: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> LayerPlan | None:
         """A decode step of a layer, or the part of its cold entries, as one call; None where the
         other ops make it.
@@ -253,13 +254,14 @@ class AttentionOps(ChosenBackend):
         Args:
             q: [Hkv, M, D] of one token; of several where there are no pages.
             writer: of the same pages, where a step stores its token; None where none does.
+            whole: k, v [Hkv, N, D] of cold entries that every query attends.
         """
         kept = [] if resident is None else [(resident.k, resident.v)]
         kept += [] if cold is None else [(extent.k, extent.v) for extent in cold.extents]
-        here = self._engine_alone() if all(native.serves(*kv) for kv in kept) else ()
+        here = self._engine_alone() if all(native.serves(*kv) for kv in (*kept, *whole)) else ()
         if self._choose("plan_step", q, here=here, few=q.dtype in DTYPES) != "native":
             return None
-        return LayerPlan(q.shape[1], resident, cold, writer=writer)
+        return LayerPlan(q.shape[1], resident, cold, whole=whole, writer=writer)
 
 
 def _is_few(q: Tensor) -> bool:

@@ -64,7 +64,7 @@ def ask_cold(step: Step, budget: ColdBudget) -> Asked | None:
 
 def _choose_pages(step: Step, row: Row, budget: ColdBudget) -> Mapping[int, Parcel]:
     chosen: dict[int, Parcel] = {}
-    if budget == "all" or _covers(budget, row.chain.num_tokens):
+    if budget == "all" or reads_all(budget, row.chain.num_tokens):
         return chosen
     top_k = budget.top_k
     for number, span in enumerate(row.chain.spans):
@@ -79,9 +79,9 @@ def _choose_pages(step: Step, row: Row, budget: ColdBudget) -> Mapping[int, Parc
     return chosen
 
 
-def _covers(budget: ColdBudget, stored: int) -> bool:
-    """Whether a budget is for everything, so that nothing has to be chosen."""
-    return budget == "all" or budget.top_k >= stored
+def reads_all(budget: ColdBudget | None, stored: int) -> bool:
+    """Whether a budget is for all stored entries, so that nothing has to be chosen."""
+    return budget is not None and (budget == "all" or budget.top_k >= stored)
 
 
 def attend_cold(

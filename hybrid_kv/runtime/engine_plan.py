@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, StepResult
 from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.runtime.cold import count_cold
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
@@ -26,16 +27,24 @@ class EnginePlan:
 
     Args:
         told: the engine's descriptor of what the row holds.
-        searched: its cold entries; None where none are attended.
+        searched: its cold entries; None where none are searched.
+        is_whole: whether all of them are attended instead.
     """
 
     reason = None
 
     def __init__(
-        self, told: LayerPlan, row: Row, read: Read, searched: SearchedEntries | None
+        self,
+        told: LayerPlan,
+        row: Row,
+        read: Read,
+        searched: SearchedEntries | None,
+        *,
+        is_whole: bool,
     ) -> None:
         self._told, self._row, self._searched = told, row, searched
         self.table: PageTable | None = row.table
+        self._is_whole = is_whole
         self._table, self._pages, self._chosen = row.table, read.pages, _NOTHING
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
@@ -64,6 +73,10 @@ class EnginePlan:
                 row.uncount_token()
             raise
         _count(step, row, resident, self._told, done)
+        if self._is_whole:
+            heads, stored = step.layer.shape.num_kv_heads, row.chain.num_tokens
+            count_cold(step.work, stored * step.layer.shape.num_q_heads, stored)
+            step.work.cold_bytes += stored * heads * self._told.entry_bytes
         if searched is not None:
             searched.take_up(self._told, step, row, done, estimated)
         times = done.report

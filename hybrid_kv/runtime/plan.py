@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
+from hybrid_kv.runtime.cold import reads_all
 from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.engine_plan import EnginePlan
@@ -183,7 +184,10 @@ def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
     if step.new > 1:
         return PlanReason("several_tokens", "several new tokens")
     row, searched, cold = step.layer.rows[0], None, None
-    if read.cold is not None and row.chain.num_tokens:
+    whole: list[tuple[Tensor, Tensor]] = []
+    if row.chain.num_tokens and reads_all(read.cold, row.chain.num_tokens):
+        whole = [span.extent.first(span.length) for span in row.chain.spans]
+    elif read.cold is not None and row.chain.num_tokens:
         searched = SearchedEntries.of(row, read.cold)
         if searched is None:
             return PlanReason("search", "its cold entries are not found by plain searches")
@@ -192,11 +196,11 @@ def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
     if _reads_pages_and_extents(row) and (searched is None or cold is not None):
         pages, slots = row.table.pool.pages, row.table.slots()
         resident = ResidentPages(pages.k, pages.v, slots, pages.key_min, pages.key_max)
-        told = step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer)
+        told = step.ops.plan_step(step.grouped[0], resident, cold, row.table.pool.writer, whole)
     if told is None:
         why = step.ops.why_op_by_op
         return PlanReason("backend", why) if why else PlanReason("python", _BY_PYTHON)
-    return EnginePlan(told, row, read, searched)
+    return EnginePlan(told, row, read, searched, is_whole=bool(whole))
 
 
 _BY_PYTHON = "its method or index is asked by Python"

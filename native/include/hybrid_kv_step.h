@@ -78,6 +78,8 @@ typedef struct hkv_layer {
   hkv_resident resident;
   hkv_cold cold;
   const hkv_pages *pages; /* the same pages as `resident.kv`, to store tokens in; or NULL */
+  const hkv_kv *whole;    /* [num_whole] cold entries of all KV heads that every query attends */
+  int32_t num_whole;
 } hkv_layer;
 
 typedef struct hkv_step {

@@ -1,4 +1,4 @@
-// Pages of a row as runs of rows that lie one after the other, in pieces for the threads.
+// Entries of a row as runs that lie one after the other, in pieces for the threads.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,19 @@
 
 namespace hkv {
 
-/// The tokens of some pages, as chunks of rows that a thread attends at once.
+/// The tokens of some pages, or of an extent, as chunks of rows that a thread attends at once.
 class PageRuns {
  public:
+  /// All rows of an extent.
+  void make_all(int64_t count) {
+    chunks_.clear();
+    ends_.clear();
+    in_piece_ = 0;
+    if (count == 0) return;
+    add(0, count);
+    ends_.push_back(chunks_.size());
+  }
+
   /// slots: of the pages, the newest last; sorted but for that one.
   void make(std::vector<int64_t> &slots, int64_t page_size, int64_t tail_fill) {
     chunks_.clear();

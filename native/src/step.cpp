@@ -32,12 +32,20 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+/// A piece of an extent that is attended whole.
+struct WholePiece {
+  int32_t extent;
+  int64_t piece;
+};
+
 /// What the loops of one step hand on, kept by the thread that asked.
 struct Shared {
   std::vector<float> queries;        // [heads, queries, dim]
   std::vector<float> outs, lses;     // [parts, heads, queries, dim], [parts, heads, queries]
   std::vector<hkv_part> parts;
   std::vector<PageRuns> runs;        // of each head, or one for all
+  std::vector<PageRuns> wholes;      // by extent that is attended whole
+  std::vector<WholePiece> whole_pieces;
   std::vector<hkv_page_digests> digests;
   std::vector<float> bounds;         // [heads, queries, slots]
   std::vector<int64_t> retrieved, most, rows_read;  // [heads]
@@ -112,7 +120,9 @@ class Step {
   int choose_pages();
   void choose_of(int64_t head);
   void attend();
-  void attend_resident(int64_t head, int64_t slice, int64_t piece);
+  void divide_wholes();
+  void attend_dense(int64_t head, int64_t slice, int64_t piece);
+  void check_wholes() const;
   void check_extent(const hkv_extent &extent) const;
   void attend_cold(int64_t head);
   template <typename Element>
@@ -128,7 +138,9 @@ class Step {
   const hkv_layer &layer_;
   const hkv_step &step_;
   Shared &shared_;
-  int64_t pieces_ = 0, num_parts_ = 0, num_slots_ = 0, bounds_scored_ = 0;
+  int64_t page_pieces_ = 0;  // of the resident pages
+  int64_t pieces_ = 0;       // those, and behind them those of extents that are attended whole
+  int64_t num_parts_ = 0, num_slots_ = 0, bounds_scored_ = 0;
   std::atomic<int64_t> cold_ns_{0}, resident_ns_{0};
 };
 
@@ -158,6 +170,7 @@ void Step::check() const {
   with_dtype(step_.out_dtype, [](auto *) {});
   check_resident(layer_, step_);
   check_token();
+  check_wholes();
   check_searches(layer_);
   check_named(layer_, step_);
   check_found(layer_, step_);
@@ -165,6 +178,18 @@ void Step::check() const {
   if (!has_cold()) return;
   require(step_.ids != nullptr, "ids must not be NULL");
   for (int32_t at = 0; at < cold().num_extents; ++at) check_extent(cold().extents[at]);
+}
+
+void Step::check_wholes() const {
+  require(layer_.num_whole >= 0, "sizes must be at least 0");
+  require(layer_.num_whole == 0 || layer_.whole != nullptr, "whole must not be NULL");
+  for (int32_t at = 0; at < layer_.num_whole; ++at) {
+    const hkv_kv &kv = layer_.whole[at];
+    check_attention(1, layer_.heads, &kv, step_.queries, step_.query_dtype, layer_.num_queries,
+                    step_.softcap, static_cast<const float *>(step_.out), step_.lse);
+    require(kv.values.dim == value_dim() && kv.keys.dim == resident().kv.keys.dim,
+            "cold and resident entries must agree in dim");
+  }
 }
 
 void Step::check_extent(const hkv_extent &extent) const {
@@ -223,6 +248,7 @@ int Step::attend_all(hkv_step_report &report) {
   begin = Clock::now();
   const int status = choose_pages();
   if (status != HKV_OK) return status;
+  divide_wholes();
   report.select_s = chooses() ? seconds_since(begin) : 0.0;
   report.scored += bounds_scored_;
   begin = Clock::now();
@@ -265,7 +291,7 @@ int Step::choose_pages() {
     std::vector<int64_t> &slots = scratch().slots;
     slots.assign(of.slots, of.slots + of.num_pages);
     shared_.runs[0].make(slots, of.page_size, step_.tail_fill);
-    pieces_ = shared_.runs[0].pieces();
+    page_pieces_ = shared_.runs[0].pieces();
     return HKV_OK;
   }
   num_slots_ = 1 + *std::max_element(of.slots, of.slots + of.num_pages);
@@ -287,7 +313,7 @@ int Step::choose_pages() {
   bounds_scored_ = rows() * of.num_pages;
   parallel_for(pool_, layer_.heads, [this](int64_t head, int) { choose_of(head); });
   for (int32_t head = 0; head < layer_.heads; ++head)
-    pieces_ = std::max(pieces_, shared_.runs[head].pieces());
+    page_pieces_ = std::max(page_pieces_, shared_.runs[head].pieces());
   return HKV_OK;
 }
 
@@ -320,6 +346,18 @@ void Step::choose_of(int64_t head) {
   shared_.runs[head].make(own.slots, of.page_size, step_.tail_fill);
 }
 
+/// Extents that are attended whole lie behind the pages, piece by piece.
+void Step::divide_wholes() {
+  grow(shared_.wholes, layer_.num_whole);
+  shared_.whole_pieces.clear();
+  for (int32_t at = 0; at < layer_.num_whole; ++at) {
+    shared_.wholes[at].make_all(layer_.whole[at].keys.count);
+    for (int64_t piece = 0; piece < shared_.wholes[at].pieces(); ++piece)
+      shared_.whole_pieces.push_back({at, piece});
+  }
+  pieces_ = page_pieces_ + static_cast<int64_t>(shared_.whole_pieces.size());
+}
+
 void Step::attend() {
   num_parts_ = pieces_ + has_cold();
   grow(shared_.outs, num_parts_ * rows() * value_dim());
@@ -332,20 +370,29 @@ void Step::attend() {
   const int64_t items = found + layer_.heads * slices() * pieces_;
   parallel_for(pool_, items, [this, found](int64_t item, int) {
     const auto begin = Clock::now();
-    if (item < found) {
+    const bool is_found = item < found;
+    const int64_t place = is_found ? 0 : (item - found) / pieces_;
+    const int64_t piece = is_found ? 0 : (item - found) % pieces_;
+    if (is_found) {
       attend_cold(item);
     } else {
-      const int64_t place = (item - found) / pieces_;
-      attend_resident(place / slices(), place % slices(), (item - found) % pieces_);
+      attend_dense(place / slices(), place % slices(), piece);
     }
     const int64_t took =
         std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
-    (item < found ? cold_ns_ : resident_ns_).fetch_add(took, std::memory_order_relaxed);
+    const bool is_cold = is_found || piece >= page_pieces_;
+    (is_cold ? cold_ns_ : resident_ns_).fetch_add(took, std::memory_order_relaxed);
   });
 }
 
-void Step::attend_resident(int64_t head, int64_t slice, int64_t piece) {
-  const Entries from = entries_of(resident().kv, 0, head);
+/// Entries that all queries attend: a piece of the pages, or of an extent.
+void Step::attend_dense(int64_t head, int64_t slice, int64_t piece) {
+  const bool is_whole = piece >= page_pieces_;
+  const WholePiece whole =
+      is_whole ? shared_.whole_pieces[piece - page_pieces_] : WholePiece{0, piece};
+  const PageRuns &runs = is_whole ? shared_.wholes[whole.extent] : runs_of(head);
+  const Entries from =
+      entries_of(is_whole ? layer_.whole[whole.extent] : resident().kv, 0, head);
   const int64_t first = head * layer_.num_queries + slice * kSlice;
   const int64_t count = std::min<int64_t>(kSlice, layer_.num_queries - slice * kSlice);
   const int64_t row = piece * rows() + first;
@@ -353,8 +400,7 @@ void Step::attend_resident(int64_t head, int64_t slice, int64_t piece) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
     thread_local Few<Element> few;
     few.begin(from, shared_.queries.data() + first * from.keys.dim, count);
-    if (piece < runs_of(head).pieces())
-      runs_of(head).attend(few, piece, step_.scale, step_.softcap);
+    if (whole.piece < runs.pieces()) runs.attend(few, whole.piece, step_.scale, step_.softcap);
     for (int64_t query = 0; query < count; ++query)
       few.end(query, shared_.outs.data() + (row + query) * value_dim(),
               shared_.lses.data() + row + query);

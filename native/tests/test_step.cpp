@@ -431,6 +431,39 @@ struct InExtents {
   }
 };
 
+CLAIM(extents_attended_whole_are_those_whose_searches_find_all) {
+  for (const int32_t dtype : {HKV_F32, HKV_BF16})
+    for (const int64_t num_pages : {0, 5})
+      for (const std::vector<int64_t> &ends :
+           std::vector<std::vector<int64_t>>{{1}, {300}, {130, 131, 300}, {4100, 9001}}) {
+        Sizes sizes;
+        sizes.dtype = dtype;
+        sizes.num_cold = sizes.width = ends.back();
+        sizes.num_pages = sizes.num_chosen = num_pages;
+        const LayerCase of(sizes);
+        Given found(sizes), got(sizes);
+        CHECK_OK(found.run(nullptr, of));
+        InExtents whole(of, ends, 0);
+        std::vector<hkv_kv> entries;
+        for (const hkv_extent &extent : whole.extents) entries.push_back(extent.kv);
+        if (num_pages == 0) whole.layer.resident.kv = whole.layer.cold.extents[0].kv;
+        whole.layer.cold = {};
+        whole.layer.whole = entries.data();
+        whole.layer.num_whole = static_cast<int32_t>(entries.size());
+        ScopedPool pool(2);
+        CHECK_OK(whole.run(pool.get(), got));
+        CHECK(got.report.retrieved == 0 && got.report.scored == 0);
+        for (size_t at = 0; at < got.lse.size(); ++at)
+          CHECK(std::fabs(got.lse[at] - found.lse[at]) < 1e-4f);
+        for (size_t at = 0; at < got.out.size(); ++at)
+          CHECK(std::fabs(got.out[at] - found.out[at]) < 1e-4f);
+        entries[0].keys.dim += 1;
+        CHECK(whole.run(nullptr, got) != HKV_OK);
+        whole.layer.whole = nullptr;
+        CHECK(whole.run(nullptr, got) != HKV_OK);
+      }
+}
+
 CLAIM(a_step_attends_entries_of_several_extents_as_if_they_lay_together) {
   for (const int32_t dtype : {HKV_F32, HKV_BF16})
     for (const std::vector<int64_t> &ends : std::vector<std::vector<int64_t>>{

@@ -42,6 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "estimate": "gaussian",
         },
     },
+    "all": {**RETRIEVING, "cold": {"index": INT8, "top_k": "all"}},
+    "nearly all": {**RETRIEVING, "cold": {"index": INT8, "top_k": 375}},
     "hybrid": {**RETRIEVING, **SPARE, "method": "hybrid", "cold": {"top_k": 15}},
 }
 
@@ -378,7 +380,6 @@ def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:
     for settings in (
         {**RETRIEVING, "cold": {"index": "flat"}},  # torch scans
         {**RETRIEVING, "cold": {"index": flat, "min_share": 0.01}},
-        {**RETRIEVING, "cold": {"index": flat, "top_k": "all"}},
         {**RETRIEVING, "method": "hybrid", "hot_tokens": 32, "cold": {"index": flat}},
         {"method": "h2o"},
         {"method": "full", "backend": "reference"},
@@ -407,7 +408,7 @@ def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyP
     assert kv.describe_steps()[0]["reason"] == "several rows"
     for settings, reason in (
         ({"backend": "torch_cpu"}, "backend 'torch_cpu' computes each op"),
-        ({"cold": {"top_k": "all"}}, "not found by plain searches"),
+        ({"cold": {"index": INT8, "min_share": 0.01}}, "not found by plain searches"),
         ({"cold": {"index": "flat"}}, "asked by Python"),
     ):
         kv = cache({**RETRIEVING, **settings})

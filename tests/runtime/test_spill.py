@@ -137,7 +137,7 @@ def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) 
             kv.check_integrity()
     assert not lane.pending
     q, entries = tokens(1)
-    assert torch.equal(attend(late, q, entries), attend(now, q, entries))
+    torch.testing.assert_close(attend(late, q, entries), attend(now, q, entries))
     if change != "checkpoint":  # meanwhile both sides count the other's references
         late.check_integrity()
 
@@ -161,7 +161,7 @@ def test_what_is_forgotten_while_it_leaves_never_arrives(end: str) -> None:
         kv.check_integrity()
         if kv is late:
             first = outs
-    assert all(torch.equal(*pair) for pair in zip(first, outs, strict=True))
+    torch.testing.assert_close(first, outs)  # one op by op, one in the engine's call
 
 
 @pytest.mark.parametrize("which", [0, 1])

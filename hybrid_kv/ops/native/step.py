@@ -76,6 +76,7 @@ class LayerStruct(Structure):
         *(("heads", c_int32), ("num_queries", c_int64)),
         *(("resident", ResidentStruct), ("cold", ColdStruct)),
         ("pages", POINTER(PagesStruct)),
+        *(("whole", c_void_p), ("num_whole", c_int32)),
     )
 
 
@@ -216,6 +217,7 @@ class LayerPlan:
     Args:
         num_queries: M, query heads of a KV head.
         resident, cold: what is attended; no pages or no cold entries for None, but one of them.
+        whole: k, v [Hkv, N, D] of cold entries that every query attends.
         writer: of the same pages, where steps store their tokens; None for those that do not.
         engine: another library than the one in use.
 
@@ -230,6 +232,7 @@ class LayerPlan:
         resident: ResidentPages | None,
         cold: ColdEntries | None,
         *,
+        whole: Sequence[tuple[Tensor, Tensor]] = (),
         writer: PageWriter | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
@@ -240,7 +243,8 @@ class LayerPlan:
         k = extents[0].k if resident is None else resident.k
         heads, dim = k.shape[0], k.shape[-1]
         self._size, self._dim = (heads, num_queries), dim
-        self._keeps: list[Any] = [resident, cold, writer]
+        entries = (KVStruct * len(whole))(*(described(*kv) for kv in whole))
+        self._keeps: list[Any] = [resident, cold, writer, whole, entries]
         self._width = 0 if cold is None else cold.width
         searches = [search for extent in extents for search in extent.searches]
         every = [search.reads for extent in extents for search in extent.searches]
@@ -260,6 +264,7 @@ class LayerPlan:
             _no_pages(extents[0]) if resident is None else _pages(resident),
             ColdStruct() if cold is None else self._cold(cold),
             None if writer is None else ctypes.pointer(writer.struct),
+            *(_address(entries), len(whole)),
         )
         self._step, self._report = StepStruct(), ReportStruct()
         self._arguments = byref(self.layer), byref(self._step), byref(self._report)
