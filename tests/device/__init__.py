@@ -7,8 +7,8 @@
 
 machine.py: streams, memory, captures and counts. tensors.py: tensors of the device and what an
 operator on them means. modes.py: what Python calls before an operator is dispatched. cuda.py:
-torch.cuda's names. kernels.py: Triton's interpreter as a launcher. definitions.py: kernels without
-Triton. emulate.py: puts all of it in place and takes it away again.
+torch.cuda's names. profile.py: torch's profiler. kernels.py: Triton's interpreter as a launcher.
+definitions.py: kernels without Triton. emulate.py: puts all of it in place and takes it away again.
 """
 
 from tests.device.emulate import emulated

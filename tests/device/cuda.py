@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.device.machine import Capture, Machine, Point, Pool, Queue, poison
+from tests.device.profile import profiler_of
 from tests.device.tensors import DeviceTensor, running
 
 
@@ -59,15 +61,21 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`; times are not emulated."""
+    """As `torch.cuda.Event`; its time is when the stream gets there, on the host's clock."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
         self.point: Point | None = None
+        self._is_timed = enable_timing
+        self._passed_s: list[float] = []  # a new one each time that it is recorded
 
     def record(self, stream: Stream | None = None) -> None:
         told = running()
         queue = told.current(told.device) if stream is None else stream.queue
-        self.point = queue.here()
+        if not self._is_timed:
+            self.point = queue.here()
+            return
+        passed_s = self._passed_s = []
+        self.point = told.mark(queue, lambda: passed_s.append(perf_counter()))
 
     def query(self) -> bool:
         return self.point is None or running().is_done(self.point)
@@ -82,8 +90,16 @@ class Event:
         if self.point is not None:
             told.queue_waits(queue, self.point)
 
-    def elapsed_time(self, other: Event) -> float:
-        return 0.0
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds between two events that have passed."""
+        both = self, end_event
+        if not all(one._is_timed for one in both):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if any(one.point is None for one in both):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not all(one._passed_s for one in both):
+            raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * (end_event._passed_s[0] - self._passed_s[0])
 
 
 class CUDAGraph:
@@ -96,7 +112,7 @@ class CUDAGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._capture: Capture | None = None
 
-    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: Pool | None = None, **_: object) -> None:
         told = running()
         if told.capture is not None:
             raise told.capture.fail("a capture inside a capture")
@@ -133,7 +149,7 @@ class CUDAGraph:
             for memory in capture.pool.overwritten_by(capture):
                 poison(memory)
             for launch in launches:
-                launch.run()
+                capture.origin.perform(launch)
 
         told.launch("replay", capture.origin.device, run)
 
@@ -187,6 +203,34 @@ def _reset_peak(device: object = None) -> None:
 
 def _set_device(device: object) -> None:
     running().device = _index(device)
+
+
+def _memory_stats(device: object = None) -> dict[str, int]:
+    told, index = running(), _index(device)
+    return {
+        f"{kind}_bytes.all.{when}": figures[index]
+        for kind in ("allocated", "reserved", "active")
+        for when, figures in (("current", told.allocated), ("peak", told.peak))
+    }
+
+
+def _set_fraction(fraction: float, device: object = None) -> None:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    told = running()
+    told.limits[_index(device)] = int(fraction * told.memory_bytes)
+
+
+_SYNC_DEBUG = ("default", "warn", "error")
+
+
+def _set_sync_debug(mode: int | str) -> None:
+    running().sync_debug = mode if isinstance(mode, int) else _SYNC_DEBUG.index(mode)
+
+
+def _sleep(cycles: int) -> None:
+    told = running()
+    told.launch("spin_kernel", told.device, lambda: None, cycles)
 
 
 def _cudart(machine: Machine) -> Any:
@@ -243,6 +287,11 @@ def names(machine: Machine) -> dict[str, Any]:
         "max_memory_allocated": lambda device=None: machine.peak[_index(device)],
         "max_memory_reserved": lambda device=None: machine.peak[_index(device)],
         "reset_peak_memory_stats": _reset_peak,
+        "memory_stats": _memory_stats,
+        "set_per_process_memory_fraction": _set_fraction,
+        "set_sync_debug_mode": _set_sync_debug,
+        "get_sync_debug_mode": lambda: machine.sync_debug,
+        "_sleep": _sleep,
         "get_device_capability": lambda device=None: (8, 9),
         "get_device_name": lambda device=None: "Emulated GPU",
         "get_device_properties": _properties,
@@ -252,6 +301,40 @@ def names(machine: Machine) -> dict[str, Any]:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": nothing(),
     }
+
+
+class _Ranges:
+    """As torch's library of nvtx: ranges that are pushed and popped."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def rangePushA(self, message: str) -> int:  # noqa: N802
+        self._depth += 1
+        return self._depth - 1
+
+    def rangePop(self) -> int:  # noqa: N802
+        self._depth -= 1
+        return self._depth
+
+    def rangeStartA(self, message: str) -> int:  # noqa: N802
+        return 0
+
+    def rangeEnd(self, number: int) -> None:  # noqa: N802
+        pass
+
+    def markA(self, message: str) -> None:  # noqa: N802
+        pass
+
+
+def others(machine: Machine) -> list[tuple[object, str, object]]:
+    """What stands in outside of torch.cuda's own names: owner, name, stand-in."""
+    return [
+        (torch.cuda.nvtx, "_nvtx", _Ranges()),
+        (torch.cuda.graph, "default_capture_stream", None),  # made when it is asked for
+        (torch.profiler, "profile", profiler_of(machine)),
+        (torch._C, "_host_emptyCache", lambda: None),
+    ]
 
 
 def record_stream(tensor: DeviceTensor, stream: Stream) -> None:

@@ -49,6 +49,8 @@ def emulated(
         _in_place.append(undo)
         for name, stand_in in cuda.names(machine).items():
             undo.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for owner, name, stand_in in cuda.others(machine):
+            undo.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         # Its arguments are checked before a mode is asked.
         undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", cuda.record_stream))
         undo.enter_context(mock.patch.object(threading.Thread, "run", _run_in_modes))

@@ -17,11 +17,13 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,9 @@ from tests.device.pinned import Borrowed, PinnedMemory
 
 Schedule = Literal["now", "late", "ahead"] | int
 _PACKAGES = ("hybrid_kv", "transformers")
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+_NOT_WARNED_OF = ("Event.synchronize", "torch.cuda.synchronize")
+"""Waits that somebody asked for by name: torch's debug mode says nothing of them."""
 _QUERIES_BEFORE_PROGRESS = 1000
 
 
@@ -53,6 +58,19 @@ def calling_line() -> str:
                 return f"{rest}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
+
+
+def _warn_of_wait() -> None:
+    """As torch warns: at the innermost line that is neither torch's nor the device's own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(_SYNCHRONIZES, UserWarning, *place)
+
+
+def _is_inside(name: str) -> bool:
+    return ("/tests/device/" in name and "test_" not in name) or "/torch/" in name
 
 
 @dataclass
@@ -133,8 +151,8 @@ Point = tuple["Queue", int]
 class Queue:
     """What one stream of a device was told and has not done yet, in order."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    def __init__(self, device: int, timelines: list[Timeline]) -> None:
+        self.device, self._timelines = device, timelines
         self.waiting: deque[Launch | Point] = deque()
         self.done = self.told = 0
 
@@ -155,14 +173,33 @@ class Queue:
                 torch._C._DisableTorchDispatch(),
                 torch.inference_mode(),
             ):
-                what.run()
+                self.perform(what)
         else:
             other, number = what
             other.run_until(number)
 
+    def perform(self, launch: Launch) -> None:
+        """Runs a launch, and notes when it did."""
+        begin = perf_counter()
+        launch.run()
+        for timeline in self._timelines:
+            timeline.done.append((launch.name, self.device, begin, perf_counter()))
+
     def run_until(self, number: int) -> None:
         while self.done < number and self.waiting:
             self.run_one()
+
+
+class Timeline:
+    """What devices did while somebody profiled them, in seconds of `perf_counter`.
+
+    done: name, device, begin and end of launches, in the order in which they ran; those of a replay
+    one by one. told: name, begin and end of the calls by which the host told it.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int, float, float]] = []
+        self.told: list[tuple[str, float, float]] = []
 
 
 class Block:
@@ -237,10 +274,13 @@ class Machine:
         self.lock = threading.RLock()
         self.allocated = [0] * num_devices
         self.peak = [0] * num_devices
+        self.limits = [memory_bytes] * num_devices  # of the process
         self.trace: list[Launch] | None = None
         self.faults: list[str] = []
         self._pinned = PinnedMemory()
-        self._queues = [Queue(device) for device in range(num_devices)]
+        self.timelines: list[Timeline] = []
+        self.sync_debug = 0
+        self._queues = [Queue(device, self.timelines) for device in range(num_devices)]
         self._all: list[Queue] = list(self._queues)
         self._local = threading.local()
         self._random = random.Random(schedule if isinstance(schedule, int) else 0)
@@ -251,7 +291,7 @@ class Machine:
 
     def new_queue(self, device: int) -> Queue:
         with self.lock:
-            self._all.append(Queue(device))
+            self._all.append(Queue(device, self.timelines))
             return self._all[-1]
 
     def default_queue(self, device: int) -> Queue:
@@ -324,6 +364,10 @@ class Machine:
             self.counts.waits[where] += 1
             if self.strict:
                 raise HostWaitsError(where)
+            if self.sync_debug and what not in _NOT_WARNED_OF:
+                if self.sync_debug == 2:
+                    raise RuntimeError(_SYNCHRONIZES)
+                _warn_of_wait()
             self.arrive(*points)
 
     def arrive(self, *points: Point) -> None:
@@ -368,7 +412,7 @@ class Machine:
         bus_bytes: int | None = None,
     ) -> None:
         self._bury()
-        capture = self.capture
+        begin, capture = perf_counter(), self.capture
         noted = capture is not None or self.trace is not None
         line = calling_line() if noted else ""
         described = tuple(_described(one) for one in operands) if noted else ()
@@ -380,7 +424,17 @@ class Machine:
             return
         self.counts.add(name, bus_bytes)
         queue.tell(told)
+        for timeline in self.timelines:
+            timeline.told.append((name, begin, perf_counter()))
         self._progress()
+
+    def mark(self, queue: Queue, run: Callable[[], None]) -> Point:
+        """A stream calls `run` when it gets there, which is no work; the point behind it."""
+        with self.lock:
+            if self.capture is None or queue not in self.capture.streams:
+                queue.tell(Launch("mark", run))
+                self._progress()
+            return queue.here()
 
     @contextmanager
     def recorded(self) -> Iterator[list[Launch]]:
@@ -429,10 +483,10 @@ class Machine:
         """Counts memory as the device's, and fills it with what undefined memory may hold."""
         with self.lock:
             num_bytes = memory.untyped_storage().nbytes()
-            if self.allocated[device] + num_bytes > self.memory_bytes:
+            if self.allocated[device] + num_bytes > self.limits[device]:
                 self.arrive()
                 self._bury()
-            if self.allocated[device] + num_bytes > self.memory_bytes:
+            if self.allocated[device] + num_bytes > self.limits[device]:
                 raise torch.OutOfMemoryError(self._ran_out(num_bytes, device))
             self.allocated[device] += num_bytes
             self.peak[device] = max(self.peak[device], self.allocated[device])

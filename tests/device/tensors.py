@@ -127,7 +127,9 @@ def on_device(inner: Tensor, index: int) -> DeviceTensor:
 
 
 def empty_on_device(like: Tensor, index: int) -> DeviceTensor:
-    """Memory for a tensor such as `like`."""
+    """Memory for a tensor such as `like`, each element in a place of its own."""
+    if any(size > 1 and not step for size, step in zip(like.size(), like.stride(), strict=True)):
+        like = torch.empty_like(like, device="meta")
     inner, block = running().allocate(like, index)
     return DeviceTensor(inner, block, index)
 

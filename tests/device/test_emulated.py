@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+import warnings
 
 import pytest
 import torch
@@ -300,3 +302,93 @@ def test_any_order_that_events_allow_gives_the_same() -> None:
 def test_a_machine_has_a_size() -> None:
     machine = Machine(num_devices=2, memory_bytes=5)
     assert machine.allocated == [0, 0]
+
+
+class TestTimes:
+    """Events, the profiler, and what torch says of waits."""
+
+    @staticmethod
+    def timed_pair(work) -> float:  # type: ignore[no-untyped-def]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        with pytest.raises(RuntimeError, match="not ready"):
+            begin.elapsed_time(end)
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def test_an_event_has_the_time_when_its_stream_gets_there(self) -> None:
+        with emulated(schedule="late"):
+            x = torch.ones(200, 200, device="cuda")
+            time.sleep(0.001)  # of the host, before the stream gets to either
+            short = self.timed_pair(lambda: None)
+            assert 0 <= short < self.timed_pair(lambda: [x @ x for _ in range(50)])
+
+    def test_times_are_told_of_events_that_have_them(self) -> None:
+        with emulated():
+            plain, timed = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
+            plain.record()
+            with pytest.raises(ValueError, match="enable_timing=True"):
+                timed.elapsed_time(plain)
+            with pytest.raises(ValueError, match="must be recorded"):
+                timed.elapsed_time(torch.cuda.Event(enable_timing=True))
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_a_profile_has_each_kernel_as_such_and_in_its_operator(
+        self, schedule: Schedule
+    ) -> None:
+        both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with emulated(schedule=schedule):
+            x = torch.ones(50, 50, device="cuda")
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=both) as profile:
+                (x @ x).add_(1)
+            x.mul_(2)  # is no part of it
+            found = profile.key_averages()
+        kernels = [one for one in found if one.device_type == torch.autograd.DeviceType.CUDA]
+        assert sum(one.count for one in kernels) == 2
+        total = sum(one.self_device_time_total for one in kernels)
+        assert total > 0
+        assert sum(one.self_device_time_total for one in found) == pytest.approx(2 * total)
+        assert next(one for one in found if one.key == "cudaLaunchKernel").count == 2
+
+    def test_launches_of_a_replay_are_profiled_one_by_one(self) -> None:
+        with emulated():
+            x = torch.ones(3, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                x.mul_(2)
+                x.add_(1)
+            with torch.profiler.profile() as profile:
+                graph.replay()
+            names = [one.key for one in profile.events()]
+            assert names == ["replay", "cudaGraphLaunch", "aten.mul_.Tensor", "aten.add_.Tensor"]
+            assert values(x).tolist() == [3, 3, 3]
+
+    def test_waits_are_told_with_their_line_or_refused(self) -> None:
+        with emulated():
+            x = torch.ones(3, device="cuda")
+            torch.cuda.set_sync_debug_mode("warn")
+            with pytest.warns(UserWarning, match="synchronizing") as told:
+                x.sum().item()
+            assert [one.filename for one in told] == [__file__]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                torch.cuda.synchronize()  # which nobody does by mistake
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                x.nonzero()
+            torch.cuda.set_sync_debug_mode(0)
+
+    def test_a_process_may_be_held_to_less_memory(self) -> None:
+        with emulated(memory_bytes=1000):
+            torch.cuda.set_per_process_memory_fraction(0.5)
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(200, device="cuda")
+            kept = torch.empty(100, device="cuda")
+            assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == kept.nbytes
+
+    def test_ranges_may_be_named(self) -> None:
+        with emulated(), torch.cuda.nvtx.range("a range"):
+            pass
