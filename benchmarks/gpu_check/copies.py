@@ -13,12 +13,10 @@ from benchmarks.gpu_check.record import Recorder, need_cuda
 from benchmarks.gpu_check.sizes import Sizes
 from benchmarks.gpu_check.timing import gbps, wall_us
 
-_SMALL_ROUNDS = 25  # times the rounds of a large measurement
-
 
 def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
     device = torch.device(settings["device"])
-    small = _SMALL_ROUNDS * sizes.rounds
+    small = sizes.small_rounds
     for size in (*sizes.small_copies_bytes, sizes.large_copy_bytes):
         rounds = sizes.rounds if size == sizes.large_copy_bytes else small
         for pinned in (True, False):

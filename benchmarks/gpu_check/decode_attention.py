@@ -31,7 +31,10 @@ def attended(device: torch.device, sizes: Sizes, tokens: int, by: str) -> dict[s
     layers = in_turn(sizes, size)
     make = sdpa_calls if by == "sdpa" else paged_calls
     calls = make(device, sizes, tokens, layers, by)
-    return {**gbps(timed(calls, device, rounds=sizes.rounds), size), "layers_in_turn": layers}
+    return {
+        **gbps(timed(calls, device, rounds=sizes.rounds, least=sizes.calls), size),
+        "layers_in_turn": layers,
+    }
 
 
 def sdpa_calls(device: torch.device, sizes: Sizes, tokens: int, layers: int, by: str) -> list[Any]:

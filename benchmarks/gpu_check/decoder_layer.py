@@ -27,11 +27,12 @@ def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
 
     step = partial(layer, hidden, position_embeddings=rotation, position_ids=position)
     with torch.inference_mode():
-        record.measure("decoder layer, eager", partial(timed, [step], device, rounds=sizes.rounds))
-        record.measure("decoder layer, graph", partial(replayed, step, device, sizes.rounds))
+        how = {"rounds": sizes.rounds, "least": sizes.calls}
+        record.measure("decoder layer, eager", partial(timed, [step], device, **how))
+        record.measure("decoder layer, graph", partial(replayed, step, device, sizes))
 
 
-def replayed(step: Callable[[], object], device: torch.device, rounds: int) -> dict[str, Any]:
+def replayed(step: Callable[[], object], device: torch.device, sizes: Sizes) -> dict[str, Any]:
     need_cuda(device)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -42,4 +43,4 @@ def replayed(step: Callable[[], object], device: torch.device, rounds: int) -> d
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return timed([graph.replay], device, rounds=rounds)
+    return timed([graph.replay], device, rounds=sizes.rounds, least=sizes.calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from benchmarks.gpu_check.jobs import Row
 SCHEMA = 1
 Document = dict[str, Any]
 
-REHEARSAL_LABEL = "REHEARSAL on a CPU with tiny sizes: no figure in it is a result"
+REHEARSAL_LABEL = "REHEARSAL with tiny sizes: no figure in it is a result"
 
 
 def label_of(device: dict[str, Any] | None, rehearse: bool) -> str:
@@ -63,10 +64,20 @@ def _job(row: Row) -> tuple[str, str]:
 
 
 def write(folder: Path, document: Document) -> tuple[Path, Path]:
-    """Writes the document and its table; a run that is killed leaves what it had."""
+    """Writes the document and its table; a run that is killed in the middle leaves earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     name = stem(document["rehearsal"])
     data, page = folder / f"{name}.json", folder / f"{name}.md"
-    data.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    page.write_text(table.markdown(document), encoding="utf-8")
+    _replace(data, json.dumps(document, indent=1) + "\n")
+    _replace(page, table.markdown(document))
     return data, page
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file has the text, on the disk, or what it had before."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

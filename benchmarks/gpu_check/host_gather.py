@@ -43,7 +43,7 @@ def gathered(sizes: Sizes, allocate: Callable[..., Tensor]) -> dict[str, Any]:
     ]
     ops, q = get_ops("auto"), torch.ones(heads, 1, dim, dtype=_HALF)
     calls = [partial(ops.attend_retrieved, q, k, v, ids, scale=1.0) for ids in lists]
-    values = timed(calls, torch.device("cpu"), rounds=sizes.rounds)
+    values = timed(calls, torch.device("cpu"), rounds=sizes.rounds, least=sizes.calls)
     read = 2 * heads * sizes.host_ids
     return {
         **values,

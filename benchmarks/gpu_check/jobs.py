@@ -1,7 +1,7 @@
 """Measurements in processes of their own: one that crashes, hangs or fills the memory ends alone.
 
-A job's process prints a line for every row it has measured; what it had printed before it ended
-badly is kept, and one more row says how it ended.
+A job's process prints a line for every row as it is measured, and it is handed on at once; where
+the job ends badly one more row says how.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from benchmarks.gpu_check.requirements import ROOT, last_line
 
 Row: TypeAlias = dict[str, Any]
-"""part, job, name, status, why (None where status is "ok"), settings, values."""
+"""part, job, name, status, why (None where status is "ok"), settings, values; job_s: seconds of the
+job until the row came."""
 
 STATUSES = ("ok", "skipped", "failed", "timed out", "not run")
 MARK = "@row "
 """Begins a line of a job's stdout that is a row; all other lines are chatter of libraries."""
 
 _TAIL_CHARS = 2000
+_LOOK_S = 0.2
+"""Between two looks at what a job has printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +90,17 @@ class Budget:
             self._parts_s[part] -= seconds
 
 
-def run_jobs(jobs: Sequence[Job], budget: Budget) -> Iterator[list[Row]]:
-    """The rows of each job as it ends; what no time is left for is listed as not run."""
+def run_jobs(jobs: Sequence[Job], budget: Budget) -> Iterator[Row]:
+    """The rows of all jobs as they are measured; what no time is left for is listed as not run."""
     for job in jobs:
         left = budget.left_s(job.part)
         if left < job.least_s:
             why = f"time: {max(0.0, left):.0f} s are left, this needs {job.least_s:.0f} s or more"
-            yield [job.row("not run", why)]
+            yield job.row("not run", why)
             continue
         begin = monotonic()
-        rows = run_job(job, min(job.limit_s, left), cut=left < job.limit_s)
+        yield from run_job(job, min(job.limit_s, left), cut=left < job.limit_s)
         budget.charge(job.part, monotonic() - begin)
-        yield rows
 
 
 def child_command(job: Job) -> list[str]:
@@ -108,17 +110,17 @@ def child_command(job: Job) -> list[str]:
 
 def run_job(
     job: Job, limit_s: float, *, cut: bool = False, command: Sequence[str] | None = None
-) -> list[Row]:
-    """Runs a job to its end, or to its time limit.
+) -> Iterator[Row]:
+    """Runs a job to its end, or to its time limit; its rows as they come.
 
     Args:
         cut: the limit is what the run has left, rather than the job's own.
         command: in place of our own child, for tests.
     """
-    begin = monotonic()
+    begin, count = monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        with out.open("wb") as stdout, err.open("wb") as stderr, out.open("rb") as lines:
             process = subprocess.Popen(
                 command or child_command(job),
                 cwd=ROOT,
@@ -129,23 +131,38 @@ def run_job(
                 start_new_session=True,  # so that its own children end with it
             )
             try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
+                for row in _rows_until_the_end(job, process, lines, begin + limit_s):
+                    count += 1
+                    yield {**row, "job_s": round(monotonic() - begin, 1)}
+                code = process.poll()
             finally:
                 _end(process)
-        rows = [_row_of(job, line) for line in _text(out).splitlines() if line.startswith(MARK)]
         said = _text(err)
-    seconds = round(monotonic() - begin, 1)
-    for row in rows:
-        row["job_s"] = seconds
-    if code == 0 and rows:
-        return rows
-    tail = {"job_s": seconds, "stderr": said[-_TAIL_CHARS:]}
+    if code == 0 and count:
+        return
+    tail = {"job_s": round(monotonic() - begin, 1), "stderr": said[-_TAIL_CHARS:]}
     if code is None:
         why = f"did not end within {limit_s:.0f} s" + (", all that was left" if cut else "")
-        return [*rows, {**job.row("timed out", why), **tail}]
-    return [*rows, {**job.row("failed", _how_it_ended(code, said)), **tail}]
+        yield {**job.row("timed out", why), **tail}
+    else:
+        yield {**job.row("failed", _how_it_ended(code, said)), **tail}
+
+
+def _rows_until_the_end(
+    job: Job, process: subprocess.Popen[bytes], lines: BinaryIO, deadline: float
+) -> Iterator[Row]:
+    """Rows of a process until it has ended or its time is over, and all that it left."""
+    kept = b""
+    while True:
+        is_over = process.poll() is not None or monotonic() > deadline
+        *whole, kept = (kept + lines.read()).split(b"\n")
+        for line in whole:
+            if line.startswith(MARK.encode()):
+                yield _row_of(job, line.decode(errors="replace"))
+        if is_over:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.01, min(_LOOK_S, deadline - monotonic())))
 
 
 def _python_path() -> str:

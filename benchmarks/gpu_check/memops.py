@@ -24,7 +24,7 @@ _RELEASE = 2**30
 
 def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
     device = torch.device(settings["device"])
-    record.measure("memop round trip", partial(memop_round_trip, device, 25 * sizes.rounds))
+    record.measure("memop round trip", partial(memop_round_trip, device, sizes.small_rounds))
 
 
 def memop_round_trip(device: torch.device, rounds: int) -> dict[str, Any]:

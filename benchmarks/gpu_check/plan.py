@@ -7,14 +7,26 @@ from typing import Any
 
 from benchmarks.gpu_check.jobs import Job
 
-PARTS = ("tests", "first", "micro", "128k", "32k", "64k")
-"""Tests; what a first run must show; small measurements; end to end at some number of tokens."""
+MODELS = {"full": "random:llama-3-8b", "tiny": "random:tiny"}
+"""By sizes, the model that is run."""
+
+SHARES_S = {
+    "right": 80.0,
+    "constants": 120.0,
+    "steps": 420.0,
+    "prompt": 180.0,
+    "beside": 180.0,
+    "tests": 150.0,
+}
+"""The parts of a check of 20 minutes, and the seconds that each may take at most: values, what
+single things cost, decode steps, one real prompt, what stands beside it, the tests marked gpu."""
+
+PARTS = tuple(SHARES_S)
+MORE_PARTS = ("micro", "long", "128k", "32k", "64k")
+"""Only when they are named: small measurements, an answer of 8K tokens, end to end at a length."""
 
 FAULTS = "faults"
-"""A part of rehearsals only: jobs that crash and hang on purpose."""
-
-SHARES_S = {"tests": 130.0, "first": 150.0, "micro": 100.0}
-"""What these may take at most when other parts follow."""
+"""A part of tiny sizes only: jobs that crash and hang on purpose."""
 
 UNCAPPED = ("static", "static_transformers", "quest", "full")
 """Systems that keep everything on the GPU, and so run without the cap."""
@@ -53,49 +65,38 @@ _MICRO: tuple[tuple[str, str, dict[str, Any], float], ...] = (
 )
 
 
-_THREADS = (1, 8, 16, 32)
-
-_FIRST: tuple[tuple[str, str, dict[str, Any], float], ...] = (
-    ("facts", "facts", {}, 30),
-    ("kernels", "kernels", {}, 60),
-    *(
-        (look, "first_run", {"look": look}, 150)
-        for look in (
-            *("agreement", "integrity", "waits of a step", "launches of a step"),
-            *("prefill by layer", "the plan", "times of steps", "a later turn", "graphs"),
-        )
-    ),
-)
+_THREADS = 4
+"""Of the engine, beside its own choice; a step's search on the host is timed with both."""
+_BESIDE = ("static", "offloaded")
 
 
 def jobs(
     parts: Collection[str],
     *,
     device: str,
-    rehearse: bool,
+    sizes: str,
     cap_bytes: int | None,
     systems: Sequence[str] = SYSTEMS,
 ) -> list[Job]:
     """Everything that belongs to the parts, most important first."""
-    shared: dict[str, Any] = {"device": device, "rehearse": rehearse}
-    found = []
-    if "tests" in parts:
-        found.append(Job("tests", "tests", "tests", shared, limit_s=540))
-    if "first" in parts:
-        found += _first_jobs(shared)
+    shared: dict[str, Any] = {"device": device, "sizes": sizes}
+    found = [job for job in _main_jobs(shared, cap_bytes) if job.part in parts]
     if "micro" in parts:
         found += [
             Job("micro", name, kind, {**shared, **settings}, limit_s=limit)
             for name, kind, settings, limit in _MICRO
         ]
         found += _host_jobs(shared)
+    if "long" in parts:
+        long = {**shared, "cases": ["a long answer"], "contexts": ["128k"]}
+        found.append(Job("long", "a long answer", "steps", long, limit_s=560, least_s=200))
     found += [
-        _end_to_end(system, context, shared, cap_bytes)
+        _end_to_end(context, system, context, shared, cap_bytes)
         for context, group in _ORDER
         for system in group
         if context in parts and system in systems
     ]
-    if FAULTS in parts and rehearse:
+    if FAULTS in parts and sizes == "tiny":
         found += [
             Job(FAULTS, "deliberate crash", "fault", {**shared, "fault": "crash"}),
             Job(FAULTS, "deliberate hang", "fault", {**shared, "fault": "hang"}, limit_s=15),
@@ -103,24 +104,26 @@ def jobs(
     return found
 
 
-def _first_jobs(shared: dict[str, Any]) -> list[Job]:
-    """A model each; the answer of thousands of tokens comes last, as it takes minutes."""
-    looks = [
-        Job("first", name, kind, {**shared, **settings}, limit_s=limit)
-        for name, kind, settings, limit in _FIRST
-    ]
-    steps = {**shared, "look": "times of steps"}
-    looks += [
+def _main_jobs(shared: dict[str, Any], cap_bytes: int | None) -> list[Job]:
+    """Those of the parts that are run unless others are named."""
+    fewer = {"cases": ["select on the host"], "contexts": ["128k"], "threads": _THREADS}
+    threads = {"HYBRID_KV_THREADS": str(_THREADS)}
+    return [
+        Job("right", "facts", "facts", shared, limit_s=30),
+        Job("right", "kernels", "kernels", shared, limit_s=60),
+        Job("right", "values", "right", shared, limit_s=80),
+        Job("constants", "constants", "constants", shared, limit_s=120),
+        Job("steps", "steps", "steps", shared, limit_s=330, least_s=40),
         Job(
-            *("first", f"times of steps, {threads} threads", "first_run"),
-            {**steps, "threads": threads},
-            limit_s=150,
-            environment={"HYBRID_KV_THREADS": str(threads)},
-        )
-        for threads in _THREADS
+            *("steps", f"steps, {_THREADS} threads", "steps", {**shared, **fewer}),
+            limit_s=90,
+            least_s=40,
+            environment=threads,
+        ),
+        Job("prompt", "prompt", "prompt", shared, limit_s=180, least_s=40),
+        *(_end_to_end("beside", one, "128k", shared, cap_bytes) for one in _BESIDE),
+        Job("tests", "tests", "tests", shared, limit_s=540),
     ]
-    long = {**shared, "look": "a long answer"}
-    return [*looks, Job("first", "a long answer", "first_run", long, limit_s=560, least_s=200)]
 
 
 def _host_jobs(shared: dict[str, Any]) -> list[Job]:
@@ -134,11 +137,13 @@ def _host_jobs(shared: dict[str, Any]) -> list[Job]:
     ]
 
 
-def _end_to_end(system: str, context: str, shared: dict[str, Any], cap_bytes: int | None) -> Job:
+def _end_to_end(
+    part: str, system: str, context: str, shared: dict[str, Any], cap_bytes: int | None
+) -> Job:
     cap = None if system in UNCAPPED else cap_bytes
     settings = {**shared, "system": system, "context": context, "cap_bytes": cap}
     return Job(
-        *(context, f"{system}, {context}", "end_to_end", settings),
+        *(part, f"{system}, {context}", "end_to_end", settings),
         limit_s=_LIMIT_S[context],
         least_s=_LEAST_S[context],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from hybrid_kv.report.environment import probe_environment
 
 
 def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
-    record.measure("machine", partial(machine, settings["device"]))
+    record.measure("machine", machine)
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """The environment, and the GPU; "device" is None where torch sees none."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
     environment = probe_environment(device).model_dump(mode="json")
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     if not torch.cuda.is_available():

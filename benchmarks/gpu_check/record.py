@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from benchmarks.gpu_check.jobs import MARK
+from benchmarks.gpu_check.limits import checked
 from hybrid_kv.errors import BackendUnavailable
 
 _WHY_CHARS = 300
@@ -22,9 +23,9 @@ class NotHere(Exception):  # noqa: N818 (a state of the machine, not an error)
 
 
 def need_cuda(device: torch.device) -> None:
-    """Raises NotHere on the CPU, where a rehearsal runs."""
+    """Raises NotHere on the CPU."""
     if device.type != "cuda":
-        raise NotHere("CUDA only: this is a rehearsal on the CPU")
+        raise NotHere("CUDA only: this runs on the CPU")
 
 
 @dataclass
@@ -34,16 +35,22 @@ class Recorder:
     out: TextIO
 
     def measure(self, name: str, work: Callable[[], dict[str, Any]], **settings: Any) -> None:
-        """A row with what `work` returns, or with the reason why it returned nothing."""
+        """A row with what `work` returns, or with the reason why it returned nothing.
+
+        It has failed, too, where a `Difference` is beyond its limit; its values are kept.
+        """
         status, why, values = "ok", None, dict[str, Any]()
         try:
-            values = work()
+            values, beyond = checked(work())
+            if beyond is not None:
+                status, why = "failed", beyond
         except (NotHere, BackendUnavailable) as reason:
             status, why = "skipped", str(reason)
         except Exception as error:  # one row must not end the others
             status, why = "failed", sentence(error)
         self.write(name, status, why, settings, values)
-        gc.collect()  # what an exception held on to
+        if status != "ok":
+            gc.collect()  # what an exception held on to
         if torch.cuda.is_available():
             with suppress(RuntimeError):  # a lost device: the rows to come will say so
                 torch.cuda.empty_cache()

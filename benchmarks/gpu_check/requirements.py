@@ -60,7 +60,7 @@ REQUIREMENTS = (
     Requirement("psutil", "psutil", "the package: how much memory the host has"),
     Requirement("safetensors", "safetensors", "the needle model's weights", (0, 8)),
     Requirement("pyyaml", "yaml", "transformers"),
-    Requirement("triton", "triton", "our kernels", (3, 6), for_all=False),
+    Requirement("triton", "triton", "our kernels", (3, 5), for_all=False),
     Requirement("pytest", "pytest", "part `tests`", (8,), for_all=False),
     Requirement("hypothesis", "hypothesis", "some test files", for_all=False),
     Requirement("typer", "typer", "the command line's test files", for_all=False),

@@ -1,14 +1,14 @@
-"""Everything worth doing where there is a GPU, by one command in less than ten minutes.
+"""What a GPU must show and what it costs, by one command in 20 minutes.
 
-    scripts/gpu_check                tests, small measurements, end to end
+    scripts/gpu_check                values, constants, decode steps, one prompt, rivals, tests
     scripts/gpu_check --part tests   one part; results in the folder are kept and joined
     scripts/gpu_check --missing      what must be installed; how to bring it without a network
-    scripts/gpu_check --rehearse     the same code on the CPU; its figures mean nothing
+    scripts/gpu_check --sizes tiny   the same code in minutes, also without a GPU; no results
 
 What no time is left for is listed as not run. A job has a process of its own, so that one which
-crashes, hangs or runs out of memory ends alone; its row says why. Results are written after every
-job, as JSON and as a table, to benchmarks/results/<device>-<date>. Exit code 0: done; 1: a row
-failed; 2: this machine cannot run it.
+crashes, hangs or runs out of memory ends alone; its row says why. Each row is written when it is
+measured, as JSON and into a table, in benchmarks/results/<device>-<date>. Exit code 0: done; 1: a
+row failed, or a difference was beyond its limit; 2: this machine cannot run it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu_check import plan, requirements
 from benchmarks.gpu_check.jobs import Budget, Job, Row, run_job, run_jobs
 from benchmarks.gpu_check.requirements import ROOT, Finding
 
-_BUDGET_S = 560.0
+_BUDGET_S = 1200.0
 _FAILED = ("failed", "timed out")
 
 
@@ -45,15 +45,16 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parts = (*plan.PARTS, plan.FAULTS)
-    parser.add_argument("--part", action="append", choices=parts, help="repeatable; all")
+    parts = (*plan.PARTS, *plan.MORE_PARTS, plan.FAULTS)
+    main = ", ".join(plan.PARTS)
+    parser.add_argument("--part", action="append", choices=parts, help=f"repeatable; {main}")
     parser.add_argument("--system", action="append", choices=plan.SYSTEMS, help="end to end; all")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--cap-gib", type=float, default=24.0, help="of capped rows; 24")
-    parser.add_argument("--budget", type=float, default=_BUDGET_S, help="seconds in all; 560")
+    parser.add_argument("--budget", type=float, default=_BUDGET_S, help="seconds in all; 1200")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of what is missing")
     parser.add_argument("--missing", action="store_true", help="only list what is needed")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--sizes", choices=[*plan.MODELS], default="full", help="full")
     return parser.parse_args(arguments)
 
 
@@ -82,10 +83,13 @@ def check_packages() -> list[Finding]:
 
 def check(options: argparse.Namespace, findings: list[Finding]) -> int:
     budget = Budget(options.budget, plan.SHARES_S if several(options) else {})
-    rehearse, device = options.rehearse, "cpu" if options.rehearse else "cuda:0"
-    machine = probe(device)
+    rehearse = options.sizes != "full"
+    machine = probe(options.sizes)
     if machine["device"] is None and not rehearse:
-        raise CannotRun("this machine has no NVIDIA GPU that torch can use; --rehearse needs none")
+        raise CannotRun(
+            "this machine has no NVIDIA GPU that torch can use; --sizes tiny needs none"
+        )
+    device = "cpu" if machine["device"] is None else "cuda:0"
     label = documents.label_of(machine["device"], rehearse)
     date = datetime.now(UTC).date().isoformat()
     folder = options.out or default_folder(machine["device"], date, rehearse)
@@ -96,23 +100,22 @@ def check(options: argparse.Namespace, findings: list[Finding]) -> int:
     about = {
         **{"benchmark": "gpu_check", "schema": documents.SCHEMA, "rehearsal": rehearse},
         **{"label": label, "date": date, "commit": commit(), "machine": machine},
-        **{"model": "random:tiny" if rehearse else "random:llama-3-8b"},
+        **{"model": plan.MODELS[options.sizes]},
         **{"cap_bytes": cap, "limit_bytes": cap - plan.CONTEXT_BYTES},
         **{"packages": requirements.as_json(findings), "engine": engine.detail},
     }
-    parts = options.part or (*plan.PARTS, plan.FAULTS)
     wanted = plan.jobs(
-        parts,
+        options.part or plan.PARTS,
         device=device,
-        rehearse=rehearse,
+        sizes=options.sizes,
         cap_bytes=cap,
         systems=options.system or plan.SYSTEMS,
     )
-    say(f"\n{label}: {len(wanted)} jobs, {options.budget:.0f} s")
+    say(f"\n{label}: {len(wanted)} jobs, {options.budget:.0f} s; {folder}")
     rows: list[Row] = []
-    for found in run_jobs(wanted, budget):
-        rows += found
-        report(found)
+    for row in run_jobs(wanted, budget):
+        rows.append(row)
+        report(row)
         whole = {**about, "elapsed_s": budget.spent_s, "rows": documents.joined(before, rows)}
         written = documents.write(folder, whole)
     say(f"\n{Path(written[1]).read_text(encoding='utf-8')}\n{written[0]}\n{written[1]}")
@@ -125,8 +128,8 @@ def several(options: argparse.Namespace) -> bool:
     return options.part is None or len(set(options.part)) > 1
 
 
-def probe(device: str) -> dict[str, Any]:
-    rows = run_job(Job("probe", "probe", "probe", {"device": device}), 120)
+def probe(sizes: str) -> dict[str, Any]:
+    rows = list(run_job(Job("probe", "probe", "probe", {"sizes": sizes}), 120))
     if rows[-1]["status"] != "ok":
         raise CannotRun(f"the package cannot be imported here: {rows[-1]['why']}")
     return dict(rows[0]["values"])
@@ -153,10 +156,9 @@ def commit() -> str | None:
     return run.stdout.strip()
 
 
-def report(rows: list[Row]) -> None:
-    for row in rows:
-        why = f": {row['why']}" if row["why"] else ""
-        say(f"{row['status']:>9}  {row['part']:<5}  {row['name']}{why}")
+def report(row: Row) -> None:
+    why = f": {row['why']}" if row["why"] else ""
+    say(f"{row['status']:>9}  {row['part']:<9}  {row['name']}{why}")
 
 
 if __name__ == "__main__":

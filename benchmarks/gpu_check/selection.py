@@ -36,11 +36,11 @@ def chosen(device: torch.device, sizes: Sizes, backend: str) -> dict[str, Any]:
     ]
     shape = {"new": 1, "oldest": 2, "newest": 3, "count": sizes.chosen_pages}
     calls = [partial(ops.choose_pages, q, low, low + 1, **shape) for low in lows]
-    values = gbps(timed(calls, device, rounds=sizes.rounds), size)
+    values = gbps(timed(calls, device, rounds=sizes.rounds, least=sizes.calls), size)
     return {**values, "served_by": ops.served["choose_pages"]}
 
 
 def top_k(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     scores = normal((sizes.kv_heads, sizes.scored_pages), torch.float32, device)
     call = partial(scores.topk, sizes.chosen_pages, -1, sorted=False)
-    return timed([call], device, rounds=sizes.rounds)
+    return timed([call], device, rounds=sizes.rounds, least=sizes.calls)

@@ -1,10 +1,12 @@
-"""How large the measurements are: on a GPU, and in a rehearsal."""
+"""How large the measurements are: full ones, and tiny ones that only show that they run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from benchmarks.gpu_check.plan import MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +15,11 @@ class Sizes:
 
     model, layers: of the model that is run end to end. kv_heads, group, dim: of attention, the
     Llama-3-8B shape. working_set_bytes: layers are visited in turn until they are beyond any cache.
-    rounds: repetitions behind a median. looked_*: of the first run's looks; turn_tokens: of a later
-    turn; grown_tokens: of an answer that outgrows the cold tier's room; locked_bytes: a layer's
-    keys at 128K with their room.
+    rounds: repetitions behind a median, small_rounds of what is over at once. calls: behind one
+    timing. checked_*: of the model that is held to float64. warm_steps, measured_steps,
+    watched_steps: of decode steps at a context's length, the last under a profiler. turn_tokens: of
+    a later turn. grown_tokens: of an answer that outgrows the cold tier's room. locked_bytes: a
+    layer's keys at 128K with their room.
     """
 
     model: str
@@ -25,6 +29,8 @@ class Sizes:
     group: int
     dim: int
     rounds: int
+    small_rounds: int
+    calls: int
     working_set_bytes: int
     small_copies_bytes: tuple[int, ...]
     large_copy_bytes: int
@@ -50,8 +56,11 @@ class Sizes:
     offloaded_prefill_tokens: int
     offloaded_chunk: int
     tests: tuple[str, ...]
-    looked_tokens: int
-    looked_steps: int
+    checked_tokens: int
+    checked_layers: int
+    warm_steps: int
+    measured_steps: int
+    watched_steps: int
     turn_tokens: int
     grown_tokens: int
     locked_bytes: int
@@ -62,13 +71,15 @@ class Sizes:
 
 
 FULL = Sizes(
-    model="random:llama-3-8b",
+    model=MODELS["full"],
     layers=None,
     dtype=torch.bfloat16,
     kv_heads=8,
     group=4,
     dim=128,
     rounds=7,
+    small_rounds=175,
+    calls=20,
     working_set_bytes=256 * 2**20,
     small_copies_bytes=(8 * 2**10, 16 * 2**10),
     large_copy_bytes=64 * 2**20,
@@ -94,21 +105,26 @@ FULL = Sizes(
     offloaded_prefill_tokens=2**15,
     offloaded_chunk=2048,
     tests=("tests",),
-    looked_tokens=2**13,
-    looked_steps=65,
+    checked_tokens=2**11,
+    checked_layers=2,
+    warm_steps=16,
+    measured_steps=128,
+    watched_steps=4,
     turn_tokens=200,
     grown_tokens=8300,
     locked_bytes=285 * 10**6,
 )
 
-REHEARSAL = Sizes(
-    model="random:tiny",
+TINY = Sizes(
+    model=MODELS["tiny"],
     layers=2,
     dtype=torch.float32,
     kv_heads=2,
     group=3,
     dim=24,
-    rounds=2,
+    rounds=1,
+    small_rounds=3,
+    calls=2,
     working_set_bytes=2**16,
     small_copies_bytes=(8 * 2**10, 16 * 2**10),
     large_copy_bytes=2**20,
@@ -134,9 +150,14 @@ REHEARSAL = Sizes(
     offloaded_prefill_tokens=701,
     offloaded_chunk=100,
     tests=("tests/ops/triton/test_decode.py",),
-    looked_tokens=701,
-    looked_steps=5,
+    checked_tokens=301,
+    checked_layers=1,
+    warm_steps=2,
+    measured_steps=3,
+    watched_steps=1,
     turn_tokens=50,
     grown_tokens=12,
     locked_bytes=2**21,
 )
+
+SIZES = {"full": FULL, "tiny": TINY}

@@ -11,7 +11,7 @@ _END_TO_END = (
     *("system", "cap", "TTFT s", "prefill s", "index s", "TPOT ms", "phases ms"),
     *("peak GiB: allocated, reserved, outside", "host GiB: KV, index", "remarks"),
 )
-_HIDDEN_SETTINGS = ("device", "rehearse", "system", "context", "cap_bytes", "by")
+_HIDDEN_SETTINGS = ("device", "sizes", "system", "context", "cap_bytes", "by")
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def _about(document: dict[str, Any]) -> list[str]:
             "nothing about the speed of a smaller card."
         )
     if document["rehearsal"]:
-        lines.append("- All times here are of code that was rehearsed, on another kind of machine.")
+        lines.append("- Tiny sizes: the times say that the code runs, and nothing else.")
     return lines
 
 

@@ -40,7 +40,7 @@ def run(sizes: Sizes, settings: dict[str, Any], failures: list[tuple[str, str]])
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         command += ["--continue-on-collection-errors", f"--junitxml={report}", *sizes.tests]
-        if find_spec("xdist") is not None and not settings.get("rehearse"):
+        if find_spec("xdist") is not None and settings["sizes"] == "full":
             command += ["-n", str(_WORKERS), "--dist", "worksteal"]
         environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
         ended = subprocess.run(command, stdout=sys.stderr, env=environment, check=False)

@@ -16,7 +16,7 @@ _CYCLES_PER_S = 2.0e9
 _LONGEST_SLEEP_S = 0.25
 
 
-def timed(calls: Calls, device: torch.device, *, rounds: int, least: int = 20) -> dict[str, Any]:
+def timed(calls: Calls, device: torch.device, *, rounds: int, least: int) -> dict[str, Any]:
     """Microseconds per call; the calls are made in turn, as a model goes from layer to layer.
 
     Args:

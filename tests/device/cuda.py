@@ -26,10 +26,19 @@ def _index(device: object) -> int:
 
 
 class Stream:
-    """As `torch.cuda.Stream`."""
+    """As `torch.cuda.Stream`, and as `torch.Stream` of the current device."""
 
     def __init__(self, device: object = None, priority: int = 0, *, queue: Queue | None = None):
         self.queue = queue or running().new_queue(_index(device))
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Stream:
+        self._entered.append(running().on(self.queue))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
 
     @property
     def device(self) -> torch.device:
@@ -330,6 +339,7 @@ class _Ranges:
 def others(machine: Machine) -> list[tuple[object, str, object]]:
     """What stands in outside of torch.cuda's own names: owner, name, stand-in."""
     return [
+        (torch, "Stream", Stream),
         (torch.cuda.nvtx, "_nvtx", _Ranges()),
         (torch.cuda.graph, "default_capture_stream", None),  # made when it is asked for
         (torch.profiler, "profile", profiler_of(machine)),

@@ -506,7 +506,7 @@ class Machine:
     def _ran_out(self, num_bytes: int, device: int) -> str:
         """In torch's words, which others read."""
         mib = 1 << 20
-        free = self.memory_bytes - self.allocated[device]
+        free = self.limits[device] - self.allocated[device]
         return (
             f"CUDA out of memory. Tried to allocate {num_bytes / mib:.2f} MiB. GPU {device} has a "
             f"total capacity of {self.memory_bytes / mib:.2f} MiB of which {free / mib:.2f} MiB is "

@@ -108,6 +108,14 @@ def _side_stream(waits: bool) -> Tensor:
     return values(y)
 
 
+def test_a_stream_of_any_accelerator_is_entered_and_left() -> None:
+    with emulated():
+        outer, side = torch.cuda.current_stream(), torch.Stream()
+        with side:
+            assert torch.cuda.current_stream() == side
+        assert torch.cuda.current_stream() == outer
+
+
 def test_a_missing_event_gives_a_wrong_value() -> None:
     with emulated(schedule="late"):
         assert _side_stream(waits=True).tolist() == [7] * 4

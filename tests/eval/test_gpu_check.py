@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: its rows, its ends, its words; on one, its measurements too."""
+"""scripts/gpu_check without a GPU: its jobs on an emulated device, its rows, ends and words."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ctypes
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from importlib import import_module
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,34 +19,46 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from packaging.requirements import Requirement as PipRequirement
+from torch.autograd import DeviceType
 
+import hybrid_kv as hkv
 from benchmarks.gpu_check import (
+    busy,
+    child,
+    constants,
     dense,
     device_memory,
     document,
-    first_run,
+    kernels,
     memops,
     plan,
     record,
     requirements,
-    run,
+    right,
     table,
     testing,
     timing,
 )
-from benchmarks.gpu_check.child import KINDS
-from benchmarks.gpu_check.jobs import MARK, STATUSES, Budget, Job, make_row, run_job, run_jobs
+from benchmarks.gpu_check.jobs import MARK, Budget, Job, make_row, run_job, run_jobs
+from benchmarks.gpu_check.limits import Difference
 from benchmarks.gpu_check.record import Recorder
-from benchmarks.gpu_check.sizes import REHEARSAL
+from benchmarks.gpu_check.sizes import TINY
 from hybrid_kv.errors import BackendUnavailable
+from hybrid_kv.ops.dispatch import Ops
+from hybrid_kv.runtime import select
+from hybrid_kv.types import PartialAttention
+from tests.device import emulated, why_not
 
 CPU = torch.device("cpu")
 ROW = {"name": "one", "status": "ok", "why": None, "settings": {"n": 3}, "values": {"us": 1.5}}
 PRINT_ROW = f"print({MARK + json.dumps(ROW)!r}, flush=True)"
 
-A_GPU = [pytest.param("cuda:0", marks=pytest.mark.gpu(real=True))]
-DEVICES = ["cpu", *(A_GPU if torch.cuda.is_available() else [])]
-"""An emulated device has no profiler, no events with times and no memory snapshot."""
+needs_device = pytest.mark.skipif(bool(why_not()), reason=why_not() or "never")
+without_kernels = pytest.mark.filterwarnings(
+    *(f"ignore::hybrid_kv.errors.{name}" for name in ("BackendWarning", "DeviceSelectWarning"))
+)
+"""Where Triton is not interpreted torch serves the device, and says so."""
 
 
 def job(**changes: Any) -> Job:
@@ -96,10 +109,16 @@ def test_a_job_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     code = f"import subprocess, pathlib; p = subprocess.Popen([{sleep}])\n"
     code += f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pid)); p.wait()"
     begin = time.monotonic()
-    (row,) = run_job(job(), 3, command=python(code))
-    assert (row["status"], row["why"]) == ("timed out", "did not end within 3 s")
+    (row,) = run_job(job(), 1, command=python(code))
+    assert (row["status"], row["why"]) == ("timed out", "did not end within 1 s")
     assert time.monotonic() - begin < 30
     assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_row_is_handed_on_while_its_job_goes_on() -> None:
+    rows = run_job(job(), 30, command=python(f"{PRINT_ROW}\nimport time; time.sleep(60)"))
+    assert next(rows)["name"] == "one"
+    rows.close()
 
 
 def ended(pid: int) -> bool:
@@ -116,7 +135,7 @@ def ended(pid: int) -> bool:
 
 def test_what_no_time_is_left_for_is_listed() -> None:
     jobs = [job(name="early", least_s=50), job(part="128k", name="late", least_s=200)]
-    (early,), (late,) = run_jobs(jobs, Budget(100, {"micro": 40}))
+    early, late = run_jobs(jobs, Budget(100, {"micro": 40}))
     assert (early["status"], late["status"]) == ("not run", "not run")
     assert early["why"] == "time: 40 s are left, this needs 50 s or more"
     assert late["why"].endswith("this needs 200 s or more")
@@ -155,99 +174,178 @@ def test_a_row_that_fails_says_why_and_the_next_one_is_measured() -> None:
     ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "kind",
-    sorted({*KINDS} - {"fault", "tests", "end_to_end", "decode_attention", "memops", "first_run"}),
+    ("found", "why"),
+    [
+        (Difference(0.25, 0.1), "a_difference is 0.25, the limit is 0.1"),
+        (Difference(float("nan"), 0.1), "a_difference is nan, the limit is 0.1"),
+        (0.0, "a_difference is 0.0 and has no limit"),
+    ],
 )
-def test_every_small_measurement_runs_with_the_rehearsals_sizes(kind: str, device: str) -> None:
-    measured = rows_measured(kind, {"device": device})
-    reasons = {row["why"] for row in measured if row["status"] == "skipped"}
-    failed = {row["why"] for row in measured if row["status"] == "failed"}
-    assert any(row["status"] == "ok" for row in measured)
-    # Which of torch's back ends take a prompt's tiny float32 heads is for the device to say.
-    assert not failed or (kind, device) == ("prefill_attention", "cuda:0"), failed
-    assert all(("CUDA only" in why) == (device == "cpu") for why in reasons), reasons
+def test_a_difference_beyond_its_limit_fails_the_row_and_is_kept(found: Any, why: str) -> None:
+    out = io.StringIO()
+    Recorder(out).measure("one", lambda: {"a_difference": found, "us": 2.0})
+    (row,) = rows_of(out.getvalue())
+    assert (row["status"], row["why"], row["values"]["us"]) == ("failed", why, 2.0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_decode_attention_is_measured_for_whoever_is_there(device: str) -> None:
-    measured = rows_measured(
-        "decode_attention", {"device": device, "by": ["sdpa", "reference", "triton"]}
+# Jobs on an emulated device --------------------------------------------------------------------
+
+JOBS = plan.jobs([*plan.PARTS, "micro", "long"], device="cuda:0", sizes="tiny", cap_bytes=24 << 30)
+LACKING = (
+    "CUDA only", "Triton's kernel", "must not copy from the host", "flashinfer", "nvidia-smi",
+    "stream memory operations", "no kernels on an emulated device",
+)  # fmt: skip
+"""Words of the reasons why a row is skipped where there is no GPU and no kernel is interpreted."""
+ON_A_GPU_ALONE = (
+    "tests", "memops", "decode attention of flashinfer", "prefill attention",
+    "steps, 4 threads",
+)  # fmt: skip
+"""Jobs of which nothing is left without a driver, FlashInfer or fused attention by name; and the
+same steps once more, with other threads."""
+
+
+def rehearsed(some: Job) -> list[dict[str, Any]]:
+    out = io.StringIO()
+    child.measure(some.kind, some.settings, Recorder(out))
+    return rows_of(out.getvalue())
+
+
+@needs_device
+@without_kernels
+@pytest.mark.parametrize(
+    "some", [pytest.param(one, id=one.name) for one in JOBS if one.name not in ON_A_GPU_ALONE]
+)
+def test_a_job_runs_on_an_emulated_device(some: Job) -> None:
+    with emulated(schedule="late"):
+        rows = rehearsed(some)
+    if some.kind == "steps":  # an emulated tensor cannot be compiled
+        compiled = [row for row in rows if "compiled" in row["name"]]
+        assert all("torch.compile" in row["why"] for row in compiled)
+        rows = [row for row in rows if row not in compiled]
+        assert rows[0]["values"]["indexes"].keys() == {"device sketch"}
+    assert any(row["status"] == "ok" for row in rows)
+    for row in rows:
+        assert row["status"] in ("ok", "skipped"), row["why"]
+        assert row["status"] == "ok" or any(words in row["why"] for words in LACKING), row["why"]
+
+
+def test_what_is_run_fits_into_twenty_minutes_and_values_come_first() -> None:
+    assert sum(plan.SHARES_S.values()) <= 1200
+    found = plan.jobs(plan.PARTS, device="cuda:0", sizes="full", cap_bytes=None)
+    assert [one.part for one in found] == sorted((one.part for one in found), key=plan.PARTS.index)
+    assert {one.kind for one in found} >= {"kernels", "right", "constants", "steps", "prompt"}
+    threads = {one.environment.get("HYBRID_KV_THREADS") for one in found if one.kind == "steps"}
+    assert threads == {None, "4"}
+
+
+@needs_device
+@without_kernels
+def test_the_wrong_row_is_found_and_its_figure_is_in_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when rows that share entries shared a capture: each got the last one's result."""
+    plain = select._attend_row
+    model, ids = right.model_and_ids(TINY)
+    config = hkv.HybridConfig(**right.ON_DEVICE)
+
+    def wrong(step: Any, row: Any, budget: Any) -> PartialAttention:
+        return plain(step, step.layer.rows[-1], budget)
+
+    out = io.StringIO()
+    with emulated():
+        model = model.to("cuda")
+        for name, attend in (("right", plain), ("wrong", wrong)):
+            monkeypatch.setattr(select, "_attend_row", attend)
+            work = lambda: right.rows_of_one_prompt(model, ids, config)  # noqa: E731
+            Recorder(out).measure(name, work)
+    fine, bad = rows_of(out.getvalue())
+    assert fine["status"] == "ok", fine["why"]
+    assert bad["status"] == "failed"
+    assert bad["why"].startswith("logits_largest_difference is ")
+    assert f"the limit is {bad['values']['logits_largest_difference_limit']:.4g}" in bad["why"]
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Ops.merge
+
+    def wrong(self: Ops, parts: Any, dtype: torch.dtype) -> PartialAttention:
+        merged = plain(self, parts, dtype)
+        return merged if self.backend == "reference" else merged._replace(out=merged.out + 0.01)
+
+    out = io.StringIO()
+    for merge in (plain, wrong):
+        monkeypatch.setattr(Ops, "merge", merge)
+        Recorder(out).measure("merge", lambda: kernels.merge(TINY, CPU, torch.float32))
+    fine, bad = rows_of(out.getvalue())
+    assert (fine["status"], bad["status"]) == ("ok", "failed")
+    assert "largest_difference is 0.01, the limit is 0.002" in bad["why"]
+
+
+@needs_device
+def test_a_kernel_is_counted_once_and_not_in_the_operator_that_launched_it() -> None:
+    with emulated(schedule="late"):
+        x = torch.ones(300, 300, device="cuda")
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work = busy.profiled(lambda: [x @ x, x.add_(1)])
+        whole_us = 1e6 * (time.perf_counter() - begin)
+    assert (work.num_kernels, work.num_launches, work.num_copies) == (2, 2, 0)
+    kernels_us = sum(us for times in work.kernel_us.values() for us in times)
+    assert 0 < work.busy_us <= whole_us
+    assert work.busy_us == pytest.approx(kernels_us)
+
+
+def profiled_event(name: str, kind: DeviceType, begin: float, end: float, **more: Any) -> Any:
+    times = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
+    return SimpleNamespace(
+        **{"name": name, "device_type": kind, "time_range": times, "is_user_annotation": False},
+        **more,
     )
-    assert [row["status"] for row in measured if "triton" not in row["name"]] == ["ok"] * 4
-    assert all(row["values"]["us"] > 0 for row in measured if row["status"] == "ok")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_systems_that_are_exact_write_the_same_tokens_end_to_end(device: str) -> None:
+def test_streams_that_work_at_once_and_named_ranges_are_not_counted_twice() -> None:
+    named = profiled_event("a range", DeviceType.CUDA, 0, 100)
+    named.is_user_annotation = True
+    work = busy.device_work(
+        [
+            named,
+            profiled_event("aten::mm", DeviceType.CPU, 0, 2),
+            profiled_event("cudaLaunchKernel", DeviceType.CPU, 1, 2),
+            profiled_event("cudaGraphLaunch", DeviceType.CPU, 2, 3),
+            profiled_event("mm", DeviceType.CUDA, 10, 30),
+            profiled_event("mm", DeviceType.CUDA, 20, 40),
+            profiled_event("Memcpy HtoD", DeviceType.CUDA, 50, 55),
+        ]
+    )
+    assert work.busy_us == 35
+    assert work.kernel_us == {"mm": [20, 20]}
+    assert (work.num_kernels, work.num_copies, work.num_launches, work.num_graphs) == (2, 1, 1, 1)
+
+
+@needs_device
+def test_a_graph_of_many_nodes_has_each_of_them() -> None:
+    with emulated():
+        values = constants.replayed(torch.device("cuda:0"), TINY, 7)
+    assert values["kernels"] == 7
+
+
+def test_systems_that_are_exact_write_the_same_tokens_end_to_end() -> None:
     tokens = {}
-    for system in plan.SYSTEMS:
-        settings = {"device": device, "system": system, "context": "32k", "cap_bytes": None}
+    for system in ("full", "static", "static_transformers", "offloaded"):
+        settings = {"device": "cpu", "system": system, "context": "32k", "cap_bytes": None}
         (row,) = rows_measured("end_to_end", settings)
         assert row["status"] == "ok", row["why"]
-        values = row["values"]
-        tokens[system] = values["token_ids"]
-        assert values["tpot_ms"] > 0
-        assert values["ttft_s"] > 0
-        assert len(values["token_times_s"]) == values["new_tokens"] == len(tokens[system])
-        assert (values["allocated_peak_bytes"] is None) == (device == "cpu")
-        assert ("phases_ms" in values) == (
-            system not in ("static", "static_transformers", "offloaded")
-        )
+        tokens[system] = row["values"]["token_ids"]
+        assert row["values"]["tpot_ms"] > 0
     exact = [tokens[system] for system in ("full", "static", "static_transformers")]
     assert exact[0] == exact[1] == exact[2]
-    assert tokens["offloaded"] == exact[0][: REHEARSAL.slow_new_tokens]
-
-
-LOOKS = {look: "CUDA only" if look == "waits of a step" else None for look in first_run.LOOKS}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("look", LOOKS)
-def test_every_look_of_a_first_run_is_taken(look: str, device: str) -> None:
-    (row,) = rows_measured("first_run", {"device": device, "look": look})
-    if device == "cpu" and LOOKS[look] is not None:
-        assert (row["status"], row["why"].partition(":")[0]) == ("skipped", LOOKS[look])
-        return
-    assert row["status"] == "ok", row["why"]
-    values = row["values"]
-    if look == "agreement":
-        assert values["same_tokens"] == values["tokens"] == REHEARSAL.new_tokens
-        assert values["states_on_host_largest_difference"] == 0
-        assert values["logits_largest_difference"] < 1e-3 * values["logits_deviation"]
-    if look == "integrity":
-        assert values["checked"] == ["prompt and steps", "crop", "fork"]
-        assert values["compared_rows"] == 2 * 2 * 64
-        assert values["different_values"] == 0
-    if look == "prefill by layer":
-        assert len(values["layers"]) == 2
-        assert all(layer["seal_s"] > 0 for layer in values["layers"])
-    if look == "times of steps":
-        assert values.keys() == {"building", "built"}
-
-
-def test_the_looks_are_jobs_of_their_own() -> None:
-    found = plan.jobs(["first"], device="cpu", rehearse=True, cap_bytes=None)
-    assert {job.settings["look"] for job in found if job.kind == "first_run"} == set(LOOKS)
-    assert [job.kind for job in found[:2]] == ["facts", "kernels"]
-    threads = {job.environment.get("HYBRID_KV_THREADS") for job in found} - {None}
-    assert threads == {"1", "8", "16", "32"}
-    assert found[-1].name == "a long answer"
-
-
-def test_the_offloaded_cache_is_filled_where_its_prompt_would_take_too_long() -> None:
-    settings = {"device": "cpu", "system": "offloaded", "context": "128k", "cap_bytes": None}
-    (row,) = rows_measured("end_to_end", settings)
-    assert row["values"]["filled"]
-    assert row["values"]["ttft_s"] is None
-    assert row["values"]["tpot_ms"] > 0
+    assert tokens["offloaded"] == exact[0][: TINY.slow_new_tokens]
 
 
 def rows_measured(kind: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     out = io.StringIO()
-    module = import_module(f"benchmarks.gpu_check.{KINDS[kind]}")
-    module.measure(Recorder(out), REHEARSAL, {"rehearse": True, **settings})
+    child.measure(kind, {"sizes": "tiny", **settings}, Recorder(out))
     return rows_of(out.getvalue())
 
 
@@ -261,90 +359,39 @@ def test_a_buffer_in_place_holds_what_a_growing_cache_holds() -> None:
     assert layer.get_seq_length() == 41
 
 
-# What only a GPU does, with stand-ins for it -----------------------------------------------------
+# What only a GPU does ----------------------------------------------------------------------------
 
 
-class FakeCuda:
-    """As much of torch.cuda as timing and the cap use; device time is 3 ms a batch."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.device = lambda device: _Nothing()
-        self.Event = lambda enable_timing: SimpleNamespace(
-            record=lambda: self.log.append("record"), elapsed_time=lambda end: 3.0
-        )
-
-    def synchronize(self, device: Any = None) -> None:
-        self.log.append("synchronize")
-
-    def _sleep(self, cycles: int) -> None:
-        self.log.append(("sleep", cycles))
-
-    def get_device_properties(self, device: Any) -> Any:
-        return SimpleNamespace(total_memory=140 * 2**30)
-
-    def set_per_process_memory_fraction(self, fraction: float, device: Any) -> None:
-        self.log.append(fraction)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(timing.torch, "cuda", fake)
-    return fake
-
-
-GPU = SimpleNamespace(type="cuda")
-
-
-def test_device_time_is_between_events_behind_a_sleep_that_outlasts_the_launches(
-    cuda: FakeCuda,
-) -> None:
+@needs_device
+def test_device_time_is_between_events_behind_a_sleep_that_outlasts_the_launches() -> None:
     called = []
-    values = timing.timed(
-        [lambda: called.append(1), lambda: time.sleep(0.001)],
-        GPU,  # type: ignore[arg-type]
-        rounds=3,
-        least=6,
-    )
-    assert values["us"] == 3e3 / 6
-    assert values["issue_us"] >= 500
-    last = cuda.log[-4:]
-    assert [entry if isinstance(entry, str) else entry[0] for entry in last] == [
-        *("sleep", "record", "record", "synchronize")
-    ]
-    assert last[0][1] >= 0.003 * 2e9
+    with emulated() as gpu, gpu.recorded() as told:
+        x = torch.ones(3, device="cuda")
+        calls = [lambda: called.append(x.add_(1)), lambda: time.sleep(0.001)]
+        values = timing.timed(calls, torch.device("cuda:0"), rounds=3, least=6)
     assert len(called) == 1 + 3 * (3 + 3)
+    assert values["us"] >= values["issue_us"] / 2 >= 250  # nothing runs while the host sleeps
+    names = [launch.name for launch in told]
+    (*_, sleep) = (launch for launch in told if launch.name == "spin_kernel")
+    assert names[-4:] == ["spin_kernel", *["aten.add_.Tensor"] * 3]
+    assert sleep.operands[0] >= 0.003 * 2e9
 
 
-def test_the_cap_leaves_room_for_the_context(cuda: FakeCuda) -> None:
-    limit = device_memory.cap_device(GPU, 24 * 2**30)  # type: ignore[arg-type]
-    assert limit == 24 * 2**30 - plan.CONTEXT_BYTES
-    assert cuda.log == [limit / (140 * 2**30)]
-    assert device_memory.cap_device(GPU, None) is None  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cap must be above"):
-        device_memory.cap_device(GPU, plan.CONTEXT_BYTES)  # type: ignore[arg-type]
+@needs_device
+def test_an_allocation_beyond_the_cap_is_refused() -> None:
+    device, cap = torch.device("cuda:0"), plan.CONTEXT_BYTES + 2**20
+    with emulated():
+        assert device_memory.cap_device(device, cap) == 2**20
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**21, dtype=torch.uint8, device=device)
+        torch.empty(2**19, dtype=torch.uint8, device=device)
+        assert device_memory.cap_device(device, None) is None
+        with pytest.raises(ValueError, match="cap must be above"):
+            device_memory.cap_device(device, plan.CONTEXT_BYTES)
 
 
 def test_nothing_is_capped_on_the_cpu() -> None:
     assert device_memory.cap_device(CPU, 2**30) is None
-
-
-@pytest.mark.gpu(real=True)
-def test_an_allocation_beyond_the_cap_is_refused() -> None:
-    device = torch.device("cuda:0")
-    try:
-        device_memory.cap_device(device, plan.CONTEXT_BYTES + 2**30)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(2**31, dtype=torch.uint8, device=device)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 class Driver:
@@ -506,6 +553,20 @@ def test_what_the_runtime_imports_is_among_the_requirements() -> None:
     assert names <= {requirement.package for requirement in requirements.REQUIREMENTS}
 
 
+def test_what_a_gpu_needs_is_installed_beside_the_oldest_torch() -> None:
+    """Wheels of torch with CUDA pin a version of Triton: pip found none for torch 2.9 and ours."""
+    project = tomllib.loads((requirements.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (kernels_need,) = map(PipRequirement, extras["triton"])
+    (ours,) = (PipRequirement(one) for one in project["dependencies"] if one.startswith("torch>"))
+    for torch_version, its_triton in (("2.9.0", "3.5.0"), ("2.9.1", "3.5.1"), ("2.11.0", "3.6.0")):
+        assert ours.specifier.contains(torch_version)
+        assert kernels_need.specifier.contains(its_triton)
+    least = {one.package: one.least for one in requirements.REQUIREMENTS}
+    for name, wanted in (("torch", ours), ("triton", kernels_need)):
+        assert wanted.specifier.contains(".".join(map(str, least[name])))
+
+
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"got .* without any"):
         requirements.unpack_wheels(tmp_path, tmp_path / "target")
@@ -559,36 +620,57 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path) -> None:
     ended = gpu_check("--out", str(tmp_path / "none"))
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
-        "gpu_check: this machine has no NVIDIA GPU that torch can use; --rehearse needs none"
+        "gpu_check: this machine has no NVIDIA GPU that torch can use; --sizes tiny needs none"
     )
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
-def test_a_rehearsal_goes_on_behind_a_crash_and_a_hang_and_cannot_be_taken_for_a_result(
-    tmp_path: Path,
+def rows_on_disk(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "gpu_check-rehearsal.json"
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+@pytest.fixture
+def running_check(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A check whose first job crashes and whose second one hangs behind its first row."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check.run", "--sizes", "tiny"]
+    command += ["--part", plan.FAULTS, "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(requirements.ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, cwd=requirements.ROOT, env=environment) as process:
+        yield process
+        process.kill()
+
+
+def test_a_check_that_is_killed_leaves_each_row_that_was_measured(
+    running_check: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    chosen = ["--part", plan.FAULTS, "--part", "32k", "--system", "hybrid", "--system", "static"]
-    code = run.main(["--rehearse", *chosen, "--out", str(tmp_path)])
-    assert code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("gpu_check-rehearsal.json", "gpu_check-rehearsal.md")
-    }
+    def is_hanging() -> bool:
+        return any(row["job"] == "deliberate hang" for row in rows_on_disk(tmp_path))
+
+    until = time.monotonic() + 200
+    while not is_hanging():
+        assert running_check.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (child_pid,) = children_of(running_check.pid)
+    running_check.send_signal(signal.SIGKILL)
+    running_check.wait()
+    assert ended(child_pid)
+    rows = rows_on_disk(tmp_path)
+    assert [(row["job"], row["name"], row["status"], row["why"]) for row in rows] == [
+        ("deliberate crash", "before the fault", "ok", None),
+        ("deliberate crash", "deliberate crash", "failed", "crashed: SIGABRT"),
+        ("deliberate hang", "before the fault", "ok", None),
+    ]
     page = (tmp_path / "gpu_check-rehearsal.md").read_text()
     assert page.startswith(f"# {document.REHEARSAL_LABEL}\n")
+    assert "failed: crashed: SIGABRT" in page
     found = json.loads((tmp_path / "gpu_check-rehearsal.json").read_text())
-    assert found["rehearsal"]
-    assert found["label"] == document.REHEARSAL_LABEL
     assert {"benchmark", "schema", "date", "commit", "machine", "model", "cap_bytes"} <= set(found)
-    assert {"packages", "engine", "elapsed_s", "rows"} <= set(found)
     assert {"environment", "cuda", "device"} <= set(found["machine"])
-    by_name = {row["name"]: row for row in found["rows"]}
-    assert by_name["deliberate crash"]["why"] == "crashed: SIGABRT"
-    assert by_name["deliberate hang"]["status"] == "timed out"
-    for name in ("hybrid", "static"):
-        assert by_name[name]["status"] == "ok", by_name[name]["why"]
-        assert by_name[name]["values"]["tpot_ms"] > 0
-    keys = {"part", "job", "name", "status", "why", "settings", "values"}
-    for row in found["rows"]:
-        assert keys <= set(row)
-        assert row["status"] in STATUSES
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(one) for one in text.split()]
