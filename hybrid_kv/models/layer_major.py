@@ -168,7 +168,8 @@ class LayerMajorPrefill:
         if self._states != "auto" or ids.device.type != "cuda" or self._cache is None:
             return self._states == "host"
         layers = self._cache.kv.info.layers
-        layer_kv = max(bytes_per_token(shape, weight.dtype) for shape in layers)
+        # Where every layer slides, none has KV of ours.
+        layer_kv = max((bytes_per_token(shape, weight.dtype) for shape in layers), default=0)
         states, free = weight[0].nbytes * ids.numel(), free_bytes(ids.device)
         return lie_on_host(self._states, states, layer_kv * ids.numel(), free)
 
