@@ -6,12 +6,13 @@ import gc
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.device import CaptureError, HostWaitsError, Machine, emulated
+from tests.device import CaptureError, HostWaitsError, Machine, emulated, why_not
 from tests.device.cuda import values
 from tests.device.machine import Schedule, differences
 
@@ -400,3 +401,15 @@ class TestTimes:
     def test_ranges_may_be_named(self) -> None:
         with emulated(), torch.cuda.nvtx.range("a range"):
             pass
+
+
+def test_without_a_compiler_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not.__wrapped__().startswith("no C++ compiler: ")
+
+
+def test_where_there_is_a_gpu_none_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_not.__wrapped__().startswith("this machine has a GPU; ")
