@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -276,6 +276,7 @@ class Machine:
         self.peak = [0] * num_devices
         self.limits = [memory_bytes] * num_devices  # of the process
         self.trace: list[Launch] | None = None
+        self._fresh: list[Tensor] = []  # memory that was taken while launches are noted
         self.faults: list[str] = []
         self._pinned = PinnedMemory()
         self.timelines: list[Timeline] = []
@@ -415,7 +416,7 @@ class Machine:
         begin, capture = perf_counter(), self.capture
         noted = capture is not None or self.trace is not None
         line = calling_line() if noted else ""
-        described = tuple(_described(one) for one in operands) if noted else ()
+        described = tuple(self._described(one) for one in operands) if noted else ()
         told = Launch(name, run, described, line)
         if self.trace is not None:
             self.trace.append(told)
@@ -436,15 +437,33 @@ class Machine:
                 self._progress()
             return queue.here()
 
+    def _described(self, operand: object) -> object:
+        if isinstance(operand, (list, tuple)):
+            return tuple(self._described(one) for one in operand)
+        if not isinstance(operand, Tensor):
+            return operand
+        capture, place = self.capture, operand.data_ptr()
+        where: object = place
+        for number, memory in enumerate(self._fresh if capture is None else capture.memory):
+            start = memory.data_ptr()
+            if start <= place < start + max(1, memory.untyped_storage().nbytes()):
+                where = "taken", number, place - start
+        return where, tuple(operand.shape), operand.stride(), operand.dtype
+
     @contextmanager
     def recorded(self) -> Iterator[list[Launch]]:
-        """Notes each launch, in order."""
+        """Notes each launch, in order; memory that is taken meanwhile is told by its number.
+
+        So what two steps take for themselves is alike, and what lay somewhere before them is told
+        by its address.
+        """
         with self.lock:
-            self.trace, before = [], self.trace
+            kept = self.trace, self._fresh
+            self.trace, self._fresh = [], []
         try:
             yield self.trace
         finally:
-            self.trace = before
+            self.trace, self._fresh = kept
 
     # Captures.
 
@@ -493,6 +512,8 @@ class Machine:
             poison(memory)
             capture, queue = self.capture, self.current(device)
             pool = None
+            if self.trace is not None:
+                self._fresh.append(memory)
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
                 capture.memory.append(memory)
@@ -578,14 +599,6 @@ def poison(memory: Tensor) -> None:
         whole.fill_(True)
     else:
         whole.fill_(torch.iinfo(whole.dtype).max // 2)
-
-
-def _described(operand: Any) -> object:
-    if isinstance(operand, Tensor):
-        return operand.data_ptr(), tuple(operand.shape), operand.stride(), operand.dtype
-    if isinstance(operand, (list, tuple)):
-        return tuple(_described(one) for one in operand)
-    return operand
 
 
 def differences(first: Sequence[Launch], second: Sequence[Launch]) -> list[str]:
