@@ -20,6 +20,7 @@ from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
 from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes
+from hybrid_kv.ops.upload import staged
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Candidates, SearchResult
 
@@ -28,6 +29,8 @@ LATER_KEYS = 4096
 Codes that were learned from other keys lose a fifth of what is wanted of these (docs/lab.md)."""
 _LEAST_ROOM, _ROOM_SHARE = 256, 16
 _BLOCK_KEYS = 2**14
+_STAGED_BYTES = 2**20
+"""Up to here later keys of all heads go as one copy through staging memory."""
 
 
 def with_room(num_keys: int) -> int:
@@ -139,6 +142,9 @@ class DeviceSketch(Index):
         self._set_state(self._state[0], stop)
 
     def _copy(self, rows: Tensor, there: Tensor) -> None:
+        if rows.nbytes <= _STAGED_BYTES:
+            there.copy_(staged(rows, there.device))
+            return
         for target, source in zip(there, rows, strict=True):  # a head's rows lie together
             target.copy_(source, non_blocking=True)
 

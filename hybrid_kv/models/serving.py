@@ -83,8 +83,7 @@ class Serving:
                 kwargs = renamed(kwargs)
                 if cache.in_own_graph:
                     return inner(*args, **kwargs)
-                # torch.compile of PyTorch 2.9 takes strict=False for strict.
-                inputs = {**dict(zip(names, args)), **kwargs}  # noqa: B905
+                inputs = {**dict(zip(names, args, strict=False)), **kwargs}
                 return self._serve(module, cache, inputs, lambda: inner(*args, **kwargs))
             if torch.compiler.is_dynamo_compiling():
                 return inner(*args, **kwargs)

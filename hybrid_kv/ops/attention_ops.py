@@ -77,12 +77,18 @@ class AttentionOps(ChosenBackend):
                 q, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool
             )
         return reference.attend_visible(
-            *(q, k, v, positions, newest),
+            *(q, k, v, positions, self._newest(newest, q.device)),
             new=new,
             scale=scale,
             softcap=softcap,
             attend=self.attend,
         )
+
+    def _newest(self, newest: Sequence[int], device: torch.device) -> Tensor:
+        """[B] int64, which no thread waits for; without a copy where all are alike."""
+        if len(set(newest)) == 1:
+            return torch.full([len(newest)], newest[0], device=device)
+        return self.uploads(np.asarray(newest, np.int64), device)
 
     def attend_causal(
         self,

@@ -95,7 +95,8 @@ class PageOps(ChosenBackend):
             shape = pages.k.shape
             slot, offset = divmod(start, shape[2])
             pages.k[:, slot, offset], pages.v[:, slot, offset] = k[:, 0], v[:, 0]
-            pages.positions[slot, offset] = first_position
+            # As an element it would be copied from plain memory, which waits for the device.
+            pages.positions[slot, offset : offset + 1] = first_position
         else:
             self._append_many(pages, k, v, places, first_position)
         if pages.key_min is not None:

@@ -190,7 +190,7 @@ def attend_visible(
     k: Tensor,
     v: Tensor,
     positions: Tensor,
-    newest: Sequence[int],
+    newest: Tensor,
     *,
     new: int,
     scale: float,
@@ -203,15 +203,14 @@ def attend_visible(
         q: [B, H, M, D], M = G * T with row g * T + t.
         k, v: [B, H, N, D].
         positions: [B, N] int64 of the entries.
-        newest: [B] position of each row's newest token; the others come before it.
+        newest: [B] int64 position of each row's newest token; the others come before it.
         new: T.
         attend: what attends with a bias.
 
     Returns:
         out [B, H, M, D], lse [B, H, M].
     """
-    last = torch.tensor(newest, device=positions.device)[:, None]
-    of_queries = last + torch.arange(1 - new, 1, device=positions.device)
+    of_queries = newest[:, None] + torch.arange(1 - new, 1, device=positions.device)
     hidden = positions[:, None] > of_queries[:, :, None]
     bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, -torch.inf)
     bias = bias.repeat(1, q.shape[2] // new, 1)[:, None]

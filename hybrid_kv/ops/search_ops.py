@@ -43,6 +43,12 @@ class SearchOps(ChosenBackend):
         self.served["find_by_sketch"] = "reference"
         return sketch_select.find(by, q, k, new=new, width=width, times=times)
 
+    def finds_in_place(self, q: Tensor, v: Tensor) -> bool:
+        """Whether what a search of queries needs is read where it lies, so that the work can be
+        recorded; else rows of the host are copied, which waits for the device of q.
+        """
+        return q.device == v.device or (reaches(q, v) and self._chosen_triton("find_by_sketch", q))
+
     def score_candidates(self, q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
         """See `sketch_select.exact_scores`."""
         if reaches(q, k) and self._chosen_triton("find_by_sketch", q):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.sketch_codes import SketchPlan, dims_per_line
+from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import Candidates, PartialAttention
 
 SAMPLE_RUN = 16
@@ -26,6 +27,7 @@ MARGIN = 1.25
 """Candidates that are aimed at, of those wanted: the estimated score is off by a fifth."""
 _LARGEST = 127.0
 _TINY = torch.finfo(torch.float32).tiny
+_LAST_ROW = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +40,8 @@ class DeviceCodes:
     mean: [Hkv, D] float32, the keys' mean: codes rank q . (k - mean).
     wanted: [Hkv] int32, candidates of a query.
     state: [2] int32, keys that are searched, and keys that have a code; the rest are recent.
-    lost: [Hkv] int64, candidates for which the buffer had no room, of all searches so far.
+    lost: [Hkv] int64, candidates for which the list had no room, of all searches so far: the
+        worst ones.
     """
 
     plan: SketchPlan
@@ -89,7 +92,7 @@ class QueryCodes(NamedTuple):
 def encode(to: DeviceCodes, keys: Tensor, first: int) -> None:
     """Writes the codes of keys [Hkv, n, D] from row `first` on."""
     values = torch.baddbmm(to.start[:, None], keys.float(), to.key_map.mT)
-    tops = to.plan.tops.to(values.device)
+    tops = staged(to.plan.tops, values.device)
     codes = values.round().clamp_min(0).minimum(tops).to(torch.uint8)
     to.codes[:, first : first + keys.shape[1]] = packed(codes, to.plan)
 
@@ -129,7 +132,7 @@ def quantise(by: DeviceCodes, q: Tensor) -> QueryCodes:
     scale = x.abs().amax(-1) / _LARGEST
     inverse = torch.where(scale >= _TINY, 1 / scale, 0.0)
     codes = (x * inverse[..., None]).clamp(-_LARGEST, _LARGEST).round()
-    twice_zero = (codes * by.plan.tops.to(q.device)).sum(-1)
+    twice_zero = (codes * staged(by.plan.tops, q.device)).sum(-1)
     return QueryCodes(codes, 0.5 * scale, twice_zero, (q @ by.mean[..., None])[..., 0])
 
 
@@ -188,23 +191,57 @@ def sampled_share(by: DeviceCodes, times: float) -> float:
 def candidates(
     by: DeviceCodes, q: Tensor, queries: QueryCodes, limit: Tensor, *, new: int, width: int
 ) -> Tensor:
-    """[Hkv, T, width] int32: the rows above the limit of any query of the group, -1 behind them."""
+    """[Hkv, T, width] int32: the rows above the limit of any query of the group, -1 behind them.
+
+    Where there are more than `width`, the best of each query, see `best_of_each`.
+    """
     count, coded = by.state[0], by.state[1]
-    scores = code_scores(by.codes, by.plan, queries)
-    rows = torch.arange(by.codes.shape[1], device=q.device, dtype=torch.int32)
-    there = rows < torch.minimum(count, coded)
-    recent, room = by.recent, by.recent.shape[1]
-    later = coded + (torch.arange(room, device=q.device, dtype=torch.int32) - coded) % room
+    rows = torch.arange(by.codes.shape[1], device=q.device)
+    later = coded + torch.arange(by.recent.shape[1], device=q.device)
+    recent = by.recent[:, later % by.recent.shape[1]]
     exact = q.float() @ recent.float().mT - queries.shift[..., None]
-    above = torch.cat([scores, exact], -1) >= limit[..., None]
-    above &= torch.cat([there, later < count])
+    scores = torch.cat([code_scores(by.codes, by.plan, queries), exact], -1)
+    every = torch.cat([rows, later])
+    above = scores >= limit[..., None]
+    above &= torch.cat([rows < torch.minimum(count, coded), later < count])
     above = above.unflatten(1, (-1, new)).any(1)  # of the group
-    place = above.cumsum(-1) - 1
-    by.lost.add_((place[..., -1] + 1 - width).clamp_min(0).sum(-1))
-    place = place.masked_fill(~above, width).clamp_max(width)
+    by.lost.add_((above.sum(-1) - width).clamp_min(0).sum(-1))
+    above = best_of_each(scores.unflatten(1, (-1, new)), every, above, width)
+    place = (above.cumsum(-1) - 1).masked_fill(~above, width).clamp_max(width)
     ids = torch.full((*above.shape[:2], width + 1), -1, dtype=torch.int32, device=q.device)
-    every = torch.cat([rows, later.to(torch.int32)]).expand(above.shape)
-    return ids.scatter_(-1, place, every)[..., :width]
+    return ids.scatter_(-1, place, every.int().expand(above.shape))[..., :width]
+
+
+def best_of_each(scores: Tensor, rows: Tensor, listed: Tensor, width: int) -> Tensor:
+    """[Hkv, T, n] bool: what a list of `width` places takes of what is `listed` [Hkv, T, n].
+
+    All of it where it has room. Else the best `width`, half as many, a quarter, ... for each query
+    of the group, down to its share of the list: the first of these for which there is room, as
+    queries agree more or less. None is crowded out by another one whose scores are larger.
+
+    Args:
+        scores: [Hkv, G, T, n]. rows: [n], of which the first is the better one of equal scores.
+    """
+    order = in_order(scores, rows).masked_fill(~listed[:, None], -1)
+    least = width // scores.shape[1]
+    ranked = order.topk(min(width, order.shape[-1]), -1).values
+    kept, count = listed, listed.sum(-1, keepdim=True)
+    number = width
+    while True:
+        last = ranked[..., min(number, ranked.shape[-1]) - 1, None]
+        fewer = ((order >= last) & listed[:, None]).any(1)
+        kept = torch.where(count <= width, kept, fewer)
+        count = kept.sum(-1, keepdim=True)
+        if number <= max(1, least):
+            return kept
+        number = max(number // 2, least, 1)
+
+
+def in_order(scores: Tensor, rows: Tensor) -> Tensor:
+    """int64, the larger the better and none of them equal: of equal scores the first row is."""
+    bits = scores.contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & _LAST_ROW)).long() + _LAST_ROW + 1
+    return (ordered << 31) | (_LAST_ROW - rows)
 
 
 def exact_scores(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
@@ -216,10 +253,10 @@ def exact_scores(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
 
 def rows_of(tensor: Tensor, ids: Tensor, device: torch.device) -> Tensor:
     """[Hkv, T, C, D]: some row where an id is negative. From the host they are copied, which waits
-    for the device; kernels read page-locked rows where they lie.
+    for the ids; kernels read page-locked rows where they lie.
     """
     heads = torch.arange(len(ids), device=tensor.device)[:, None, None]
-    return tensor[heads, ids.to(tensor.device).long().clamp_min(0)].to(device)
+    return staged(tensor[heads, ids.to(tensor.device).long().clamp_min(0)], device)
 
 
 # Attention --------------------------------------------------------------------------------------

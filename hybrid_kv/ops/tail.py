@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import PartialAttention
 
 Form: TypeAlias = Literal["gaussian", "first_order"]
@@ -95,17 +96,26 @@ class Tail:
     key_value: Tensor
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, without: Tensor | None = None) -> Tail:
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        without: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Tail:
         """Of k, v [Hkv, n, D], n >= 1, any float dtypes; `count` is n.
 
         Args:
             without: [Hkv, n] bool, entries that are left out; None for none.
+            device: where the moments are taken, without waiting for it; None for where k, v lie.
         """
         count = k.shape[1]
         if count > SAMPLES:
             some = _evenly(count, SAMPLES, k.device)
             k, v = k[:, some], v[:, some]
             without = None if without is None else without[:, some]
+        if device is not None:
+            k, v = staged(k, device), staged(v, device)
         k, v = k.float(), v.float()
         if without is None:
             keys, values = k.mean(1), v.mean(1)
@@ -126,7 +136,8 @@ class Tail:
         """The same on a device; itself where it lies there."""
         if self.keys.device == device:
             return self
-        return Tail(self.count, **{name: t.to(device) for name, t in self.tensors().items()})
+        there = {name: staged(tensor, device) for name, tensor in self.tensors().items()}
+        return Tail(self.count, **there)
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +154,7 @@ class Tail:
         # A step waits for this: of the new ones as many as there are of the old, and no more.
         samples = max(_LEAST_GROWTH, SAMPLES * more // total)
         some = _evenly(more, samples, k.device) + self.count
-        new = Tail.of(k[:, some].to(self.keys.device), v[:, some].to(self.keys.device))
+        new = Tail.of(k[:, some], v[:, some], device=self.keys.device)
         # Moments of two samples together (Chan, Golub and LeVeque 1983).
         share = more / k.shape[1]
         keys, values = new.keys - self.keys, new.values - self.values

@@ -14,12 +14,21 @@ from hybrid_kv.ops.pinned import pinned_empty
 _KEPT = 64
 
 
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on a device; one of the host goes by way of pinned memory.
+
+    A plain copy to a GPU is waited for until all is done that the GPU was told before.
+    """
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor.to(device)
+    return pinned_empty(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+
+
 class Uploads:
     """Copies index arrays to devices through pinned staging.
 
-    A plain copy to a GPU is waited for until all is done that the GPU was told before. What went
-    last is kept by its content: the page tables of a model's layers are mostly alike, and then one
-    upload serves them all.
+    What went last is kept by its content: the page tables of a model's layers are mostly alike, and
+    then one upload serves them all.
 
     sent: copies made to devices that are not the host.
     """
@@ -36,11 +45,8 @@ class Uploads:
         if (there := self._last.get(key)) is not None:
             self._last.move_to_end(key)
             return there
-        here = torch.from_numpy(array)
-        staged = pinned_empty(here.shape, here.dtype).copy_(here)
-        there = staged.to(device, non_blocking=True)
         self.sent += 1
-        self._last[key] = there
+        self._last[key] = there = staged(torch.from_numpy(array), device)
         if len(self._last) > _KEPT:
             self._last.popitem(last=False)
         return there

@@ -29,8 +29,8 @@ _KERNEL_US = 1.5
 """A kernel that reads next to nothing, behind another one, and as much again for every copy."""
 _SMALL_KERNELS = 37
 """Of a layer beside its seven products: norms, rotary embedding, gate, sums, and our own five."""
-SELECT_KERNELS = 13
-"""More of them where the device finds cold entries, counted in tests: nine that find and attend,
+SELECT_KERNELS = 14
+"""More of them where the device finds cold entries, counted in tests: ten that find and attend,
 their sum, the estimate of what is left, the merge with it, and the copy of the queries."""
 _LAUNCH_US = 6.6
 """Of the model's Python for a kernel or copy that it launches (estimate)."""

@@ -322,7 +322,10 @@ class KVCache:
             _log.info("prompt ended: method %s, %d layers, %d tokens", *names)
 
     def _settle_all(self) -> None:
-        for layer in self.layers.values():
+        layers = list(self.layers.values())
+        for layer in reversed(layers):  # the last copy first: with it all others have arrived
+            layer.wait_for_leaving()
+        for layer in layers:
             layer.settle()
 
     def _unsealed(self) -> list[LayerShape]:
@@ -348,6 +351,7 @@ class KVCache:
     def begin_forward(self) -> None:
         """From now on all layers can be put back to where they are, by `go_back`."""
         self._may_go_back = True
+        self._settle_all()
         for layer in self.layers.values():
             layer.mark()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.runtime.spill import all_finite
+from hybrid_kv.store import all_finite
 from hybrid_kv.transfer import Executor, Parcel
 
 

@@ -482,16 +482,20 @@ class TieredLayer:
         asked = seen.samples(self.shape.num_kv_heads, self.rotary)
         return None if asked is None else asked.ahead(seen.num_tokens, horizon)
 
+    def wait_for_leaving(self) -> None:
+        """Returns when the copies of what is leaving have arrived; nothing else changes."""
+        if self.leaving is not None:
+            with self.means.phases.measure("wait"):
+                self.leaving.wait()
+
     def settle(self) -> None:
         """Ends what is leaving; whoever reads or changes the layer does this first."""
+        self.wait_for_leaving()
         leaving, self.leaving = self.leaving, None
         if leaving is None:
             return
-        phases = self.means.phases
-        with phases.measure("wait"):
-            leaving.wait()
         sealing = self._sealing() if leaving.is_prompt else nullcontext()
-        with phases.measure("transfer"), sealing:
+        with self.means.phases.measure("transfer"), sealing:
             leaving.end(self.means.builds)
         if leaving.is_prompt:
             self._collectors = []

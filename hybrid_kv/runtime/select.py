@@ -191,13 +191,13 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
     step.work.scored += heads * rows * stored
     step.work.cold_bytes += heads * min(rows * budget.top_k, stored) * step.row_bytes // 2
     _count(step, heads * rows, budget.top_k)
-    places, in_reach = [], step.new == 1
+    places, in_place = [], step.new == 1
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
         seen = _index_of(span).see(span.length)
         step.work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
-        in_reach &= q.device == v.device or v.is_pinned()  # else rows are copied, which waits
+        in_place &= step.ops.finds_in_place(q, v)
     tails = [span.tail(q.device) for span in row.chain.spans] if budget.form else []
     step.work.estimate_bytes += sum(tail.nbytes for tail in tails)
     signature = tuple(places), tuple(tails), tuple(q.shape), budget, step.scale, step.softcap
@@ -205,7 +205,7 @@ def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAtten
         part, retrieved = _search(step, row, q, budget, tails)
         step.found[row.number] = budget, retrieved()
         return part
-    if not in_reach:
+    if not in_place:
         return _search(step, row, q, budget, tails)[0]
     work = lambda given: _search(step, row, given, budget, tails)[0]  # noqa: E731
     return step.executor.repeat(row, signature, work, q)

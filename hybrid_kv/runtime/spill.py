@@ -26,9 +26,6 @@ FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Absorb: TypeAlias = Callable[[Row, Entries], Entries | None]
 """What the method keeps of a row when these entries have left its window."""
 
-_WHOLE_BYTES = 2**20
-"""Up to here K or V is checked in one go, which takes a byte for each of its elements."""
-
 
 class Departure:
     """The pages outside the windows of a layer's rows, on their way.
@@ -81,12 +78,13 @@ class Departure:
 
     def wait(self) -> None:
         """Returns when all copies have arrived."""
-        for parcel in self._parcels():
+        for parcel in reversed(self._parcels()):
             parcel.open()
 
     def _parcels(self) -> list[Parcel]:
-        parts = [part for row in self._rows for part in (row.spill, row.kept) if part is not None]
-        return [parcel for part in parts for parcel in part.parcels]
+        """In the order in which they left."""
+        kept = [parcel for row in self._rows if row.kept for parcel in row.kept.parcels]
+        return kept + [parcel for row in self._rows if row.spill for parcel in row.spill.parcels]
 
     def end(self, runner: BuildRunner) -> None:
         """Hands what has arrived over to the cold tier, whose indexes may be built now.
@@ -171,7 +169,7 @@ class _Absorbed:
 class _Spill:
     """The pages of one row, and where they will lie.
 
-    finite: [] bool, whether all of them are numbers; found out where they lay.
+    entries: [] bool, whether all of them are numbers; when it was opened, they lie there.
     samples: what an index learns from; their queries [Hkv, G, M, D] are `asked` when they have
         arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
     moments: of the entries, if they begin a row, where they were taken. sent: the same on their way
@@ -181,9 +179,7 @@ class _Spill:
     """
 
     reserved: Reservation
-    k: Parcel
-    v: Parcel
-    finite: Parcel
+    entries: Parcel
     samples: Samples | None = None
     asked: Parcel | None = None
     nearest: Parcel | None = None
@@ -210,20 +206,16 @@ class _Spill:
             select = layer.select(overflow.k, samples.queries, reserved.k)
         if samples is not None and select is None and layer.stand_in is not None:
             stand_in = layer.stand_in(overflow.k)
-        k = executor.send(overflow.k, reserved.k)
-        v = executor.send(overflow.v, reserved.v)
-        finite = executor.send(all_finite(overflow.k, overflow.v))
+        entries = executor.offload(overflow.k, overflow.v, (reserved.k, reserved.v))
         sent = {}
         if moments is not None and select is None:
             sent = {name: executor.keep(tensor) for name, tensor in moments.tensors().items()}
         if samples is None or select is not None:
-            return cls(reserved, k, v, finite, moments=moments, sent=sent, select=select)
+            return cls(reserved, entries, moments=moments, sent=sent, select=select)
         nearest = None if find_nearest is None else find_nearest(samples.queries, overflow.k)
         return cls(
             reserved,
-            k,
-            v,
-            finite,
+            entries,
             samples,
             executor.keep(samples.queries),
             None if nearest is None else executor.keep(nearest),
@@ -234,12 +226,12 @@ class _Spill:
 
     @property
     def parcels(self) -> list[Parcel]:
-        parcels = (self.k, self.v, self.finite, self.asked, self.nearest, *self.sent.values())
+        parcels = (self.entries, *self.sent.values(), self.asked, self.nearest)
         return [parcel for parcel in parcels if parcel is not None]
 
     def commit(self, row: Row, runner: BuildRunner) -> None:
         new = self.reserved
-        if not self.finite.open():
+        if not self.entries.open():
             check_finite(new.k, new.v, new.positions)
         make_index = row.placement.index if row.placement is not None else None
         if self.select is not None:
@@ -257,13 +249,3 @@ class _Spill:
         if not self.sent:
             return moments
         return Tail(moments.count, **{name: one.open() for name, one in self.sent.items()})
-
-
-def all_finite(*tensors: Tensor) -> Tensor:
-    """[] bool on the tensors' device, which is not waited for."""
-    blocks = [
-        block
-        for tensor in tensors
-        for block in (tensor if tensor.nbytes > _WHOLE_BYTES else (tensor,))
-    ]
-    return torch.stack([torch.isfinite(block).all() for block in blocks]).all()

@@ -1,6 +1,13 @@
 """Where entries live: resident pages, cold extents, and the rows of a layer that own both."""
 
-from hybrid_kv.store.cold import ColdChain, ColdStore, Reservation, best_of, check_finite
+from hybrid_kv.store.cold import (
+    ColdChain,
+    ColdStore,
+    Reservation,
+    all_finite,
+    best_of,
+    check_finite,
+)
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.layer import LayerKV, SelectFor, StandInFor
 from hybrid_kv.store.pool import ResidentView
@@ -25,6 +32,7 @@ __all__ = [
     "Span",
     "StandInFor",
     "TierBytes",
+    "all_finite",
     "best_of",
     "check_finite",
     "tier_bytes",

@@ -23,6 +23,9 @@ from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, Mak
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, SearchResult
 
+_WHOLE_BYTES = 2**20
+"""Up to here K or V is checked in one go, which takes a byte for each of its elements."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -356,3 +359,13 @@ def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:
                 f"{name} must be finite, got NaN or infinity in KV head {head} at position "
                 f"{int(positions[row])}; check the model's weights and dtype"
             )
+
+
+def all_finite(*tensors: Tensor) -> Tensor:
+    """[] bool on the tensors' device, which is not waited for."""
+    blocks = [
+        block
+        for tensor in tensors
+        for block in (tensor if tensor.nbytes > _WHOLE_BYTES else (tensor,))
+    ]
+    return torch.stack([torch.isfinite(block).all() for block in blocks]).all()

@@ -175,7 +175,7 @@ class Span:
         known = self.known
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
-            known = Tail.of(k, v) if known is None else known.grown(k, v)
+            known = Tail.of(k, v, device=device) if known is None else known.grown(k, v)
         self.known = known = known.to(device)
         return known
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
+from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Executor, Parcel
 from hybrid_kv.transfer.recorded import CudaRecorder, Recordings, Work, WorkRecorder
@@ -99,10 +100,30 @@ class _UnderWay:
         return self._source is None
 
     def open(self) -> Tensor:
-        if self._source is not None:
+        if not self.arrived:
             self._mark.synchronize()
             self._source = None
         return self._target
+
+
+class _Offloaded:
+    """Entries that are written to their places when their parcel [2, H, n, D] is opened."""
+
+    def __init__(self, parcel: Parcel, into: tuple[Tensor, Tensor]) -> None:
+        self._parcel, self._into = parcel, into
+        self._is_finite: Tensor | None = None
+
+    @property
+    def arrived(self) -> bool:
+        return self._parcel.arrived
+
+    def open(self) -> Tensor:
+        if self._is_finite is None:
+            both = self._parcel.open()
+            for target, source in zip(self._into, both, strict=True):
+                target.copy_(source)
+            self._is_finite = all_finite(both)
+        return self._is_finite
 
 
 class _Kept:
@@ -166,6 +187,16 @@ class CudaExecutor(SyncExecutor):
         parcel = _UnderWay(mark, into, tensor)
         self._under_way.append(parcel)
         return parcel
+
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+        """See `Executor.offload`.
+
+        A few pages, as they leave in a step, go as one copy through staging and are looked at on
+        the host; else each head of K and V would be a copy, and their look six launches.
+        """
+        if self._lane(k.device) is None or k.nbytes + v.nbytes > _STAGED_BYTES:
+            return super().offload(k, v, into)  # what arrives last says that all is there
+        return _Offloaded(self.send(torch.stack([k, v])), into)
 
     def keep(self, tensor: Tensor) -> Parcel:
         """See `Executor.keep`; page-locked memory is only passed through, the same each time."""

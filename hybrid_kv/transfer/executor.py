@@ -60,6 +60,14 @@ class Executor(Protocol):
         """
         ...
 
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+        """Begins to move entries k, v [H, n, D] to host memory; see `send`.
+
+        Returns:
+            [] bool, whether all of them are finite. When it has been opened, they are there.
+        """
+        ...
+
     def keep(self, tensor: Tensor) -> Parcel:
         """As `send`, of what may be large and stays on the host for long, in memory of its own."""
         ...

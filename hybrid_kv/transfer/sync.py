@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Arrived, Parcel
 from hybrid_kv.transfer.recorded import Work
@@ -21,6 +22,11 @@ class SyncExecutor:
 
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
         return Arrived(tensor.to("cpu") if into is None else into.copy_(tensor))
+
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+        self.send(k, into[0])
+        self.send(v, into[1])
+        return self.send(all_finite(k, v))
 
     def keep(self, tensor: Tensor) -> Parcel:
         return self.send(tensor)

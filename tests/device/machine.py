@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,19 @@ class Counts:
             self.copies - before.copies,
             self.captures - before.captures,
             self.replays - before.replays,
+        )
+
+    def plus(self, more: Counts) -> Counts:
+        """Both together."""
+        return Counts(
+            self.launches + more.launches,
+            self.kernels + more.kernels,
+            self.waits + more.waits,
+            self.to_device + more.to_device,
+            self.to_host + more.to_host,
+            self.copies + more.copies,
+            self.captures + more.captures,
+            self.replays + more.replays,
         )
 
     def copy(self) -> Counts:
@@ -276,7 +289,6 @@ class Machine:
         self.peak = [0] * num_devices
         self.limits = [memory_bytes] * num_devices  # of the process
         self.trace: list[Launch] | None = None
-        self._fresh: list[Tensor] = []  # memory that was taken while launches are noted
         self.faults: list[str] = []
         self._pinned = PinnedMemory()
         self.timelines: list[Timeline] = []
@@ -371,6 +383,15 @@ class Machine:
                 _warn_of_wait()
             self.arrive(*points)
 
+    @contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """A block in which a wait of the host is an error with its line."""
+        before, self.strict = self.strict, True
+        try:
+            yield
+        finally:
+            self.strict = before
+
     def arrive(self, *points: Point) -> None:
         """What was told up to some points is done, or all, without a wait being counted."""
         with self.lock:
@@ -416,7 +437,7 @@ class Machine:
         begin, capture = perf_counter(), self.capture
         noted = capture is not None or self.trace is not None
         line = calling_line() if noted else ""
-        described = tuple(self._described(one) for one in operands) if noted else ()
+        described = tuple(_described(one) for one in operands) if noted else ()
         told = Launch(name, run, described, line)
         if self.trace is not None:
             self.trace.append(told)
@@ -437,33 +458,15 @@ class Machine:
                 self._progress()
             return queue.here()
 
-    def _described(self, operand: object) -> object:
-        if isinstance(operand, (list, tuple)):
-            return tuple(self._described(one) for one in operand)
-        if not isinstance(operand, Tensor):
-            return operand
-        capture, place = self.capture, operand.data_ptr()
-        where: object = place
-        for number, memory in enumerate(self._fresh if capture is None else capture.memory):
-            start = memory.data_ptr()
-            if start <= place < start + max(1, memory.untyped_storage().nbytes()):
-                where = "taken", number, place - start
-        return where, tuple(operand.shape), operand.stride(), operand.dtype
-
     @contextmanager
     def recorded(self) -> Iterator[list[Launch]]:
-        """Notes each launch, in order; memory that is taken meanwhile is told by its number.
-
-        So what two steps take for themselves is alike, and what lay somewhere before them is told
-        by its address.
-        """
+        """Notes each launch, in order."""
         with self.lock:
-            kept = self.trace, self._fresh
-            self.trace, self._fresh = [], []
+            self.trace, before = [], self.trace
         try:
             yield self.trace
         finally:
-            self.trace, self._fresh = kept
+            self.trace = before
 
     # Captures.
 
@@ -512,8 +515,6 @@ class Machine:
             poison(memory)
             capture, queue = self.capture, self.current(device)
             pool = None
-            if self.trace is not None:
-                self._fresh.append(memory)
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
                 capture.memory.append(memory)
@@ -599,6 +600,14 @@ def poison(memory: Tensor) -> None:
         whole.fill_(True)
     else:
         whole.fill_(torch.iinfo(whole.dtype).max // 2)
+
+
+def _described(operand: Any) -> object:
+    if isinstance(operand, Tensor):
+        return operand.data_ptr(), tuple(operand.shape), operand.stride(), operand.dtype
+    if isinstance(operand, (list, tuple)):
+        return tuple(_described(one) for one in operand)
+    return operand
 
 
 def differences(first: Sequence[Launch], second: Sequence[Launch]) -> list[str]:

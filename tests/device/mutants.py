@@ -171,7 +171,7 @@ MUTANTS = [
         "runtime/select.py",
         "scores, limit, own, _index_of(span).seen),",
         "scores, limit, own, torch.full([], span.length, device=q.device)),",
-        [f"{RECORDED}::test_replayed_steps_give_what_the_host_gives[late]"],
+        [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
         "another row's recorded result is merged",
@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "a page table of before the pool grew",
         "store/table.py",
-        "        if self._listed_capacity != pool.capacity:\n",
-        "        if self._listed_capacity == 0:\n",
+        "        if last is None or last[0] != pool.capacity:\n",
+        "        if last is None:\n",
         [f"{RECORDED}::test_rows_of_other_lengths_replay_their_own_results"],
     ),
     Mutant(

@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.usefixtures("untrained_heads"),
     # Where Triton is not installed torch serves the device, and says so.
     pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning"),
-    # Torch's twin of the kernels copies from the host, which no capture permits; it says so too.
-    pytest.mark.filterwarnings("ignore::hybrid_kv.errors.DeviceSelectWarning"),
 ]
 
 TURNS = [tokens(260), *(tokens(1, 2 + number) for number in range(5))]

@@ -70,7 +70,7 @@ def test_a_list_without_room_counts_what_it_lost() -> None:
     for times in (1, 2):
         found = sketch_select.find(codes, q, keys, new=1, width=32)
         assert codes.lost.tolist() == [times * (count - 32) for count in listed.tolist()]
-        assert int((found.ids >= 0).sum()) == 64
+        assert 32 < int((found.ids >= 0).sum()) <= 64
 
 
 def test_twice_the_candidates_are_twice_as_many() -> None:
@@ -81,3 +81,31 @@ def test_twice_the_candidates_are_twice_as_many() -> None:
         for n in (1.0, 2.0)
     ]
     assert 1.5 < counts[1] / counts[0] < 2.5
+
+
+@pytest.mark.parametrize("width", [50, 64])
+def test_a_full_list_keeps_the_best_of_each_query_and_not_those_that_came_first(width: int) -> None:
+    """The keys lie in the order of their scores, the best last: the limit is far too low."""
+    codes, keys, q, _ = scene(48)
+    order = (keys @ q[:, :1].mT)[..., 0].argsort(-1)
+    keys = keys.take_along_dim(order[..., None], 1)
+    sketch_select.encode(codes, keys, 0)
+    codes.wanted.fill_(600)
+    found = sketch_select.find(codes, q, keys, new=1, width=width).ids[:, 0]
+    scores = sketch_select.code_scores(codes.codes, codes.plan, sketch_select.quantise(codes, q))
+    for head in range(HEADS):
+        kept = found[head][found[head] >= 0].tolist()
+        assert len(set(kept)) == len(kept) > width // 2
+        for member in range(GROUP):
+            by_codes = scores[head, member].topk(width // GROUP).indices.tolist()
+            assert set(by_codes) <= set(kept)
+            exact = (keys[head] @ q[head, member]).topk(5).indices.tolist()
+            assert len(set(exact) & set(kept)) >= 3
+
+
+def test_of_equal_keys_a_full_list_keeps_the_first() -> None:
+    codes, keys, q, _ = scene(32)
+    keys = keys[:, :1].expand(-1, KEYS, -1)
+    sketch_select.encode(codes, keys, 0)
+    found = sketch_select.find(codes, q, keys, new=1, width=100).ids
+    assert found.sort(-1).values.tolist() == [[list(range(100))]] * HEADS

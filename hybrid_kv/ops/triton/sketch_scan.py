@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.sketch_select import SAMPLE_RUN, DeviceCodes
 from hybrid_kv.ops.triton._common import MIN_DOT, padded, upcast
+from hybrid_kv.ops.triton.sketch_lists import Lists
 
 _TILE_KEYS = 128
 
@@ -19,8 +20,7 @@ def scan(
     scales: Tensor,
     limit: Tensor,
     sample: Tensor,
-    ids: Tensor,
-    count: Tensor,
+    lists: Lists,
     *,
     new: int,
     is_sample: bool,
@@ -29,7 +29,7 @@ def scan(
 
     Args:
         codes, scales: the queries, see `sketch_query.quantise`.
-        limit: [Hkv, M]. sample: [Hkv, M, samples]. ids: [Hkv, T, width]; count: [Hkv, T].
+        limit: [Hkv, M]. sample: [Hkv, M, samples].
         is_sample: which of the two; the other one's tensors are not touched.
     """
     heads, rows, _ = q.shape
@@ -44,8 +44,8 @@ def scan(
         limit,
         by.state,
         sample,
-        ids,
-        count,
+        *lists,
+        lists.capacity,
         new,
         capacity,
         by.num_samples,
@@ -60,7 +60,7 @@ def scan(
         BLOCK_8=padded(sizes[8], MIN_DOT),
         BLOCK_4=padded(sizes[4], MIN_DOT),
         BLOCK_2=padded(sizes[2], MIN_DOT),
-        WIDTH=ids.shape[2],
+        WIDTH=lists.width,
         TILE=_TILE_KEYS,
         RUN=SAMPLE_RUN,
         IS_SAMPLE=is_sample,
@@ -73,27 +73,25 @@ def find_recent(
     q: Tensor,
     scales: Tensor,
     limit: Tensor,
-    ids: Tensor,
-    count: Tensor,
+    lists: Lists,
     *,
     new: int,
 ) -> None:
     """Adds the keys that have no codes yet and lie above the limit, by their exact scores."""
     heads, rows, _ = q.shape
-    width = ids.shape[2]
     _recent_kernel[(triton.cdiv(by.recent.shape[1], _TILE_KEYS), heads * new)](
         q,
         by.recent,
         scales,
         limit,
         by.state,
-        ids,
-        count,
+        *lists,
+        lists.capacity,
         new,
         by.recent.shape[1],
         GROUP=rows // new,
         DIM=q.shape[2],
-        WIDTH=width,
+        WIDTH=lists.width,
         BLOCK_ROWS=padded(rows // new, MIN_DOT),
         BLOCK_DIM=padded(q.shape[2], MIN_DOT),
         TILE=_TILE_KEYS,
@@ -133,13 +131,35 @@ def _products(
 
 
 @triton.jit
-def _keep(above, rows, ids, count, list_, WIDTH: tl.constexpr):
-    """Adds the rows [TILE] that are above to a list, as far as it has room; counts them all."""
-    found = tl.sum(above.to(tl.int32), 0)
+def _keep(
+    above,
+    scores,
+    members,
+    queries,
+    keys,
+    ids,
+    count,
+    rows,
+    row_scores,
+    list_,
+    capacity,
+    WIDTH: tl.constexpr,
+):
+    """Adds the keys [TILE] that are above a limit for any query of a group to their list; those
+    beyond its width are there for `sketch_lists.keep_best`.
+
+    Args:
+        above, scores: [GROUP, TILE]. members, queries: [GROUP], which queries there are.
+    """
+    wanted = tl.max(above.to(tl.int32), 0) > 0
+    found = tl.sum(wanted.to(tl.int32), 0)
     if found > 0:
         first = tl.atomic_add(count + list_, found)
-        place = first + tl.cumsum(above.to(tl.int32), 0) - 1
-        tl.store(ids + list_ * WIDTH + place, rows, mask=above & (place < WIDTH))
+        place = first + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(ids + list_ * WIDTH + place, keys, mask=wanted & (place < WIDTH))
+        tl.store(rows + list_ * capacity + place, keys, mask=wanted)
+        to = queries[:, None] * capacity + place[None, :]
+        tl.store(row_scores + to, scores, mask=members[:, None] & wanted[None, :])
 
 
 @triton.jit
@@ -152,6 +172,9 @@ def _scan_kernel(
     sample,
     ids,
     count,
+    listed_rows,
+    listed_scores,
+    room,
     new,
     capacity,
     num_samples,
@@ -211,7 +234,10 @@ def _scan_kernel(
     else:
         least = tl.load(limit + queries, mask=members, other=float("inf"))
         above = (scores >= least[:, None]) & members[:, None] & there[None, :]
-        _keep(tl.max(above.to(tl.int32), 0) > 0, rows, ids, count, list_, WIDTH)
+        _keep(
+            above, scores, members, queries, rows,
+            ids, count, listed_rows, listed_scores, list_, room, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -223,6 +249,9 @@ def _recent_kernel(
     state,
     ids,
     count,
+    listed_rows,
+    listed_scores,
+    listed_room,
     new,
     room,
     GROUP: tl.constexpr,
@@ -253,5 +282,9 @@ def _recent_kernel(
         scores = tl.dot(some, tl.trans(keys), input_precision="ieee")
         shift = tl.load(scales + queries * 3 + 2, mask=members, other=0.0)
         least = tl.load(limit + queries, mask=members, other=float("inf"))
-        above = (scores - shift[:, None] >= least[:, None]) & members[:, None] & there[None, :]
-        _keep(tl.max(above.to(tl.int32), 0) > 0, rows, ids, count, list_, WIDTH)
+        scores -= shift[:, None]
+        above = (scores >= least[:, None]) & members[:, None] & there[None, :]
+        _keep(
+            above, scores, members, queries, rows,
+            ids, count, listed_rows, listed_scores, list_, listed_room, WIDTH,
+        )  # fmt: skip

@@ -128,7 +128,57 @@ def test_what_has_no_room_is_counted(ops: Ops, device: str) -> None:
     for times in (1, 2):
         found = ops.find_by_sketch(codes, q, keys, new=1, width=32)
         assert codes.lost.tolist() == [times * (count - 32) for count in counts]
-    assert [len(row) for row in lists(found.ids)] == [32, 32]
+    assert all(16 < len(row) <= 32 for row in lists(found.ids))
+
+
+@pytest.mark.parametrize(("new", "width"), [(1, 48), (2, 50)])
+def test_a_full_list_keeps_the_best_of_each_query_and_not_those_that_came_first(
+    ops: Ops, device: str, new: int, width: int
+) -> None:
+    """Keys in the order of their scores, the best last, and later ones among the best."""
+    codes, keys, q = scene(device, torch.float32, 32, new=new, wanted=400)
+    order = (keys @ q[:, :1].mT)[..., 0].argsort(-1)
+    keys = keys.take_along_dim(order[..., None], 1)
+    coded, room = KEYS + 26, codes.recent.shape[1]
+    sketch_select.encode(codes, keys[:, :coded], 0)
+    later = torch.arange(coded, KEYS + LATER, device=device)
+    codes.recent[:, later % room] = keys[:, coded:]
+    found = ops.find_by_sketch(codes, q, keys, new=new, width=width)
+    expected = sketch_select.find(codes, q, keys, new=new, width=width)
+    assert lists(found.ids) == lists(expected.ids)
+    exact = sketch_select.exact_scores(q, keys, found.ids)
+    torch.testing.assert_close(found.scores, exact, **FLOAT32)
+    for head in range(HEADS):
+        for token in range(new):
+            kept = found.ids[head, token]
+            assert int((kept >= 0).sum()) > width // 2
+            for exact in (q[head, token::new] @ keys[head].T).topk(5, -1).indices:
+                assert len(set(exact.tolist()) & set(kept.tolist())) >= 3
+
+
+def test_of_equal_keys_a_full_list_keeps_the_first(ops: Ops, device: str) -> None:
+    codes, keys, q = scene(device, torch.float32, 32)
+    keys = keys[:, :1].expand(-1, KEYS + LATER, -1).contiguous()
+    sketch_select.encode(codes, keys[:, : KEYS + 26], 0)
+    codes.recent.copy_(keys[:, :64])
+    found = ops.find_by_sketch(codes, q, keys, new=1, width=100)
+    assert [len(row) for row in lists(found.ids)] == [100] * HEADS
+    assert lists(sketch_select.find(codes, q, keys, new=1, width=100).ids) == lists(found.ids)
+
+
+def test_many_tokens_are_searched_for_some_at_a_time(
+    ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybrid_kv.ops.triton import sketch_find
+
+    codes, keys, q = scene(device, torch.float32, 32, new=3)
+    together = ops.find_by_sketch(codes, q, keys, new=3, width=128)
+    one = 4 * (1 + GROUP) * HEADS * (codes.codes.shape[1] + codes.recent.shape[1])
+    monkeypatch.setattr(sketch_find, "_LISTED_BYTES", 2 * one)
+    found = ops.find_by_sketch(codes, q, keys, new=3, width=128)
+    assert lists(found.ids) == lists(together.ids)
+    exact = sketch_select.exact_scores(q, keys, found.ids)
+    torch.testing.assert_close(found.scores, exact, **FLOAT32)
 
 
 @pytest.mark.parametrize("top_k", [1, 20, 100, 2000])
@@ -176,7 +226,7 @@ class Launches(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.others: list[str] = []
         self._within = False
-        names = ("query", "scan", "limit", "find", "rank", "attend")
+        names = ("query", "scan", "limit", "lists", "rank", "attend")
         for name in (*(f"sketch_{name}" for name in names), "paged", "unread", "merge"):
             module = import_module(f"hybrid_kv.ops.triton.{name}")
             for kernel, value in vars(module).copy().items():
@@ -203,7 +253,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_is_twelve_kernels_and_nothing_that_waits(
+def test_a_step_is_thirteen_kernels_and_nothing_that_waits(
     ops: Ops, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but kernels is launched; torch is not asked for a value, a copy or another tensor.
@@ -225,7 +275,8 @@ def test_a_step_is_twelve_kernels_and_nothing_that_waits(
         "_quantise_kernel": 1,
         "_scan_kernel": 2,  # of the sample, and of all
         "_limit_kernel": 2,  # of the sample, and of what is attended
-        "_prepare_kernel": 1,
+        "_empty_kernel": 1,
+        "_best_kernel": 1,
         "_recent_kernel": 1,
         "_rank_kernel": 1,
         "_attend_kernel": 1,
