@@ -7,7 +7,7 @@ import pytest
 from tests.device.step_counts import FEW_STEPS, INTERPRETED, STEPS, config_of, counted
 
 pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="bounds of kernels are in tests/ops/triton/test_step_counts.py"
+    INTERPRETED, reason="Triton's kernels are counted by tests/ops/triton/test_sketch.py"
 )
 
 SEARCHED = ((101, 6, 3), (206, 16, 7))
