@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "a page table of before the pool grew",
         "store/table.py",
-        "        if last is None or last[0] != pool.capacity:\n",
-        "        if last is None:\n",
+        "        if self._listed_capacity != pool.capacity:\n",
+        "        if self._listed_capacity is None:\n",
         [f"{RECORDED}::test_rows_of_other_lengths_replay_their_own_results"],
     ),
     Mutant(
