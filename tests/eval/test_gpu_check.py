@@ -115,10 +115,14 @@ def test_a_job_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-def test_a_row_is_handed_on_while_its_job_goes_on() -> None:
-    rows = run_job(job(), 30, command=python(f"{PRINT_ROW}\nimport time; time.sleep(60)"))
-    assert next(rows)["name"] == "one"
-    rows.close()
+def test_a_row_is_handed_on_while_its_job_goes_on(tmp_path: Path) -> None:
+    """The job goes on only when somebody has had its first row."""
+    go = tmp_path / "go"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
+    rows = run_job(job(), 60, command=python(f"{PRINT_ROW}\n{wait}\n{PRINT_ROW}"))
+    assert next(rows)["status"] == "ok"
+    go.touch()
+    assert [row["status"] for row in rows] == ["ok"]
 
 
 def ended(pid: int) -> bool:
