@@ -202,18 +202,11 @@ MUTANTS = [
         [f"{SELECTION}::test_digests_of_a_device_choose_as_those_of_the_keys"],
     ),
     Mutant(
-        "a page table of before the pool grew",
-        "store/table.py",
-        "        if self._listed_capacity != pool.capacity:\n",
-        "        if self._listed_capacity is None:\n",
-        [f"{RECORDED}::test_rows_of_other_lengths_replay_their_own_results"],
-    ),
-    Mutant(
-        "places of a page that no token has filled are not hidden",
-        "store/pool.py",
-        "grown(self.positions, 0, HIDDEN)\n",
-        "grown(self.positions, 0, 0)\n",
-        [f"{RECORDED}::test_rows_of_other_lengths_replay_their_own_results"],
+        "a page table without its last page",
+        "runtime/decode.py",
+        "row.table.slots().expand(every)",
+        "row.table.slots()[:-1].expand(every)",
+        [f"{RECORDED}::test_replayed_steps_give_what_the_host_gives[late]"],
     ),
     Mutant(
         "an array of one device is handed to another",
