@@ -216,6 +216,21 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
+def _imported(module: ModuleType) -> Iterator[None]:
+    # Not by mock.patch.dict, which forgets every module that is first imported meanwhile: it would
+    # be imported again, with other classes than those that are in use.
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = before
+
+
+@contextmanager
 def defining() -> Iterator[None]:
     """The definitions serve as Triton's kernels, until the block ends."""
     import hybrid_kv.ops.triton as package
@@ -225,7 +240,7 @@ def defining() -> Iterator[None]:
         for name, functions in _MODULES.items():
             module = ModuleType(f"{_PACKAGE}.{name}")
             vars(module).update(functions)
-            undo.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
+            undo.enter_context(_imported(module))
             undo.enter_context(mock.patch.object(package, name, module, create=True))
         undo.enter_context(mock.patch.object(devices, "triton_state", cache(lambda: state)))
         yield

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
+import io
+import sys
 import threading
 import time
 import warnings
@@ -400,3 +404,11 @@ class TestTimes:
     def test_ranges_may_be_named(self) -> None:
         with emulated(), torch.cuda.nvtx.range("a range"):
             pass
+
+
+def test_what_is_imported_meanwhile_stays() -> None:
+    """Else a class of it would be another one afterwards, and no instance of before an instance."""
+    sys.modules.pop("this", None)
+    with emulated(kernels="defined"), contextlib.redirect_stdout(io.StringIO()):
+        meanwhile = importlib.import_module("this")
+    assert sys.modules.get("this") is meanwhile
