@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.forwards import replaced
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.layer_major import decoder_stacks
 
@@ -33,36 +33,27 @@ def from_layer(
             f"a model must have one stack of decoder layers to be built from, got {len(stacks)}; "
             "make the context with llm.context"
         )
-    wrapped = list(enumerate(stacks[0]))
-    before = [layer.__dict__.get("forward") for _, layer in wrapped]
-    try:
-        for number, layer in wrapped:
-            layer.forward = _wrapped(layer.forward, number, first, hidden, done)
-        yield
-    finally:
-        for (_, layer), previous in zip(wrapped, before, strict=True):
-            if previous is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.forward = previous
+    layers = list(stacks[0])
 
-
-def _wrapped(
-    inner: Callable[..., Any],
-    number: int,
-    first: int,
-    hidden: Tensor | None,
-    done: Callable[[int, Tensor], None],
-) -> Callable[..., Any]:
     @outside_graphs
-    @wraps(inner, updated=())
-    def forward(entering: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if number < first:
-            return entering
-        if number == first and hidden is not None:
-            entering = hidden.to(entering)
-        result = inner(entering, *args, **kwargs)
-        done(number, result[0] if isinstance(result, tuple) else result)
-        return result
+    def enter(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if hidden is None else (hidden.to(args[0]), *args[1:])
 
-    return forward
+    def told(number: int) -> Callable[[nn.Module, Any, Any], None]:
+        @outside_graphs
+        def after(layer: nn.Module, args: Any, result: Any) -> None:
+            done(number, result[0] if isinstance(result, tuple) else result)
+
+        return after
+
+    # Hooks, and not forwards of ours: a layer is done when all chunks have passed it.
+    with ExitStack() as undo, replaced((layer, _pass_on) for layer in layers[:first]):
+        for number, layer in enumerate(layers[first:], first):
+            undo.callback(layer.register_forward_hook(told(number)).remove)
+        if first < len(layers):
+            undo.callback(layers[first].register_forward_pre_hook(enter).remove)
+        yield
+
+
+def _pass_on(entering: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return entering

@@ -32,11 +32,11 @@ class Allocations:
     def __call__(self, memory: torch.Tensor, device: int) -> object:
         self.count += 1
         if 0 <= self.full_from < self.count:
-            kept, self.machine.memory_bytes = self.machine.memory_bytes, 0
+            kept, self.machine.limits[device] = self.machine.limits[device], 0
             try:
                 return self.own(memory, device)
             finally:
-                self.machine.memory_bytes = kept
+                self.machine.limits[device] = kept
         return self.own(memory, device)
 
     @contextmanager

@@ -239,6 +239,7 @@ def test_an_interrupt_between_two_layers_of_ours_leaves_no_trace(
 ) -> None:
     """Not between modules of the model, but in what stores and attends."""
     from hybrid_kv.runtime import layer as layers
+    from hybrid_kv.runtime.engine_plan import EnginePlan
     from hybrid_kv.store.table import PageTable
 
     model: Any = build("llama")
@@ -251,7 +252,7 @@ def test_an_interrupt_between_two_layers_of_ours_leaves_no_trace(
             owner, name = {
                 "append": (PageTable, "count" if part.shape[1] == 1 else "append"),
                 "attend": (layers.TieredLayer, "move_on"),
-                "merge": (layers.OneCall, "attend"),
+                "merge": (EnginePlan, "attend"),
             }[at]
             inner: Any = getattr(owner, name)
 
