@@ -15,7 +15,7 @@ def test_processes_that_are_killed_or_share_a_folder_harm_nothing() -> None:
     both = told["together"]
     assert both["codes"] == [0, 0]
     assert both["takes"] == 50
-    assert both["hits"] > 5
+    assert both["hits"] > 0  # how many hangs on who is faster
     assert both["tokens"] == 301 * both["hits"]
     assert both["damaged"] == 0
     assert both["there"] <= 4
