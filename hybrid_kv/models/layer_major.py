@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.forwards import pass_on, replaced
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_states import (
@@ -116,6 +116,8 @@ class LayerMajorPrefill:
         for module, way in self._ways.items():
             # An instance attribute may be there (accelerate's hooks): it is what we call.
             inner = module.forward
+            if inner is pass_on:
+                continue
             known = self._wrappers.get(module)
             if known is None or known[0] != inner:
                 known = self._wrappers[module] = inner, self._wrap(module, inner, way)

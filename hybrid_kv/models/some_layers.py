@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.forwards import pass_on, replaced
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.layer_major import decoder_stacks
 
@@ -47,13 +47,9 @@ def from_layer(
         return after
 
     # Hooks, and not forwards of ours: a layer is done when all chunks have passed it.
-    with ExitStack() as undo, replaced((layer, _pass_on) for layer in layers[:first]):
+    with ExitStack() as undo, replaced((layer, pass_on) for layer in layers[:first]):
         for number, layer in enumerate(layers[first:], first):
             undo.callback(layer.register_forward_hook(told(number)).remove)
         if first < len(layers):
             undo.callback(layers[first].register_forward_pre_hook(enter).remove)
         yield
-
-
-def _pass_on(entering: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return entering

@@ -16,7 +16,6 @@ from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
-from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import PartialAttention, Read
 
 _NOTHING = (0, 0, 0, 0)
@@ -43,13 +42,12 @@ class EnginePlan:
         is_whole: bool,
     ) -> None:
         self._told, self._row, self._searched = told, row, searched
-        self.table: PageTable | None = row.table
         self._is_whole = is_whole
-        self._table, self._pages, self._chosen = row.table, read.pages, _NOTHING
+        self.table, self._pages, self._chosen = row.table, read.pages, _NOTHING
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         """Whether the call can store a token: in the last page, from where it lies."""
-        return self._table.takes(*new)
+        return self.table.takes(*new)
 
     def attend(self, step: Step) -> PartialAttention:
         """What `decode` returns.
@@ -97,7 +95,7 @@ class EnginePlan:
 
     def _choose_pages(self) -> int:
         """Says which pages are attended; returns how many tokens are."""
-        table, head, tail = self._table, 0, 1
+        table, head, tail = self.table, 0, 1
         count = every = len(table.pages)
         if self._pages != "all":
             sinks, window = pinned_pages(self._row, 1)
@@ -115,7 +113,7 @@ class EnginePlan:
         try:
             return told.attend(
                 step.q,
-                tail_fill=self._table.tail_fill,
+                tail_fill=self.table.tail_fill,
                 scale=step.scale,
                 softcap=step.softcap,
                 new=new,

@@ -42,15 +42,17 @@ class PlanReason(NamedTuple):
 
 
 class StepPlan(Protocol):
-    """How the steps of one layer are made; out [B, Hq, T, D], lse [B, Hq, T].
+    """How the steps of one layer are made; out [B, Hq, T, D], lse [B, Hq, T]."""
 
-    Attributes:
-        reason: why this is no `EnginePlan`; None where it is.
-        table: whose list of pages it reads in place; None where each step asks for it.
-    """
+    @property
+    def reason(self) -> PlanReason | None:
+        """Why this is no `EnginePlan`; None where it is."""
+        ...
 
-    reason: PlanReason | None
-    table: PageTable | None
+    @property
+    def table(self) -> PageTable | None:
+        """Whose list of pages it reads in place; None where each step asks for it."""
+        ...
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         """Whether `attend` stores a step's tokens k, v [B, Hkv, T, D] by itself."""
@@ -64,13 +66,13 @@ class StepPlan(Protocol):
 class OpsPlan:
     """A step op by op, as `decode` defines it.
 
-    cold: by row its cold entries as one call of the engine; None where that makes other steps.
+    cold: by row its cold entries as one call of the engine; None where ops attend them.
     """
 
+    table = None
+
     def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
-        self.reason: PlanReason | None = reason
-        self.table: PageTable | None = None
-        self._read, self._cold = read, cold
+        self.reason, self._read, self._cold = reason, read, cold
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         return False
@@ -80,24 +82,18 @@ class OpsPlan:
 
 
 class CompiledStep:
-    """A plan, what it serves, and whether it still holds.
+    """A plan, which steps it serves, and whether it still holds.
 
-    stamp: marked by what the plan describes.
+    Args:
+        step, read: those that it was made for; it serves steps of the same rows, with as many
+            queries, that read as much.
+        stamp: marked by what the plan describes.
     """
 
-    def __init__(self, step: Step, read: Read) -> None:
+    def __init__(self, plan: StepPlan, step: Step, read: Read, stamp: Stamp) -> None:
+        self.plan, self.stamp = plan, stamp
         self._rows, self._read, self._is_ahead = step.layer.rows, read, step.ahead is not None
         self._shape, self._dtype = step.q.shape, step.q.dtype
-        indexes = [i for row in self._rows for i in _indexes(row)]
-        for index, keys in indexes:  # before the stamp is made, which a new index would mark
-            if index.is_building:
-                index.settle(keys)
-        self.stamp = Stamp()
-        for stamps in _described_by(self._rows):
-            stamps.add(self.stamp)
-        if any(index.has_built for index, _ in indexes):  # in between, and told no stamp
-            self.stamp.reason = "an index was built"
-        self.plan = _planned(step, read)
         self._checks = os.environ.get(CHECK_PLANS) == "1"
         self._described = _description(self._rows) if self._checks else ()
 
@@ -129,8 +125,18 @@ class CompiledStep:
 
 
 def compile_step(step: Step, read: Read) -> CompiledStep:
-    """How steps like this one, of these rows and as many queries, are made that read so much."""
-    return CompiledStep(step, read)
+    """Decides how steps like this one are made that read so much."""
+    rows = step.layer.rows
+    indexes = [found for row in rows for found in _indexes(row)]
+    for index, keys in indexes:  # before there is a stamp, which an index that takes over marks
+        if index.is_building:
+            index.settle(keys)
+    stamp = Stamp()
+    for stamps in _described_by(rows):
+        stamps.add(stamp)
+    if any(index.has_built for index, _ in indexes):  # in between, when there was no stamp to mark
+        stamp.reason = "an index was built"
+    return CompiledStep(_planned(step, read), step, read, stamp)
 
 
 def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:

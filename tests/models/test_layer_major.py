@@ -17,6 +17,7 @@ from hybrid_kv.models import layer_major
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size
 from hybrid_kv.models.prompt_states import lie_on_host
+from hybrid_kv.models.some_layers import from_layer
 from tests.contracts.architectures import PAD, VOCAB, build
 
 PROMPT = 37
@@ -158,6 +159,31 @@ def test_only_a_prompt_is_wrapped_and_every_forward_comes_back() -> None:
         assert decoder.layers[0].__dict__["forward"] is own
         assert "forward" not in decoder.layers[1].__dict__
         assert "forward" not in decoder.norm.__dict__
+
+
+def test_a_layer_is_done_once_for_all_chunks_and_left_out_without_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, worked = build("llama"), set[nn.Module]()
+    widened = layer_major.widened
+
+    def noted(layer: nn.Module, num_tokens: int) -> Any:
+        worked.add(layer)
+        return widened(layer, num_tokens)
+
+    monkeypatch.setattr(layer_major, "widened", noted)
+    seen: list[tuple[int, int]] = []
+    (_, layers), *_ = layer_major.decoder_stacks(model)
+    entering = torch.randn(1, PROMPT, model.config.hidden_size)
+    with (
+        hkv.attach(model, config(7)) as runtime,
+        from_layer(model, 1, entering, lambda layer, out: seen.append((layer, out.shape[1]))),
+    ):
+        model(ids(), **passing(runtime.cache()))
+    assert seen == [(number, PROMPT) for number in range(1, len(layers))]
+    assert layers[0] not in worked
+    assert layers[1] in worked
+    assert "forward" not in layers[0].__dict__
 
 
 @pytest.mark.parametrize(

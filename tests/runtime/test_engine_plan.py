@@ -434,6 +434,20 @@ def test_pages_that_fill_change_no_plan(name: str) -> None:
     kv.check_integrity()
 
 
+def test_a_row_without_pages_is_asked_and_goes_on(apart: Any) -> None:
+    """Its list of pages is empty where the plan is made, and fills in place."""
+    one, parts = cache(SETTINGS["full"]), apart(SETTINGS["full"])
+    tokens, same = begin(one), Tokens()
+    same.next(PROMPT), same.next(1)
+    for kv in (one, parts):
+        kv.layers[0].crop(PROMPT + 1)
+        empty = kv.attend(0, torch.ones(1, SHAPE.num_q_heads, 1, 72), None, None, scale=0.12)
+        assert (empty.lse == -torch.inf).all()
+    for _ in range(STEPS):
+        compare(feed(one, *tokens.next(1)), feed(parts, *same.next(1)))
+        one.check_integrity()
+
+
 def test_a_plan_that_was_not_told_of_a_change_is_found_out() -> None:
     kv = cache(SETTINGS["int8"])
     tokens = begin(kv)
