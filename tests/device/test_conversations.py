@@ -100,7 +100,15 @@ def played(way: str, config: hkv.HybridConfig, name: str = "") -> list[Tensor]:
         talk = Talk(model, runtime)
         WAYS[way](talk)
         talk.cache.check_integrity()
+        if config.method == "hybrid" and talk.cache.kv.layers:
+            assert selects(talk.cache) == {config.params.cold.select == "device"}
     return talk.logits
+
+
+def selects(cache: hkv.HybridCache) -> set[bool]:
+    """Whether the device finds cold entries, by what serves each extent."""
+    spans = [span for store in cache.kv.stores.values() for span in store.cold.spans()]
+    return {bool(span.extent.index and span.extent.index.selects) for span in spans}
 
 
 def held_to_the_host(
