@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from hybrid_kv.counts import parse_count as parse_count  # noqa: PLC0414 (plug-ins import it here)
-from hybrid_kv.errors import ConfigError, said, unknown_name
+from hybrid_kv.errors import ConfigError, said, unknown_setting
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin, Registry
 
 
@@ -66,7 +66,7 @@ class Params(BaseModel):
         # "forbid" would refuse them too, without saying which names there are.
         for key, value in data.items() if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
-                raise unknown_name("setting", str(key), cls.model_fields)
+                raise unknown_setting("setting", str(key), cls.model_fields)
             if isinstance(value, bool) and not _takes_bool(cls.model_fields[key].annotation):
                 raise ConfigError(
                     f"{key} must not be true or false, got {value}; YAML reads yes, no, on and off "
@@ -202,7 +202,7 @@ def _refuse_unknown(plugin: Plugin[Any], given: Mapping[str, Any], own: set[str]
     for key in given:
         if key not in plugin.params.model_fields:
             known = own | set(plugin.params.model_fields)
-            raise unknown_name(f"{plugin.name} setting", key, known)
+            raise unknown_setting(f"{plugin.name} setting", key, known)
 
 
 def _group_of(annotation: Any) -> type[BaseModel] | None:
@@ -346,7 +346,7 @@ class HybridConfig(PluginConfig):
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
         for params in (self.params, *(part.params for part in composed(self.params))):
-            for name in ("sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"):
+            for name in ("sink_tokens", "window_tokens", "spare_tokens"):
                 tokens = getattr(params, name, 0)
                 if tokens % self.page_size:
                     below = tokens // self.page_size * self.page_size
@@ -508,7 +508,7 @@ def _full_path(key: str, paths: set[str], method: str) -> str:
         return key
     matches = sorted(path for path in paths if path.split(".")[-1] == key)
     if not matches:
-        raise unknown_name(f"{method} setting", key, paths)
+        raise unknown_setting(f"{method} setting", key, paths)
     if len(matches) > 1:
         raise ConfigError(f"setting '{key}' may mean {' or '.join(matches)}; write it out")
     return matches[0]

@@ -149,6 +149,34 @@ def said(value: object) -> str:
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
+REMOVED_SETTINGS = {
+    "hot_tokens": "leave it out, or use spare_tokens, which keep further pages on the device",
+    "cold.attend": "leave it out: what the host finds it attends; cold.select='device' attends on "
+    "the device",
+    "cold.stand_in": "leave it out: a scan serves while an index is built; with "
+    "cold.select='device' nothing is waited for",
+}
+"""Settings that there were once, with what to do instead."""
+
+
+def is_removed(setting: str) -> bool:
+    """Whether a setting, by its whole dotted name, is one that there was once."""
+    return any(f".{setting}".endswith(f".{old}") for old in REMOVED_SETTINGS)
+
+
+def unknown_setting(owner: str, name: str, known: Iterable[str]) -> ConfigError:
+    """An error for a setting that `owner` does not have: as for any name, or that it was removed.
+
+    Args:
+        owner: 'setting', or what has it: 'hybrid setting'.
+        name: dotted, or the last part of one.
+    """
+    for old, way in REMOVED_SETTINGS.items():
+        if f".{old}".endswith(f".{name}") or f".{name}".endswith(f".{old}"):
+            return ConfigError(f"{owner} '{name}' was removed; {way}")
+    return unknown_name(owner, name, known)
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """An error for `name` that lists the known names, the nearest one first."""
     names = sorted(known)
@@ -162,7 +190,6 @@ _SYNONYMS = {
     "window_tokens": ("window", "window_size", "sliding_window", "local_tokens", "recent_tokens"),
     "sink_tokens": ("sinks", "num_sinks", "initial_tokens", "attention_sinks"),
     "spare_tokens": ("resident_tokens", "extra_tokens"),
-    "hot_tokens": ("hot_pages", "cache_tokens", "device_tokens"),
     "page_budget": ("num_pages", "max_pages", "pages_per_step", "token_budget"),
     "budget_tokens": ("max_capacity_prompt", "base_capacity", "cache_size", "kv_budget"),
     "observed_tokens": ("observation_window", "observed_queries"),

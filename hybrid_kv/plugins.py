@@ -31,7 +31,6 @@ from hybrid_kv.types import (
     Tiers,
 )
 
-StandIn: TypeAlias = Literal["auto", "scan", "pages"]
 Select: TypeAlias = Literal["auto", "host", "device"]
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Plugin",
     "Registry",
     "Select",
-    "StandIn",
 ]
 
 
@@ -63,9 +61,7 @@ class Index(ABC):
 
     exact: whether this instance always finds the best keys and scores every key; parameters may
         decide.
-    page_tokens: keys are chosen by aligned runs of so many, which then travel together.
-    on_device: pages are chosen where the queries are, by `choose_pages`, and attended whole; no
-        search is made.
+    page_tokens: keys are chosen by aligned runs of so many.
     selects: keys are found and ranked where the queries are, by `candidates`, and attended there.
     joint: the queries of one search choose together, as the query heads of one token do; for
         several tokens it is searched one by one.
@@ -77,7 +73,6 @@ class Index(ABC):
     Params: ClassVar[type[BaseModel]]
     exact: bool = False
     page_tokens: int = 1
-    on_device: bool = False
     selects: bool = False
     joint: bool = False
     ranks: bool = False
@@ -207,22 +202,10 @@ class Index(ABC):
         return 0
 
     def selection_bytes(self, queries: int, top_k: int) -> int:
-        """Bytes that `choose_pages` or `candidates` reads for M `queries` of each KV head: of this
+        """Bytes that `candidates` reads for M `queries` of each KV head: of this
         index, and of the keys that it ranks. Asked in every step.
         """
         return 0
-
-    def choose_pages(self, queries: Tensor, new: int) -> Tensor:
-        """The pages of `page_tokens` keys that T new tokens attend; only where `on_device` is true.
-
-        Args:
-            queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.
-            new: T.
-
-        Returns:
-            [Hkv, T, C] int64 page numbers on the same device, each once in a list.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
 
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
         """What the `top_k` best keys of each query are among; only where `selects` is true.
@@ -279,10 +262,6 @@ class Placement:
 
     sink_tokens, window_tokens: always resident, at the start and at the end of the context.
     spare_tokens: further resident tokens just before the window.
-    hot_tokens: device room, in each row, for copies of the offloaded pages that are used most.
-    fetch: found entries are copied to the device and attended there, not on the host.
-    stand_in: what serves while an index is built: a "scan" on the host, or page digests on the
-        device ("pages"); "auto" takes these on a GPU, where they fit.
     select: who finds offloaded keys: the "host" by `index`, or the "device" by a sketch in its own
         memory that learns as `index` would, of kind sketch or auto; "auto" takes the device where
         it is a GPU and the codes of all layers fit.
@@ -304,9 +283,6 @@ class Placement:
     index: Callable[[], Index] | None = None
     learns: Needs | None = None
     digests: bool = False
-    hot_tokens: int = 0
-    fetch: bool = False
-    stand_in: StandIn = "auto"
     select: Select = "host"
     moments: bool = False
 
@@ -323,7 +299,7 @@ class Placement:
     def shadowed(self) -> Placement:
         """The same with what would be lost in the cold tier, for who looks at what is missed."""
         rest = Demotion.OFFLOAD if self.rest is Demotion.DROP else self.rest
-        return replace(self, rest=rest, offload=True, index=None, hot_tokens=0, select="host")
+        return replace(self, rest=rest, offload=True, index=None, select="host")
 
 
 class Method(ABC):

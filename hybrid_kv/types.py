@@ -458,9 +458,7 @@ class Work:
 
     attended: entries attended; visible: entries full attention would attend; scored: dot products
     spent on choosing; retrieved: entries attended from the cold tier; steps: query tokens x layers
-    x heads. most_retrieved: by a single query head in one step and layer, not a sum. hot: entries
-    that a search found and the device attended in hot pages, not counted as retrieved;
-    promoted_pages: copied to the device to be hot; fetched_bytes: of found entries, attended there.
+    x heads. most_retrieved: by a single query head in one step and layer, not a sum.
 
     Bytes that were read, in the dtypes in which things are stored, by purpose. What the query heads
     of a KV head share counts once, what each picks for itself for each. resident_bytes: keys and
@@ -476,9 +474,6 @@ class Work:
     retrieved: int = 0
     steps: int = 0
     most_retrieved: int = 0
-    hot: int = 0
-    promoted_pages: int = 0
-    fetched_bytes: int = 0
     resident_bytes: int = 0
     select_bytes: int = 0
     search_bytes: int = 0
@@ -490,12 +485,6 @@ class Work:
         """All bytes that were read; over `steps`, those of a query head in one layer and step."""
         of_pages = self.resident_bytes + self.select_bytes
         return of_pages + self.search_bytes + self.cold_bytes + self.estimate_bytes
-
-    @property
-    def hot_ratio(self) -> float | None:
-        """Of the entries that were found, those that hot pages served; None if none was found."""
-        found = self.hot + self.retrieved
-        return self.hot / found if found else None
 
     def add(self, other: Work) -> None:
         """Counts what `other` counted as well."""

@@ -405,19 +405,13 @@ class TestBuiltInMethods:
     @pytest.mark.parametrize(
         ("settings", "text"),
         [
-            ({"page_budget": 8}, "page_budget has no effect without spare_tokens or hot_tokens"),
+            ({"page_budget": 8}, "page_budget has no effect without spare_tokens"),
             (
                 {"look_ahead": "never", "look_ahead_factor": 8},
                 "cold: look_ahead_factor has no effect with look_ahead 'never', got 8; leave",
             ),
-            ({"select": "device", "stand_in": "scan"}, "cold: stand_in has no effect with select"),
-            ({"select": "device", "attend": "fetch"}, "cold: attend has no effect with select"),
             ({"select": "device", "look_ahead": "always"}, "cold: look_ahead has no effect with"),
             ({"select": "device", "look_ahead_factor": 2}, "cold: look_ahead_factor has no effect"),
-            (
-                {"method": "ivf", "stand_in": "scan"},
-                "cold: stand_in has no effect with an index of kind ivf, which is built at once",
-            ),
             (
                 {"method": "flat", "rerank": 4},
                 "cold.index: rerank has no effect with precision 'exact', which scores every key",
@@ -454,6 +448,27 @@ class TestBuiltInMethods:
         with pytest.raises(ConfigError, match=r"has no effect"):
             HybridConfig().replace(**settings)
 
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            (
+                {"hot_tokens": 0},
+                "hybrid setting 'hot_tokens' was removed; leave it out, or",
+            ),
+            ({"method": "h2o", "hot_tokens": 64}, "h2o setting 'hot_tokens' was removed; leave it"),
+            (
+                {"attend": "fetch"},
+                "hybrid setting 'attend' was removed; leave it out: what",
+            ),
+            ({"cold": {"attend": "cpu"}}, "cold: setting 'attend' was removed; leave it out"),
+            ({"cold.attend": "cpu"}, "cold: setting 'attend' was removed; leave it out"),
+            ({"stand_in": "pages"}, "hybrid setting 'stand_in' was removed; leave it out: a scan"),
+            ({"cold.stand_in": "scan"}, "cold: setting 'stand_in' was removed; leave it out"),
+        ],
+    )
+    def test_a_setting_that_was_removed_says_what_to_do(self, settings: Any, text: str) -> None:
+        assert text in refusal(**settings)
+
     @pytest.mark.parametrize("method", sorted(METHODS))
     def test_an_opened_configuration_can_be_written_and_read(self, method: str) -> None:
         opened = HybridConfig(method=method).opened()
@@ -473,7 +488,7 @@ class TestBuiltInMethods:
             "unknown full setting 'window_tokens'"
         )
 
-    @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens", "hot_tokens"])
+    @pytest.mark.parametrize("name", ["sink_tokens", "window_tokens", "spare_tokens"])
     def test_tiers_hold_whole_pages(self, name: str) -> None:
         assert refusal(**{name: 40}).endswith("got 40; use 32 or 48")
 

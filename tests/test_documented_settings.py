@@ -66,11 +66,7 @@ def without_effect(method: str, one: Parameter) -> bool:
     """Whether the method's own index kind gives the setting nothing to do."""
     if not hasattr(METHODS[method].params(), "cold"):
         return False
-    kind = METHODS[method].params().cold.index.kind
-    learns = kind in ("graph", "auto", "sketch")
-    return (one.name == "cold.stand_in" and not learns) or (
-        one.name == "cold.select" and method != "hybrid" and other(method, one) == "device"
-    )
+    return one.name == "cold.select" and method != "hybrid" and other(method, one) == "device"
 
 
 def beside(method: str, one: Parameter, names: set[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.errors import ConfigError, unknown_setting
 
 PATH = Path(__file__).parent.parent / "assets" / "settings.json"
 _DEFAULT = "hybrid"
@@ -62,4 +62,4 @@ def check_names(method: str | None, texts: Iterable[str]) -> None:
         if "." in key or key in accepted or any(path.endswith(f".{key}") for path in accepted):
             continue
         shown = method or _DEFAULT
-        raise unknown_name(f"{shown} setting", key, names(shown))
+        raise unknown_setting(f"{shown} setting", key, names(shown))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.config import HybridConfig, budget_tokens
-from hybrid_kv.errors import ConfigError, NoBudgetError, unknown_name
+from hybrid_kv.errors import ConfigError, NoBudgetError, unknown_name, unknown_setting
 from hybrid_kv.plugins import METHODS
 
 FULL = "full"
@@ -115,7 +115,7 @@ def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
     for key in settings:
         if not any(HybridConfig.knows(method, key) for method in methods):
             known = {setting for method in methods for setting in HybridConfig.settings_of(method)}
-            raise unknown_name("setting of the methods", key, known)
+            raise unknown_setting("setting of the methods", key, known)
 
 
 def _under(

@@ -43,8 +43,6 @@ class PagesIndex(KeyIndex):
 
         page_size: config.Count = 16
 
-    _device = torch.device("cpu")
-    """Where the digests lie."""
     _rows = 2
     """What a digest is as large as, in keys."""
 
@@ -89,15 +87,14 @@ class PagesIndex(KeyIndex):
     def _describe(self) -> None:
         """Tells the engine where the digests lie."""
         highs, lows = self._digests[:, : self._num_pages].chunk(2, -1)
-        served = highs.device.type == "cpu" and highs.dtype in DTYPES and engine() is not None
+        served = highs.dtype in DTYPES and engine() is not None
         self._described = PageDigests(lows, highs) if served else None
 
     def _write_whole(self, first: int, pages: Tensor) -> None:
-        """Digests of full pages [Hkv, P, S, D], block by block where the digests lie."""
+        """Digests of full pages [Hkv, P, S, D], block by block."""
         step = max(1, SCRATCH_BYTES // max(1, pages[:, :1].nbytes))
         for start in range(0, pages.shape[1], step):
-            # Another device gets the keys: it reduces them faster than the host does.
-            block = pages[:, start : start + step].to(self._device)
+            block = pages[:, start : start + step]
             places = slice(first + start, first + start + block.shape[1])
             self._digests[:, places] = self._digest(first + start, block)
 
@@ -107,7 +104,7 @@ class PagesIndex(KeyIndex):
 
     def _empty_digests(self, pages: int) -> Tensor:
         heads, _, dim = self._keys.shape
-        return self._keys.new_empty(heads, pages, self._rows * dim, device=self._device)
+        return self._keys.new_empty(heads, pages, self._rows * dim)
 
     def upper_bounds(self, queries: Tensor) -> Tensor:
         """[Hkv, M, P] float32, no score of a page is higher, for queries [Hkv, M, D]."""

@@ -1,18 +1,18 @@
-"""The default: Quest over spare and hot resident pages, retrieval over the cold tier."""
+"""The default: Quest over spare resident pages, retrieval over the cold tier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hybrid_kv.config import BudgetField, IndexConfig, Tokens
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS, Placement
-from hybrid_kv.types import Evidence, Read
+from hybrid_kv.types import Budget, Evidence, Read
 
 
 class _AutoCold(ColdParams):
@@ -34,42 +34,29 @@ class Hybrid(RetrievalAttention):
     """
 
     class Params(RetrievalParams):
-        """spare_tokens: resident beyond sinks and window; hot_tokens: device room for copies of the
-        cold pages that are found most; page_budget: pages of those two read per step.
-        """
+        """spare_tokens: resident beyond sinks and window; page_budget: pages of them to read."""
 
         cold: _AutoCold = _AutoCold()
         spare_tokens: Tokens = 0
-        hot_tokens: Tokens = 0
         page_budget: BudgetField = 32
 
         def without_effect(self) -> dict[str, str]:
-            why = "without spare_tokens or hot_tokens, whose pages it chooses"
-            return {} if self.spare_tokens or self.hot_tokens else {"page_budget": why}
-
-        @model_validator(mode="after")
-        def _hot_pages_are_found_by_the_host(self) -> Self:
-            if self.cold.select == "device" and self.hot_tokens:
-                raise ValueError(
-                    "hot_tokens are pages that searches of the host find, got "
-                    f"{self.hot_tokens} beside cold.select 'device'; give spare_tokens instead"
-                )
-            return self
+            why = "without spare_tokens, whose pages it chooses"
+            return {} if self.spare_tokens else {"page_budget": why}
 
     @classmethod
     def full_budget(cls, params: Any) -> Any:
         params = super().full_budget(params)
-        some = params.spare_tokens or params.hot_tokens
-        return params.model_copy(update={"page_budget": "all"}) if some else params
+        if not params.spare_tokens:
+            return params
+        return params.model_copy(update={"page_budget": "all"})
 
     def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
         placement = super().seal(layer_idx, evidence)
-        spare, hot = self.params.spare_tokens, self.params.hot_tokens
-        select = "host" if hot else placement.select
-        tokens = {"spare_tokens": spare, "hot_tokens": hot}
-        return replace(placement, **tokens, digests=spare + hot > 0, select=select)
+        spare = self.params.spare_tokens
+        return replace(placement, spare_tokens=spare, digests=spare > 0)
 
     @cached_property
     def _read(self) -> Read:
-        some = self.params.spare_tokens + self.params.hot_tokens > 0
-        return Read(self.params.page_budget if some else "all", self.params.cold.budget)
+        pages: Budget = self.params.page_budget if self.params.spare_tokens else "all"
+        return Read(pages, self.params.cold.budget)

@@ -22,8 +22,8 @@ class InfLLM(RetrievalAttention):
     blocks of 128 tokens.
 
     Deviations: those of the index (`blocks`); keys keep the positions they were written with, where
-    the paper gives all that is retrieved one position; what is found is attended on the host unless
-    cold.attend says "fetch"; sinks and window are this project's; only sampled queries judge which
+    the paper gives all that is retrieved one position; what is found is attended on the host;
+    sinks and window are this project's; only sampled queries judge which
     keys stand for a block; each query head chooses by itself. A top_k that is no multiple of a
     block, as budgets set it, reads of the blocks it chose the top_k entries that score best; below
     one block these are single entries of one.

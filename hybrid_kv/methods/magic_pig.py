@@ -8,7 +8,7 @@ from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.index.hash_tables import tables_that_find
 from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.methods.retrieval import RetrievalAttention
-from hybrid_kv.plugins import METHODS, StandIn
+from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import TokenBudget
 
 
@@ -24,10 +24,8 @@ class SampledColdParams(Params):
     top_k: BudgetField = 100
     max_tokens: Count = 4096
     index: _SamplingIndex = Field(default="lsh", validate_default=True)
-    attend: ClassVar[str] = "cpu"
     select: ClassVar[str] = "auto"
     why_host: ClassVar[str] = "has no hash tables; they lie on the host"
-    stand_in: ClassVar[StandIn] = "scan"
     estimate: ClassVar[str] = "none"  # samples stand for the others
     foresight: ClassVar[None] = None  # a sample is one of the query that drew it
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.methods.budget import ResidentParams, split_budget
-from hybrid_kv.plugins import METHODS, Index, Method, Placement, Select, StandIn
+from hybrid_kv.plugins import METHODS, Method, Placement, Select
 from hybrid_kv.types import (
     Demotion,
     Evidence,
@@ -29,18 +29,16 @@ class ColdParams(Params):
     layer share their budgets by the weight of what they found; max_tokens: by one head at most, of
     what the search ranked (null: top_k, or four times as many where heads share); min_share: only
     entries with at least this share of the softmax, which may widen the search up to max_tokens
-    (null: no limit); index: how they are found; attend: what was found is attended in place by the
-    "cpu", or by the device after a "fetch"; stand_in: what serves while a graph is built, a "scan"
-    on the host or "pages" that digests on the device choose ("auto": pages on a GPU where all
-    digests fit); look_ahead: a layer's search begins while the layer before it computes, by a
-    predicted query, "always", "never", or where a search then has time of its own (a model on a
-    GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to so many times the
-    entries, which the true query ranks; select: cold entries are found by the "host", or by the
-    "device", which holds codes of all cold keys and attends what it finds ("auto": the device on a
-    GPU where they fit, with an index of kind sketch or auto); estimate: what was not found is left
-    out ("none"), or attended as an estimate: keys and values of a KV head as one "gaussian", below
-    the lowest logit that was found, for an index that ranks (flat, sketch, graph, auto, hnsw,
-    query_lists or query_channels); by their mean and to "first_order", for any index; or as the
+    (null: no limit); index: how they are found; look_ahead: a layer's search begins while the layer
+    before it computes, by a predicted query, "always", "never", or where a search then has time of
+    its own (a model on a GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to
+    so many times the entries, which the true query ranks; select: cold entries are found by the
+    "host", or by the "device", which holds codes of all cold keys and attends what it finds
+    ("auto": the device on a GPU where they fit, with an index of kind sketch or auto); estimate:
+    what was not found is left out ("none"), or attended as an estimate: keys and values of a KV
+    head as one "gaussian", below the lowest logit that was found, for an index that ranks (flat,
+    sketch, graph, auto, hnsw, query_lists or query_channels); by their mean and to "first_order",
+    for any index; or as the
     "index" knows them (of kind clusters or query_channels).
     """
 
@@ -49,8 +47,6 @@ class ColdParams(Params):
     min_share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
     shared: bool = False
     index: IndexConfig = Field(default="graph", validate_default=True)
-    attend: Literal["cpu", "fetch"] = "cpu"
-    stand_in: StandIn = "auto"
     look_ahead: Literal["auto", "always", "never"] = "auto"
     look_ahead_factor: Count = 4
     select: Select = "auto"
@@ -78,12 +74,10 @@ class ColdParams(Params):
 
     def without_effect(self) -> dict[str, str]:
         idle: dict[str, str] = {}
-        if self.index.plugin().factory.stand_in is Index.stand_in:
-            idle["stand_in"] = f"with an index of kind {self.index.kind}, which is built at once"
         if self.look_ahead == "never":
             idle["look_ahead_factor"] = "with look_ahead 'never'"
         if self.select == "device":
-            names = ("stand_in", "attend", "look_ahead", "look_ahead_factor")
+            names = ("look_ahead", "look_ahead_factor")
             idle |= dict.fromkeys(names, "with select 'device', which searches and attends itself")
         return idle
 
@@ -176,8 +170,6 @@ class RetrievalAttention(Method):
             rest=Demotion.OFFLOAD,
             index=self.params.cold.index.build,
             learns=self._learns,
-            fetch=self.params.cold.attend == "fetch",
-            stand_in=self.params.cold.stand_in,
             select="host" if self.params.cold.why_host else self.params.cold.select,
             moments=self.params.cold.estimate in ("gaussian", "first_order"),
         )

@@ -50,7 +50,7 @@ def plan_select(
         return DeviceSelect(None, 0, "the host searches, as cold.select says")
     if settings.why_host is not None:
         return DeviceSelect(None, 0, f"the host searches: the device {settings.why_host}")
-    if getattr(config, "demote", None) is not None or getattr(config, "hot_tokens", None):
+    if getattr(config, "demote", None) is not None:
         return DeviceSelect(None, 0, "the host searches: it has to know what is found")
     if cold < settings.index.params.min_keys and select == "auto":
         return DeviceSelect(None, 0, f"the host searches: {max(0, cold):,} cold keys are few")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybrid_kv.config import HybridConfig, composed
-from hybrid_kv.index.pages import with_room
 from hybrid_kv.models.prompt_states import lie_on_host
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.learning import Learning, learning_bytes
@@ -131,12 +130,10 @@ class _Planner:
         if self._has_digests:
             resident += kept * per_token // config.page_size
         taken = facts.weight_bytes + resident + prefill
-        select, digests = self._select(rest, taken), 0
+        select = self._select(rest, taken)
         by_device = select is not None and select.code_bytes is not None
-        if not by_device:
-            digests = self._stand_in_bytes(rest, self._device_free() - taken)
-        spare, hot, settings = self._extra_tokens(rest, taken + digests, fill=not by_device)
-        extra = (spare + hot) * per_token
+        spare, settings = self._spare_tokens(rest, taken, fill=not by_device)
+        extra = spare * per_token
         resident += extra + extra // config.page_size
         cold = rest - spare
         index = (
@@ -147,9 +144,7 @@ class _Planner:
             )
         )
         device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
-        if digests:
-            device["digests"] = digests
-        ms = self._hybrid_ms(cold, pinned, kept + spare + hot)
+        ms = self._hybrid_ms(cold, pinned, kept + spare)
         if select is not None and select.code_bytes is not None:
             learning = Learning()  # the host builds nothing
             device["codes"], settings["cold.select"] = select.num_bytes, "device"
@@ -230,35 +225,21 @@ class _Planner:
             extras["builds"] = max(learning.kept, min(waiting, free))
         return {name: size for name, size in extras.items() if size}
 
-    def _stand_in_bytes(self, rest: int, free: int) -> int:
-        """Of the digests that serve on the device while graphs are built, where they fit."""
-        cold = getattr(self._config, "cold", None)
-        if cold is None or cold.index.kind not in ("auto", "graph") or cold.stand_in == "scan":
-            return 0
-        pages = with_room(-(-rest // self._config.page_size)) if rest > 0 else 0
-        needed = pages * self._facts.kv_bytes_per_token
-        return needed if 0 < needed <= free or cold.stand_in == "pages" else 0
-
-    def _extra_tokens(
+    def _spare_tokens(
         self, rest: int, taken: int, *, fill: bool
-    ) -> tuple[int, int, dict[str, int | str]]:
-        """Spare and hot tokens that the device holds beside `taken` bytes, and what sets them.
+    ) -> tuple[int, dict[str, int | str]]:
+        """Spare tokens that the device holds beside `taken` bytes, and what sets them.
 
-        Memory that is free becomes hot pages where the method has them: they are those that are
-        found most, spare ones those that left the window last. Not without `fill`.
+        Memory that is free becomes spare pages where the method has them. Not without `fill`.
         """
         config, page = self._config, self._config.page_size
-        names = [name for name in ("spare_tokens", "hot_tokens") if hasattr(config, name)]
-        wanted = {name: min(getattr(config, name), rest) for name in names}
-        fill &= self._machine.device_bytes is not None
-        if names and not any(wanted.values()) and fill:
-            free = self._device_free() - taken
-            pages = max(0, free) // (self._facts.kv_bytes_per_token * (page + 1))
-            found = min(pages * page, rest // page * page)
-            settings = {names[-1]: found} if found else {}
-            wanted |= settings
-            return wanted.get("spare_tokens", 0), wanted.get("hot_tokens", 0), {**settings}
-        return wanted.get("spare_tokens", 0), wanted.get("hot_tokens", 0), {}
+        wanted = min(getattr(config, "spare_tokens", 0), rest)
+        fill &= self._machine.device_bytes is not None and hasattr(config, "spare_tokens")
+        if wanted or not fill:
+            return wanted, {}
+        pages = max(0, self._device_free() - taken) // (self._facts.kv_bytes_per_token * (page + 1))
+        found = min(pages * page, rest // page * page)
+        return found, {"spare_tokens": found} if found else {}
 
     def _hybrid_ms(self, cold: int, pinned: int, extra: int) -> dict[str, float]:
         facts, rates, config = self._facts, self._machine.rates, self._config

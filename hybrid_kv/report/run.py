@@ -10,7 +10,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
     from hybrid_kv.types import Work
@@ -69,23 +69,26 @@ class WorkReport(Group):
     scored_ratio: dot products spent on choosing over those of full attention. retrieved_tokens:
     mean number of cold entries attended per step, layer and query head; most_retrieved_tokens: the
     largest such number. attended_tokens: mean number of all entries attended, resident ones
-    included. hot_ratio: entries that the device attended in hot pages over all that were found;
-    promoted_pages: copied to become hot; fetched_bytes: of found entries that were attended on the
-    device; these two are sums. recall_at_k, missed_mass, mass_error, audited_steps: from the audit,
-    null without one.
+    included. recall_at_k, missed_mass, mass_error, audited_steps: from the audit, null without one.
     """
 
     scored_ratio: float | None = None
     retrieved_tokens: float | None = None
     most_retrieved_tokens: int | None = None
     attended_tokens: float | None = None
-    hot_ratio: float | None = None
-    promoted_pages: int | None = None
-    fetched_bytes: int | None = None
     recall_at_k: float | None = None
     missed_mass: float | None = None
     mass_error: float | None = None
     audited_steps: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_counters(cls, data: Any) -> Any:
+        """Reports that were written before these were removed stay readable."""
+        if not isinstance(data, dict):
+            return data
+        removed = {"hot_ratio", "promoted_pages", "fetched_bytes"}
+        return {name: value for name, value in data.items() if name not in removed}
 
     @classmethod
     def of(cls, work: Work, audit: Audit | None) -> WorkReport:
@@ -103,9 +106,6 @@ class WorkReport(Group):
             retrieved_tokens=work.retrieved / work.steps,
             most_retrieved_tokens=work.most_retrieved,
             attended_tokens=work.attended / work.steps,
-            hot_ratio=work.hot_ratio,
-            promoted_pages=work.promoted_pages,
-            fetched_bytes=work.fetched_bytes,
             recall_at_k=None if recall is None else recall.mean,
             missed_mass=None if missed is None else missed.mean,
             mass_error=None if error is None else error.mean,

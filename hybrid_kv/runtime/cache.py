@@ -21,7 +21,6 @@ from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.select import Selectors
-from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.store.ahead import PinnedAhead
@@ -105,12 +104,15 @@ class KVCache:
         """What the layers share until `reset`."""
         method = self.config.build()
         method.open(self.info)
-        stand_ins = StandIns(len(self.info.layers))
         wanted, known = method.foresight, self.info.unforeseen
         ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
-        shared = {"builds": self._new_builds(), "stand_ins": stand_ins, "look_ahead": ahead}
-        shared["selectors"] = Selectors(len(self.info.layers))
-        return {"method": method, "work": Work(), **shared}
+        return {
+            "method": method,
+            "work": Work(),
+            "builds": self._new_builds(),
+            "look_ahead": ahead,
+            "selectors": Selectors(len(self.info.layers)),
+        }
 
     def _new_builds(self) -> IndexBuilds:
         spare = weakref.WeakMethod(self._spare_host_memory)  # no cycle: a dropped cache is freed

@@ -15,7 +15,6 @@ from hybrid_kv.runtime.kept import attend_kept
 from hybrid_kv.runtime.select import attend_selected
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
-from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
 
 
@@ -32,7 +31,7 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     # host searches while the device does.
     cold = read.cold
     by_device = all(row.later_index is not None for row in step.layer.rows)
-    asked = None if cold is None or by_device else ask_cold(step, cold)
+    asked = None if cold is None or by_device else ask_cold(step)
     chosen = None if read.pages == "all" else choose_resident(step, read.pages)
     parts = [attend_resident(step, chosen)]
     place = step.layer.placement
@@ -41,10 +40,9 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     if cold is not None and by_device:
         parts.append(attend_selected(step, cold))
     elif cold is not None and asked is not None:
-        hot = None if chosen is None else send_hot(step, chosen)
         weighs = isinstance(cold, TokenBudget) and cold.weighs
         beside = step.executor.send(_joint_lse(parts)) if weighs else None
-        parts.append(attend_cold(step, asked, cold, hot, beside, plans))
+        parts.append(attend_cold(step, asked, cold, beside, plans))
     begin = step.phases.now()
     out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
     step.phases.book("merge", begin)
@@ -105,22 +103,6 @@ def pinned_pages(row: Row, new: int) -> tuple[int, int]:
 def _free_pages(step: Step, row: Row) -> int:
     """Resident pages of a row that a step reads only when they are chosen."""
     return max(0, len(row.table.pages) - sum(pinned_pages(row, step.new)))
-
-
-def send_hot(step: Step, chosen: list[Tensor]) -> list[Parcel | None]:
-    """By row, on its way to the host: which hot pages [Hkv, T, H] bool are among the chosen ones.
-
-    None where the row has none.
-    """
-    parcels: list[Parcel | None] = []
-    for row, pages in zip(step.layer.rows, chosen, strict=True):
-        hot = row.hot_range()
-        if hot:
-            size = (*pages.shape[:2], len(row.table.pages))
-            taken = torch.zeros(size, dtype=torch.bool, device=pages.device)
-            taken.scatter_(-1, pages, value=True)
-        parcels.append(step.executor.send(taken[..., hot.start : hot.stop]) if hot else None)
-    return parcels
 
 
 def attend_resident(step: Step, chosen: list[Tensor] | None) -> PartialAttention:

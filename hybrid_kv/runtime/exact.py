@@ -55,7 +55,7 @@ def _attend_row(
 ) -> PartialAttention:
     # Table order is the order of positions and the new tokens are its end, so causality holds by
     # place; all cold entries are older than every new token.
-    k, v = row.owned_view()
+    k, v = row.table.view()
     parts = [attend_causal(ops, q[None], k[None], v[None], scale=scale, softcap=softcap)]
     grouped = group_queries(q[None], k.shape[0])
     for span in () if row.shadows else row.chain.spans:

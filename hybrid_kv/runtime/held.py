@@ -76,9 +76,9 @@ class HeldLayer:
         """
         (row,) = layer.rows
         extents = [replace(_extent_of(layer, span), moments=span.known) for span in row.chain.spans]
-        k, v = row.owned_view()
+        k, v = row.table.view()
         moved = row.chain.num_tokens + row.dropped > 0
-        first = row.hot_range().start * row.page_size if moved else k.shape[1]
+        first = row.sink_tokens if moved else k.shape[1]
         _check_order(row, first, k.shape[1])
         cold = [span.extent.first(span.length) for span in row.chain.spans]
         keys = [k[:, :first].cpu(), *(keys for keys, _ in cold), k[:, first:].cpu()]
@@ -100,7 +100,7 @@ class HeldLayer:
         means, count = layer.means, self.k.shape[1]
         placement = means.method.seal(layer.shape.layer_idx, ())
         behind = self.num_first + self.num_cold
-        room = count - self.num_cold + placement.hot_tokens
+        room = count - self.num_cold
         store = LayerKV(
             *(layer.shape, means.page_size, 1, self.k.dtype, device, room, means.ops),
             pinned=means.pinned if device.type == "cuda" else None,
@@ -191,7 +191,7 @@ def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
         empty = layer.placement.index()
         assert isinstance(empty, SketchIndex | AutoIndex)
         index = index.on_host(empty)
-    elif live.selects or live.on_device:
+    elif live.selects:
         raise ConfigError(
             f"layer {layer.shape.layer_idx} finds its cold entries by a {type(index).__name__} in "
             f"the memory of {layer.resident.pool.device}, which no file holds; make the context "
@@ -222,9 +222,6 @@ def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> HeldExtent:
 
 def _check_order(row: Row, first: int, count: int) -> None:
     """Raises IntegrityError unless resident positions are a run from 0 on and one at the end."""
-    hot, size = row.hot_range(), row.page_size
-    positions = row.table.positions()
-    del positions[hot.start * size : hot.stop * size]
     rest = count - first
-    if positions != [*range(first), *range(row.length - rest, row.length)]:
+    if row.table.positions() != [*range(first), *range(row.length - rest, row.length)]:
         raise IntegrityError(f"row {row.number}: resident tokens are not sinks and window")

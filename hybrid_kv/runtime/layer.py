@@ -208,7 +208,7 @@ class TieredLayer:
             read = self.method.read(self.shape.layer_idx, step.q)
         if widening != 1:
             read = read.widened(widening)
-        means, compiled = self.means, self._compiled
+        compiled = self._compiled
         if compiled is not None and not compiled.serves(step, read):
             compiled = None
         new = step.unstored
@@ -222,11 +222,6 @@ class TieredLayer:
             compiled = self._compiled = compile_step(step, read)
             self._num_plans += 1
         part = compiled.plan.attend(step)
-        for row in step.layer.rows:
-            if row.hot.capacity:
-                begin = means.phases.now()
-                means.work.promoted_pages += row.promote()
-                means.phases.book("transfer", begin)
         if self._keeper is not None and self._keeper.follows:
             logits = step.scale, step.softcap
             self._follow(self._keeper, step.q, part.lse, *logits)
@@ -299,7 +294,7 @@ class TieredLayer:
                 own = q[row.number][:, new]
                 collector.observe(own)
                 if collector.wants_sums:
-                    lse, (keys, _) = part.lse[row.number][:, new], row.owned_view()
+                    lse, (keys, _) = part.lse[row.number][:, new], row.table.view()
                     collector.add_masses(own, lse, keys, scale=scale, softcap=softcap)
         else:
             if valid is None:
@@ -380,7 +375,6 @@ class TieredLayer:
         means, pool = self.means, store.resident.pool
         if placement.rest is Demotion.ABSORB:
             self._keeper = Keeper(self.method, self.shape, pool.dtype, pool.device)
-        store.stand_in = means.stand_ins.of(store)
         store.select = means.selectors.of(store)
 
     def take(self, store: LayerKV, placement: Placement) -> None:
@@ -545,7 +539,6 @@ class TieredLayer:
         new._compiled = None
         if self.store is not None:
             new.store = self.store.forked()
-            new.store.stand_in = means.stand_ins.of(new.store)
             new.store.select = means.selectors.of(new.store)
         return new
 

@@ -104,7 +104,7 @@ class LookAhead:
                 cold, index = True, span.extent.index
                 if index is not None and index.is_building:
                     index.settle(span.extent.keys)
-                if index is None or index.on_device:  # the latter until its graph is there
+                if index is None:
                     return False
                 if index.selects:
                     standing.reason = "its device finds entries by itself"

@@ -10,7 +10,6 @@ from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.select import Selectors
-from hybrid_kv.runtime.stand_in import StandIns
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Needs, Work
@@ -36,7 +35,6 @@ class Means:
     pinned: PinnedAhead
     method: Method
     builds: IndexBuilds
-    stand_ins: StandIns
     selectors: Selectors
     work: Work
     watched: Needs = Needs()

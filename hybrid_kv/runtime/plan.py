@@ -214,15 +214,12 @@ _BY_PYTHON = "its method or index is asked by Python"
 
 def _reads_pages_and_extents(row: Row) -> bool:
     """Whether all that is attended lies in pages and extents, and is attended where it lies."""
-    place = row.placement
-    if place is None or place.rest is Demotion.ABSORB:
-        return False
-    return not place.fetch and not row.hot.capacity
+    return row.placement is not None and row.placement.rest is not Demotion.ABSORB
 
 
 def _cold_plan(step: Step, read: Read, row: Row) -> ColdPlan | None:
-    place, budget = row.placement, read.cold
-    if row.hot.capacity or place is None or place.fetch or budget is None:
+    budget = read.cold
+    if row.placement is None or budget is None:
         return None
     searched = SearchedEntries.of(row, budget)
     if searched is None:

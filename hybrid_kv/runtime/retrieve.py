@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.runtime.share import cut
-from hybrid_kv.store import ColdChain, ColdExtent, Span
+from hybrid_kv.store import ColdChain, ColdExtent
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
@@ -17,7 +17,7 @@ class RetrievedPart(NamedTuple):
     """What queries attend of one extent.
 
     ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
-    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody knows.
+    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody asks.
     """
 
     extent: ColdExtent
@@ -52,7 +52,6 @@ def retrieve(
     scale: float,
     softcap: float | None = None,
     near: Callable[[], Tensor] | None = None,
-    chosen: Mapping[int, Tensor] | None = None,
     copied: Sequence[Tensor | None] = (),
     first: list[tuple[ColdExtent, SearchResult]] | None = None,
 ) -> Retrieved:
@@ -64,27 +63,20 @@ def retrieve(
         scale, softcap: what turns a score into a logit.
         near: gives the log-sum-exp [Hkv, M] of what is attended beside, asked for after the search
             where weights count; None for nothing.
-        chosen: ids [Hkv, M, K] of extents, by their number in the row, whose entries are chosen
-            already; the budget is that of the others.
         copied: by span which of its entries [Hkv, n] bool are attended elsewhere; empty for none.
         first: what the first search would give, where that is known already.
     """
-    spans, chosen = chain.spans, chosen or {}
-    if copied:
-        chosen = {n: _without(ids, copied[n]) for n, ids in chosen.items()}
-    if len(chosen) == len(spans):
-        return Retrieved([RetrievedPart(span.extent, chosen[n]) for n, span in enumerate(spans)])
     width, scored, read = budget.width, 0, 0
     while True:
-        found, first = first or chain.search(queries, width, budget.most, chosen, new=new), None
+        found, first = first or chain.search(queries, width, budget.most, new=new), None
         if copied:
-            found = _without_copies(found, [c for n, c in enumerate(copied) if n not in chosen])
+            found = _without_copies(found, copied)
         for _, result in found:
             scored += result.scored
             read += result.read_bytes or 0
         if not budget.weighs:
             parts = [RetrievedPart(extent, r.ids, r.bias, r.scores) for extent, r in found]
-            return Retrieved(_with_chosen(spans, parts, chosen), scored, read_bytes=read)
+            return Retrieved(parts, scored, read_bytes=read)
         ranked = [result.ids for _, result in found]
         logits = [logits_of_found(result, scale, softcap) for _, result in found]
         masks = cut(logits, budget, new=new, near=None if near is None else near())
@@ -92,8 +84,7 @@ def retrieve(
         if width >= budget.most or not _wants_more(found, ids, budget):
             cuts = zip(found, ids, strict=True)
             parts = [RetrievedPart(extent, kept, r.bias, r.scores) for (extent, r), kept in cuts]
-            before = None if chosen else ranked
-            return Retrieved(_with_chosen(spans, parts, chosen), scored, before, read)
+            return Retrieved(parts, scored, ranked, read)
         width = min(4 * width, budget.most)
 
 
@@ -144,22 +135,3 @@ def _all_kept(extent: ColdExtent, result: SearchResult, kept: Tensor) -> bool:
     size = 1 if extent.index is None else extent.index.page_tokens
     num_found, num_kept = ((ids >= 0).sum(-1) for ids in (result.ids, kept))
     return bool(((num_kept == num_found) & (num_found > kept.shape[-1] - size)).any())
-
-
-def _with_chosen(
-    spans: Sequence[Span], parts: list[RetrievedPart], chosen: Mapping[int, Tensor]
-) -> list[RetrievedPart]:
-    if not chosen:
-        return parts
-    searched = iter(parts)
-    return [
-        RetrievedPart(span.extent, chosen[number]) if number in chosen else next(searched)
-        for number, span in enumerate(spans)
-    ]
-
-
-def entries_of(pages: Tensor, span: Span, group_size: int) -> Tensor:
-    """Ids [Hkv, M, C * S] of the entries in pages [Hkv, T, C] of an extent; -1 beyond the row's."""
-    size = 1 if span.extent.index is None else span.extent.index.page_tokens
-    ids = (pages[..., None] * size + torch.arange(size)).flatten(2)
-    return ids.masked_fill(ids >= span.length, -1).repeat(1, group_size, 1)

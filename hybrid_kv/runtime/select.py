@@ -24,11 +24,10 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index, Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
-from hybrid_kv.runtime.stand_in import free_bytes, resident_bytes
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import LayerKV, Row, SelectFor, Span
 from hybrid_kv.store.live_index import LiveIndex, MakeIndex
-from hybrid_kv.types import Candidates, PartialAttention, TokenBudget
+from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, bytes_per_token
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +159,21 @@ def code_bytes(layer: LayerKV, size: int) -> int:
     code = _scaled(size, layer)
     lengths = [row.length for row in layer.rows]
     return sum(device_bytes(n, shape.num_kv_heads, shape.head_dim, item, code) for n in lengths)
+
+
+def resident_bytes(layer: LayerKV) -> int:
+    """Of what a layer's placement keeps on the device, digests included."""
+    place, size = layer.placement, layer.page_size
+    if place is None:
+        return 0
+    kept = place.sink_tokens + place.window_tokens + place.spare_tokens
+    pages = len(layer.rows) * (kept // size + 2)  # the window holds up to two pages more
+    return pages * (size + 1) * bytes_per_token(layer.shape, layer.resident.pool.dtype)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that no process has taken; torch's own reserves are not counted."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _scaled(size: int, layer: LayerKV) -> int:

@@ -174,8 +174,8 @@ class _Spill:
         arrived. nearest: [Hkv, G, M, K], the best of the entries for each.
     moments: of the entries, if they begin a row, where they were taken. sent: the same on their way
         to a host that searches.
-    stand_in: makes what serves until a new index is built. select: makes the indexes of this row
-        where its device finds entries by itself; then nothing that they learned from has to travel.
+    select: makes the indexes of this row where its device finds entries by itself; then nothing
+        that they learned from has to travel.
     """
 
     reserved: Reservation
@@ -185,7 +185,6 @@ class _Spill:
     nearest: Parcel | None = None
     moments: Tail | None = None
     sent: Mapping[str, Parcel] = field(default_factory=dict)
-    stand_in: MakeIndex | None = None
     select: tuple[MakeIndex, MakeIndex] | None = None
 
     @classmethod
@@ -199,13 +198,11 @@ class _Spill:
         find_nearest: FindNearest | None,
     ) -> _Spill:
         # First what looks at the entries where they lie: then they leave beside what comes next.
-        reserved, select, stand_in = row.chain.reserve(overflow.positions), None, None
+        reserved, select = row.chain.reserve(overflow.positions), None
         sums_up = row.placement is not None and row.placement.moments and not row.chain.spans
         moments = Tail.of(overflow.k, overflow.v) if sums_up else None
         if samples is not None and layer.select is not None:
             select = layer.select(overflow.k, samples.queries, reserved.k)
-        if samples is not None and select is None and layer.stand_in is not None:
-            stand_in = layer.stand_in(overflow.k)
         entries = executor.offload(overflow.k, overflow.v, (reserved.k, reserved.v))
         sent = {}
         if moments is not None and select is None:
@@ -221,7 +218,6 @@ class _Spill:
             None if nearest is None else executor.keep(nearest),
             moments,
             sent,
-            stand_in,
         )
 
     @property
@@ -241,7 +237,7 @@ class _Spill:
         samples, nearest = self.samples, None if self.nearest is None else self.nearest.open()
         if samples is not None and self.asked is not None:
             samples = replace(samples, queries=self.asked.open())
-        row.chain.commit(new, make_index, samples, runner, nearest, self.stand_in)
+        row.chain.commit(new, make_index, samples, runner, nearest)
         if self.moments is not None:
             new.span.known = self._known(self.moments)
 

@@ -72,9 +72,9 @@ class JointRow:
         if watched or kv.more_prompt or not layer.is_sealed or layer.num_rows != 1:
             return None
         own, place = self.own, layer.held.placement
-        if place is None or place.fetch or not (self.q.is_cpu and kv.executor.at_once):
+        if place is None or not (self.q.is_cpu and kv.executor.at_once):
             return None
-        if own.hot.capacity or own.kept is not None or own.later_index is not None:
+        if own.kept is not None or own.later_index is not None:
             return None
         pool = own.table.pool
         if place.rest is Demotion.KEEP and len(pool.stores) > 1:
@@ -160,7 +160,7 @@ def _asked_by_many(index: LiveIndex | None) -> bool:
     """Whether queries of several rows may be asked together: of an index that the engine can search
     by itself, which therefore remembers nothing of a row.
     """
-    if index is None or index.on_device or index.selects:
+    if index is None or index.selects:
         return False
     known = _by_many.get(index)
     if known is None or known[0] != index.revision:

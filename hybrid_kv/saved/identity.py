@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import OtherContextError
+from hybrid_kv.errors import OtherContextError, is_removed
 from hybrid_kv.models.support import text_config
 from hybrid_kv.saved.manifest import Manifest, SavedModel
 
@@ -29,8 +29,7 @@ _FACTS = (
 _READING = frozenset(
     {
         *("page_budget", "cold.top_k", "cold.max_tokens", "cold.min_share", "cold.shared"),
-        *("cold.attend", "cold.stand_in", "cold.look_ahead", "cold.look_ahead_factor"),
-        *("cold.estimate", "cold.select"),
+        *("cold.look_ahead", "cold.look_ahead_factor", "cold.estimate", "cold.select"),
     }
 )
 """Settings of methods that say how much is attended and where, and not what is stored or by what it
@@ -77,7 +76,7 @@ def identity_hash(model: PreTrainedModel, tokenizer: str | None, config: HybridC
         model_identity(model).model_dump(mode="json"),
         tokenizer,
         name_of(model.dtype),
-        {name: value for name, value in _flat(config.flat()).items() if name not in _READING},
+        _flat(config.flat()),
         [config.method, config.page_size],
     ]
     return sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()
@@ -121,20 +120,24 @@ def _check_settings(root: Path, saved: Manifest, config: HybridConfig) -> None:
         raise _other(root, got, f"page_size={saved.page_size}")
     then, now = _flat(saved.config), _flat(config.flat())
     for name in ("method", *sorted(then.keys() | now.keys())):
-        if name not in _READING and then.get(name) != now.get(name):
+        if then.get(name) != now.get(name):
             got = f"{name} {then.get(name)!r}, got {now.get(name)!r}"
             raise _other(root, got, "the settings that it was made with")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings that decide what is stored, by dotted name."""
+    """Settings that decide what is stored, by dotted name.
+
+    Those that were removed and stand in older files never did: found entries and pages that had
+    copies on a device lay in the host tier as all others.
+    """
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if not prefix and name in _RUNNING:
             continue
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{name}.")
-        else:
+        elif prefix + name not in _READING and not is_removed(prefix + name):
             found[prefix + name] = value
     return found
 

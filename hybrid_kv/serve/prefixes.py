@@ -55,7 +55,7 @@ class Prefix:
 
 def _hidden_of(row: Row, cut: int) -> int:
     sinks = 0 if row.placement is None else row.placement.sink_tokens
-    near = row.table.num_tokens - len(row.hot_range()) * row.page_size - sinks
+    near = row.table.num_tokens - sinks
     is_indexed = any(span.extent.index is not None for span in row.chain.spans)
     return max(0, cut - near) if is_indexed else 0
 

@@ -9,7 +9,7 @@ from hybrid_kv.store.cold import (
     check_finite,
 )
 from hybrid_kv.store.extent import ColdExtent, Span
-from hybrid_kv.store.layer import LayerKV, SelectFor, StandInFor
+from hybrid_kv.store.layer import LayerKV, SelectFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row, RowMark
@@ -30,7 +30,6 @@ __all__ = [
     "RowMark",
     "SelectFor",
     "Span",
-    "StandInFor",
     "TierBytes",
     "all_finite",
     "best_of",

@@ -6,9 +6,8 @@ to a shared extent starts one of its own, so nothing is ever copied or overwritt
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,14 +57,6 @@ class ColdChain:
         self.num_tokens = 0
         self.stamps = Stamps()
 
-    def first_pages(self, size: int) -> list[int]:
-        """By span: the number of its first page of `size` entries; each span begins a page.
-
-        One more stands at the end: the number of pages, those filled in part included.
-        """
-        counts = (-(-span.length // size) for span in self.spans)
-        return list(accumulate(counts, initial=0))
-
     def reserve(self, positions: Tensor) -> Reservation:
         """Room for entries at positions [n] behind those of the row; until it is committed or given
         up, nothing else may change the row.
@@ -96,7 +87,6 @@ class ColdChain:
         samples: Samples | None = None,
         runner: BuildRunner | None = None,
         nearest: Tensor | None = None,
-        stand_in: MakeIndex | None = None,
     ) -> None:
         """Makes reserved entries, which are written by now, part of their row.
 
@@ -105,7 +95,6 @@ class ColdChain:
             samples: queries for an index that learns from them.
             runner: where an index is built; None for here, at once.
             nearest: [Hkv, G, M, K] int32, the best of the new entries for each sample, if known.
-            stand_in: what serves while an index is built; None for what it names itself.
 
         Raises:
             Exception: the index failed; the row does not see the new entries.
@@ -118,7 +107,7 @@ class ColdChain:
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
-            own = samples, runner or InlineRunner(), nearest, stand_in
+            own = samples, runner or InlineRunner(), nearest
             extent.index = LiveIndex(make_index, extent.keys, *own, self._aging())
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
@@ -165,7 +154,6 @@ class ColdChain:
         queries: Tensor,
         top_k: int,
         most: int | None = None,
-        without: Container[int] = (),
         first: SearchResult | None = None,
         new: int = 1,
     ) -> list[tuple[ColdExtent, SearchResult]]:
@@ -174,19 +162,17 @@ class ColdChain:
         Args:
             queries: [Hkv, M, D] on the host.
             most: as for `Index.search`.
-            without: numbers of extents that are not searched.
             first: what a search of the first extent gives; None searches it.
             new: T; query m is that of token m % T.
 
         Returns:
-            For each other extent a result whose ids are rows of that extent, -1 (and score -inf)
+            For each extent a result whose ids are rows of that extent, -1 (and score -inf)
             where another extent had the better entry.
         """
         most = top_k if most is None else most
         found = [
             (span.extent, first if first and not number else span.search(queries, top_k, most, new))
             for number, span in enumerate(self.spans)
-            if number not in without
         ]
         return best_of(found, most)
 

@@ -16,7 +16,7 @@ from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.store.stamps import Stamps
-from hybrid_kv.types import LayerShape, PagedKV, PartialAttention, SearchResult
+from hybrid_kv.types import LayerShape, PartialAttention, SearchResult
 
 
 def pinned_room(count: int) -> int:
@@ -109,15 +109,6 @@ class ColdExtent:
     def values(self) -> Tensor:
         """[Hkv, length, D], a view."""
         return self.v[:, : self.length]
-
-    def pages(self, size: int) -> PagedKV:
-        """All memory as pages of `size` entries, views; the last ones may not be filled yet."""
-        count = self.positions.shape[0] // size
-        k, v, positions = (
-            tensor.narrow(axis, 0, count * size).unflatten(axis, (count, size))
-            for tensor, axis in ((self.k, 1), (self.v, 1), (self.positions, 0))
-        )
-        return PagedKV(k, v, positions)
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, length, D] of the oldest entries, views."""

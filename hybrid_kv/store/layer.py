@@ -18,9 +18,6 @@ from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
 from hybrid_kv.types import Demotion, LayerShape
 
-StandInFor: TypeAlias = Callable[[Tensor], MakeIndex]
-"""Makes what serves keys [Hkv, N, D] that are about to leave their device, from a look at them."""
-
 SelectFor: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[MakeIndex, MakeIndex] | None]
 """Makes what finds keys [Hkv, N, D] on their device, and those that follow, from a look at them, at
 samples [Hkv, G, M, D] and at where they go on the host; None where the host finds them after all.
@@ -55,7 +52,6 @@ class LayerKV:
         tiers = zip(self.resident.tables, self.cold.chains, strict=True)
         self.rows = [Row.empty(number, *own) for number, own in enumerate(tiers)]
         self.placement: Placement | None = None
-        self.stand_in: StandInFor | None = None
         self.select: SelectFor | None = None
 
     @property
@@ -98,7 +94,7 @@ class LayerKV:
         if exactly:
             self.resident = self._without_absorbed()
         else:
-            self.resident = self.resident.select(range(len(self.rows)), self._hot_tokens)
+            self.resident = self.resident.select(range(len(self.rows)))
         for row, table in zip(self.rows, self.resident.tables, strict=True):
             row.take_table(table)
 
@@ -107,20 +103,16 @@ class LayerKV:
         outside = [row.outside_of_prompt() for row in self.rows]
         rows = zip(self.rows, outside, strict=True)
         most = max(row.table.num_tokens - (stop - start) for row, (start, stop) in rows)
-        new = self.resident.empty(len(self.rows), most + self._hot_tokens)
+        new = self.resident.empty(len(self.rows), most)
         for row, table, (start, stop) in zip(self.rows, new.tables, outside, strict=True):
             k, v = row.table.view()
             table.append(k[:, :start], v[:, :start], 0)
             table.append(k[:, stop:], v[:, stop:], stop)
         return new
 
-    @property
-    def _hot_tokens(self) -> int:
-        return 0 if self.placement is None else self.placement.hot_tokens
-
     def branch(self) -> LayerKV:
         """A layer that continues from the same entries: resident ones copied, cold ones shared."""
-        return self._beside(self.resident.select(range(len(self.rows)), self._hot_tokens))
+        return self._beside(self.resident.select(range(len(self.rows))))
 
     def forked(self) -> LayerKV:
         """A layer of another cache that continues from the same entries; this one must be sealed.
@@ -143,7 +135,7 @@ class LayerKV:
         if len(sources) == len(self.rows):
             self.resident.fork(sources)
         else:
-            self.resident = self.resident.select(sources, self._hot_tokens)
+            self.resident = self.resident.select(sources)
         self.cold.fork(sources)
         self.rows = self._continued(sources, self)
 

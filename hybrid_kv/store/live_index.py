@@ -118,7 +118,7 @@ class LiveIndex:
     another is built beside the one that serves, from a part of the prompt's samples and from
     queries that came since (`AskedQueries`), as if they were asked where decoding is now.
 
-    on_device, selects, joint, page_tokens: those of the index that serves now, see `Index`.
+    selects, joint, page_tokens: those of the index that serves now, see `Index`.
     revision: changes whenever what serves does. stamps: of plans that describe how it is searched;
     they are marked then, and when a build has ended that `settle` would let take over.
 
@@ -128,7 +128,6 @@ class LiveIndex:
         samples: for an index that learns from them.
         nearest: [Hkv, G, M, K] int32, their best keys where a device has found them.
         runner: where builds run; a finished one takes over at once, a later one in `settle`.
-        make_stand_in: what serves while it is built, instead of what the index itself names.
         aging: what it learns from when there are enough keys, where it has no samples yet.
 
     Raises:
@@ -146,7 +145,6 @@ class LiveIndex:
         samples: Samples | None,
         runner: BuildRunner,
         nearest: Tensor | None = None,
-        make_stand_in: MakeIndex | None = None,
         aging: Aging | None = None,
     ) -> None:
         index = make()
@@ -178,8 +176,6 @@ class LiveIndex:
                     raise error
                 finally:
                     del error, begun  # this frame hangs on the error
-        if make_stand_in is not None:
-            stand_in = make_stand_in()
         runner.here(partial(stand_in.build, keys, None))
         self._serve(stand_in)
         self._await(begun)
@@ -237,14 +233,9 @@ class LiveIndex:
         # A search in another thread sees either of the two, and both are whole.
         self._serving, self._answers = index, index.innermost
         self.revision += 1
-        self.on_device, self.page_tokens = index.on_device, index.page_tokens
         self.selects, self.joint = index.selects, index.joint
+        self.page_tokens = index.page_tokens
         self.stamps.mark("another index serves")
-
-    def choose_pages(self, queries: Tensor, new: int) -> Tensor:
-        """See `Index.choose_pages`."""
-        self.searches += 1
-        return self._serving.choose_pages(queries, new)
 
     def see(self, length: int) -> Hashable:
         """See `Index.see`; comes before every search that a device makes."""

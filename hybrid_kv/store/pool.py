@@ -153,20 +153,6 @@ class PagePool:
         """Slot numbers on the pool's device; read only."""
         return self.ops.uploads(slots, self.device)
 
-    def load(self, pages: Sequence[int], source: PagedKV, source_slots: Sequence[int]) -> None:
-        """Fills pages with copies of full ones of another pool, on this device or on the host."""
-        slots, wanted = self.slots(pages), np.asarray(source_slots, dtype=np.int64)
-        from_, to = self.upload(wanted), self.upload(slots)
-        heads = self.shape.num_kv_heads
-        self.ops.copy_pages(source, self.pages, from_.expand(heads, -1), to.expand(heads, -1))
-        positions = source.positions
-        if positions.device == self.device:
-            self.positions[to] = positions[from_].long()
-        else:
-            there = positions[torch.from_numpy(wanted)].long().flatten().numpy()
-            self.positions[to] = self.upload(there).view(len(slots), -1)
-        self._digest(slots)
-
     def hide(self, page: int, offset: int) -> None:
         """Forgets the tokens of a private page from `offset` on; its digest stays a valid bound."""
         self.positions[int(self.slots([page])[0]), offset:] = HIDDEN

@@ -68,14 +68,10 @@ class ResidentStore:
         self.pool.view = None
         return new
 
-    def select(self, sources: Sequence[int], room_tokens: int = 0) -> ResidentStore:
-        """A new store whose row r is a copy of row sources[r]; any number of rows.
-
-        Args:
-            room_tokens: more that each row can take without growing.
-        """
+    def select(self, sources: Sequence[int]) -> ResidentStore:
+        """A new store whose row r is a copy of row sources[r]; any number of rows."""
         most = max((self.tables[source].num_tokens for source in sources), default=0)
-        new = self.empty(len(sources), most + room_tokens)
+        new = self.empty(len(sources), most)
         for table, source in zip(new.tables, sources, strict=True):
             table.take(self.tables[source])
         if self.pool.key_min is not None:

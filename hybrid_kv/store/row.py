@@ -2,13 +2,11 @@
 
 Positions count the row's stored tokens from 0; padding is never stored. The order is sinks, cold
 entries, spare pages, window: what leaves the window is always the oldest page behind the sinks, so
-the cold tier is one run of positions. Hot pages are copies of cold pages and own nothing: their
-entries are the cold tier's.
+the cold tier is one run of positions.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +17,6 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import IntegrityError, MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
-from hybrid_kv.store.hot import HotPages
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
@@ -50,9 +47,9 @@ class RowMark:
 class Row:
     """What one row holds.
 
-    table: its resident pages. chain: its cold entries. hot: which cold pages have a copy among the
-    resident ones. length: tokens ever stored, less cropped ones. dropped: tokens in neither tier,
-    lost but for what `kept` has of them. kept: what the method keeps of those that left the window.
+    table: its resident pages. chain: its cold entries. length: tokens ever stored, less cropped
+    ones. dropped: tokens in neither tier, lost but for what `kept` has of them. kept: what the
+    method keeps of those that left the window.
     copied: [Hkv, cold entries] bool on the host, the cold entries that `kept` has; None for none.
     placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
     has what the method drops, for audits, and nobody attends it. full_tokens: resident tokens from
@@ -63,7 +60,6 @@ class Row:
     number: int
     table: PageTable
     chain: ColdChain
-    hot: HotPages
     length: int = 0
     dropped: int = 0
     kept: Entries | None = None
@@ -76,7 +72,7 @@ class Row:
     @classmethod
     def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:
         """A row without tokens."""
-        return cls(number, table, chain, HotPages(table.pool.page_size, 0))
+        return cls(number, table, chain)
 
     @property
     def page_size(self) -> int:
@@ -84,18 +80,13 @@ class Row:
 
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `overflow` then says what has to move."""
-        self.placement = placement
-        self.hot = HotPages(self.page_size, placement.hot_tokens // self.page_size)
-        self._count_room()
+        self.placement, size = placement, self.page_size
         self.chain.stamps.mark("a prompt has ended")
-
-    def _count_room(self) -> None:
-        place, size = self.placement, self.page_size
-        if place is None or place.rest is Demotion.KEEP:
+        if placement.rest is Demotion.KEEP:
             self.full_tokens = HIDDEN
             return
-        sinks = place.sink_tokens // size + len(self.hot.pages) + 1
-        self.full_tokens = sinks * size + place.window_tokens + place.spare_tokens
+        sinks = placement.sink_tokens // size + 1
+        self.full_tokens = sinks * size + placement.window_tokens + placement.spare_tokens
 
     # New tokens ---------------------------------------------------------------------------------
 
@@ -120,7 +111,7 @@ class Row:
         # The last page is always kept; whole pages before it fill the window up.
         inside = place.window_tokens + place.spare_tokens - table.tail_fill
         kept = 1 + -(-max(0, inside) // size)
-        return place.sink_tokens // size + len(self.hot.pages), len(table.pages) - kept
+        return place.sink_tokens // size, len(table.pages) - kept
 
     def outside_of_prompt(self) -> tuple[int, int]:
         """Which tokens of a prompt a method absorbs: to the token, behind whole pages of sinks."""
@@ -214,54 +205,18 @@ class Row:
         kept = 0 if self.kept is None else sum(self.kept.lengths)
         return max(0, gone * self.table.pool.shape.num_kv_heads - kept)
 
-    # Hot pages ----------------------------------------------------------------------------------
+    # Resident entries ---------------------------------------------------------------------------
 
-    def hot_range(self) -> range:
-        """Where in the page table the hot pages stand: behind the sinks."""
-        sinks = 0 if self.placement is None else self.placement.sink_tokens // self.page_size
-        return range(sinks, sinks + len(self.hot))
-
-    def owned_view(self) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, N, D] of the entries that the resident tier owns, oldest first."""
-        return self.table.view(self.hot_range())
+    @property
+    def sink_tokens(self) -> int:
+        """Tokens in the whole pages of sinks; 0 before the prompt's end."""
+        place, size = self.placement, self.page_size
+        return 0 if place is None else place.sink_tokens // size * size
 
     def resident_keys(self) -> tuple[Tensor, Tensor]:
         """Keys [Hkv, W, D] of all resident slots; positions [W], HIDDEN where one is empty."""
         slots, pool = self.table.slots(), self.table.pool
         return pool.k[:, slots].flatten(1, 2), pool.positions[slots].flatten()
-
-    def promote(self) -> int:
-        """Ends a step: copies the cold pages to the device that have become worth it.
-
-        Returns:
-            How many pages.
-        """
-        hot, pool = self.hot, self.table.pool
-        promotions = hot.next_step()
-        if not promotions:
-            return 0
-        fresh = pool.allocate(self.number, len(promotions))
-        first_pages = self.chain.first_pages(self.page_size)
-        for number, span in enumerate(self.chain.spans):
-            first, stop = first_pages[number : number + 2]
-            pages = {new: p.page - first for new, p in zip(fresh, promotions, strict=True)}
-            pages = {new: slot for new, slot in pages.items() if 0 <= slot < stop - first}
-            if pages:
-                source = span.extent.pages(self.page_size)
-                pool.load(list(pages), source, list(pages.values()))
-        for page, promotion in zip(fresh, promotions, strict=True):
-            place = self.hot_range().start + promotion.place
-            self.table.put(place, page, instead=promotion.place < len(hot))
-            hot.take(promotion)
-        self._count_room()
-        return len(promotions)
-
-    def cool(self) -> None:
-        """Forgets the hot pages."""
-        hot = self.hot_range()
-        self.table.remove(hot.start, hot.stop)
-        self.hot.clear()
-        self._count_room()
 
     # Going back, and going on elsewhere ---------------------------------------------------------
 
@@ -275,7 +230,7 @@ class Row:
             return
         sinks = place.sink_tokens // self.page_size * self.page_size
         start = max(sinks, stop - place.window_tokens)
-        resident = self.length - (self._num_owned - sinks)
+        resident = self.length - (self.table.num_tokens - sinks)
         needed = min(stop, resident) - start
         if count == 0 or needed <= 0 or stop >= resident:
             return
@@ -300,15 +255,12 @@ class Row:
         far_tokens = self.chain.num_tokens
         moved = far_tokens + self.dropped > 0
         sinks = self.placement.sink_tokens if self.placement is not None and moved else 0
-        near = min(count, self._num_owned - sinks)
-        if near < count:  # cold entries go as well, and with them the pages that were copied
-            self.cool()
+        near = min(count, self.table.num_tokens - sinks)
         resident = self.table.num_tokens
         far = min(count - near, far_tokens)
         lost = min(count - near - far, self.dropped)
         if far:
             self.chain.truncate(far_tokens - far)
-            self.hot.truncate(self.chain.first_pages(self.page_size)[-1])
         self.dropped -= lost
         self.table.truncate(resident - near - (count - near - far - lost))
         if self.kept is not None:
@@ -319,7 +271,7 @@ class Row:
     def mark(self) -> RowMark:
         """Where the row stands, for `go_back`."""
         gone = self.chain.num_tokens, self.dropped
-        return RowMark(self.length, self._num_owned, *gone, self.kept, self.copied)
+        return RowMark(self.length, self.table.num_tokens, *gone, self.kept, self.copied)
 
     def go_back(self, mark: RowMark) -> bool:
         """Takes back what came since a mark, even where somebody was interrupted while storing it.
@@ -331,30 +283,22 @@ class Row:
             self.length = mark.length
             self.kept, self.copied = mark.kept, mark.copied
             self.chain.stamps.mark("a row went back")
-            self.table.truncate(mark.resident + len(self.hot) * self.page_size)
+            self.table.truncate(mark.resident)
         elif self.placement is None or self.placement.rest is not Demotion.OFFLOAD or self.shadows:
             return False
         else:
             self.crop(self.length - mark.length)
-        return self._num_owned + self.gone_tokens == self.length
-
-    @property
-    def _num_owned(self) -> int:
-        """Tokens that the resident tier owns."""
-        return self.table.num_tokens - len(self.hot) * self.page_size
+        return self.table.num_tokens + self.gone_tokens == self.length
 
     def continued(self, number: int, table: PageTable, chain: ColdChain) -> Row:
         """A row that goes on from this one, with a table and a chain that hold the same."""
-        return replace(self, number=number, table=table, chain=chain, hot=self.hot.copy())
+        return replace(self, number=number, table=table, chain=chain)
 
     # Integrity ----------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner."""
         row, near, far = self.number, self.table.positions(), self.chain.positions()
-        self._check_hot(near)
-        hot = self.hot_range()
-        del near[hot.start * self.page_size : hot.stop * self.page_size]
         owned = set(near) | set(far)
         if len(owned) != len(near) + len(far):
             twice = sorted(set(near) & set(far)) or "a position within one tier"
@@ -387,24 +331,3 @@ class Row:
                     f"row {self.number}: KV head {head} keeps other entries than the cold tier "
                     "leaves out"
                 )
-
-    def _check_hot(self, near: Sequence[int]) -> None:
-        """Every hot page is a copy of the cold page that it says it is."""
-        row, size, spans = self.number, self.page_size, self.chain.spans
-        first_pages = self.chain.first_pages(size)
-        if len(self.hot) > self.hot.capacity:
-            raise IntegrityError(
-                f"row {row}: {len(self.hot)} hot pages, room for {self.hot.capacity}"
-            )
-        for index, page in zip(self.hot_range(), self.hot.pages, strict=True):
-            number = bisect_right(first_pages, page) - 1
-            slot = page - first_pages[number]
-            if number >= len(spans) or (slot + 1) * size > spans[number].length:
-                raise IntegrityError(f"row {row}: hot page {page} is no full cold page")
-            backing = spans[number].extent.pages(size)
-            k, v = self.table.read(index, index + 1, size)
-            same = list(near[index * size : (index + 1) * size]) == backing.positions[slot].tolist()
-            for copied, original in ((k, backing.k), (v, backing.v)):
-                same &= torch.equal(copied, original[:, slot].to(copied.device))
-            if not same:
-                raise IntegrityError(f"row {row}: hot page {page} differs from its cold page")

@@ -19,9 +19,9 @@ _LEAST_LISTED = 64
 
 
 class PageTable:
-    """The resident pages of a row in logical order: sinks, hot pages, spare pages, window.
+    """The resident pages of a row in logical order: sinks, spare pages, window.
 
-    Hot pages are copies of cold ones, in any order. Appending is amortised O(1) per token.
+    Appending is amortised O(1) per token.
 
     pages: ids in the pool. num_tokens: in all of them. tail_fill: in the last one; page_size where
         there is none. in_order: slot n of the row's arena holds its position n. num_listed: pages
@@ -131,16 +131,6 @@ class PageTable:
             self.pool.hide(pages[-1], fill)
         self.tail_fill, self.num_tokens = fill, num_tokens
 
-    def put(self, place: int, page: int, *, instead: bool) -> None:
-        """Enters a full page of the pool, before or instead of the one at a place."""
-        if instead:
-            self.pool.release(self.pages[place : place + 1])
-        else:
-            self.num_tokens += self.pool.page_size
-        self.pages[place : place + instead] = [page]
-        self._unlist(place)
-        self.in_order = False
-
     def take(self, other: PageTable) -> None:
         """Copies all pages of another pool's table into this one, which is empty."""
         if not other.pages:
@@ -173,14 +163,9 @@ class PageTable:
 
     # Reading ------------------------------------------------------------------------------------
 
-    def view(self, without: range = range(0)) -> tuple[Tensor, Tensor]:
-        """k, v [Hkv, N, D] in the order of the table; a copy unless the pages lie in order.
-
-        Args:
-            without: full pages that are left out, by their place in the table.
-        """
-        pages = self.pages[: without.start] + self.pages[without.stop :]
-        return self._read(pages, self.num_tokens - len(without) * self.pool.page_size)
+    def view(self) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] in the order of the table; a copy unless the pages lie in order."""
+        return self._read(self.pages, self.num_tokens)
 
     def read(self, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, n, D] of the pages start..stop, at most `limit` tokens."""

@@ -227,7 +227,7 @@ class Look:
         self._target, self._scale, self._softcap = target, step.scale, step.softcap
         layer, head = step.layer, target.kv_head
         heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)
-        near = layer.rows[row].owned_view()
+        near = layer.rows[row].table.view()
         taken = (part.out[row, heads, 0], part.lse[row, heads, 0], *(t[head] for t in near))
         self._parcels: tuple[Parcel, ...] = tuple(
             step.executor.send(tensor.clone()) for tensor in (step.grouped[row, head], *taken)

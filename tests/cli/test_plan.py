@@ -42,7 +42,7 @@ def test_people_see_bytes_times_and_the_advice() -> None:
     assert "cold.select=device" in output
     assert "the device selects: codes of 64 B a key fit (computed" in output
     by_host = call(*PLAN, "--context", "128k", "--set", "cold.select=host").output
-    for part in ("GiB index", "hot_tokens=", "the host searches, as cold.select says"):
+    for part in ("GiB index", "spare_tokens=", "the host searches, as cold.select says"):
         assert part in by_host
     assert "hybrid: cold keys and values in host memory" in output
 
@@ -56,7 +56,7 @@ def test_settings_of_the_method_count() -> None:
     wide = planned(*by_host, "--set", "window_tokens=16k").options[2]
     slim = planned(*PLAN, "--context", "128k", "--method", "retrieval_attention").options[2]
     assert slim.settings == {}
-    assert wide.settings["hot_tokens"] < planned(*by_host).options[2].settings["hot_tokens"]
+    assert wide.settings["spare_tokens"] < planned(*by_host).options[2].settings["spare_tokens"]
 
 
 def test_this_machine_is_planned_for_by_default() -> None:

@@ -195,13 +195,6 @@ MUTANTS = [
         [f"{SELECTION}::test_codes_of_each_head_find_the_best_of_its_keys"],
     ),
     Mutant(
-        "an extent's digests are off by a page",
-        "index/device_pages.py",
-        "            self._digests[:, : given.shape[1]] = given\n",
-        "            self._digests[:, : given.shape[1]] = given.roll(1, 1)\n",
-        [f"{SELECTION}::test_digests_of_a_device_choose_as_those_of_the_keys"],
-    ),
-    Mutant(
         "a page table without its last page",
         "runtime/decode.py",
         "row.table.slots().expand(every)",

@@ -1,8 +1,6 @@
-"""What an emulated device finds by its codes and digests, held to exact scores."""
+"""What an emulated device finds by its codes, held to exact scores."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
@@ -10,13 +8,12 @@ from torch import Tensor
 
 from hybrid_kv.index import _device_learn
 from hybrid_kv.index.auto import AutoIndex
-from hybrid_kv.index.device_pages import DevicePages
 from hybrid_kv.index.device_sketch import sketch_of
 from hybrid_kv.ops import get_ops
 from tests.device import emulated
 from tests.device.cuda import values
 
-HEADS, GROUP, KEYS, DIM, PAGE, TOP_K = 3, 2, 1000, 24, 8, 20
+HEADS, GROUP, KEYS, DIM, TOP_K = 3, 2, 1000, 24, 20
 
 
 def drawn(*size: int, seed: int = 0) -> Tensor:
@@ -44,20 +41,3 @@ def test_codes_of_each_head_find_the_best_of_its_keys(monkeypatch: pytest.Monkey
     exact = (q @ keys.mT).topk(TOP_K).indices
     hits = (exact[..., None] == ids[:, :, None].long()).any(-1)
     assert hits.float().mean() > 0.8
-
-
-@pytest.mark.parametrize("num_keys", [KEYS, KEYS - 3])
-def test_digests_of_a_device_choose_as_those_of_the_keys(num_keys: int) -> None:
-    keys, q = drawn(HEADS, num_keys, DIM), drawn(HEADS, GROUP, DIM, seed=2)
-    whole = keys[:, : num_keys // PAGE * PAGE].unflatten(1, (-1, PAGE))
-    digests = torch.cat([whole.amax(2), whole.amin(2)], -1)
-    chosen = []
-    with emulated(schedule="late", kernels="defined"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybrid_kv.index.device_pages._TOKENS", 9 * PAGE)
-        make = partial(DevicePages, get_ops("auto"), PAGE, torch.device("cuda", 0))
-        for given in (digests.cuda(), None):
-            index = make(given)
-            index.build(keys.pin_memory(), None)
-            chosen.append(values(index.choose_pages(q.cuda(), 1)).sort().values)
-    assert torch.equal(*chosen)
-    assert chosen[0].shape[-1] == 9

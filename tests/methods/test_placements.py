@@ -67,17 +67,3 @@ def test_hybrid_reads_spare_pages_by_budget_only_where_there_are_any() -> None:
     assert spare.read(0, Q).pages == 3
     assert (bare.seal(0, []).digests, spare.seal(0, []).digests) == (False, True)
     assert spare.seal(0, []).spare_tokens == 160
-
-
-def test_hot_pages_are_chosen_under_the_same_budget_as_spare_ones() -> None:
-    hot = method("hybrid", hot_tokens=160, page_budget=3)
-    assert hot.read(0, Q).pages == 3
-    placement = hot.seal(0, [])
-    assert (placement.hot_tokens, placement.spare_tokens, placement.digests) == (160, 0, True)
-
-
-def test_where_found_entries_are_attended_and_what_stands_in_is_part_of_the_placement() -> None:
-    default = method("flat").seal(0, [])
-    assert (default.fetch, default.stand_in) == (False, "auto")
-    other = method("retrieval_attention", cold={"attend": "fetch", "stand_in": "pages"}).seal(0, [])
-    assert (other.fetch, other.stand_in) == (True, "pages")

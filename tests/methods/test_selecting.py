@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, MethodError
 from hybrid_kv.index.clusters import ClustersIndex
 from hybrid_kv.index.query_channels import QueryChannelsIndex
-from hybrid_kv.plugins import Method, Placement
+from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.types import Demotion, LayerShape, ModelInfo, Read, TokenBudget
+from hybrid_kv.types import LayerShape, ModelInfo, Read, TokenBudget
 from tests.oracle import softmax_attention
+from tests.runtime.keeping import KeepsHeaviest
 from tests.tolerances import TOLERANCES
 
 SHAPE, SCALE, PROMPT, GROUP = LayerShape(0, 6, 2, 72), 0.11, 333, 3
@@ -370,22 +372,21 @@ def test_nothing_that_was_found_is_estimated_again() -> None:
         assert (lse == -torch.inf).all()
 
 
-class _Hot(Method):
-    """Asks for an estimate beside hot pages."""
-
-    Params = HybridConfig(method="retroinfer").build().Params
+class _Copies(KeepsHeaviest):
+    """Asks for an estimate beside copies of its own."""
 
     def seal(self, layer_idx: int, evidence: Any) -> Placement:
         make = lambda: ClustersIndex(ClustersIndex.Params())  # noqa: E731
-        return Placement(16, 16, rest=Demotion.OFFLOAD, index=make, hot_tokens=32, digests=True)
+        return replace(super().seal(layer_idx, evidence), index=make)
 
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        return Read(2, TokenBudget(5, estimate="index"))
+        return Read(cold=TokenBudget(5, estimate="index"))
 
 
-def test_an_estimate_beside_hot_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_beside_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = HybridConfig(method="retroinfer", page_size=16)
-    monkeypatch.setattr(HybridConfig, "build", lambda self: _Hot(None))
+    own = _Copies(_Copies.Params(offload=True))
+    monkeypatch.setattr(HybridConfig, "build", lambda self: own)
     kv = KVCache(ModelInfo((SHAPE,)), config)
     q, k, v = (torch.randn(1, heads, 100, 72) for heads in (6, 2, 2))
     kv.attend(0, q, (k, v), None, scale=SCALE)

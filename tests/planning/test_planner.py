@@ -68,17 +68,17 @@ def test_every_token_is_in_one_tier() -> None:
     assert plain.device_bytes["kv"] + plain.host_bytes["kv"] == 16 * GIB
 
 
-def test_free_device_memory_becomes_hot_pages_with_digests() -> None:
+def test_free_device_memory_becomes_spare_pages_with_digests() -> None:
     option = option_of(128 << 10, "hybrid", cold=HOST_FINDS)
-    hot, token = option.settings["hot_tokens"], LLAMA_8B.kv_bytes_per_token
-    assert isinstance(hot, int)
-    assert hot > 4_000
-    assert hot % 16 == 0
-    assert option.device_bytes["kv"] == 640 * token + hot * token * 17 // 16
-    assert option.host_bytes["kv"] == 16 * GIB - 640 * token, "the host keeps what is copied"
+    spare, token = option.settings["spare_tokens"], LLAMA_8B.kv_bytes_per_token
+    assert isinstance(spare, int)
+    assert spare > 4_000
+    assert spare % 16 == 0
+    assert option.device_bytes["kv"] == 640 * token + spare * token * 17 // 16
+    assert option.host_bytes["kv"] == 16 * GIB - (640 + spare) * token
     one_page_more = sum(option.device_bytes.values()) + 17 * token
     assert one_page_more > CARD.memory_bytes - CONTEXT - GIB
-    assert HybridConfig(**option.settings).hot_tokens == hot
+    assert HybridConfig(**option.settings).spare_tokens == spare
 
 
 def test_a_plan_for_a_24_gb_card_leaves_a_gib_of_air() -> None:
@@ -92,14 +92,15 @@ def test_a_plan_for_a_24_gb_card_leaves_a_gib_of_air() -> None:
 
 def test_what_a_prompt_s_search_takes_is_counted_on_both_sides() -> None:
     tokens = 128 << 10
-    option = option_of(tokens, "hybrid", cold=HOST_FINDS)
+    own = {"method": "retrieval_attention", "cold": {"index": "auto", **HOST_FINDS}}
+    option = option_of(tokens, "hybrid", **own)
     scanned = option_of(tokens, "hybrid", method="flat")
     learning = learning_bytes(LLAMA_8B.layers[0], HybridConfig().build().needs, tokens, 2)
     more = option.device_bytes["prefill"] - scanned.device_bytes["prefill"]
     assert learning.collecting <= more <= learning.collecting + learning.sealing
     assert option.host_bytes["builds"] == 32 * learning.kept
     tight = replace(DESKTOP, host_bytes=int(25.8 * GIB))
-    fewer = option_of(tokens, "hybrid", tight, cold=HOST_FINDS)
+    fewer = option_of(tokens, "hybrid", tight, **own)
     assert fewer.fits, "layers wait for the indexes of those before them"
     assert sum(fewer.host_bytes.values()) == tight.host_bytes
     assert option.host_bytes["staging"] == learning.kept
@@ -123,31 +124,10 @@ def test_states_of_long_prompts_wait_on_the_host() -> None:
         assert more >= tokens * (2 * 4096 + 4096)
 
 
-def test_digests_that_serve_until_the_graph_is_ready_are_counted_where_they_fit() -> None:
-    tokens = 128 << 10
-    option = option_of(tokens, "hybrid", cold=HOST_FINDS)
-    digests = option.device_bytes["digests"]
-    pages = (tokens - 640) // 16
-    assert digests == (pages + pages // 16) * LLAMA_8B.kv_bytes_per_token, "and those to come"
-    scanned = option_of(tokens, "hybrid", cold={"stand_in": "scan", **HOST_FINDS})
-    assert "digests" not in scanned.device_bytes
-    gained = scanned.settings["hot_tokens"] - option.settings["hot_tokens"]
-    assert gained == pytest.approx(digests / LLAMA_8B.kv_bytes_per_token * 16 / 17, abs=16)
-    small = replace(DESKTOP, device_bytes=20 * GIB)
-    assert "digests" not in option_of(tokens, "hybrid", small, cold=HOST_FINDS).device_bytes
-    pages_serve = option_of(tokens, "hybrid", small, cold={"stand_in": "pages", **HOST_FINDS})
-    assert "digests" in pages_serve.device_bytes
-    assert "digests" not in option_of(tokens, "hybrid", method="flat").device_bytes
-
-
-def test_spare_and_hot_tokens_that_were_asked_for_are_kept() -> None:
+def test_spare_tokens_that_were_asked_for_are_kept() -> None:
     option = option_of(128 << 10, "hybrid", spare_tokens=1024, cold=HOST_FINDS)
     assert option.settings == {}
     assert option.host_bytes["kv"] == ((128 << 10) - 1024 - 640) * LLAMA_8B.kv_bytes_per_token
-    hot = option_of(128 << 10, "hybrid", hot_tokens=1024)
-    assert hot.settings == {}
-    assert hot.device_bytes["kv"] == option.device_bytes["kv"]
-    assert hot.host_bytes["kv"] == ((128 << 10) - 640) * LLAMA_8B.kv_bytes_per_token
 
 
 def test_a_short_context_has_nothing_to_search() -> None:
@@ -167,7 +147,9 @@ def test_a_search_never_costs_more_than_the_scan() -> None:
 
 def search_ms(kind: str, tokens: int, machine: Machine = DESKTOP) -> float:
     cold = {"index": {"kind": kind}, **HOST_FINDS}
-    return option_of(tokens, "hybrid", machine, cold=cold, hot_tokens=0).ms["search"]
+    return option_of(tokens, "hybrid", machine, method="retrieval_attention", cold=cold).ms[
+        "search"
+    ]
 
 
 def test_a_sketch_reads_codes_in_order_and_candidates_anywhere() -> None:
@@ -264,7 +246,6 @@ def test_codes_are_as_large_as_fit(size: int) -> None:
         ({"cold": {"select": "host"}}, "as cold.select says"),
         ({"cold": {"index": "graph"}}, "kind sketch or auto, got graph"),
         ({"cold": {"min_share": 0.01}}, "min_share"),
-        ({"hot_tokens": 1024}, "has to know what is found"),
     ],
 )
 def test_the_plan_says_why_the_host_searches(settings: dict[str, object], why: str) -> None:

@@ -34,11 +34,9 @@ class KeepsHeaviest(Method):
         sink_tokens: int = 16
         window_tokens: int = 24
         spare_tokens: int = 0
-        hot_tokens: int = 0
         offload: bool = False
         top_k: int | None = None
         min_share: float | None = None
-        fetch: bool = False
 
     @classmethod
     def full_budget(cls, params: Any) -> Any:
@@ -53,11 +51,9 @@ class KeepsHeaviest(Method):
         return Placement(
             sink_tokens=own.sink_tokens,
             window_tokens=own.window_tokens,
-            hot_tokens=own.hot_tokens,
             rest=Demotion.ABSORB,
             offload=own.offload,
             index=flat_index if own.top_k is not None else None,
-            fetch=own.fetch,
         )
 
     def read(self, layer_idx: int, q: Tensor) -> Read:

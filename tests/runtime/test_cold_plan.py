@@ -20,7 +20,6 @@ from tests.runtime.test_engine_plan import (
     RETRIEVING,
     SETTINGS,
     SHAPE,
-    SPARE,
     STEPS,
     begin,
     compare,
@@ -194,8 +193,6 @@ def test_what_a_call_cannot_say_is_made_op_by_op(calls: list[LayerPlan]) -> None
         ({"index": "flat"}, {}),  # torch scans
         ({"index": INT8, "min_share": 0.01}, {}),
         ({"index": INT8, "top_k": "all"}, {}),
-        ({"index": INT8, "attend": "fetch"}, {}),
-        ({"index": INT8}, {"method": "hybrid", **SPARE, "hot_tokens": 32}),
         ({"index": INT8}, {"backend": "torch_cpu"}),
     ):
         kv = far({**RETRIEVING, **further, "cold": cold})

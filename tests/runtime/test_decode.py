@@ -17,7 +17,6 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.store import LayerKV
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, Work
 from tests.oracle import softmax_attention, spread
 from tests.tolerances import TOLERANCES
@@ -35,9 +34,6 @@ class Named:
     pages: resident pages read beside sinks and window; None for all.
     keep: nothing ever leaves the resident tier.
     estimate: cold entries that no query attends are estimated from the moments of their extent.
-
-    Which cold pages are hot is not worked out: it is asked of the store before every step. They are
-    resident pages like others then, and what is found in those that are read is not read twice.
     """
 
     settings: dict[str, Any]
@@ -58,44 +54,7 @@ class Named:
 SIZES = {"sink_tokens": 4, "window_tokens": 8}
 FLAT = {"index": "flat", "estimate": "none"}  # exact, and its work is known
 ESTIMATED = {"index": "flat", "estimate": "gaussian"}
-HOT = {"method": "hybrid", "hot_tokens": 12, **SIZES}
-FETCHED = {"top_k": 5, "attend": "fetch"}
 NAMED = {
-    "hot": Named({**HOT, "cold": {"top_k": 5, **FLAT}, "page_budget": 2}, 4, 8, top_k=5, pages=2),
-    "hot_whole_tier": Named(
-        {**HOT, "cold": {"top_k": "all"}, "page_budget": 1}, 4, 8, top_k=10**9, pages=1
-    ),
-    "hot_all_read_spare_and_near": Named(
-        {
-            **HOT,
-            "cold": {"top_k": 7, "min_share": 0.02, **FLAT},
-            "page_budget": "all",
-            "spare_tokens": 8,
-        },
-        4,
-        8,
-        8,
-        top_k=7,
-        min_share=0.02,
-    ),
-    "hot_without_sinks_and_window": Named(
-        {
-            **HOT,
-            "sink_tokens": 0,
-            "window_tokens": 0,
-            "cold": {"top_k": 2, **FLAT},
-            "page_budget": 1,
-        },
-        top_k=2,
-        pages=1,
-    ),
-    "fetched": Named({"method": "flat", "cold": FETCHED, **SIZES}, 4, 8, top_k=5),
-    "fetched_whole_tier": Named(
-        {"method": "flat", "cold": {**FETCHED, "top_k": "all"}, **SIZES}, 4, 8, top_k=10**9
-    ),
-    "fetched_beside_hot": Named(
-        {**HOT, "cold": {**FETCHED, **FLAT}, "page_budget": 2}, 4, 8, top_k=5, pages=2
-    ),
     "full": Named({"method": "full"}, keep=True),
     "streaming_llm": Named({"method": "streaming_llm", **SIZES}, 4, 8),
     "streaming_llm_without_window": Named(
@@ -163,24 +122,9 @@ NAMED = {
         top_k=3,
         estimate=True,
     ),
-    "estimated_and_fetched": Named(
-        {"method": "flat", "cold": {**FETCHED, "estimate": "gaussian"}, **SIZES},
-        4,
-        8,
-        top_k=5,
-        estimate=True,
-    ),
-    "estimated_beside_hot": Named(
-        {**HOT, "cold": {"top_k": 5, **ESTIMATED}, "page_budget": 2},
-        4,
-        8,
-        top_k=5,
-        pages=2,
-        estimate=True,
-    ),
-    "estimated_beside_all_hot_and_what_weighs": Named(
+    "estimated_beside_spare_and_what_weighs": Named(
         {
-            **HOT,
+            **{"method": "hybrid", **SIZES},
             "cold": {"top_k": 2, "max_tokens": 7, "min_share": 0.05, **ESTIMATED},
             "page_budget": "all",
             "spare_tokens": 8,
@@ -219,7 +163,6 @@ class Twin:
     softcap: float | None = None
     rows: list[Row] = field(default_factory=list)
     work: Work = field(default_factory=Work)
-    hot: list[set[int]] = field(default_factory=list)  # by row, first positions of hot pages
 
     def draw(self, rows: int, new: int) -> tuple[Tensor, Tensor, Tensor]:
         heads, dim = (self.shape.num_q_heads, self.shape.num_kv_heads), self.shape.head_dim
@@ -245,7 +188,6 @@ class Twin:
     def step(self, new: int) -> None:
         q, k, v = self.draw(len(self.rows), new)
         self.cache.seal_if_open(0)
-        self.hot = [hot_pages(self.cache.stores[0], row) for row in range(len(self.rows))]
         part = self.cache.attend(0, q, (k, v), None, scale=SCALE, softcap=self.softcap)
         for row, mine in enumerate(self.rows):
             mine.k, mine.v = torch.cat([mine.k, k[row]], 1), torch.cat([mine.v, v[row]], 1)
@@ -267,18 +209,15 @@ class Twin:
             each = [
                 [self._seen(row, q[row], head, t, new) for t in range(new)] for head in range(heads)
             ]
-            seen, hot = (
-                torch.stack([torch.stack([one[at] for one in tokens]) for tokens in each])
-                for at in (0, 2)
-            )
+            seen = torch.stack([torch.stack([one for one, _ in tokens]) for tokens in each])
             k, v = spread(mine.k[None], heads)[0], spread(mine.v[None], heads)[0]
             exact, exact_lse = softmax_attention(
                 q[row], k, v, scale=SCALE, softcap=self.softcap, visible=seen
             )
             if self.named.estimate:
-                limits = torch.tensor([[limit for _, limit, _ in tokens] for tokens in each])
+                limits = torch.tensor([[limit for _, limit in tokens] for tokens in each])
                 exact, exact_lse = self._with_estimates(
-                    *(row, q[row], seen, hot, limits, exact, exact_lse)
+                    *(row, q[row], seen, limits, exact, exact_lse)
                 )
             torch.testing.assert_close(out[row].double(), exact, **TOLERANCES[torch.float32])
             torch.testing.assert_close(lse[row].double(), exact_lse, **TOLERANCES[torch.float32])
@@ -288,10 +227,10 @@ class Twin:
         self._count_scored(new)
 
     def check_work(self) -> None:
-        """What was touched; what was copied, and bytes, are left open."""
+        """What was touched; bytes are left open."""
         work = self.cache.work
         names = [one.name for one in fields(work) if one.name.endswith("_bytes")]
-        left_open = {name: getattr(work, name) for name in ("promoted_pages", *names)}
+        left_open = {name: getattr(work, name) for name in names}
         assert work == replace(self.work, **left_open)
 
     def _with_estimates(
@@ -299,14 +238,11 @@ class Twin:
         number: int,
         q: Tensor,
         seen: Tensor,
-        hot: Tensor,
         limits: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Attention [Hq, T, D] and [Hq, T] over what was seen, and what was not as estimated; the
-        moments are of what the device does not attend, `hot`.
-        """
+        """Attention [Hq, T, D] and [Hq, T] over what was seen, and what was not as estimated."""
         row, group = self.rows[number], self.shape.group_size
         start, end = self._cold(row)
         outs, lses = [out], [lse]
@@ -323,7 +259,7 @@ class Twin:
                         _of_head(known, head // group),
                         *(t[head // group, start:stop] for t in (row.k, row.v)),
                         *(q[head, token], seen[head, token, start:stop]),
-                        *(hot[head, token, start:stop], limits[head, token]),
+                        limits[head, token],
                     )
                     for head in range(lse.shape[0])
                     for token in range(lse.shape[1])
@@ -336,52 +272,39 @@ class Twin:
         return (weights * torch.stack(outs)).sum(0), every.logsumexp(0)
 
     def _estimated(
-        self, known: Tail, k: Tensor, v: Tensor, q: Tensor, seen: Tensor, hot: Tensor, limit: Tensor
+        self, known: Tail, k: Tensor, v: Tensor, q: Tensor, seen: Tensor, limit: Tensor
     ) -> PartialAttention:
         """Of one query [D] and one extent [n, D]."""
-        total = torch.tensor([len(k)])
-        known = known.less(total, hot.sum()[None], k[hot].sum(0)[None], v[hot].sum(0)[None])
-        found = seen & ~hot
-        attended = AttendedSums(found.sum()[None, None], (k[found] @ q).sum()[None, None])
+        attended = AttendedSums(seen.sum()[None, None], (k[seen] @ q).sum()[None, None])
         part = known.attend(
-            *(q[None, None], len(k) - hot.sum(), attended, limit[None, None]),
+            *(q[None, None], torch.tensor(len(k)), attended, limit[None, None]),
             scale=SCALE,
             softcap=self.softcap,
         )
-        return part.without(v[found].sum(0)[None, None])
+        return part.without(v[seen].sum(0)[None, None])
 
     def _seen(
         self, number: int, q: Tensor, head: int, token: int, new: int
-    ) -> tuple[Tensor, float, Tensor]:
-        """[n] bool: the entries that one query attends; the lowest logit of those that it found;
-        which of them the device attends.
-        """
+    ) -> tuple[Tensor, float]:
+        """[n] bool: the entries that one query attends; the lowest logit of those that it found."""
         row = self.rows[number]
         positions = torch.arange(row.length)
         start, end = self._cold(row)
         cold = (positions >= start) & (positions < end)
-        resident = ~cold | self._is_hot(number)
+        resident = ~cold
         if self.named.pages is not None:
             resident = self._pages(row, q, head, token, new, resident)
-        on_device, limit = resident & (positions <= row.length - new + token), torch.inf
-        seen = on_device.clone()
+        seen, limit = resident & (positions <= row.length - new + token), torch.inf
         if self.named.top_k is not None and end > start:
             keys = row.k[head // self.shape.group_size, start:end].double()
             near = row.k[head // self.shape.group_size][seen].double() @ q[head, token].double()
             best = self._retrieved(keys @ q[head, token].double(), near)
             if len(best):
                 limit = float(self._logits(keys[best] @ q[head, token].double()).amin())
-            retrieved = int((~seen[start + best]).sum())
             seen[start + best] = True
-            self.work.retrieved += retrieved
-            self.work.hot += len(best) - retrieved
-            self.work.most_retrieved = max(self.work.most_retrieved, retrieved)
-        return seen, limit, on_device
-
-    def _is_hot(self, number: int) -> Tensor:
-        """[n] bool: the entries that have a copy on the device."""
-        pages = torch.arange(self.rows[number].length) // PAGE * PAGE
-        return torch.isin(pages, torch.tensor(sorted(self.hot[number])))
+            self.work.retrieved += len(best)
+            self.work.most_retrieved = max(self.work.most_retrieved, len(best))
+        return seen, limit
 
     def _retrieved(self, scores: Tensor, near: Tensor) -> Tensor:
         """The cold entries that a query with these true scores attends, beside resident ones."""
@@ -435,12 +358,12 @@ class Twin:
     def _count_scored(self, new: int) -> None:
         queries = self.shape.num_q_heads * new
         pages, choice = 0, False
-        for number, row in enumerate(self.rows):
+        for row in self.rows:
             start, end = self._cold(row)
             if self.named.top_k is not None and self.named.top_k < end - start:
                 self.work.scored += queries * (end - start)  # a flat index
             positions = torch.arange(row.length)
-            resident = (positions < start) | (positions >= end) | self._is_hot(number)
+            resident = (positions < start) | (positions >= end)
             pinned, free = self._page_starts(row, resident, new)
             pages += len(pinned) + len(free)
             choice |= self.named.pages is not None and len(free) > self.named.pages
@@ -450,12 +373,6 @@ class Twin:
 def _of_head(known: Tail, head: int) -> Tail:
     own = slice(head, head + 1)
     return Tail(known.count, **{name: t[own] for name, t in known.tensors().items()})
-
-
-def hot_pages(layer: LayerKV, row: int) -> set[int]:
-    """The first positions of a row's hot pages."""
-    hot, positions = layer.rows[row].hot_range(), layer.rows[row].table.positions()
-    return set(positions[hot.start * PAGE : hot.stop * PAGE : PAGE])
 
 
 def twin(name: str, shape: LayerShape, softcap: float | None = None, **common: Any) -> Twin:

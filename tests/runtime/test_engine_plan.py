@@ -380,7 +380,6 @@ def test_what_a_plan_cannot_say_is_made_op_by_op() -> None:
     for settings in (
         {**RETRIEVING, "cold": {"index": "flat"}},  # torch scans
         {**RETRIEVING, "cold": {"index": flat, "min_share": 0.01}},
-        {**RETRIEVING, "method": "hybrid", "hot_tokens": 32, "cold": {"index": flat}},
         {"method": "h2o"},
         {"method": "full", "backend": "reference"},
     ):

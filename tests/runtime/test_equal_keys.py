@@ -24,10 +24,8 @@ OFFLOAD = {"method": "snapkv", "demote": "offload", "window_tokens": 8, "budget_
 SETTINGS: dict[str, dict[str, Any]] = {
     "flat": {**FLAT, "cold": {"top_k": 90}},
     "int8": {**FLAT, "cold": {"top_k": 90, "index": {"kind": "flat", "precision": "int8"}}},
-    "fetched": {**FLAT, "cold": {"top_k": 90, "attend": "fetch"}},
     "weighs": {**FLAT, "cold": {"top_k": 30, "max_tokens": 90, "min_share": 0.0}},
-    "hot": {"method": "hybrid", **SIZES, "hot_tokens": 40, "page_budget": 4, "top_k": 31},
-    "all_hot": {"method": "hybrid", **SIZES, "hot_tokens": 40, "page_budget": "all", "top_k": 31},
+    "spare": {"method": "hybrid", **SIZES, "spare_tokens": 4, "page_budget": "all", "top_k": 31},
     "copied": {**OFFLOAD, "cold": {"top_k": 60, "index": "flat"}},
 }
 

@@ -85,7 +85,6 @@ OPEN = {
     "full": (KeepsHeaviest, FULL),
     "codec": (KeepsHalves, {}),
     "offload": (KeepsHeaviest, {"offload": True}),
-    "offload_and_fetch": (KeepsHeaviest, {"offload": True, "fetch": True}),
     "offload_and_find_all": (
         KeepsHeaviest,
         {"offload": True, "top_k": 10**6},
@@ -93,20 +92,6 @@ OPEN = {
     "offload_and_share": (
         KeepsHeaviest,
         {"offload": True, "top_k": 1, "min_share": 0.0},
-    ),
-    "offload_hot": (
-        KeepsHeaviest,
-        {
-            **{"offload": True, "top_k": 1, "min_share": 0.0},
-            **{"hot_tokens": 48, "budget": 1},
-        },
-    ),
-    "offload_found_and_fetched": (
-        KeepsHeaviest,
-        {
-            **{"offload": True, "top_k": 1, "min_share": 0.0},
-            **{"fetch": True},
-        },
     ),
     "no_window": (KeepsHeaviest, {**FULL, "sink_tokens": 0, "window_tokens": 0}),
 }
@@ -131,30 +116,6 @@ def test_a_long_later_turn_is_exact(opened: KVCache) -> None:
     stream.feed(173, *[1] * 20)
     stream.assert_exact(90)
     stream.assert_exact(1, 1, 1)
-
-
-def test_hot_pages_serve_beside_copies() -> None:
-    kind, params = OPEN["offload_hot"]
-    kv = cache(kind, **params)
-    stream = Stream(kv)
-    stream.assert_exact(173)
-    for _ in range(40):
-        stream.assert_exact(1)
-    assert kv.work.promoted_pages > 0
-    assert kv.work.hot > 0
-
-
-def test_a_page_with_a_copy_in_it_is_never_hot() -> None:
-    """All pages have room on the device, where they would be attended whole."""
-    kind, params = OPEN["offload_hot"]
-    kv = cache(kind, **params)
-    stream = Stream(kv)
-    stream.assert_exact(16 + 24 + 3 * PAGE)
-    for _ in range(12):
-        stream.assert_exact(1)
-        row = kv.stores[0].rows[0]
-        assert row.copied is not None
-        assert not any(row.copied[:, page * PAGE :][:, :PAGE].any() for page in row.hot.pages)
 
 
 def test_forks_go_their_own_ways(opened: KVCache) -> None:

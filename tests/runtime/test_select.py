@@ -19,8 +19,7 @@ from hybrid_kv.index import _device_learn, device_sketch
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
-from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes
-from hybrid_kv.runtime.stand_in import resident_bytes
+from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.transfer.recorded import Recording
@@ -388,9 +387,7 @@ def test_what_the_device_cannot_do_is_refused(settings: dict[str, Any], said: st
     HybridConfig(method="retrieval_attention", cold=settings)
 
 
-def test_hot_pages_and_copies_are_the_host_s_business() -> None:
-    with pytest.raises(ConfigError, match="give spare_tokens instead"):
-        HybridConfig(method="hybrid", hot_tokens=64, cold={"select": "device"})
+def test_copies_are_the_host_s_business() -> None:
     cold = {"select": "device", "index": "sketch"}
     with pytest.raises(ConfigError, match="keeps entries of its choice"):
         HybridConfig(method="snapkv", demote="offload", cold=cold)

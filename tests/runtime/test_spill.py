@@ -54,7 +54,6 @@ def _knows(method: str, key: str) -> bool:
     return key == "page_size" or key in METHODS[method].params.model_fields
 
 
-HOT = {"hot_tokens": 12, "page_budget": 1}
 FEW = {"top_k": 5, "index": "flat"}
 
 
@@ -63,8 +62,7 @@ FEW = {"top_k": 5, "index": "flat"}
     ("method", "further"),
     [
         *(pytest.param(method, {}, id=method) for method in sorted(METHODS)),
-        pytest.param("hybrid", {**HOT, "cold": FEW}, id="hot"),
-        pytest.param("hybrid", {**HOT, "cold": {**FEW, "attend": "fetch"}}, id="fetched"),
+        pytest.param("hybrid", {"spare_tokens": 12, "page_budget": 1, "cold": FEW}, id="spare"),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2])
@@ -77,7 +75,6 @@ def test_no_method_depends_on_when_copies_arrive(
         q, entries = tokens(new, rows)
         outs = [attend(kv, q, entries) for kv in (late, now)]
         torch.testing.assert_close(*outs, rtol=0, atol=0)
-    assert (now.work.hot > 0) == ("hot_tokens" in further)
     late.check_integrity()
     assert not lane.pending
 

@@ -251,6 +251,22 @@ def test_a_context_of_version_1_is_opened(llm: hkv.LLM, saved: Path) -> None:
     llm.open(saved).close()
 
 
+@pytest.mark.parametrize(
+    ("hot", "attend", "stand_in"), [(0, "cpu", "auto"), (64, "fetch", "pages")]
+)
+def test_a_context_with_settings_that_were_removed_is_opened(
+    llm: hkv.LLM, saved: Path, hot: int, attend: str, stand_in: str
+) -> None:
+    """None of them decided what was stored."""
+
+    def as_then(content: dict[str, Any]) -> None:
+        content["config"]["hot_tokens"] = hot
+        content["config"]["cold"] |= {"attend": attend, "stand_in": stand_in}
+
+    rewrite(saved, as_then)
+    llm.open(saved).close()
+
+
 def test_a_file_of_another_program_is_refused(
     llm: hkv.LLM, context: hkv.Context, tmp_path: Path
 ) -> None:

@@ -44,10 +44,8 @@ def append(store: LayerKV, k: Tensor, v: Tensor, valid: Tensor | None = None) ->
 def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}
-    k, v = store.rows[row].owned_view()
+    k, v = store.rows[row].table.view()
     positions = store.rows[row].table.positions()
-    hot = store.rows[row].hot_range()
-    del positions[hot.start * store.page_size : hot.stop * store.page_size]
     _enter(found, positions, k, v, "resident")
     for span in store.rows[row].chain.spans:
         k, v = span.extent.first(span.length)

@@ -17,15 +17,10 @@ SIZES = (PAGE, 2 * PAGE, PAGE)
 
 
 def tiered() -> LayerKV:
-    """Two rows of 37 tokens: a page of sinks, 5 cold pages, 4 pages of spare and window.
-
-    Row 1 has the cold pages 2 and 3 on the device as well.
-    """
+    """Two rows of 37 tokens: a page of sinks, 5 cold pages, 4 pages of spare and window."""
     store = layer(rows=2)
     Feed(store).append(37)
-    store.seal(
-        Placement(*SIZES, Demotion.OFFLOAD, index=flat_index(), digests=True, hot_tokens=2 * PAGE)
-    )
+    store.seal(Placement(*SIZES, Demotion.OFFLOAD, index=flat_index(), digests=True))
     for row in range(2):
         overflow = store.rows[row].overflow()
         assert overflow is not None
@@ -35,8 +30,6 @@ def tiered() -> LayerKV:
         store.rows[row].forget_overflow()
     store.compact()
     store.resident.pool.enable_digests()
-    store.rows[1].hot.book(torch.full((2, 3, 2), 2 * PAGE) + PAGE * torch.arange(2), 0, 5, None)
-    assert store.rows[1].promote() == 2
     return store
 
 
@@ -119,22 +112,6 @@ def the_index_lacks_a_key(store: LayerKV) -> None:
     extent.index.rebuild(extent.keys[:, :-1])
 
 
-def a_hot_page_is_not_what_the_host_holds(store: LayerKV) -> None:
-    store.rows[1].chain.spans[0].extent.v[1, 3 * PAGE] += 1
-
-
-def a_hot_page_stands_for_another(store: LayerKV) -> None:
-    store.rows[1].hot.pages[0] = 1
-
-
-def a_hot_page_has_no_backing(store: LayerKV) -> None:
-    store.rows[1].hot.pages[0] = 5
-
-
-def a_hot_page_was_forgotten_by_half(store: LayerKV) -> None:
-    store.rows[1].hot.clear()
-
-
 def order_is_claimed_and_not_there(store: LayerKV) -> None:
     store.rows[0].table.in_order = True
 
@@ -160,10 +137,6 @@ def order_is_claimed_and_not_there(store: LayerKV) -> None:
         an_extent_does_not_know_a_row,
         a_row_sees_more_than_the_extent_has,
         the_index_lacks_a_key,
-        a_hot_page_is_not_what_the_host_holds,
-        a_hot_page_stands_for_another,
-        a_hot_page_has_no_backing,
-        a_hot_page_was_forgotten_by_half,
         order_is_claimed_and_not_there,
     ],
 )

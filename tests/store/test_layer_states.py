@@ -1,12 +1,10 @@
 """Random lives of a layer, held against a list of tokens per row.
 
 After every step each token has one owner with its own key, value and position, unless the placement
-said to drop it; views, digests, counts, hot copies and cold searches agree with the lists.
+said to drop it; views, digests, counts and cold searches agree with the lists.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -54,7 +52,6 @@ class LayerLife(RuleBasedStateMachine):
         spare=pages,
         digests=st.booleans(),
         indexed=st.booleans(),
-        hot=pages,
     )
     def seal(
         self,
@@ -64,11 +61,9 @@ class LayerLife(RuleBasedStateMachine):
         spare: int,
         digests: bool,
         indexed: bool,
-        hot: int,
     ) -> None:
         index = flat_index() if indexed else None
-        place = Placement(sinks, window, spare, rest, index=index, digests=digests)
-        self.store.seal(replace(place, hot_tokens=hot))
+        self.store.seal(Placement(sinks, window, spare, rest, index=index, digests=digests))
         if digests:
             self.store.resident.pool.enable_digests()
         self.demote()
@@ -92,20 +87,6 @@ class LayerLife(RuleBasedStateMachine):
                 self.lost[row] |= set(positions)
             self.store.rows[row].forget_overflow()
             assert self.store.rows[row].overflow() is None
-
-    @rule(seed=st.integers(0, 99))
-    def promote(self, seed: int) -> None:
-        """What the runtime does after a step whose searches found random entries."""
-        draw = torch.Generator().manual_seed(seed)
-        for row in range(len(self.store.rows)):
-            firsts = self.store.rows[row].chain.first_pages(PAGE)
-            for first, span in zip(firsts, self.store.rows[row].chain.spans, strict=False):
-                ids = torch.randint(-1, span.length, (2, 3, 5), generator=draw)
-                covered = self.store.rows[row].hot.book(ids, first, span.length // PAGE, None)
-                hot = {page - first for page in self.store.rows[row].hot.pages}
-                expected = torch.tensor([i // PAGE in hot for i in ids.flatten().tolist()])
-                assert torch.equal(covered, expected.view(ids.shape))
-            self.store.rows[row].promote()
 
     @rule(count=st.integers(0, 15) | st.integers(0, 99))
     def crop(self, count: int) -> None:
@@ -166,8 +147,6 @@ class LayerLife(RuleBasedStateMachine):
         view = self.store.resident.view()
         for row, history in enumerate(self.feed.history):
             kept = [p for p, (_, tier) in owned(self.store, row).items() if tier == "resident"]
-            table, hot = self.store.rows[row].table.positions(), self.store.rows[row].hot_range()
-            kept += table[hot.start * PAGE : hot.stop * PAGE]
             positions = torch.arange(view.k.shape[2])
             if view.positions is not None:
                 positions = view.positions[row]

@@ -217,9 +217,7 @@ def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
 
 ESTIMATED: dict[str, dict[str, Any]] = {
     "flat": {"cold": {"top_k": 9}},
-    "fetched": {"cold": {"top_k": 9, "attend": "fetch"}},
     "weighs": {"cold": {"top_k": 3, "max_tokens": 9, "min_share": 0.01}},
-    "hot": {"method": "hybrid", "hot_tokens": 16, "page_budget": 2, "cold": {"index": "flat"}},
     "copied": {
         "method": "snapkv",
         **{"demote": "offload", "sink_tokens": 0, "budget_tokens": 24},
@@ -233,7 +231,7 @@ ESTIMATED: dict[str, dict[str, Any]] = {
     ("name", "form", "one_call"),
     [
         *(("flat", form, one) for form in ("gaussian", "first_order") for one in "01"),
-        *((name, "gaussian", "1") for name in ("fetched", "weighs", "hot", "copied")),
+        *((name, "gaussian", "1") for name in ("weighs", "copied")),
         ("index", "index", "1"),
     ],
 )
