@@ -377,6 +377,11 @@ class Method(ABC):
             evidence: one per batch row; empty unless `needs` asks for something.
         """
 
+    reads_alike: ClassVar[bool] = False
+    """Whether `read` answers the same for a layer in every step, whatever the queries; said by the
+    class that defines `read`. Then a step on a device can begin before its queries are known.
+    """
+
     @abstractmethod
     def read(self, layer_idx: int, q: Tensor) -> Read:
         """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once."""

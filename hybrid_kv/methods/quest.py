@@ -53,6 +53,8 @@ class Quest(Method):
             digests=layer_idx >= self.params.dense_layers,
         )
 
+    reads_alike = True
+
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return self._dense if layer_idx < self.params.dense_layers else self._chosen
 

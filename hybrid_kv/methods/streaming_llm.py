@@ -46,6 +46,8 @@ class StreamingLLM(Method):
             rest=Demotion.DROP,
         )
 
+    reads_alike = True
+
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return Read()
 

@@ -27,7 +27,7 @@ from hybrid_kv.errors import (
     UnsupportedModelError,
 )
 from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.runtime import HeldLayer, KVCache, TieredLayer
+from hybrid_kv.runtime import DevicePlan, HeldLayer, KVCache, TieredLayer
 from hybrid_kv.runtime.together import JointRow
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, ModelInfo, PartialAttention, Work
@@ -443,6 +443,10 @@ class TieredCache(Cache):
                 raise
             finally:
                 state.in_forward = False
+
+    def advance(self) -> list[DevicePlan]:
+        """Begins a step of one token of one row, inside of `forward`; see `KVCache.advance`."""
+        return self.kv.advance(self.get_seq_length())
 
     def begin_forward(self) -> None:
         """From now on the cache can be put back to where it is."""

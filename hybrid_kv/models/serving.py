@@ -107,6 +107,8 @@ class Serving:
                 with self._inside(module):
                     return inner()
             with self._turned_on(cache, inputs), self._inside(module):
+                if isinstance(cache, TieredCache) and _is_one_token(inputs):
+                    cache.advance()
                 steps = self._steps
                 if (
                     steps is not None
@@ -235,6 +237,12 @@ def _source(inputs: dict[str, Any]) -> Tensor | None:
     """The new tokens [B, T], or their embeddings [B, T, hidden]."""
     ids: Tensor | None = inputs.get("input_ids")
     return inputs.get("inputs_embeds") if ids is None else ids
+
+
+def _is_one_token(inputs: dict[str, Any]) -> bool:
+    """Whether a forward takes one new token of one row."""
+    source = _source(inputs)
+    return source is not None and source.shape[:2] == (1, 1)
 
 
 def _num_tokens(inputs: dict[str, Any]) -> int:

@@ -199,6 +199,7 @@ class AttentionOps(ChosenBackend):
         scale: float,
         softcap: float | None = None,
         tail_fill: int,
+        count: Tensor | None = None,
     ) -> PartialAttention:
         """See `reference.attend_pages`.
 
@@ -206,7 +207,7 @@ class AttentionOps(ChosenBackend):
             tail_fill: filled tokens in the last page of every list, for back ends that go by
                 lengths instead of positions; with one new token the other pages are full.
         """
-        plain = flashinfer.expresses(q, pages, slots)
+        plain = count is None and flashinfer.expresses(q, pages, slots)
         name = self._choose("attend_pages", q, here=self._here(q), plain=plain)
         if name == "flashinfer":
             return flashinfer.attend_pages(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
@@ -214,10 +215,14 @@ class AttentionOps(ChosenBackend):
             from hybrid_kv.ops.triton import paged
 
             return paged.attend_pages(
-                q, pages, slots, query_positions, scale=scale, softcap=softcap
+                q, pages, slots, query_positions, scale=scale, softcap=softcap, count=count
             )
         return reference.attend_pages(
-            q, pages, slots, query_positions, scale=scale, softcap=softcap, attend=self.attend
+            *(q, pages, slots, query_positions),
+            scale=scale,
+            softcap=softcap,
+            count=count,
+            attend=self.attend,
         )
 
     def reads_pages(self, q: Tensor) -> bool:

@@ -26,6 +26,8 @@ _CANDIDATES = {
     "attend_pages": ("triton", "flashinfer"),
     "merge": ("native", "triton"),
     "append": ("triton",),
+    "append_at": ("triton",),
+    "choose_listed": ("triton",),
     "update_digests": ("triton",),
     "copy_pages": ("triton",),
     "nearest_keys": ("triton",),

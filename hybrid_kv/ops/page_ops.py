@@ -102,6 +102,37 @@ class PageOps(ChosenBackend):
         if pages.key_min is not None:
             self.update_digests(pages, np.unique(np.asarray(places) // pages.k.shape[2]))
 
+    def append_at(
+        self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor
+    ) -> None:
+        """Stores one token's k, v [Hkv, D] where the device is told; see `reference.append_at`."""
+        if self._chosen_triton("append_at", pages.k):
+            from hybrid_kv.ops.triton import digests
+
+            digests.append_at(pages, k, v, numbers, table)
+        else:
+            reference.append_at(pages, k, v, numbers, table)
+
+    def choose_listed(
+        self, q: Tensor, pages: PagedKV, table: Tensor, numbers: Tensor, *, oldest: int, most: int
+    ) -> Tensor:
+        """Slots [Hkv, 1, most] of a table's best pages for one token, the best ones first.
+
+        Args:
+            q, table, numbers, oldest: see `reference.listed_page_scores`; the device is told how
+                many of the pages count.
+        """
+        assert pages.key_min is not None
+        assert pages.key_max is not None
+        given = q, pages.key_min, pages.key_max, table, numbers, oldest
+        if self._chosen_triton("choose_listed", q):
+            from hybrid_kv.ops.triton import scores
+
+            found = scores.listed_page_scores(*given)
+        else:
+            found = reference.listed_page_scores(*given)
+        return table[found.topk(min(most, len(table)), -1).indices]
+
     def _append_many(
         self,
         pages: PagedKV,

@@ -176,6 +176,43 @@ def choose_pages(
     return best_pages(shared, oldest, newest, count)
 
 
+def listed_page_scores(
+    q: Tensor, key_min: Tensor, key_max: Tensor, table: Tensor, numbers: Tensor, oldest: int
+) -> Tensor:
+    """How good the pages of a table are for one new token, by what the device is told of it.
+
+    Args:
+        q: [Hkv, G, D].
+        key_min, key_max: [Hkv, slots, D], the digests of all pages of the pool.
+        table: [C] int64 slots of the row's pages, oldest first; behind them there is anything.
+        numbers: [5] int64: place and position of the token, pages in the table, how many of them
+            are always chosen as the newest ones, how many are chosen in all.
+        oldest: how many pages at the begin of the table are always chosen.
+
+    Returns:
+        [Hkv, 1, C] float32: inf where a page is always chosen, -inf behind the table's pages.
+    """
+    pages, newest = int(numbers[2]), int(numbers[3])
+    scores = page_scores(q, key_min[:, table[:pages]], key_max[:, table[:pages]])
+    shared = scores.amax(1, keepdim=True)
+    shared[..., :oldest] = torch.inf
+    shared[..., pages - newest :] = torch.inf
+    return torch.nn.functional.pad(shared, (0, len(table) - pages), value=-torch.inf)
+
+
+def append_at(pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor) -> None:
+    """Stores one token's k, v [Hkv, D] by numbers, keeps its page's digest, and lists its page.
+
+    Args:
+        numbers, table: see `listed_page_scores`; the page becomes the last one of the table.
+    """
+    place, position, listed = numbers[:1], numbers[1:2], int(numbers[2])
+    append(pages, k[:, None], v[:, None], place, position)
+    slot = place // pages.k.shape[2]
+    update_digests(pages, slot)
+    table[listed - 1 : listed] = slot
+
+
 def best_pages(scores: Tensor, oldest: int, newest: int, count: int) -> Tensor:
     """The choice of `choose_pages` from scores [Hkv, T, P], which it overwrites."""
     last = scores.shape[-1] - 1
@@ -263,6 +300,7 @@ def attend_pages(
     *,
     scale: float,
     softcap: float | None = None,
+    count: Tensor | None = None,
     attend: Callable[..., PartialAttention] = attend,
 ) -> PartialAttention:
     """Attention of each KV head over pages of its own, each query up to its own position.
@@ -271,11 +309,14 @@ def attend_pages(
         q: [Hkv, M, D], M = G * T with row g * T + t.
         slots: [Hkv, T, C] int64 slots of `pages`, each once in a list.
         query_positions: [T] int64.
+        count: [1] int64, how many of each list are attended, from its begin; None for all.
         attend: what attends the gathered entries.
 
     Returns:
         out [Hkv, M, D] and lse [Hkv, M] float32.
     """
+    if count is not None:
+        slots = slots[..., : int(count)]
     heads, new, _ = slots.shape
     head = torch.arange(heads, device=slots.device)[:, None, None]
     k, v = (tensor[head, slots].flatten(2, 3) for tensor in (pages.k, pages.v))

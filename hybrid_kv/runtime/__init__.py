@@ -8,10 +8,12 @@ from hybrid_kv.runtime.capacity import (
     memory_errors,
     spare_host_memory,
 )
+from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.runtime.layer import TieredLayer
 
 __all__ = [
+    "DevicePlan",
     "HeldExtent",
     "HeldLayer",
     "KVCache",

@@ -16,10 +16,12 @@ from hybrid_kv.ops import get_ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.capacity import spare_host_memory
+from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.numbers import POSITION, StepNumbers
 from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
@@ -112,7 +114,11 @@ class KVCache:
             "builds": self._new_builds(),
             "look_ahead": ahead,
             "selectors": Selectors(len(self.info.layers)),
+            "numbers": self._new_numbers(),
         }
+
+    def _new_numbers(self) -> StepNumbers:
+        return StepNumbers([shape.layer_idx for shape in self.info.layers])
 
     def _new_builds(self) -> IndexBuilds:
         spare = weakref.WeakMethod(self._spare_host_memory)  # no cycle: a dropped cache is freed
@@ -203,6 +209,8 @@ class KVCache:
             is_sealed = layer.is_sealed
         if layer.leaving is not None:
             layer.settle()
+        if not few:
+            layer.take_back_reserved()
         if few and is_sealed:
             part = self._decode(layer, q, new, scale, softcap)
         else:
@@ -357,9 +365,36 @@ class KVCache:
         for layer in self.layers.values():
             layer.mark()
 
+    def advance(self, position: int) -> list[DevicePlan]:
+        """Begins a step of one token in all layers: its places are fixed, and devices are told.
+
+        The layers attend it as ever, and store it where it belongs.
+
+        Args:
+            position: of the token in the model, padding included.
+
+        Returns:
+            By layer how the step is made, as long as that still holds; else nothing, be it that
+            some layer cannot begin before its queries are known.
+        """
+        plans = [] if self.more_prompt else [layer.device_plan() for layer in self.layers.values()]
+        told = [plan for plan in plans if plan is not None]
+        if not told or len(told) < len(plans):
+            return []
+        numbers = self.means.numbers
+        for plan in told:
+            plan.advance(self.work)
+        numbers.here[-1, POSITION] = position
+        numbers.send()
+        return told if all(layer.device_plan() for layer in self.layers.values()) else []
+
     def end_forward(self) -> None:
         """What came stays, and what has left the windows in decode steps departs."""
         layers = list(self.layers.values())
+        for layer in layers:
+            if layer.means.numbers.reserved:
+                layer.take_back_reserved()
+        self.means.numbers.noted.clear()
         for layer in layers:  # methods are asked here, and may fail, before any entry moves
             layer.move_on(settle=False)
         for layer in layers:
@@ -376,6 +411,8 @@ class KVCache:
         then the cache is of no use any more.
         """
         self._may_go_back = False
+        self.means.numbers.reserved.clear()
+        self.means.numbers.noted.clear()
         if self.means.look_ahead is not None:
             self.means.look_ahead.forget()
         done = [layer.go_back() for layer in self.layers.values()]
@@ -417,6 +454,7 @@ class KVCache:
             builds=new._new_builds(),
             work=Work(),
             look_ahead=None if ahead is None else ahead.fork(),
+            numbers=self._new_numbers(),
         )
         new.layers = {idx: layer.forked(new.means) for idx, layer in self.layers.items()}
         new.auditor, new.places = new._new_auditor(), None

@@ -18,6 +18,7 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.runtime.absorb import Keeper
+from hybrid_kv.runtime.device_plan import DevicePlan, reads_alike, store_reserved
 from hybrid_kv.runtime.evidence import EvidenceCollector
 from hybrid_kv.runtime.exact import attend_exact
 from hybrid_kv.runtime.foreseen import Foreseen
@@ -82,6 +83,7 @@ class TieredLayer:
         self._logits: tuple[float, float | None] = (shape.head_dim**-0.5, None)
         self.method = means.method.of_layer(shape.layer_idx)
         self._stores_as_is = type(self.method).write is Method.write
+        self._is_steady = self._stores_as_is and reads_alike(self.method)
         self._compiled: CompiledStep | None = None  # how the last step was made
         self._num_plans = 0
 
@@ -209,6 +211,8 @@ class TieredLayer:
         if widening != 1:
             read = read.widened(widening)
         compiled = self._compiled
+        if step.unstored is not None and self.shape.layer_idx in self.means.numbers.reserved:
+            store_reserved(step, self.means.numbers)
         if compiled is not None and not compiled.serves(step, read):
             compiled = None
         new = step.unstored
@@ -219,13 +223,29 @@ class TieredLayer:
             if compiled is not None and not compiled.serves(step, read):  # pages have moved
                 compiled = None
         if compiled is None:
-            compiled = self._compiled = compile_step(step, read)
+            numbers = self.means.numbers if self._is_steady else None
+            compiled = self._compiled = compile_step(step, read, numbers)
             self._num_plans += 1
         part = compiled.plan.attend(step)
         if self._keeper is not None and self._keeper.follows:
             logits = step.scale, step.softcap
             self._follow(self._keeper, step.q, part.lse, *logits)
         return part
+
+    def device_plan(self) -> DevicePlan | None:
+        """How its next step is made where it can be advanced already; see `KVCache.advance`."""
+        if self._compiled is None or self.store is None or self.leaving is not None:
+            return None
+        return self._compiled.device_plan(self.store.rows)
+
+    def take_back_reserved(self) -> None:
+        """Gives up the place of a token that was not stored in it."""
+        numbers = self.means.numbers
+        if self.shape.layer_idx in numbers.reserved:
+            row = self.held.rows[0]
+            numbers.reserved.discard(self.shape.layer_idx)
+            row.length -= 1
+            row.table.truncate(row.table.num_tokens - 1)
 
     def describe_step(self) -> dict[str, Any]:
         """JSON-ready: whether the last decode step was one call of the engine.

@@ -9,6 +9,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.look_ahead import LookAhead
+from hybrid_kv.runtime.numbers import StepNumbers
 from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.transfer import Executor
@@ -20,7 +21,7 @@ from hybrid_kv.watch.phases import Phases
 class Means:
     """The policy of a cache, what computes and moves for it, and where it counts.
 
-    finite: looks at what is stored.
+    finite: looks at what is stored. numbers: tell devices of steps.
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
@@ -37,6 +38,7 @@ class Means:
     builds: IndexBuilds
     selectors: Selectors
     work: Work
+    numbers: StepNumbers
     watched: Needs = Needs()
     reserved_tokens: int = 0
     audits: bool = False

@@ -1,6 +1,7 @@
 """How a layer's decode step is made: decided here, once, until something changes.
 
     compile_step ─┬─ EnginePlan   the whole step of a row is one call of the engine
+                  ├─ DevicePlan   a device is told of a row's step by numbers in its memory
                   └─ OpsPlan      op by op, the definition; a row's cold part may be one call
 
 A plan holds as long as its stamp has no reason: pools, tables, chains, extents and indexes mark the
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
 from hybrid_kv.runtime.cold import reads_all
 from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.decode import decode
+from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.runtime.engine_plan import EnginePlan
+from hybrid_kv.runtime.numbers import StepNumbers
+from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
@@ -32,13 +36,6 @@ from hybrid_kv.types import Demotion, PartialAttention, Read
 
 CHECK_PLANS = "HYBRID_KV_CHECK_PLANS"
 """Environment variable: "1" compares, before each step, what a plan was made from with what is."""
-
-
-class PlanReason(NamedTuple):
-    """Why a step is no single call of the engine. code: one of a fixed set; text: in words."""
-
-    code: str
-    text: str
 
 
 class StepPlan(Protocol):
@@ -97,6 +94,14 @@ class CompiledStep:
         self._checks = os.environ.get(CHECK_PLANS) == "1"
         self._described = _description(self._rows) if self._checks else ()
 
+    def device_plan(self, rows: Sequence[Row]) -> DevicePlan | None:
+        """The plan of the next step of these rows where it can be advanced before its queries are
+        known; else None.
+        """
+        plan = self.plan
+        holds = not self.stamp.reason and rows is self._rows
+        return plan if holds and isinstance(plan, DevicePlan) else None
+
     def serves(self, step: Step, read: Read) -> bool:
         """Whether this is how a step is made that reads so much."""
         if self.stamp.reason or step.layer.rows is not self._rows:
@@ -124,19 +129,27 @@ class CompiledStep:
                 )
 
 
-def compile_step(step: Step, read: Read) -> CompiledStep:
-    """Decides how steps like this one are made that read so much."""
+def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> CompiledStep:
+    """Decides how steps like this one are made that read so much.
+
+    Args:
+        numbers: by which a device is told of steps, if all of them read the same and store what
+            comes; else None.
+    """
     rows = step.layer.rows
     indexes = [found for row in rows for found in _indexes(row)]
     for index, keys in indexes:  # before there is a stamp, which an index that takes over marks
         if index.is_building:
             index.settle(keys)
+    if step.q.is_cuda:
+        for row in rows:
+            row.table.slots()  # kernels read the pages where they are listed
     stamp = Stamp()
     for stamps in _described_by(rows):
         stamps.add(stamp)
     if any(index.has_built for index, _ in indexes):  # in between, when there was no stamp to mark
         stamp.reason = "an index was built"
-    return CompiledStep(_planned(step, read), step, read, stamp)
+    return CompiledStep(_planned(step, read, numbers), step, read, stamp)
 
 
 def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:
@@ -172,11 +185,15 @@ def _description(rows: Sequence[Row]) -> list[tuple[object, ...]]:
     return found
 
 
-def _planned(step: Step, read: Read) -> EnginePlan | OpsPlan:
+def _planned(
+    step: Step, read: Read, numbers: StepNumbers | None
+) -> EnginePlan | DevicePlan | OpsPlan:
     """The fastest plan that can say the step."""
     found = _engine_plan(step, read)
     if isinstance(found, EnginePlan):
         return found
+    if numbers is not None and _is_told_by_numbers(step, read):
+        return DevicePlan(step, read, numbers, found)
     return OpsPlan(read, found, [_cold_plan(step, read, row) for row in step.layer.rows])
 
 
@@ -207,6 +224,15 @@ def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
         why = step.ops.why_op_by_op
         return PlanReason("backend", why) if why else PlanReason("python", _BY_PYTHON)
     return EnginePlan(told, row, read, searched, is_whole=bool(whole))
+
+
+def _is_told_by_numbers(step: Step, read: Read) -> bool:
+    """Whether all that a step reads is resident, and kernels read it where it lies."""
+    if not step.q.is_cuda or step.new > 1 or len(step.layer.rows) > 1 or step.ahead is not None:
+        return False
+    if read.cold is not None or not _reads_pages_and_extents(step.layer.rows[0]):
+        return False
+    return step.ops.reads_pages(step.q) and step.ops.backend != "flashinfer"
 
 
 _BY_PYTHON = "its method or index is asked by Python"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.memory import allocate
 from hybrid_kv.store.pool import ARENA_BITS, PLACE, PagePool
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import HIDDEN
@@ -41,6 +42,7 @@ class PageTable:
         self._list = np.empty(0, dtype=np.int64)  # in host memory, with room for more
         self._num_right = 0  # entries at its begin that need not be written again
         self._listed_capacity = pool.capacity  # of the pool, by which slots are numbered
+        self.listed: Tensor | None = None  # on a device, with room for more
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -102,6 +104,25 @@ class PageTable:
         self.tail_fill = (self.tail_fill + count - 1) % size + 1
         self.num_tokens += count
         return places.reshape(-1)[size - room if room else 0 :][:count]
+
+    def advance(self, position: int) -> int:
+        """Reserves one token's place, which it returns; a kernel stores it and lists its page.
+
+        That is `Ops.append_at`, which a step runs before anything reads the table.
+
+        Args:
+            position: of the token.
+        """
+        place = int(self._reserve(1)[0])
+        if position != self.num_tokens - 1:
+            self.in_order = False
+        count, listed = len(self.pages), self.listed
+        begins = self.num_listed == count - 1 and self._listed_capacity == self.pool.capacity
+        if begins and listed is not None and count <= len(listed):
+            self.num_listed, self._slots = count, listed[:count]
+        elif self.num_listed != count:
+            self.slots()
+        return place
 
     def _own_tail(self) -> None:
         """Copy-on-write: before a row changes its last page, nobody else may read it."""
@@ -181,8 +202,8 @@ class PageTable:
     def slots(self) -> Tensor:
         """[P] int64 on the pool's device: where the pages lie, in table order; read only.
 
-        In host memory always at one address, until the list needs more room. Kept until the table
-        changes, which most steps do not do: a GPU need not be sent it again.
+        Always at one address, until the list needs more room. Kept until the table changes, which
+        most steps do not do: a GPU need not be sent it again.
         """
         pool, count = self.pool, len(self.pages)
         if self._listed_capacity != pool.capacity:
@@ -191,7 +212,7 @@ class PageTable:
             if pool.device.type == "cpu":
                 self._slots = torch.from_numpy(self._listed())
             else:
-                self._slots = pool.upload(pool.slots(self.pages))
+                self._slots = self._listed_there()
             self.num_listed, self._listed_capacity = count, pool.capacity
         return self._slots
 
@@ -212,6 +233,18 @@ class PageTable:
         if moves:
             self.stamps.mark("a page table has moved")
         return self._list[:count]
+
+    def _listed_there(self) -> Tensor:
+        """The list on the pool's device, written anew in place."""
+        pool, count = self.pool, len(self.pages)
+        if self.listed is None or len(self.listed) < count:
+            room = 1 << (max(_LEAST_LISTED, count + 1 + count // 16) - 1).bit_length()
+            # A power of two: each number of places is another compilation of kernels.
+            self.listed = allocate([room], torch.int64, pool.device, 0)
+            self.stamps.mark("a page table has moved")
+        there = self.listed[:count]
+        there.copy_(pool.upload(pool.slots(self.pages)))
+        return there
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of the pages in table order."""

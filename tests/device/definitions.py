@@ -95,11 +95,12 @@ def _part(name: str, compute: Any, size: Sequence[int], *given: Any) -> PartialA
 # What stands for each module of kernels ----------------------------------------------------------
 
 
-def _attend_pages(q, pages, slots, query_positions, *, scale, softcap=None):  # type: ignore[no-untyped-def]
+def _attend_pages(q, pages, slots, query_positions, *, scale, softcap=None, count=None):  # type: ignore[no-untyped-def]
     def compute(*given: Any) -> Any:
-        return reference.attend_pages(*given, scale=scale, softcap=softcap)
+        *first, count = given
+        return reference.attend_pages(*first, scale=scale, softcap=softcap, count=count)
 
-    return _part("attend_pages", compute, q.shape, q, pages, slots, query_positions)
+    return _part("attend_pages", compute, q.shape, q, pages, slots, query_positions, count)
 
 
 def _attend_ragged(q, k, v, extents, longest, *, scale, softcap=None, bias=None):  # type: ignore[no-untyped-def]
@@ -141,6 +142,18 @@ def _append_token(pages, k, v, place, position):  # type: ignore[no-untyped-def]
         return ()
 
     _kernel("append", compute, [], pages, k, v, place, position)
+
+
+def _append_at(*given):  # type: ignore[no-untyped-def]
+    _kernel("append_at", lambda *g: reference.append_at(*g) or (), [], *given)
+
+
+def _listed_page_scores(q, key_min, key_max, table, numbers, oldest):  # type: ignore[no-untyped-def]
+    def compute(*given: Any) -> Any:
+        return (reference.listed_page_scores(*given, oldest),)
+
+    given = q, key_min, key_max, table, numbers
+    return _kernel("listed_scores", compute, [((len(q), 1, len(table)), torch.float32)], *given)[0]
 
 
 def _copy_pages(*given):  # type: ignore[no-untyped-def]
@@ -202,8 +215,15 @@ _MODULES: dict[str, dict[str, Any]] = {
     "paged": {"attend_pages": _attend_pages},
     "ragged": {"attend_ragged": _attend_ragged},
     "merge": {"merge": _merge},
-    "scores": {"group_page_scores": _page_scores},
-    "digests": {"update_digests": _update_digests, "append_token": _append_token},
+    "scores": {
+        "group_page_scores": _page_scores,
+        "listed_page_scores": _listed_page_scores,
+    },
+    "digests": {
+        "update_digests": _update_digests,
+        "append_token": _append_token,
+        "append_at": _append_at,
+    },
     "pages": {"copy_pages": _copy_pages},
     "nearest": {"nearest_keys": _nearest_keys},
     "sketch_encode": {"encode": _encode},

@@ -35,28 +35,36 @@ def update_digests(pages: PagedKV, slots: Tensor) -> None:
 
 def append_token(pages: PagedKV, k: Tensor, v: Tensor, place: int, position: int) -> None:
     """`reference.append` of one token k, v [Hkv, D] and the digest of its page, in one launch."""
-    heads, num_slots, page_size, dim = pages.k.shape
-    has_digests = pages.key_min is not None
     with on(pages.k):
-        _append_kernel[(heads,)](
-            k,
-            v,
-            pages.k,
-            pages.v,
-            pages.positions,
-            pages.key_min if has_digests else pages.k,
-            pages.key_max if has_digests else pages.k,
-            place,
-            position,
-            num_slots,
-            k.stride(0),
-            v.stride(0),
-            PAGE=page_size,
-            DIM=dim,
-            BLOCK_PAGE=padded(page_size),
-            BLOCK_DIM=padded(dim),
-            HAS_DIGESTS=has_digests,
+        _append_kernel[(pages.k.shape[0],)](
+            *_appended(pages, k, v), place, position, **_sizes(pages)
         )
+
+
+def append_at(pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor) -> None:
+    """See `reference.append_at`; the numbers are read when the kernel runs."""
+    with on(pages.k):
+        _append_at_kernel[(pages.k.shape[0],)](
+            *_appended(pages, k, v), numbers, table, **_sizes(pages)
+        )
+
+
+def _appended(pages: PagedKV, k: Tensor, v: Tensor) -> tuple[Tensor | int, ...]:
+    """The arguments of both kernels that store a token."""
+    bounds = (pages.k, pages.k) if pages.key_min is None else (pages.key_min, pages.key_max)
+    strides = pages.k.shape[1], k.stride(0), v.stride(0)
+    return (k, v, pages.k, pages.v, pages.positions, *bounds, *strides)  # type: ignore[return-value]
+
+
+def _sizes(pages: PagedKV) -> dict[str, int]:
+    _, _, page_size, dim = pages.k.shape
+    return {
+        "PAGE": page_size,
+        "DIM": dim,
+        "BLOCK_PAGE": padded(page_size),
+        "BLOCK_DIM": padded(dim),
+        "HAS_DIGESTS": pages.key_min is not None,
+    }
 
 
 @triton.jit
@@ -102,11 +110,95 @@ def _append_kernel(
     positions,
     key_min,
     key_max,
-    place,
-    position,
     num_slots,
     stride_k,
     stride_v,
+    place,
+    position,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_DIGESTS: tl.constexpr,
+):
+    _append_one(
+        new_k,
+        new_v,
+        k,
+        v,
+        positions,
+        key_min,
+        key_max,
+        num_slots,
+        stride_k,
+        stride_v,
+        place,
+        position,
+        PAGE,
+        DIM,
+        BLOCK_PAGE,
+        BLOCK_DIM,
+        HAS_DIGESTS,
+    )
+
+
+@triton.jit
+def _append_at_kernel(
+    new_k,
+    new_v,
+    k,
+    v,
+    positions,
+    key_min,
+    key_max,
+    num_slots,
+    stride_k,
+    stride_v,
+    numbers,
+    table,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_DIGESTS: tl.constexpr,
+):
+    place, position, pages = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    tl.store(table + pages - 1, place // PAGE, mask=tl.program_id(0) == 0)
+    _append_one(
+        new_k,
+        new_v,
+        k,
+        v,
+        positions,
+        key_min,
+        key_max,
+        num_slots,
+        stride_k,
+        stride_v,
+        place,
+        position,
+        PAGE,
+        DIM,
+        BLOCK_PAGE,
+        BLOCK_DIM,
+        HAS_DIGESTS,
+    )
+
+
+@triton.jit
+def _append_one(
+    new_k,
+    new_v,
+    k,
+    v,
+    positions,
+    key_min,
+    key_max,
+    num_slots,
+    stride_k,
+    stride_v,
+    place,
+    position,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_PAGE: tl.constexpr,

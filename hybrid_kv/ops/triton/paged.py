@@ -28,8 +28,12 @@ def attend_pages(
     *,
     scale: float,
     softcap: float | None = None,
+    count: Tensor | None = None,
 ) -> PartialAttention:
-    """See `reference.attend_pages`; out and lse are float32."""
+    """See `reference.attend_pages`; out and lse are float32.
+
+    Pages behind the counted ones are not read: the programs share the counted ones among them.
+    """
     heads, rows, dim = q.shape
     _, num_slots, page_size, _ = pages.k.shape
     slots = slots if slots.stride(-1) == 1 else slots.contiguous()
@@ -49,6 +53,7 @@ def attend_pages(
             pages.positions,
             slots,
             query_positions,
+            slots if count is None else count,
             out,
             lse,
             scale,
@@ -67,6 +72,7 @@ def attend_pages(
             BLOCK_DIM=padded(dim, MIN_DOT),
             TILES=tiles_per_split,
             HAS_SOFTCAP=softcap is not None,
+            HAS_COUNT=count is not None,
             UPCAST=upcast(q, pages.k),
             num_warps=4,
             num_stages=2,
@@ -132,6 +138,7 @@ def _attend_kernel(
     positions,
     slots,
     query_positions,
+    count,
     out,
     lse,
     scale,
@@ -150,6 +157,7 @@ def _attend_kernel(
     BLOCK_DIM: tl.constexpr,
     TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     head = (tl.program_id(0) // new).to(tl.int64)
@@ -167,8 +175,12 @@ def _attend_kernel(
     top = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     mixed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-    for tile in range(TILES):
-        entries = (split * TILES + tile) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tiles = TILES
+    if HAS_COUNT:
+        num_pages = tl.load(count).to(tl.int32)
+        tiles = tl.cdiv(tl.cdiv(num_pages * PAGE, BLOCK_TOKENS), tl.num_programs(1))
+    for tile in range(tiles):
+        entries = (split * tiles + tile) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         listed = entries < num_pages * PAGE
         slot = tl.load(slots + entries // PAGE, mask=listed, other=0)
         place = slot * PAGE + entries % PAGE

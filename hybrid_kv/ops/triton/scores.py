@@ -47,6 +47,69 @@ def group_page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int) 
     return scores
 
 
+def listed_page_scores(
+    q: Tensor, key_min: Tensor, key_max: Tensor, table: Tensor, numbers: Tensor, oldest: int
+) -> Tensor:
+    """See `reference.listed_page_scores`; digests are read where they lie, of counted pages."""
+    heads, group, dim = q.shape
+    scores = torch.empty(heads, 1, len(table), dtype=torch.float32, device=q.device)
+    with on(q):
+        _listed_scores_kernel[(triton.cdiv(len(table), _BLOCK_PAGES), heads)](
+            q.contiguous(),
+            key_min,
+            key_max,
+            table,
+            numbers,
+            scores,
+            len(table),
+            key_min.stride(0),
+            key_min.stride(1),
+            oldest,
+            GROUP=group,
+            DIM=dim,
+            BLOCK_PAGES=_BLOCK_PAGES,
+            BLOCK_DIM=padded(dim),
+        )
+    return scores
+
+
+@triton.jit
+def _listed_scores_kernel(
+    q,
+    key_min,
+    key_max,
+    table,
+    numbers,
+    scores,
+    capacity,
+    stride_head,
+    stride_page,
+    oldest,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    pages = tl.program_id(0) * BLOCK_PAGES + tl.arange(0, BLOCK_PAGES)
+    num_pages, newest = tl.load(numbers + 2), tl.load(numbers + 3)
+    channels = tl.arange(0, BLOCK_DIM)
+    in_dim, counted = channels < DIM, pages < num_pages
+    slots = tl.load(table + pages, mask=counted, other=0)
+    wanted = counted[:, None] & in_dim[None, :]
+    at = head * stride_head + slots[:, None] * stride_page + channels[None, :]
+    lows = tl.load(key_min + at, mask=wanted, other=0.0).to(tl.float32)
+    highs = tl.load(key_max + at, mask=wanted, other=0.0).to(tl.float32)
+    best = tl.full((BLOCK_PAGES,), -float("inf"), tl.float32)
+    for member in tl.static_range(GROUP):
+        row = (head * GROUP + member) * DIM
+        query = tl.load(q + row + channels, mask=in_dim, other=0.0).to(tl.float32)[None, :]
+        best = tl.maximum(best, tl.sum(tl.maximum(query * lows, query * highs), 1))
+    best = tl.where((pages < oldest) | (pages >= num_pages - newest), float("inf"), best)
+    best = tl.where(counted, best, -float("inf"))
+    tl.store(scores + head * capacity + pages, best, mask=pages < capacity)
+
+
 @triton.jit
 def _scores_kernel(
     q,

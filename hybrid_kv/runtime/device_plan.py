@@ -1,0 +1,128 @@
+"""A decode step of a row on a device in two halves: advance the host's mirrors, then launch.
+
+Launching reads no host number that changes from step to step: kernels take places and counts from
+`StepNumbers`, and page tables lie where they lay. So it may run as often as one likes, and what it
+tells the device may be captured once and replayed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.decode import pinned_pages
+from hybrid_kv.runtime.numbers import CHOSEN, NEWEST, PAGES, PLACE, POSITION, StepNumbers
+from hybrid_kv.runtime.reasons import PlanReason
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import Row
+from hybrid_kv.types import PartialAttention, Read, Work
+
+
+def reads_alike(method: Method) -> bool:
+    """Whether a method reads the same in every step, as the class that defines `read` says."""
+    owner = next(one for one in type(method).__mro__ if "read" in vars(one))
+    return bool(vars(owner).get("reads_alike", False))
+
+
+def store_reserved(step: Step, numbers: StepNumbers) -> None:
+    """Stores a step's token in the place that it has, whatever plan serves it."""
+    row, index = step.layer.rows[0], step.layer.shape.layer_idx
+    assert step.unstored is not None
+    assert row.table.listed is not None
+    (k, v), step.unstored = step.unstored, None
+    mine = numbers.on(step.q.device)[index]
+    step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, row.table.listed)
+    numbers.reserved.discard(index)
+
+
+class DevicePlan:
+    """The steps of one token of a layer's only row, all of whose entries are resident.
+
+    Args:
+        reason: why this is no call of the engine.
+    """
+
+    def __init__(self, step: Step, read: Read, numbers: StepNumbers, reason: PlanReason) -> None:
+        row, shape = step.layer.rows[0], step.layer.shape
+        self.reason, self._numbers = reason, numbers
+        self.table, self._row, self._index = row.table, row, shape.layer_idx
+        self._pages = read.pages
+        self._mine = numbers.on(step.q.device)[shape.layer_idx]
+        self._heads, self._kv_heads = shape.num_q_heads, shape.num_kv_heads
+        self._row_bytes = step.row_bytes
+        place, size = row.placement, row.page_size
+        window = 1 if place is None else max(1, place.window_tokens)
+        self._oldest = 0 if place is None else place.sink_tokens // size
+        self._pinned = self._oldest + 1 + -(-(window - 1) // size)
+
+    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+        """Whether a token can be stored: always, by numbers."""
+        return True
+
+    # The host's half ------------------------------------------------------------------------------
+
+    def advance(self, work: Work) -> None:
+        """Moves the row's mirrors on by one token, and notes the numbers; `StepNumbers.send` tells
+        the device.
+        """
+        row, here = self._row, self._numbers.here[self._index]
+        here[PLACE], here[POSITION] = self.table.advance(row.length), row.length
+        self._numbers.reserved.add(self._index)
+        self._numbers.noted.add(self._index)
+        row.length += 1
+        self._note(work)
+
+    def _note(self, work: Work) -> None:
+        """Notes how much is read, and counts it."""
+        row, table, heads = self._row, self.table, self._heads
+        here, count, size = self._numbers.here[self._index], len(table.pages), row.page_size
+        oldest, newest = pinned_pages(row, 1)
+        chosen = count if self._pages == "all" else min(count, oldest + newest + self._pages)
+        here[PAGES], here[NEWEST], here[CHOSEN] = count, newest, chosen
+        if chosen < count:
+            work.scored += heads * count
+            work.select_bytes += self._kv_heads * count * self._row_bytes
+        stored = table.num_tokens - (count - chosen) * size
+        work.attended += heads * stored
+        work.resident_bytes += self._kv_heads * stored * self._row_bytes
+        work.visible += heads * row.length
+        work.steps += heads
+
+    # The device's half ----------------------------------------------------------------------------
+
+    def attend(self, step: Step) -> PartialAttention:
+        """What `decode` returns; a token that has no place yet gets one."""
+        numbers, index = self._numbers, self._index
+        if step.unstored is not None:
+            self.advance(step.work)
+            numbers.send()
+            store_reserved(step, numbers)
+        elif index not in numbers.noted:  # it was stored by somebody else, or attends again
+            numbers.here[index, POSITION] = self._row.length - 1
+            self._note(step.work)
+            numbers.send()
+        numbers.noted.discard(index)
+        return self._launch(step)
+
+    def _launch(self, step: Step) -> PartialAttention:
+        q, table, mine = step.grouped[0], self.table.listed, self._mine
+        assert table is not None
+        pages, begin = self.table.pool.pages, step.phases.now()
+        if self._pages == "all":
+            lists, count = table.expand(self._kv_heads, 1, -1), mine[PAGES : PAGES + 1]
+        else:
+            most = self._pinned + self._pages
+            lists = step.ops.choose_listed(q, pages, table, mine, oldest=self._oldest, most=most)
+            count = mine[CHOSEN : CHOSEN + 1]
+            step.phases.book("select", begin)
+            begin = step.phases.now()
+        out, lse = step.ops.attend_pages(
+            *(q, pages, lists, mine[POSITION : POSITION + 1]),
+            scale=step.scale,
+            softcap=step.softcap,
+            tail_fill=self.table.tail_fill,
+            count=count,
+        )
+        step.phases.book("resident_attention", begin)
+        shape = step.q.shape
+        return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))

@@ -1,0 +1,55 @@
+"""The numbers of a decode step that change from step to step, as kernels on devices read them.
+
+    advance (the host's mirrors) -> here -> one copy -> there -> kernels of all layers
+
+Kernels that read them from memory need not be told again when they change: what launches them can
+be captured once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_kv.ops.pinned import pinned_empty
+from hybrid_kv.store.memory import allocate
+
+PLACE, POSITION, PAGES, NEWEST, CHOSEN = range(5)
+"""Of a layer: where its new token goes, that token's position, pages in the table, how many of them
+are always read as the newest ones, how many are read in all."""
+
+
+class StepNumbers:
+    """By layer five numbers, int64; behind the last layer those of the whole step, of which only
+    POSITION is used: that of the token in the model, padding included.
+
+    here: [layers + 1, 5], the host's. reserved: layers whose new token has a place already, and is
+    not stored yet. noted: layers whose numbers are those of a step that has not attended yet.
+
+    Args:
+        layers: their indices.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        count = max(layers, default=-1) + 2
+        self.here = np.zeros((count, 5), dtype=np.int64)
+        self.reserved: set[int] = set()
+        self.noted: set[int] = set()
+        self._there: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """[layers + 1, 5] on a device, always the same memory; written by `send` alone."""
+        if device not in self._there:
+            self._there[device] = allocate(self.here.shape, torch.int64, device, 0)
+        return self._there[device]
+
+    def send(self) -> None:
+        """Copies the numbers to all devices that read them; no thread waits."""
+        # Torch's pool of page-locked memory gives a block out again when its copy has been made.
+        staged = pinned_empty(self.here.shape, torch.int64)
+        staged.numpy()[:] = self.here
+        for there in self._there.values():
+            there.copy_(staged, non_blocking=True)
