@@ -14,7 +14,6 @@ from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.numbers import CHOSEN, NEWEST, PAGES, PLACE, POSITION, StepNumbers
 from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, Read, Work
 
 

@@ -141,9 +141,6 @@ def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> 
     for index, keys in indexes:  # before there is a stamp, which an index that takes over marks
         if index.is_building:
             index.settle(keys)
-    if step.q.is_cuda:
-        for row in rows:
-            row.table.slots()  # kernels read the pages where they are listed
     stamp = Stamp()
     for stamps in _described_by(rows):
         stamps.add(stamp)
@@ -193,6 +190,7 @@ def _planned(
     if isinstance(found, EnginePlan):
         return found
     if numbers is not None and _is_told_by_numbers(step, read):
+        step.layer.rows[0].table.list_in_place()
         return DevicePlan(step, read, numbers, found)
     return OpsPlan(read, found, [_cold_plan(step, read, row) for row in step.layer.rows])
 

@@ -42,7 +42,7 @@ class PageTable:
         self._list = np.empty(0, dtype=np.int64)  # in host memory, with room for more
         self._num_right = 0  # entries at its begin that need not be written again
         self._listed_capacity = pool.capacity  # of the pool, by which slots are numbered
-        self.listed: Tensor | None = None  # on a device, with room for more
+        self.listed: Tensor | None = None  # on a device, with room for more; see `list_in_place`
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -202,8 +202,9 @@ class PageTable:
     def slots(self) -> Tensor:
         """[P] int64 on the pool's device: where the pages lie, in table order; read only.
 
-        Always at one address, until the list needs more room. Kept until the table changes, which
-        most steps do not do: a GPU need not be sent it again.
+        In host memory, and after `list_in_place`, always at one address, until the list needs more
+        room. Kept until the table changes, which most steps do not do: a GPU need not be sent it
+        again.
         """
         pool, count = self.pool, len(self.pages)
         if self._listed_capacity != pool.capacity:
@@ -211,8 +212,10 @@ class PageTable:
         if self._slots is None or self.num_listed != count:
             if pool.device.type == "cpu":
                 self._slots = torch.from_numpy(self._listed())
+            elif self.listed is not None:
+                self._slots = self._listed_there(self.listed)
             else:
-                self._slots = self._listed_there()
+                self._slots = pool.upload(pool.slots(self.pages))
             self.num_listed, self._listed_capacity = count, pool.capacity
         return self._slots
 
@@ -234,17 +237,27 @@ class PageTable:
             self.stamps.mark("a page table has moved")
         return self._list[:count]
 
-    def _listed_there(self) -> Tensor:
+    def list_in_place(self) -> None:
+        """From now on the list of a device stays where it is; `advance` needs that."""
+        if self.listed is None:
+            self.listed = self._new_list()
+            self.num_listed = -1
+        self.slots()
+
+    def _new_list(self) -> Tensor:
+        count = len(self.pages)
+        # A power of two: each number of places is another compilation of kernels.
+        room = 1 << (max(_LEAST_LISTED, count + 1 + count // 16) - 1).bit_length()
+        return allocate([room], torch.int64, self.pool.device, 0)
+
+    def _listed_there(self, listed: Tensor) -> Tensor:
         """The list on the pool's device, written anew in place."""
         pool, count = self.pool, len(self.pages)
-        if self.listed is None or len(self.listed) < count:
-            room = 1 << (max(_LEAST_LISTED, count + 1 + count // 16) - 1).bit_length()
-            # A power of two: each number of places is another compilation of kernels.
-            self.listed = allocate([room], torch.int64, pool.device, 0)
+        if len(listed) < count:
+            self.listed = listed = self._new_list()
             self.stamps.mark("a page table has moved")
-        there = self.listed[:count]
-        there.copy_(pool.upload(pool.slots(self.pages)))
-        return there
+        listed[:count].copy_(pool.upload(pool.slots(self.pages)))
+        return listed[:count]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """key_min, key_max [Hkv, P, D] of the pages in table order."""

@@ -15,9 +15,9 @@ SEARCHED = ((101, 6, 3), (206, 16, 7))
 MOST = {
     # Of two layers: launches, copies and waits; then of the two steps in which a page leaves and
     # has arrived.
-    "full": ((92, 1, 0), (184, 3, 0)),
-    "quest": ((104, 1, 0), (208, 3, 0)),
-    "streaming_llm": ((92, 1, 0), (186, 4, 0)),
+    "full": ((90, 2, 0), (180, 4, 0)),
+    "quest": ((96, 2, 0), (192, 4, 0)),
+    "streaming_llm": ((90, 2, 0), (184, 6, 0)),
     "hybrid": ((98, 1, 0), (204, 8, 1)),
     "hybrid:select=host": SEARCHED,
     "flat": SEARCHED,

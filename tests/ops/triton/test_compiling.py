@@ -51,6 +51,8 @@ def attention(shape: Shape, dtype: torch.dtype) -> None:
     positions = torch.zeros(shape.new, dtype=torch.int64)
     for softcap in (None, 30.0):
         paged.attend_pages(q, pool(shape, dtype), slots, positions, scale=0.1, softcap=softcap)
+    counted = torch.tensor([3])
+    paged.attend_pages(q, pool(shape, dtype), slots, positions, scale=0.1, count=counted)
 
 
 def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
@@ -67,13 +69,19 @@ def digest(shape: Shape, dtype: torch.dtype) -> None:
     digests.update_digests(own, torch.arange(5))
     digests.append_token(own, token, token, 17, 3)
     digests.append_token(own._replace(key_min=None), token, token, 17, 3)
+    numbers, table = torch.tensor([17, 3, 2, 1, 2]), torch.arange(64)
+    digests.append_at(own, token, token, numbers, table)
+    digests.append_at(own._replace(key_min=None), token, token, numbers, table)
 
 
 def score(shape: Shape, dtype: torch.dtype) -> None:
     own = pool(shape, dtype)
     assert own.key_min is not None
     assert own.key_max is not None
-    scores.group_page_scores(queries(shape, dtype), own.key_min, own.key_max, new=shape.new)
+    bounds = own.key_min, own.key_max
+    scores.group_page_scores(queries(shape, dtype), *bounds, new=shape.new)
+    table, numbers = torch.arange(64), torch.tensor([17, 3, 20, 2, 9])
+    scores.listed_page_scores(queries(shape, dtype), *bounds, table, numbers, 1)
 
 
 def merging(shape: Shape, dtype: torch.dtype) -> None:

@@ -249,6 +249,67 @@ def test_appending_works_without_digests(ops: Ops, device: str) -> None:
     assert all(map(torch.equal, pages[:3], exact[:3]))
 
 
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_pages_behind_the_counted_ones_are_not_attended(
+    ops: Ops, device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many programs as there might be pages share those that there are."""
+    from hybrid_kv.ops.triton import paged
+
+    pages, q = pool(LONG, torch.float32, device), queries(LONG, torch.float32, device)
+    slots, seen = lists(LONG, 12, device), newest_positions(LONG, pages)
+    counted = torch.tensor([count], device=device)
+    for programs in (1, 3, 256):
+        monkeypatch.setattr(paged, "PROGRAMS", programs)
+        found = paged.attend_pages(q, pages, slots, seen, scale=0.3, count=counted)
+        exact = reference.attend_pages(q, pages, slots[..., :count], seen, scale=0.3)
+        torch.testing.assert_close(found.out, exact.out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.lse, exact.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_a_token_is_stored_and_listed_by_numbers(
+    ops: Ops, device: str, dtype: torch.dtype, has_digests: bool
+) -> None:
+    shape = SHAPES[0]
+    pages = pool(shape, dtype, device, tail_fill=0)
+    if not has_digests:
+        pages = pages._replace(key_min=None, key_max=None)
+    exact, size = copy_of(pages), shape.page_size
+    tables = [torch.full([9], 77, device=device) for _ in range(2)]
+    for place, listed in ((3 * size + size - 1, 4), (2 * size, 5)):
+        numbers = torch.tensor([place, 1000 + place, listed, 1, 2], device=device)
+        k, v = (torch.randn(shape.heads, shape.dim).to(dtype).to(device) for _ in range(2))
+        ops.append_at(pages, k, v, numbers, tables[0])
+        reference.append_at(exact, k, v, numbers, tables[1])
+    assert served(ops) == {"append_at"}
+    assert all(torch.equal(a, b) for a, b in zip(pages, exact, strict=True) if a is not None)
+    assert tables[0].tolist() == tables[1].tolist() == [77, 77, 77, 3, 2, 77, 77, 77, 77]
+
+
+@pytest.mark.parametrize(("count", "newest"), [(3, 1), (12, 4), (40, 2)])
+def test_listed_pages_are_scored_where_they_lie(
+    ops: Ops, device: str, dtype: torch.dtype, count: int, newest: int
+) -> None:
+    q = queries(SHAPES[0], dtype, device)
+    low = torch.randn(SHAPES[0].heads, 60, SHAPES[0].dim).to(dtype).to(device)
+    pages = pool(SHAPES[0], dtype, device)._replace(key_min=low, key_max=low + 1)
+    table = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:41].to(device)
+    chosen = min(count, 8)
+    numbers = torch.tensor([0, 0, count, newest, chosen], device=device)
+    found = ops.choose_listed(q, pages, table, numbers, oldest=2, most=9)
+    assert served(ops) == {"choose_listed"}
+    exact = reference.listed_page_scores(q, low, low + 1, table, numbers, 2)[:, 0]
+    for head in range(len(found)):
+        places = [table.tolist().index(slot) for slot in found[head, 0, :chosen].tolist()]
+        assert set(places) >= {0, 1} & set(range(count))
+        assert max(places) < count
+        assert {*range(max(0, count - newest), count)} <= set(places)
+        least = min(float(exact[head, place]) for place in places)
+        others = [float(exact[head, one]) for one in range(count) if one not in places]
+        assert all(one <= least + 1e-2 for one in others)
+
+
 def test_pages_are_chosen_as_defined(
     ops: Ops, device: str, shape: Shape, dtype: torch.dtype
 ) -> None:
