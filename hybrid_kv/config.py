@@ -316,6 +316,8 @@ class HybridConfig(PluginConfig):
         cache; a shorter one reads through the method, as decoding does.
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
         first step of a model takes seconds to minutes longer.
+    capture_decode: capture what a decode step of one row tells a GPU as one CUDA graph and replay
+        it, where method and model permit that; `Generation.steps` says where they do not.
     backend: arithmetic back end; "auto" takes the fastest that can serve the tensors, "triton" and
         "flashinfer" are for models on a GPU.
     index_build: indexes that take long are built in the "background" while a scan serves, or
@@ -333,6 +335,7 @@ class HybridConfig(PluginConfig):
     prefill_states: Literal["auto", "device", "host"] = "auto"
     dense_extend_tokens: Tokens = 32
     compile_decode: bool = False
+    capture_decode: bool = False
     backend: str = "auto"
     index_build: Literal["background", "wait"] = "background"
     audit_every: Tokens = 0

@@ -114,6 +114,7 @@ def compare(
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         prefill_states=config.prefill_states,
         compile_decode=config.compile_decode,
+        capture_decode=config.capture_decode,
         backend=config.backend,
     )
     with opened(_MODEL, options, exact, output) as llm:

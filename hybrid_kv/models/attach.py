@@ -37,7 +37,7 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
     weakref.WeakKeyDictionary()
 )
 
-_OF_THE_MODEL = ("prefill_chunk_tokens", "prefill_states", "compile_decode")
+_OF_THE_MODEL = ("prefill_chunk_tokens", "prefill_states", "compile_decode", "capture_decode")
 """Settings that change the model's forwards, which all of its caches share."""
 
 
@@ -83,8 +83,8 @@ class Attachment:
 
         Raises:
             ConfigError: the attachment is closed, or a setting is not one of a single cache
-                (`prefill_chunk_tokens`, `prefill_states`, `compile_decode`) and differs from the
-                attachment's.
+                (`prefill_chunk_tokens`, `prefill_states`, `compile_decode`, `capture_decode`) and
+                differs from the attachment's.
         """
         if not self._open:
             raise ConfigError("attachment is closed; attach the model again for a new cache")

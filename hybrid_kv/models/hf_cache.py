@@ -448,6 +448,36 @@ class TieredCache(Cache):
         """Begins a step of one token of one row, inside of `forward`; see `KVCache.advance`."""
         return self.kv.advance(self.get_seq_length())
 
+    @property
+    def device(self) -> torch.device:
+        """Where its first layer computes, which has seen a token."""
+        return next(layer.device for layer in self._hybrid)
+
+    @property
+    def _hybrid(self) -> list[HybridLayer]:
+        return [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+
+    @contextmanager
+    def launched_again(self) -> Iterator[None]:
+        """A block that launches a step which was advanced; if it fails, another one may."""
+        numbers, layers = self.kv.means.numbers, self._hybrid
+        seen = [layer.mark() for layer in layers]
+        reserved, noted = set(numbers.reserved), set(numbers.noted)
+        try:
+            yield
+        except BaseException:
+            for layer, mark in zip(layers, seen, strict=True):
+                layer.go_back(mark)
+            numbers.reserved, numbers.noted = reserved, noted
+            raise
+
+    def note_launched(self) -> None:
+        """A step that was advanced is launched without any layer being asked."""
+        for layer in self._hybrid:
+            layer.go_back(layer.mark() + 1)
+        self.kv.means.numbers.reserved.clear()
+        self.kv.means.numbers.noted.clear()
+
     def begin_forward(self) -> None:
         """From now on the cache can be put back to where it is."""
         self.kv.begin_forward()

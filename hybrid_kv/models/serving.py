@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
@@ -24,9 +24,10 @@ from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.models.step_graphs import StepGraphs
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime import check_host_memory
+from hybrid_kv.runtime import DevicePlan, check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
 
 
@@ -46,6 +47,7 @@ class Serving:
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
         self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
+        self._graphs = StepGraphs(model) if config.capture_decode else None
         chunk, states = config.prefill_chunk_tokens, config.prefill_states
         self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
@@ -84,7 +86,7 @@ class Serving:
                 if cache.in_own_graph:
                     return inner(*args, **kwargs)
                 inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-                return self._serve(module, cache, inputs, lambda: inner(*args, **kwargs))
+                return self._serve(module, cache, inputs, inner, lambda: inner(*args, **kwargs))
             if torch.compiler.is_dynamo_compiling():
                 return inner(*args, **kwargs)
             with self._lock:
@@ -98,17 +100,19 @@ class Serving:
         module: nn.Module,
         cache: TieredCache | JoinedCache,
         inputs: dict[str, Any],
-        inner: Callable[[], Any],
+        inner: Callable[..., Any],
+        call: Callable[[], Any],
     ) -> Any:
-        """A forward with a cache of ours; `inner` is the model's own."""
+        """A forward with a cache of ours; `inner` is the model's own, `call` calls it."""
         # Before it waits for its turn: somebody else's forward would change what was looked at.
         with cache.alone(), self._lock:
             if cache is self._cache and module not in self._entered:  # a part of the whole
                 with self._inside(module):
-                    return inner()
+                    return call()
             with self._turned_on(cache, inputs), self._inside(module):
+                plans: Sequence[DevicePlan] = ()
                 if isinstance(cache, TieredCache) and _is_one_token(inputs):
-                    cache.advance()
+                    plans = cache.advance()
                 steps = self._steps
                 if (
                     steps is not None
@@ -116,9 +120,11 @@ class Serving:
                     and steps.serves(module, inputs)
                 ):
                     output = steps.forward(cache, inputs)
+                elif self._graphs is not None and isinstance(cache, TieredCache):
+                    output = self._graphs.forward(cache, module, inputs, plans, inner)
                 else:
                     with self._few.served(_num_tokens(inputs)):
-                        output = inner()
+                        output = call()
                 _watch_logits(cache, output)
                 return output
 

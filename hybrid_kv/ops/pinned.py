@@ -13,6 +13,7 @@ import resource
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Event
 from warnings import warn
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import PinnedMemoryWarning
+from hybrid_kv.ops.captures import after_captures, device_in_use
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, as_tensor, map_pages
 
 _warned = Event()
@@ -86,7 +88,8 @@ def _lock(pages: npt.NDArray[np.uint8]) -> str:
     num_bytes = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         cudart = torch.cuda.cudart()
-        code = cudart.cudaHostRegister(address, num_bytes, 0)
+        with device_in_use():
+            code = cudart.cudaHostRegister(address, num_bytes, 0)
         if int(code) == 0:
             # Of the array, not of the mapping below it, which is gone when its finalizers run. Not
             # at exit: CUDA may have ended by then, and the system takes everything back.
@@ -102,8 +105,11 @@ def _lock(pages: npt.NDArray[np.uint8]) -> str:
 
 
 def _unlock(address: int, process: int) -> None:
-    if os.getpid() != process:  # a copy of the process has neither the locks nor CUDA
-        return
+    if os.getpid() == process:  # a copy of the process has neither the locks nor CUDA
+        after_captures(partial(_unlock_now, address))
+
+
+def _unlock_now(address: int) -> None:
     with suppress(RuntimeError):  # CUDA has failed for good
         torch.cuda.synchronize()  # a copy or kernel may be at work on these pages
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -11,12 +11,14 @@ from hybrid_kv.runtime.capacity import (
 from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.reasons import PlanReason
 
 __all__ = [
     "DevicePlan",
     "HeldExtent",
     "HeldLayer",
     "KVCache",
+    "PlanReason",
     "Stage",
     "TieredLayer",
     "check_host_memory",

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from hybrid_kv.ops.captures import device_in_use
 from hybrid_kv.transfer import Executor
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
@@ -35,7 +36,7 @@ class IndexBuilds:
 
     def here(self, build: Callable[[], None]) -> None:
         """Runs a build that is waited for."""
-        with self._phases.measure(INDEX_BUILD), self.clock.running():
+        with self._phases.measure(INDEX_BUILD), self.clock.running(), device_in_use():
             build()
 
     def beside(self, build: Callable[[], None], holds: int = 0) -> Future[None]:
@@ -43,7 +44,7 @@ class IndexBuilds:
         clock = self.clock
 
         def measured() -> None:
-            with clock.running():
+            with clock.running(), device_in_use():
                 build()
 
         with self._phases.measure(INDEX_BUILD):

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
@@ -22,6 +23,7 @@ from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.numbers import POSITION, StepNumbers
+from hybrid_kv.runtime.reasons import GraphUse
 from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
@@ -101,6 +103,7 @@ class KVCache:
         self.places: Places | None = None
         self.observer: StepObserver | None = None
         self.check_source: Callable[[], None] | None = None
+        self.graph_use = GraphUse()
 
     def _of_one_conversation(self) -> dict[str, Any]:
         """What the layers share until `reset`."""
@@ -275,8 +278,18 @@ class KVCache:
             ahead.begin(layer, queries, read.cold)
 
     def describe_steps(self) -> list[dict[str, Any]]:
-        """By layer how its last step was made; see `TieredLayer.describe_step`."""
-        return [layer.describe_step() for layer in self.layers.values()]
+        """By layer how its last step was made; see `TieredLayer.describe_step`.
+
+        graph: where steps are to be captured, what became of the last forward as one graph.
+        """
+        told = [layer.describe_step() for layer in self.layers.values()]
+        if not self.config.capture_decode:
+            return told
+        return [{**one, "graph": self.graph_use.describe()} for one in told]
+
+    def position_on(self, device: torch.device) -> Tensor:
+        """[1, 1] int64 on a device: the position of the token that `advance` was told."""
+        return self.means.numbers.on(device)[-1:, POSITION : POSITION + 1]
 
     def describe_look_ahead(self) -> list[dict[str, Any]]:
         """By layer what came of it; see `LookAhead.describe`."""
@@ -447,6 +460,7 @@ class KVCache:
         new, ahead = copy(self), self.means.look_ahead
         new._owns_executor = new._may_go_back = False
         new.phases, new.finite = Phases(), FiniteGuard(self.executor)
+        new.graph_use = GraphUse()
         new.means = replace(
             self.means,
             phases=new.phases,

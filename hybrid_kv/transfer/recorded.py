@@ -7,20 +7,21 @@ reads them, and from others that stay in place.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from warnings import warn
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import DeviceSelectWarning
+from hybrid_kv.ops.captures import CaptureBusyError, captures
 from hybrid_kv.types import PartialAttention
 
+T = TypeVar("T")
 Work: TypeAlias = Callable[[Tensor], PartialAttention]
 
 
@@ -58,34 +59,41 @@ class CudaRecorder:
 
     def record(self, work: Work, given: Tensor) -> Recording:
         """See `WorkRecorder.record`."""
-        graph, own = torch.cuda.CUDAGraph(), given.clone()
+        own = given.clone()
+        replay, part = self.capture(lambda: work(own))
+        return Recording(replay, own, part)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Captures what some work tells the device, and runs none of it.
+
+        Returns:
+            What replays it, on the current stream, and what the work returned, whose tensors hold
+            values after each replay.
+
+        Raises:
+            RuntimeError: it cannot be captured; CaptureBusyError: not now.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with self.on_stream(), captures():
+            # Other threads may launch kernels meanwhile: what they tell the device is their own.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        return graph.replay, result
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """A block on the stream of captures: after what was told before it, before what follows."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream), _collector_paused():
-                # Other threads build indexes meanwhile: what they tell the device is their own.
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    part = work(own)
-                finally:
-                    graph.capture_end()
-            current.wait_stream(self._stream)
-        return Recording(graph.replay, own, part)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keeps Python's collector from running, in any thread.
-
-    It may free page-locked memory, which waits for the device, and that ends a capture.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                current.wait_stream(self._stream)
 
 
 @dataclass(slots=True)
@@ -131,6 +139,8 @@ class Recordings:
         if known.recording is None:
             try:
                 known.recording = self._recorder.record(work, given)
+            except CaptureBusyError:  # the next step may record it
+                return work(given)
             except RuntimeError as error:
                 known.is_refused = True
                 self._warn_once(str(error).strip().split("\n")[0])
