@@ -36,7 +36,9 @@ class Generation:
     whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
     what of a search's softmax mass its trial lost; empty for methods that never do. steps: by layer
     whether its last decode step was one call of the engine, and why not ("reason", and "code", one
-    of a fixed set; None where there was no step), and how many "plans" its steps took.
+    of a fixed set; None where there was no step), and how many "plans" its steps took; with
+    `capture_decode` also "graph": "captures" and "replays" of whole steps, and why the last forward
+    was none ("code", "reason").
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     """

@@ -4,9 +4,9 @@
     then     it is captured, which runs nothing, and replayed
     later    numbers and inputs are copied to where the graph reads them, and it is replayed
 
-Launching a step reads no host number that changes (`DevicePlan`), and what has been launched may be
-launched again: so a capture needs no undo, and one that fails is followed by an eager step. Whatever
-a graph takes for granted is compared before each replay, and what it cannot say is refused by name.
+Launching a step reads no host number that changes (`DevicePlan`), and what has been launched may
+be launched again: so a capture needs no undo, and one that fails is followed by an eager step. What
+a graph takes for granted is compared before each replay; what it cannot say is refused by name.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _FIRST = PlanReason("first", "it is captured when a step like it has run")
 
 
 @dataclass(slots=True)
-class _Known:
+class _StepGraph:
     """The graph of a cache, and what it takes for granted.
 
-    given: by name where it reads its inputs. replay: runs it; None before the capture. kind, values:
-    what the model returned, with this graph's tensors. rest: steps until a capture is tried.
+    given: by name where it reads its inputs. replay: runs it; None before the capture. kind,
+    values: what the model returned, with this graph's tensors. rest: steps before the next
+    attempt.
     """
 
     granted: tuple[Any, ...]
@@ -73,7 +74,7 @@ class StepGraphs:
         self._model = model
         self._modules = list(model.modules())
         self._recorders: dict[torch.device, CudaRecorder] = {}
-        self._known: WeakKeyDictionary[TieredCache, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[TieredCache, _StepGraph] = WeakKeyDictionary()
 
     def forward(
         self,
@@ -97,7 +98,8 @@ class StepGraphs:
         granted = self._granted(module, inputs, plans)
         known = self._known.get(cache)
         if known is None or known.granted != granted:
-            known = self._known[cache] = _Known(granted, self._places(cache, inputs))
+            places = self._places(cache, inputs, {} if known is None else known.given)
+            known = self._known[cache] = _StepGraph(granted, places)
             use.reason = _FIRST
         step = self._prepared(known, inputs, inner)
         if use.reason is not None:
@@ -137,6 +139,7 @@ class StepGraphs:
         if torch.is_grad_enabled() or self._model.training:
             return PlanReason("training", "gradients or dropout are on")
         if (name := self._hooked()) is not None:
+            # Transformers leaves its own where it once returned what layers compute.
             return PlanReason("hooks", f"{name} has hooks")
         if not plans:
             return PlanReason("plan", _why_not_advanced(cache))
@@ -175,18 +178,23 @@ class StepGraphs:
 
     # How a step is made ---------------------------------------------------------------------------
 
-    def _places(self, cache: TieredCache, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _places(
+        self, cache: TieredCache, inputs: Mapping[str, Any], before: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Where the graph reads what changes: copies of inputs, and the position among numbers."""
         given = {}
         for name in _READ:
             if (value := inputs.get(name)) is not None:
-                given[name] = allocate(value.shape, value.dtype, value.device)
+                old = before.get(name)
+                if old is None or _kind(name, old) != _kind(name, value):
+                    old = allocate(value.shape, value.dtype, value.device)
+                given[name] = old
         if _POSITIONS not in given:
             given[_POSITIONS] = cache.kv.position_on(inputs[_IDS].device)
         return given
 
     def _prepared(
-        self, known: _Known, inputs: Mapping[str, Any], inner: Callable[..., Any]
+        self, known: _StepGraph, inputs: Mapping[str, Any], inner: Callable[..., Any]
     ) -> Callable[[], Any]:
         """The step of what the inputs hold now, which have been copied to where it reads them."""
         for name, place in known.given.items():
@@ -209,7 +217,7 @@ class StepGraphs:
             output = step()
         return _returned(type(output), _values(output, cache), cache)
 
-    def _captured(self, cache: TieredCache, known: _Known, step: Callable[[], Any]) -> bool:
+    def _captured(self, cache: TieredCache, known: _StepGraph, step: Callable[[], Any]) -> bool:
         """Captures a step, which is then to be replayed; whether that could be done."""
         use = cache.kv.graph_use
         if known.rest:

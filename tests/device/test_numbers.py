@@ -8,6 +8,7 @@ from torch import Tensor
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Work
 from tests.device import emulated
 from tests.device.cuda import values
@@ -41,7 +42,7 @@ def test_forks_crops_and_failed_steps_keep_their_places(method: str) -> None:
         with torch.inference_mode(), hkv.attach(model, small(method)) as runtime:
             cache = runtime.cache()
 
-            def forward(one: hkv.TieredCache, seed: int, count: int = 1) -> None:
+            def forward(one: TieredCache, seed: int, count: int = 1) -> None:
                 ids = tokens(count, seed).to(device)
                 parts.append(values(model(ids, **passing(one)).logits[:, -1]))
 
