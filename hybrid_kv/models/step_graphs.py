@@ -166,11 +166,9 @@ class StepGraphs:
         return tuple(plans), module, modes, told, self._weights()
 
     def _weights(self) -> tuple[list[Any], list[int]]:
-        modules = self._modules
-        parts = (vars(m) for m in modules)
         held = [
             (own["_parameters"], own["_buffers"], own["_modules"], own.get("forward"))
-            for own in parts
+            for own in map(vars, self._modules)
         ]
         tensors = [t for p, b, *_ in held for t in chain(p.values(), b.values()) if t is not None]
         told = [id(one) for *_, inside, forward in held for one in (*inside.values(), forward)]

@@ -17,15 +17,15 @@ from tests.device.cuda import values
 VOCAB = 128
 
 
-def llama(seed: int = 0) -> LlamaForCausalLM:
-    """Two layers, four query heads over two KV heads of 16 channels; weights that matter."""
+def llama(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
+    """Two layers or more, four query heads over two KV heads of 16 channels; weights that matter."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,

@@ -68,6 +68,8 @@ RECORDED = "test_recorded_steps.py"
 METHODS = "test_methods.py"
 TRANSFERS = "test_transfers.py"
 SELECTION = "test_selection.py"
+GRAPHS = "test_step_graphs.py"
+NUMBERS = "test_numbers.py"
 TWO = "test_two_devices.py::test_a_split_model_gives_what_it_gives_on_the_host"
 
 MUTANTS = [
@@ -218,6 +220,41 @@ MUTANTS = [
         "            self._lanes[device.type] = self._make_lane(device)\n"
         "        return self._lanes[device.type]\n",
         [f"{TWO}[hybrid:host-late]"],
+    ),
+    Mutant(
+        "a token's position is that of the step that was captured",
+        "runtime/device_plan.py",
+        "lists, mine[POSITION : POSITION + 1])",
+        "lists, q.new_full([1], self._row.length - 1).long())",
+        [f"{GRAPHS}::test_a_step_tells_the_same_whenever_it_is_captured[full]"],
+    ),
+    Mutant(
+        "a graph goes on when pages have moved",
+        "runtime/plan.py",
+        "        holds = not self.stamp.reason and rows is self._rows\n",
+        "        holds = rows is self._rows\n",
+        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[full]"],
+    ),
+    Mutant(
+        "logits are the graph's own memory",
+        "models/step_graphs.py",
+        "v.clone() if isinstance(v, Tensor) else v for n",
+        "v for n",
+        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[streaming_llm]"],
+    ),
+    Mutant(
+        "a new page is listed nowhere",
+        "ops/reference.py",
+        "    table[listed - 1 : listed] = slot\n",
+        "",
+        [f"{NUMBERS}::test_steps_by_numbers_give_what_the_host_gives[full-late]"],
+    ),
+    Mutant(
+        "sliding layers are captured",
+        "models/step_graphs.py",
+        "            if type(layer) is not HybridLayer:\n",
+        "            if False:\n",
+        [f"{GRAPHS}::test_sliding_layers_are_refused_by_name"],
     ),
     Mutant(
         "page-locked memory is unlocked while a copy reads it",
