@@ -81,8 +81,8 @@ def advanced(kv: KVCache) -> tuple[int, int]:
 def main() -> None:
     warnings.simplefilter("ignore")
     print(
-        "| method | layers | kernels in the graph | ours a layer | launches outside | copies | waits "
-        "| replays | calls / files of the host's half | of the whole forward |"
+        "| method | layers | kernels in the graph | ours a layer | launches outside "
+        "| copies | waits | replays | calls / files of the host's half | of the whole forward |"
     )
     print("|---" * 10 + "|")
     for layers in map(int, sys.argv[1:] or ["2", "32"]):

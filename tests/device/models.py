@@ -18,7 +18,7 @@ VOCAB = 128
 
 
 def llama(seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
-    """Two layers or more, four query heads over two KV heads of 16 channels; weights that matter."""
+    """Some layers, four query heads over two KV heads of 16 channels; weights that matter."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
