@@ -74,6 +74,7 @@ class StepGraphs:
         self._model = model
         self._modules = list(model.modules())
         self._recorders: dict[torch.device, CudaRecorder] = {}
+        self._read: dict[torch.device, torch.cuda.Event] = {}  # when the last results have been
         self._known: WeakKeyDictionary[TieredCache, _StepGraph] = WeakKeyDictionary()
 
     def forward(
@@ -101,6 +102,8 @@ class StepGraphs:
             places = self._places(cache, inputs, {} if known is None else known.given)
             known = self._known[cache] = _StepGraph(granted, places)
             use.reason = _FIRST
+        if (read := self._read.get(cache.device)) is not None:
+            torch.cuda.current_stream(cache.device).wait_event(read)  # another thread's, perhaps
         step = self._prepared(known, inputs, inner)
         if use.reason is not None:
             return self._launched(cache, step)
@@ -111,7 +114,10 @@ class StepGraphs:
         assert known.replay is not None
         known.replay()
         use.replays += 1
-        return _returned(known.kind, known.values, cache)
+        output = _returned(known.kind, known.values, cache)
+        event = self._read[cache.device] = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(cache.device))
+        return output
 
     # What is refused ------------------------------------------------------------------------------
 

@@ -195,6 +195,29 @@ def test_weights_that_others_took_the_place_of_are_read() -> None:
         assert torch.equal(one, other)
 
 
+def test_transformers_generates_by_replays() -> None:
+    """It gives a mask and positions, which change in each step."""
+
+    def generated(config: hkv.HybridConfig) -> list[int]:
+        with emulated(kernels="defined") as machine:
+            model = llama().to("cuda")  # type: ignore[arg-type]
+            with hkv.attach(model, config) as runtime:
+                cache = runtime.cache()
+                found = model.generate(  # type: ignore[operator]
+                    tokens(50).cuda(),
+                    past_key_values=cache,
+                    max_new_tokens=20,
+                    do_sample=False,
+                    eos_token_id=None,
+                )
+                if config.capture_decode:
+                    assert graph_of(cache)["reason"] == ""
+                    assert machine.counts.replays >= 14
+                return values(found)[0].tolist()  # type: ignore[no-any-return]
+
+    assert generated(captured("quest")) == generated(small("quest"))
+
+
 def test_rows_are_not_captured() -> None:
     with emulated(kernels="defined") as machine:
         model = llama().to("cuda")  # type: ignore[arg-type]
