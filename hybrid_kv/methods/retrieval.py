@@ -178,6 +178,8 @@ class RetrievalAttention(Method):
     def _read(self) -> Read:
         return Read(cold=self.params.cold.budget)
 
+    reads_alike = True
+
     def read(self, layer_idx: int, q: Tensor) -> Read:
         return self._read
 

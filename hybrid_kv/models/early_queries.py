@@ -121,6 +121,13 @@ class EarlyQueries:
         self._hooks.clear()
 
 
+def is_idle_on_devices(hook: object) -> bool:
+    """Whether a hook is one of these, which begins no search where a device finds entries."""
+    return isinstance(hook, partial) and isinstance(
+        getattr(hook.func, "__self__", None), EarlyQueries
+    )
+
+
 def _neighbours(seen: OneToken, layer_idx: int) -> tuple[nn.Module | None, nn.Module | None]:
     """The decoder layer before a layer, and the layer."""
     attention = seen.attention[layer_idx]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT
+from hybrid_kv.models.early_queries import is_idle_on_devices
 from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
 from hybrid_kv.ops.captures import CaptureBusyError
 from hybrid_kv.runtime import DevicePlan, PlanReason
@@ -156,8 +157,9 @@ class StepGraphs:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "every module"
         for module in self._modules:
-            own = module._forward_hooks or module._forward_pre_hooks
-            if own or "_hf_hook" in module.__dict__:
+            before = module._forward_pre_hooks
+            called = before and not all(map(is_idle_on_devices, before.values()))
+            if called or module._forward_hooks or "_hf_hook" in module.__dict__:
                 return type(module).__name__
         return None
 
@@ -169,7 +171,8 @@ class StepGraphs:
         """All that is baked into a graph: plans, weights by where they lie, forwards, settings."""
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda")
         told = sorted((name, _kind(name, value)) for name, value in inputs.items())
-        return tuple(plans), module, modes, told, self._weights()
+        hang_on = [plan.hangs_on() for plan in plans]
+        return hang_on, module, modes, told, self._weights()
 
     def _weights(self) -> tuple[list[Any], list[int]]:
         held = [

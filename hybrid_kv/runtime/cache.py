@@ -390,7 +390,11 @@ class KVCache:
             By layer how the step is made, as long as that still holds; else nothing, be it that
             some layer cannot begin before its queries are known.
         """
-        plans = [] if self.more_prompt else [layer.device_plan() for layer in self.layers.values()]
+        if self.more_prompt:
+            return []
+        for layer in self.layers.values():
+            layer.renew_plan()
+        plans = [layer.device_plan() for layer in self.layers.values()]
         told = [plan for plan in plans if plan is not None]
         if not told or len(told) < len(plans):
             return []

@@ -13,6 +13,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.numbers import CHOSEN, NEWEST, PAGES, PLACE, POSITION, StepNumbers
 from hybrid_kv.runtime.reasons import PlanReason
+from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.types import PartialAttention, Read, Work
 
@@ -35,7 +36,7 @@ def store_reserved(step: Step, numbers: StepNumbers) -> None:
 
 
 class DevicePlan:
-    """The steps of one token of a layer's only row, all of whose entries are resident.
+    """The steps of one token of a layer's only row, whose cold entries the device finds, if any.
 
     Args:
         reason: why this is no call of the engine.
@@ -45,7 +46,8 @@ class DevicePlan:
         row, shape = step.layer.rows[0], step.layer.shape
         self.reason, self._numbers = reason, numbers
         self.table, self._row, self._index = row.table, row, shape.layer_idx
-        self._pages = read.pages
+        self._pages, self._cold, self.read = read.pages, read.cold, read
+        self._told: Selection | None = None
         self._mine = numbers.on(step.q.device)[shape.layer_idx]
         self._heads, self._kv_heads = shape.num_q_heads, shape.num_kv_heads
         self._row_bytes = step.row_bytes
@@ -86,6 +88,16 @@ class DevicePlan:
         work.resident_bytes += self._kv_heads * stored * self._row_bytes
         work.visible += heads * row.length
         work.steps += heads
+        if self._cold is not None:
+            device = self._mine.device
+            self._told = tell_selection(row, self._cold, work, queries=heads, device=device)
+
+    def hangs_on(self) -> tuple[object, ...]:
+        """What launching the step that was advanced last takes for granted of the host."""
+        pages, listed = self.table.pool.pages, self.table.listed
+        lies = [0 if one is None else one.data_ptr() for one in (*pages, listed, self._mine)]
+        sizes = pages.k.shape, None if listed is None else len(listed)
+        return *lies, *sizes, self.read, self._told, self._oldest, self._pinned
 
     # The device's half ----------------------------------------------------------------------------
 
@@ -96,7 +108,8 @@ class DevicePlan:
             self.advance(step.work)
             numbers.send()
             store_reserved(step, numbers)
-        elif index not in numbers.noted:  # it was stored by somebody else, or attends again
+        elif index not in numbers.noted or (self._cold is not None and self._told is None):
+            # it was stored by somebody else, or attends again
             numbers.here[index, POSITION] = self._row.length - 1
             self._note(step.work)
             numbers.send()
@@ -115,13 +128,23 @@ class DevicePlan:
             count = mine[CHOSEN : CHOSEN + 1]
             step.phases.book("select", begin)
             begin = step.phases.now()
-        out, lse = step.ops.attend_pages(
-            *(q, pages, lists, mine[POSITION : POSITION + 1]),
-            scale=step.scale,
-            softcap=step.softcap,
-            tail_fill=self.table.tail_fill,
-            count=count,
-        )
+        parts = [
+            step.ops.attend_pages(
+                *(q, pages, lists, mine[POSITION : POSITION + 1]),
+                scale=step.scale,
+                softcap=step.softcap,
+                tail_fill=self.table.tail_fill,
+                count=count,
+            )
+        ]
         step.phases.book("resident_attention", begin)
+        if self._told is not None and self._told.places:
+            assert self._cold is not None
+            begin = step.phases.now()
+            parts.append(attend_told(step, self._row, self._cold, self._told))
+            step.phases.book("select", begin)
+        begin = step.phases.now()
+        out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
+        step.phases.book("merge", begin)
         shape = step.q.shape
         return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))

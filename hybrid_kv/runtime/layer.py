@@ -238,6 +238,18 @@ class TieredLayer:
             return None
         return self._compiled.device_plan(self.store.rows)
 
+    def renew_plan(self) -> None:
+        """Makes the plan of the next step anew where something has changed since the last one."""
+        compiled, store = self._compiled, self.store
+        if compiled is None or store is None or not compiled.stamp.reason:
+            return
+        shape = compiled.next_shape(store.rows)
+        if shape is not None and isinstance(compiled.plan, DevicePlan) and self.leaving is None:
+            q = torch.empty(shape[0], dtype=shape[1], device=store.resident.pool.device)
+            step = self.step(q, *self._logits)  # of which only the shape counts
+            self._compiled = compile_step(step, compiled.plan.read, self.means.numbers)
+            self._num_plans += 1
+
     def take_back_reserved(self) -> None:
         """Gives up the place of a token that was not stored in it."""
         numbers = self.means.numbers

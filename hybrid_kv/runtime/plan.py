@@ -102,6 +102,13 @@ class CompiledStep:
         holds = not self.stamp.reason and rows is self._rows
         return plan if holds and isinstance(plan, DevicePlan) else None
 
+    def next_shape(self, rows: Sequence[Row]) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and dtype of the queries of the next step of these rows, where a device plan made
+        the last one; else None.
+        """
+        known = rows is self._rows and isinstance(self.plan, DevicePlan)
+        return (self._shape, self._dtype) if known else None
+
     def serves(self, step: Step, read: Read) -> bool:
         """Whether this is how a step is made that reads so much."""
         if self.stamp.reason or step.layer.rows is not self._rows:
@@ -228,8 +235,11 @@ def _is_told_by_numbers(step: Step, read: Read) -> bool:
     """Whether all that a step reads is resident, and kernels read it where it lies."""
     if not step.q.is_cuda or step.new > 1 or len(step.layer.rows) > 1 or step.ahead is not None:
         return False
-    if read.cold is not None or not _reads_pages_and_extents(step.layer.rows[0]):
+    row = step.layer.rows[0]
+    if not _reads_pages_and_extents(row):
         return False
+    if read.cold is not None and row.chain.num_tokens and row.later_index is None:
+        return False  # the host searches
     return step.ops.reads_pages(step.q) and step.ops.backend != "flashinfer"
 
 

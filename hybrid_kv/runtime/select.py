@@ -8,8 +8,9 @@ what is found decides no shape and no branch, so that the work can be recorded o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import NamedTuple
 from warnings import warn
 
 import torch
@@ -27,7 +28,7 @@ from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import LayerKV, Row, SelectFor, Span
 from hybrid_kv.store.live_index import LiveIndex, MakeIndex
-from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, bytes_per_token
+from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, Work, bytes_per_token
 
 _log = logging.getLogger(__name__)
 
@@ -193,33 +194,73 @@ def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:
     return stacked(parts)
 
 
-def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAttention:
-    q, stored = step.grouped[row.number], row.chain.num_tokens
+class Selection(NamedTuple):
+    """What the selection of a row's step hangs on, on the host.
+
+    places: where its extents and codes lie, or how long they are where all of them is attended.
+    tails: by extent the moments of what is estimated.
+    """
+
+    places: tuple[Hashable, ...] = ()
+    tails: tuple[Tail, ...] = ()
+
+
+def tell_selection(
+    row: Row, budget: TokenBudget | str, work: Work, *, queries: int, device: torch.device
+) -> Selection:
+    """The host's half of a selection: the device is told how many entries there are, and what is
+    going to be attended is counted.
+
+    Args:
+        queries: of all KV heads.
+    """
+    shape, stored = row.table.pool.shape, row.chain.num_tokens
     if stored == 0:
-        return empty_partial(q)
-    heads, rows, _ = q.shape
+        return Selection()
+    heads = shape.num_kv_heads
+    rows, row_bytes = queries // heads, 2 * shape.head_dim * row.table.pool.dtype.itemsize
     if not isinstance(budget, TokenBudget) or budget.top_k >= stored:
-        _count(step, heads * rows, stored)
-        step.work.cold_bytes += heads * stored * step.row_bytes
-        return _attend_all(step, row, q)
-    step.work.scored += heads * rows * stored
-    step.work.cold_bytes += heads * min(rows * budget.top_k, stored) * step.row_bytes // 2
-    _count(step, heads * rows, budget.top_k)
-    places, in_place = [], step.new == 1
+        _count(work, queries, stored)
+        work.cold_bytes += heads * stored * row_bytes
+        return Selection(tuple(span.length for span in row.chain.spans))
+    work.scored += queries * stored
+    work.cold_bytes += heads * min(rows * budget.top_k, stored) * row_bytes // 2
+    _count(work, queries, budget.top_k)
+    places: list[Hashable] = []
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
         seen = _index_of(span).see(span.length)
-        step.work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
+        work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
-        in_place &= step.ops.finds_in_place(q, v)
-    tails = [span.tail(q.device) for span in row.chain.spans] if budget.form else []
-    step.work.estimate_bytes += sum(tail.nbytes for tail in tails)
+    tails = [span.tail(device) for span in row.chain.spans] if budget.form else []
+    work.estimate_bytes += sum(tail.nbytes for tail in tails)
+    return Selection(tuple(places), tuple(tails))
+
+
+def _attend_row(step: Step, row: Row, budget: TokenBudget | str) -> PartialAttention:
+    q = step.grouped[row.number]
+    queries = q.shape[0] * q.shape[1]
+    told = tell_selection(row, budget, step.work, queries=queries, device=q.device)
+    return attend_told(step, row, budget, told)
+
+
+def attend_told(
+    step: Step, row: Row, budget: TokenBudget | str, told: Selection
+) -> PartialAttention:
+    """The device's half: a row's cold entries, found and attended; [Hkv, M, D] and [Hkv, M]."""
+    q, stored = step.grouped[row.number], row.chain.num_tokens
+    if stored == 0:
+        return empty_partial(q)
+    if not isinstance(budget, TokenBudget) or budget.top_k >= stored:
+        return _attend_all(step, row, q)
+    places, tails = told
     signature = tuple(places), tuple(tails), tuple(q.shape), budget, step.scale, step.softcap
     if step.found is not None:  # somebody looks at this step, and waits for it
         part, retrieved = _search(step, row, q, budget, tails)
         step.found[row.number] = budget, retrieved()
         return part
-    if not in_place:
+    values = (span.extent.v for span in row.chain.spans)
+    if step.new > 1 or not all(step.ops.finds_in_place(q, v) for v in values):
         return _search(step, row, q, budget, tails)[0]
     work = lambda given: _search(step, row, given, budget, tails)[0]  # noqa: E731
     return step.executor.repeat(row, signature, work, q)
@@ -300,11 +341,10 @@ def _retrieved(
     return Retrieved(parts, estimated=estimated)
 
 
-def _count(step: Step, queries: int, most: int) -> None:
+def _count(work: Work, queries: int, most: int) -> None:
     """Books entries that all queries of a row attend, and one of them; which, only the device
     knows.
     """
-    work = step.work
     work.attended += queries * most
     work.retrieved += queries * most
     work.most_retrieved = max(work.most_retrieved, most)

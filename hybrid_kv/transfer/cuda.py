@@ -230,6 +230,8 @@ class CudaExecutor(SyncExecutor):
         self, owner: object, signature: Hashable, work: Work, given: Tensor
     ) -> PartialAttention:
         device = given.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return work(given)  # a part of what somebody captures
         if device not in self._recordings:
             self._recordings[device] = Recordings(self._make_recorder(device))
         return self._recordings[device].run(owner, signature, work, given)

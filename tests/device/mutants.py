@@ -233,14 +233,14 @@ MUTANTS = [
         "runtime/plan.py",
         "        holds = not self.stamp.reason and rows is self._rows\n",
         "        holds = rows is self._rows\n",
-        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[full]"],
+        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[full-40]"],
     ),
     Mutant(
         "logits are the graph's own memory",
         "models/step_graphs.py",
         "v.clone() if isinstance(v, Tensor) else v for n",
         "v for n",
-        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[streaming_llm]"],
+        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[streaming_llm-150]"],
     ),
     Mutant(
         "a new page is listed nowhere",

@@ -18,7 +18,7 @@ MOST = {
     "full": ((90, 2, 0), (180, 4, 0)),
     "quest": ((96, 2, 0), (192, 4, 0)),
     "streaming_llm": ((90, 2, 0), (184, 6, 0)),
-    "hybrid": ((98, 1, 0), (204, 8, 1)),
+    "hybrid": ((96, 2, 0), (202, 10, 1)),
     "hybrid:select=host": SEARCHED,
     "flat": SEARCHED,
     "ivf": SEARCHED,  # clusters

@@ -20,13 +20,18 @@ from tests.device.cuda import values
 from tests.device.machine import Launch, Machine
 from tests.device.models import llama, small, tokens
 
-METHODS = ("full", "quest", "streaming_llm")
+METHODS = ("full", "quest", "streaming_llm", "hybrid")
 READY = 2
 """Steps until one is captured: one makes the plan, one runs where captures are made."""
 
 
+def plain(method: str) -> hkv.HybridConfig:
+    config = small(method)
+    return config.replace(select="device") if method == "hybrid" else config
+
+
 def captured(method: str) -> hkv.HybridConfig:
-    return small(method).replace(capture_decode=True)
+    return plain(method).replace(capture_decode=True)
 
 
 def graph_of(cache: TieredCache) -> dict[str, Any]:
@@ -34,8 +39,10 @@ def graph_of(cache: TieredCache) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_replayed_steps_are_those_of_eager_ones(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "count"), [("full", 40), ("quest", 40), ("streaming_llm", 150), ("hybrid", 150)]
+)
+def test_replayed_steps_are_those_of_eager_ones(method: str, count: int) -> None:
     """Pages begin and leave, pool and table are outgrown; a fork and a crop go on. A step's logits
     stay when others have followed.
     """
@@ -45,33 +52,32 @@ def test_replayed_steps_are_those_of_eager_ones(method: str) -> None:
         with torch.inference_mode(), hkv.attach(model, config) as runtime:
             cache = runtime.cache()
 
-            def forward(one: TieredCache, seed: int, count: int = 1) -> None:
-                ids = tokens(count, seed).cuda()
+            def forward(one: TieredCache, seed: int, new: int = 1) -> None:
+                ids = tokens(new, seed).cuda()
                 parts.append(model(ids, **passing(one)).logits[:, -1])
 
             forward(cache, 1, 130)
-            for number in range(140):
+            for number in range(count):
                 forward(cache, 2 + number)
             cache.crop(-7)
             other = cache.fork()
-            for number in range(30):
+            for number in range(25):
                 forward(cache, 200 + number)
                 forward(other, 300 + number)
             for one in (cache, other):
                 one.check_integrity()
             work.append(cache.work)
             if config.capture_decode:
+                told = [graph_of(one) for one in (cache, other)]
                 # As often as pages begin that find no room: each time it is made ready again.
-                assert machine.counts.captures == sum(
-                    graph_of(one)["captures"] for one in (cache, other)
-                )
-                assert machine.counts.captures <= (2 if method == "streaming_llm" else 5)
-                assert machine.counts.replays >= 190
+                most = 2 if method == "streaming_llm" else 5
+                assert sum(one["captures"] for one in told) <= most
+                assert sum(one["replays"] for one in told) >= count + 50 - 10
         return list(map(values, parts))
 
     work: list[Any] = []
     with emulated(kernels="defined") as machine:
-        expected = steps(small(method), machine)
+        expected = steps(plain(method), machine)
     with emulated(schedule="late", kernels="defined") as machine:
         found = steps(captured(method), machine)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -127,6 +133,13 @@ def test_a_step_tells_the_same_whenever_it_is_captured(
     assert first == second
 
 
+RESULTS = {
+    **dict.fromkeys(("attend_pages", "aten.topk.default", "find", "merge", "attend_candidates"), 2),
+    "attend_unread": 3,
+}
+"""Tensors that a launch makes, where they are several."""
+
+
 def described(launches: list[Launch]) -> list[tuple[object, ...]]:
     """Launches with what they take; what they make themselves is the same wherever it lies."""
     made: list[range] = []
@@ -141,8 +154,7 @@ def described(launches: list[Launch]) -> list[tuple[object, ...]]:
 
     found = []
     for one in launches:
-        new = 2 if one.name in ("attend_pages", "aten.topk.default") else 1
-        for operand in () if one.name == "append_at" else one.operands[-new:]:
+        for operand in () if one.name == "append_at" else one.operands[-RESULTS.get(one.name, 1) :]:
             address, shape, stride, dtype = operand  # type: ignore[misc]
             places = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
             made.append(range(address, address + places * dtype.itemsize))
