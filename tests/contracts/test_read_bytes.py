@@ -25,6 +25,7 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import INDEXES, METHODS, Index
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import SearchReads, Work
+from tests.device.placement import device, placed
 from tests.index.oracle import clustered
 
 HEADS, GROUP, ROWS, TOP = 3, 4, 701, 37
@@ -45,6 +46,7 @@ WATCHED = (
 )
 """Kinds that torch searches, of which each operation can be watched."""
 ELSEWHERE = ("auto", "graph", "hnsw", "ivf", "lsh", "sketch")
+OF_THE_HOST = pytest.mark.host("an index lies in host memory, whatever computes")
 PICKS = ("index.Tensor", "gather.default", "index_select.default")
 
 
@@ -119,10 +121,12 @@ def built(kind: str, rows: int = ROWS) -> tuple[Index, Tensor, Tensor]:
     return index, keys, queries
 
 
+@OF_THE_HOST
 def test_all_kinds_are_held_to_something() -> None:
     assert {*WATCHED, *ELSEWHERE} == {*INDEXES}
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("kind", WATCHED)
 def test_a_search_says_what_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_kv.index.pages.engine", lambda: None)
@@ -136,6 +140,7 @@ def test_a_search_says_what_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert 0.8 * watch.read_bytes <= found.read_bytes <= 1.05 * watch.read_bytes
 
 
+@OF_THE_HOST
 def test_an_estimate_says_what_it_reads() -> None:
     for kind in ("clusters", "query_channels"):
         index, keys, queries = built(kind)
@@ -150,6 +155,7 @@ def test_an_estimate_says_what_it_reads() -> None:
     assert built("flat")[0].estimate_bytes(GROUP, TOP) == 0
 
 
+@OF_THE_HOST
 def test_product_quantisation_reads_its_codes_and_not_rows() -> None:
     index, keys, queries = built("pq")
     dim = keys.shape[2]
@@ -158,6 +164,7 @@ def test_product_quantisation_reads_its_codes_and_not_rows() -> None:
     assert read == HEADS * (codes + centroids + GROUP * TOP * dim * ITEM)
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("precision", ["stored", "int8"])
 def test_a_scan_reads_keys_or_their_copies(precision: str) -> None:
     torch.manual_seed(3)
@@ -170,6 +177,7 @@ def test_a_scan_reads_keys_or_their_copies(precision: str) -> None:
     assert read == (keys.nbytes if precision == "stored" else index.memory_bytes + ranked)
 
 
+@OF_THE_HOST
 def test_faiss_reads_float32_for_each_query_by_itself() -> None:
     for kind in ("ivf", "hnsw"):
         index, keys, queries = built(kind)
@@ -179,6 +187,7 @@ def test_faiss_reads_float32_for_each_query_by_itself() -> None:
         assert found.read_bytes == found.scored * (row + link) + HEADS * row, kind
 
 
+@OF_THE_HOST
 def test_hash_tables_read_the_buckets_of_a_query() -> None:
     index, keys, queries = built("lsh")
     tables, bits, dim = 11, 4, keys.shape[2]
@@ -197,6 +206,7 @@ def test_hash_tables_read_the_buckets_of_a_query() -> None:
     assert found.read_bytes == HEADS * planes.nbytes + 4 * (members + pointers) + sampled
 
 
+@OF_THE_HOST
 @pytest.mark.skipif(engine_state().isa is None, reason="there is no engine")
 @pytest.mark.parametrize("kind", ["sketch", "auto", "graph", "flat-int8", "flat-stored"])
 @pytest.mark.parametrize("later", [0, 5, 300])
@@ -219,6 +229,7 @@ def test_what_the_engine_searches_reads_as_much(kind: str, later: int) -> None:
     assert found.read_bytes < index.memory_bytes + keys.nbytes + 1
 
 
+@OF_THE_HOST
 def test_a_graph_reads_the_rows_that_it_visits() -> None:
     if engine_state().isa is None:
         pytest.skip("there is no engine")
@@ -234,6 +245,7 @@ def test_a_graph_reads_the_rows_that_it_visits() -> None:
     assert 0 < lists < index.memory_bytes
 
 
+@OF_THE_HOST
 def test_layers_that_go_together_read_what_they_score() -> None:
     torch.manual_seed(3)
     keys, queries = clustered(ROWS, heads=HEADS, queries=GROUP)
@@ -284,7 +296,7 @@ class Held(NamedTuple):
 
 def decoded(method: str, **settings: Any) -> tuple[Work, Held]:
     """What some steps of a tiny model at a small budget have counted, and what is held then."""
-    model = load_model("random:tiny", device="cpu", dtype="bfloat16")
+    model = placed(load_model("random:tiny", device="cpu", dtype="bfloat16"))
     plugin = METHODS[method]
     known = {*plugin.params.model_fields, "page_size"}
     sizes = {name: value for name, value in SMALL.items() if name in known}
@@ -298,10 +310,10 @@ def decoded(method: str, **settings: Any) -> tuple[Work, Held]:
         torch.inference_mode(),
     ):
         cache = runtime.cache()
-        model(torch.randint(0, 500, (1, PROMPT)), **passing(cache))
+        model(torch.randint(0, 500, (1, PROMPT)).to(device()), **passing(cache))
         cache.kv.work = Work()
         for token in range(STEPS):
-            model(torch.tensor([[token]]), **passing(cache))
+            model(torch.tensor([[token]]).to(device()), **passing(cache))
         return cache.kv.work, Held.by(cache.kv)
 
 

@@ -19,10 +19,11 @@ import sys
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -157,6 +158,45 @@ class Launch:
     line: str = field(default="", compare=False)
 
 
+class Recording(list[Launch]):
+    """Launches in the order told, and the memory that was made meanwhile.
+
+    Both are kept, so that no address in a recording stands for two allocations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Tensor] = []
+
+    def by_allocation(self) -> list[Launch]:
+        """The launches, with what was allocated meanwhile named by its number and an offset.
+
+        An address that is left is of memory from before: a graph of these launches would read and
+        write it there at each replay.
+        """
+        places = sorted(
+            (one.untyped_storage().data_ptr(), one.untyped_storage().nbytes(), number)
+            for number, one in enumerate(self.memory)
+        )
+
+        def renamed(operand: object) -> object:
+            if not isinstance(operand, tuple):
+                return operand
+            if len(operand) == 4 and isinstance(operand[3], torch.dtype):
+                return _named(operand[0], places), *operand[1:]
+            return tuple(renamed(one) for one in operand)
+
+        return [replace(one, operands=tuple(map(renamed, one.operands))) for one in self]
+
+
+def _named(address: int, places: list[tuple[int, int, int]]) -> object:
+    found = bisect_right(places, address, key=lambda place: place[0]) - 1
+    if found < 0:
+        return address
+    begin, num_bytes, number = places[found]
+    return (number, address - begin) if address - begin < max(1, num_bytes) else address
+
+
 Point = tuple["Queue", int]
 """A queue, and how many of its launches are over."""
 
@@ -288,7 +328,7 @@ class Machine:
         self.allocated = [0] * num_devices
         self.peak = [0] * num_devices
         self.limits = [memory_bytes] * num_devices  # of the process
-        self.trace: list[Launch] | None = None
+        self.trace: Recording | None = None
         self.faults: list[str] = []
         self._pinned = PinnedMemory()
         self.timelines: list[Timeline] = []
@@ -459,10 +499,10 @@ class Machine:
             return queue.here()
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Launch]]:
-        """Notes each launch, in order."""
+    def recorded(self) -> Iterator[Recording]:
+        """Notes each launch, in order, and what is allocated meanwhile."""
         with self.lock:
-            self.trace, before = [], self.trace
+            self.trace, before = Recording(), self.trace
         try:
             yield self.trace
         finally:
@@ -513,6 +553,8 @@ class Machine:
             self.allocated[device] += num_bytes
             self.peak[device] = max(self.peak[device], self.allocated[device])
             poison(memory)
+            if self.trace is not None:
+                self.trace.memory.append(memory)
             capture, queue = self.capture, self.current(device)
             pool = None
             if capture is not None and queue in capture.streams:
