@@ -412,3 +412,12 @@ def test_what_is_imported_meanwhile_stays() -> None:
     with emulated(kernels="defined"), contextlib.redirect_stdout(io.StringIO()):
         meanwhile = importlib.import_module("this")
     assert sys.modules.get("this") is meanwhile
+
+
+def test_storages_lie_at_addresses_of_their_own() -> None:
+    """All lay at 0, so that memory of a device that methods keep was counted once."""
+    with emulated():
+        one, other = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+        places = [t.untyped_storage().data_ptr() for t in (one, one[1:], other)]
+        assert places[0] == places[1] != places[2]
+        assert other.untyped_storage().nbytes() == 12
