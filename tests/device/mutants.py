@@ -229,13 +229,6 @@ MUTANTS = [
         [f"{GRAPHS}::test_a_step_tells_the_same_whenever_it_is_captured[full]"],
     ),
     Mutant(
-        "a graph goes on when pages have moved",
-        "runtime/plan.py",
-        "        holds = not self.stamp.reason and rows is self._rows\n",
-        "        holds = rows is self._rows\n",
-        [f"{GRAPHS}::test_replayed_steps_are_those_of_eager_ones[full-40]"],
-    ),
-    Mutant(
         "logits are the graph's own memory",
         "models/step_graphs.py",
         "v.clone() if isinstance(v, Tensor) else v for n",
