@@ -289,6 +289,7 @@ def _tested(folder: Path, tests: Sequence[str], log: Path) -> int:
     with log.open("w") as told:
         os.dup2(told.fileno(), 1)
         os.dup2(told.fileno(), 2)
+    os.environ["COLUMNS"] = "300"  # or pytest leaves out what a test said
     ours = [name for name in sys.modules if name.split(".")[0] in ("hybrid_kv", "tests")]
     for name in ours:
         if name != "tests.device.guard":  # what it has loaded stays loaded

@@ -45,15 +45,23 @@ def test_replayed_steps_give_what_the_host_gives(schedule: Schedule) -> None:
     assert machine.counts.replays >= len(STEPS)
 
 
-@pytest.mark.parametrize("growth", [8, 4096], ids=["new-moments", "old-moments"])
+@pytest.mark.parametrize(
+    ("growth", "later_keys"),
+    [(8, 4096), (4096, 24), (8, 24)],
+    ids=["moments-taken-anew", "codes-that-move", "both"],
+)
 def test_what_a_recording_reads_may_grow_and_move(
-    growth: int, monkeypatch: pytest.MonkeyPatch
+    growth: int, later_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes that outgrow their memory and moments that are taken anew: recorded again, or wrong."""
-    monkeypatch.setattr(device_sketch, "LATER_KEYS", 24)
+    """Codes that outgrow their memory and moments that are taken anew: recorded again, or wrong.
+
+    A page leaves between single steps, whose recording goes on where nothing that it reads has
+    moved. Turns of several pages move all of it together.
+    """
+    monkeypatch.setattr(device_sketch, "LATER_KEYS", later_keys)
     monkeypatch.setattr(device_sketch, "_LEAST_ROOM", 4)
     monkeypatch.setattr(tail, "_LEAST_GROWTH", growth)
-    turns = [tokens(150), *STEPS[:4], tokens(53, 9), *STEPS[4:8], tokens(37, 8), *STEPS[8:11]]
+    turns = [tokens(150), *STEPS, tokens(53, 9), *STEPS[:4], tokens(37, 8), *STEPS[4:7]]
     found, machine = on_device(turns)
     assert_alike(found, logits_of(llama(), BY_HOST, turns))
     assert machine.counts.captures > 2
