@@ -201,6 +201,13 @@ MUTANTS = [
         "runtime/decode.py",
         "row.table.slots().expand(every)",
         "row.table.slots()[:-1].expand(every)",
+        [f"{RECORDED}::test_rows_of_other_lengths_replay_their_own_results"],
+    ),
+    Mutant(
+        "a step by numbers does not read the newest page",
+        "runtime/device_plan.py",
+        "here[CHOSEN] = count, newest, chosen\n",
+        "here[CHOSEN] = count - 1, newest, chosen\n",
         [f"{RECORDED}::test_replayed_steps_give_what_the_host_gives[late]"],
     ),
     Mutant(
