@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
+from hybrid_kv.ops.upload import staged
 
 _LEAST_ROOM = 32
 _ROOM_SHARE = 8  # room for an eighth more: growing copies an entry eight times in all, on average
@@ -128,29 +129,30 @@ class Ragged:
     def select(self, chosen: Chosen, *, room: int = 0) -> Self:
         """Some rows of every head, in the order in which they are here; everything else is freed.
 
-        One gather into memory that fits, and that nobody shares.
+        One gather into memory that fits, and that nobody shares. A device is waited for only where
+        masks lie on it.
 
         Args:
-            chosen: ids [Hkv, K] int64 within the heads, each once, which is not waited for; or by
-                head ids [K_h] int64 or a mask [N_h] bool (also one tensor [Hkv, N] bool).
+            chosen: ids [Hkv, K] int64 within the heads, each once; or by head ids [K_h] int64 or a
+                mask [N_h] bool (also one tensor [Hkv, N] bool), all of them here or on the host.
             room: for so many more rows of every head without growing.
         """
         ids, lengths = self._ids(chosen)
-        device = self._device
         sizes = [n + room for n in lengths]
         starts = _starts(sizes)
         if isinstance(ids, Tensor):  # [Hkv, K]
-            first = torch.tensor(self.starts, device=device)[:, None]
+            first = staged(torch.tensor(self.starts), ids.device)[:, None]
             ids = ids + first
             if room:  # filled with a finite row, for nobody reads it
                 ids = torch.cat([ids, first.expand(-1, room)], 1)
             where = ids.flatten()
         else:
-            parts = [i.to(device) + a for i, a in zip(ids, self.starts, strict=True)]
-            if room:
-                filling = torch.zeros(room, dtype=torch.int64, device=device)
+            parts = [i + a for i, a in zip(ids, self.starts, strict=True)]
+            if room and parts:
+                filling = parts[0].new_zeros(room)
                 parts = [part for some in parts for part in (some, filling)]
-            where = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+            where = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        where = staged(where, self._device)
         columns = {
             name: column.index_select(0, where)
             if self._capacity
