@@ -7,6 +7,7 @@ frequency, so what a query would have been elsewhere is a further turn by the di
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class Rotary:
             return x
         pairs = len(self.frequencies)
         # In float64: at 1M positions float32 would be off by a tenth of a radian.
-        rates = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
-        angles = by.to(x.device, torch.float64)[:, None] * rates
+        angles = by.to(x.device, torch.float64)[:, None] * rates_on(x.device, self.frequencies)
         cos, sin = angles.cos().float(), angles.sin().float()
         turned = x.clone()
         if self.interleaved:
@@ -46,6 +46,13 @@ class Rotary:
         b.copy_(b.float() * cos + a.float() * sin)
         a.copy_(new_a)
         return turned
+
+
+@lru_cache(maxsize=64)
+def rates_on(device: torch.device, frequencies: tuple[float, ...]) -> Tensor:
+    """Frequencies [pairs] float64 on a device; kept, for to send them is to wait for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
 UNKNOWN = Rotary(reason="the positions of these queries are not known")

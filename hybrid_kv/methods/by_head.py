@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo, Needs, Read
 
-Heads = list[int]
+Heads = tuple[int, ...]
 _COMMON = ("k", "v", "positions", "bias")
 """Columns that mean the same to all; others get the number of their part in front."""
 
@@ -83,9 +84,8 @@ class ByHead(Method):
         for shape in info.layers:
             every = range(shape.num_kv_heads)
             check_spans(self._spans, every, "head")
-            own: dict[str, Heads] = {name: [] for name in self._parts}
-            for head in every:
-                own[named(head, self._spans, "head", "by_head")].append(head)
+            owner = {head: named(head, self._spans, "head", "by_head") for head in every}
+            own = {name: tuple(h for h in every if owner[h] == name) for name in self._parts}
             self._heads[shape.layer_idx] = {name: heads for name, heads in own.items() if heads}
         for name, part in self._parts.items():
             part.open(self._info_of(info, name))
@@ -103,7 +103,7 @@ class ByHead(Method):
             rotary += info.rotary[i : i + 1]
             for weight in info.outputs[i : i + 1]:
                 whole = (shape.num_kv_heads, shape.group_size * shape.head_dim)
-                some = None if weight is None else weight.unflatten(1, whole)[:, heads].flatten(1)
+                some = None if weight is None else weight.unflatten(1, whole)[:, list(heads)].flatten(1)
                 outputs.append(some)
         return replace(info, layers=tuple(layers), rotary=tuple(rotary), outputs=tuple(outputs))
 
@@ -242,8 +242,15 @@ def _joined(found: Sequence[tuple[Heads, Entries]], left: Entries) -> Entries:
     return Entries(columns=flat, starts=tuple(starts), lengths=tuple(lengths), state=state).copied()
 
 
-def _query_heads(heads: Heads, group: int) -> Heads:
-    return [h * group + g for h in heads for g in range(group)]
+@lru_cache(maxsize=64)
+def ids_on(device: torch.device, heads: Heads, group: int = 1) -> Tensor:
+    """The numbers of some KV heads, or of their `group` query heads each, int64 on a device.
+
+    Kept there, for to send them is to wait for the device.
+    """
+    ids = [h * group + g for h in heads for g in range(group)]
+    with torch.inference_mode(False):
+        return torch.tensor(ids, device=device)
 
 
 def _evidence_of(seen: Evidence, heads: Heads, num_kv_heads: int) -> Evidence:
@@ -252,25 +259,25 @@ def _evidence_of(seen: Evidence, heads: Heads, num_kv_heads: int) -> Evidence:
     def some(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        return values[_query_heads(heads, len(values) // num_kv_heads)]
+        return values[ids_on(values.device, heads, len(values) // num_kv_heads)]
 
     return replace(
         seen,
         sampled_queries=some(seen.sampled_queries),
         last_queries=some(seen.last_queries),
         column_sums=some(seen.column_sums),
-        keys=None if seen.keys is None else seen.keys[heads],
+        keys=None if seen.keys is None else seen.keys[ids_on(seen.keys.device, heads)],
     )
 
 
 def _attended_of(attended: Attended, number: int, heads: Heads) -> Attended:
     """A step, as some KV heads made it."""
-    num_kv_heads = len(attended.window(0)[0])
-    mine = _query_heads(heads, attended.q.shape[1] // num_kv_heads)
+    device, num_kv_heads = attended.q.device, len(attended.window(0)[0])
+    mine = ids_on(device, heads, attended.q.shape[1] // num_kv_heads)
 
     def window(row: int) -> tuple[Tensor, Tensor]:
         keys, positions = attended.window(row)
-        return keys[heads], positions
+        return keys[ids_on(device, heads)], positions
 
     return replace(
         attended,

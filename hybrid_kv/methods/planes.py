@@ -61,14 +61,16 @@ class PlaneEntries(Entries):
         v: Tensor,
         at: Tensor,
         sizes: Tensor,
-        fine: Tensor,
+        fine: Tensor | None,
         kept: Entries | None,
         *,
         keys_by_channel: bool = False,
     ) -> Self:
-        """Codes of k, v [Hkv, n, D] at [n], which have a lower plane where `fine` [Hkv, n].
+        """Codes of k, v [Hkv, n, D] at [n].
 
-        keys_by_channel: a channel of these keys has one scale, not a token.
+        Args:
+            fine: [Hkv, F] int64 ascending, which of them have a lower plane; None for all.
+            keys_by_channel: a channel of these keys has one scale, not a token.
         """
         columns: dict[str, Tensor] = {}
         tables: dict[str, Ragged] = {}
@@ -82,20 +84,29 @@ class PlaneEntries(Entries):
             codes = ((even - zero.float()) / step.float().clamp_min(1e-20)).round().clamp(0, _MOST)
             codes = codes.to(torch.uint8)
             upper.append(pack(codes // 4, _BITS))
-            lower[name] = pack(codes % 4, _BITS)[fine]
+            low = pack(codes % 4, _BITS)
+            lower[name] = (low if fine is None else _rows_at(low, fine)).flatten(0, 1)
             scales = torch.cat([step, zero], axis)
             if by_channel:  # [Hkv, 2, D]
                 first, tables[name] = _grown(kept, name, {"scales": scales})
                 group = torch.arange(first, first + len(k), dtype=torch.int32, device=k.device)
-                columns["group"] = group[:, None].expand(fine.shape)
+                columns["group"] = group[:, None].expand(k.shape[:2])
             else:
                 columns[f"{name}_scale"] = scales
         first, tables["fine"] = _grown(kept, "fine", lower)
-        number_of = (fine.flatten().cumsum(0) - 1 + first).view(fine.shape)
-        columns["fine"] = torch.where(fine, number_of, -1).int()
+        shape = k.shape[:2] if fine is None else fine.shape
+        numbers = torch.arange(shape.numel(), dtype=torch.int32, device=k.device).view(shape) + first
+        if fine is not None:
+            numbers = numbers.new_full(k.shape[:2], -1).scatter_(1, fine, numbers)
+        columns["fine"] = numbers
         state = {"sizes": sizes, "like": v.new_zeros(0)}
         new = cls.of(upper[0], upper[1], at, state=state, **columns)
         return replace(new, tables=tables)
+
+
+def _rows_at(rows: Tensor, ids: Tensor) -> Tensor:
+    """[Hkv, F, B] of rows [Hkv, n, B] at ids [Hkv, F]."""
+    return rows.gather(1, ids[..., None].expand(-1, -1, rows.shape[-1]))
 
 
 def _grown(kept: Entries | None, name: str, rows: dict[str, Tensor]) -> tuple[int, Ragged]:

@@ -20,8 +20,11 @@ from hybrid_kv.plugins import METHODS
 
 
 @lru_cache(maxsize=8)
-def hadamard(size: int) -> Tensor:
-    """[size, size] orthonormal and float32: Hadamard matrices of powers of two, largest first."""
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """[size, size] orthonormal and float32: Hadamard matrices of powers of two, largest first.
+
+    Kept on the device, for to send them is to wait for it.
+    """
     blocks = []
     for bit in reversed(range(size.bit_length())):
         if size >> bit & 1:
@@ -29,8 +32,8 @@ def hadamard(size: int) -> Tensor:
             for _ in range(bit):
                 block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
             blocks.append(block / len(block) ** 0.5)
-    matrix: Tensor = torch.block_diag(*blocks)
-    return matrix
+    with torch.inference_mode(False):
+        return torch.block_diag(*blocks).to(device)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +50,7 @@ class RotatedEntries(TurnedEntries):
         back = rotated(torch.stack(self.split(k)), self.together, transposed=True)
         for into, head in zip(self.split(keys), back, strict=True):
             into.copy_(head)
-        return keys, (v @ hadamard(v.shape[-1]).T.to(v.device)).to(self.columns["v_scales"].dtype)
+        return keys, (v @ hadamard(v.shape[-1], v.device).T).to(self.columns["v_scales"].dtype)
 
     def _decoded(self, name: str) -> Tensor:
         scales = self.columns[f"{name}_scales"].repeat_interleave(self.group_size, -1)
@@ -58,7 +61,7 @@ class RotatedEntries(TurnedEntries):
 def rotated(rows: Tensor, together: int, *, transposed: bool = False) -> Tensor:
     """Rows [Hkv, n, D] turned with those of `together` heads that follow each other."""
     heads, _, dim = rows.shape
-    matrix = hadamard(together * dim).to(rows.device)
+    matrix = hadamard(together * dim, rows.device)
     flat = rows.unflatten(0, (-1, together)).transpose(1, 2).flatten(2)
     turned = flat @ (matrix.T if transposed else matrix)
     back: Tensor = turned.unflatten(-1, (together, dim)).transpose(1, 2).reshape(heads, -1, dim)
@@ -91,7 +94,7 @@ class RotateKV(TurnedCodec):
     def code(self, k: Tensor, v: Tensor, at: Tensor, kept: Kept, seen: Seen) -> Entries:
         bits, size = self.params.bits, self.params.group_size
         together = gcd(len(k), self.params.heads_together)
-        turned = (rotated(k, together), v.float() @ hadamard(v.shape[-1]).to(v.device))
+        turned = (rotated(k, together), v.float() @ hadamard(v.shape[-1], v.device))
         (k, k_scales), (new_v, v_scales) = (
             encode(rows.to(v.dtype), bits, size, axis=-1) for rows in turned
         )

@@ -46,20 +46,21 @@ class SAQ(LearnedCodec):
     def code(self, k: Tensor, v: Tensor, at: Tensor, kept: Kept, seen: Seen) -> Entries:
         if self.params.bits == "all":
             return Entries.of(k, v, at)
-        fine = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
         sizes = kept.state["sizes"] if kept else channel_sizes(k, v)
-        return PlaneEntries.coded(k, v, at, sizes, fine, kept)
+        return PlaneEntries.coded(k, v, at, sizes, None, kept)
 
     def _stepped_down(self, kept: Entries) -> Entries:
         """Without the lower planes of what has become too old."""
-        fine = kept.columns["fine"]
-        first = max(0, kept.lengths[0] - self.params.fine_tokens)
-        young = torch.zeros_like(fine, dtype=torch.bool)
-        for head in kept.split(young):
-            head[first:] = True
-        young &= fine >= 0
-        rows = fine[young].long()
-        lower = {name: rows_of[rows] for name, rows_of in kept.tables["fine"].columns.items()}
+        count = min(kept.lengths[0], self.params.fine_tokens)
+        first = kept.lengths[0] - count
+        young = torch.cat([head[first:] for head in kept.split("fine")])
+        # After a crop some of these have none: they get a row that nobody reads.
+        rows = young.clamp_min(0)
+        lower = {name: planes[rows] for name, planes in kept.tables["fine"].columns.items()}
         table = Ragged(columns=lower, starts=(0,), lengths=(len(rows),)).copied()
-        numbers = (young.cumsum(0) - 1).int().masked_fill(~young, -1)
+        renumbered = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        renumbered = torch.where(young < 0, -1, renumbered)
+        numbers = torch.full_like(kept.columns["fine"], -1)
+        for into, head in zip(kept.split(numbers), renumbered.split(count), strict=True):
+            into[first:] = head
         return replace(kept.with_columns(fine=numbers), tables={"fine": table})

@@ -52,13 +52,12 @@ class ZipCache(LearnedCodec):
     def code(self, k: Tensor, v: Tensor, at: Tensor, kept: Kept, seen: Seen) -> Entries:
         if self.params.bits == "all":
             return Entries.of(k, v, at)
-        fine = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+        salient = None
         if seen is not None:
             scores = normalised(seen, len(k))[:, int(at[0]) : int(at[0]) + k.shape[1]]
-            salient = best(scores, round(self.params.salient_ratio * k.shape[1]))
-            fine = torch.zeros_like(fine).scatter_(1, salient, value=True)
+            salient = best(scores, round(self.params.salient_ratio * k.shape[1])).sort(-1).values
         sizes = kept.state["sizes"] if kept else channel_sizes(k, v)
-        return PlaneEntries.coded(k, v, at, sizes, fine, kept, keys_by_channel=True)
+        return PlaneEntries.coded(k, v, at, sizes, salient, kept, keys_by_channel=True)
 
 
 def normalised(seen: Evidence, num_kv_heads: int) -> Tensor:

@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from hybrid_kv import rotary
+from hybrid_kv.methods import by_head, rotate_kv
 from hybrid_kv.ops import devices
 from tests.device import cuda, tensors
 from tests.device.definitions import defining
@@ -76,6 +78,9 @@ def remove() -> bool:
     return False
 
 
+_SENT_ONCE = (rotary.rates_on, rotate_kv.hadamard, by_head.ids_on)
+"""What keeps tensors on a device for good, which is not for longer than the device is there."""
+
 _in_place: list[ExitStack] = []
 """What puts everything back, of the device that is in place."""
 
@@ -101,7 +106,7 @@ def _run_in_modes(thread: threading.Thread) -> None:
 
 def _clear_caches() -> None:
     found: Any
-    for found in (devices.triton_state, devices.flashinfer_state, devices.backends_on):
+    for found in (devices.triton_state, devices.flashinfer_state, devices.backends_on, *_SENT_ONCE):
         found.cache_clear()
 
 

@@ -309,6 +309,8 @@ def to_copy(tensor: DeviceTensor, **kwargs: Any) -> Any:
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not target.numel():
+        return target  # as torch: nobody is told, and nobody waits
     if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
         if target.index == source.index:
             to, from_ = target.inner, source.inner
@@ -334,6 +336,8 @@ def _between_devices(target: DeviceTensor, source: DeviceTensor) -> None:
 
 def to_device(target: DeviceTensor, source: Tensor, non_blocking: bool) -> None:
     """A copy over the bus: read when the stream gets there, where the memory is page-locked."""
+    if not source.numel():
+        return
     told, to = running(), target.inner
     late = told.is_pinned(source)
     if not late:  # through memory of CUDA's own, which the host waits for

@@ -107,7 +107,8 @@ def rounded(group: Tensor, most: int) -> Tensor:
 def test_rotate_kv_rounds_what_was_rotated_over_heads() -> None:
     played = driven("rotate_kv", heads_together=2)
     k, v = of_prompt(played)
-    both, one = hadamard(2 * DIM).double(), hadamard(DIM).double()
+    here = torch.device("cpu")
+    both, one = hadamard(2 * DIM, here).double(), hadamard(DIM, here).double()
     torch.testing.assert_close(both @ both.T, torch.eye(2 * DIM).double(), rtol=0, atol=1e-6)
     turned_k = torch.stack((torch.cat(list(k), -1) @ both).split(DIM, -1))
     turned_v = v @ one
