@@ -6,6 +6,9 @@ mask function must be registered too: without one transformers passes no mask an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +24,18 @@ from hybrid_kv.ops import get_ops
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv"
+
+_mask_here: ContextVar[Tensor | None] = ContextVar("mask_here", default=None)
+
+
+@contextmanager
+def with_mask(mask_here: Tensor | None) -> Iterator[None]:
+    """A forward whose mask [B, tokens seen] bool is known on the host; None where it is not."""
+    before = _mask_here.set(mask_here)
+    try:
+        yield
+    finally:
+        _mask_here.reset(before)
 
 
 def register() -> None:
@@ -40,8 +55,9 @@ def padding_mask(
 ) -> Tensor | None:
     """None, or which tokens are real [B, tokens seen]; everything else follows from the order.
 
-    A step of one row needs none: its token is real, and the cache knows what came before. To look
-    at a mask on a GPU is to wait for it. Sliding windows keep it, as their cache is transformers'.
+    A step of one row needs none: its token is real, and the cache knows what came before. Sliding
+    windows keep it, as their cache is transformers'. To look at a mask on a GPU is to wait for it,
+    so that of `with_mask` stands for it.
 
     Raises:
         ConfigError: the forward needs another mask: image tokens that see each other, an encoder's.
@@ -60,8 +76,12 @@ def padding_mask(
         )
     if batch_size == q_length == 1 and local_size is None:
         return None
-    mask: Tensor | None = flash_attention_mask(batch_size, q_length, *args, **kwargs)
-    return mask
+    mask, here = kwargs.get("attention_mask"), _mask_here.get()
+    if mask is not None and here is not None and here.shape == mask.shape:
+        if bool(here[:, -kwargs["kv_length"] :].all()):
+            return None
+        return mask[:, -kwargs["kv_length"] :]
+    return flash_attention_mask(batch_size, q_length, *args, **kwargs)
 
 
 @outside_graphs

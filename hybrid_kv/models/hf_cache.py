@@ -39,7 +39,8 @@ class CacheState:
     """What the layers of a cache share. It knows none of them, nor does it know the cache, so that
     a cache which nobody refers to is freed at once.
 
-    is_unfinished: a forward runs, or has ended without putting the layers back in step.
+    is_unfinished: a forward runs, or has ended without putting the layers back in step. mask_here:
+    [B, tokens seen] bool, on the host, the mask of the forward; None where it was given none.
     """
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
@@ -87,6 +88,7 @@ class CacheState:
             )
 
     def forget_mask(self) -> None:
+        self.mask_here: Tensor | None = None
         self._mask: Tensor | None = None
         self._mask_is_plain = True
 
@@ -131,7 +133,9 @@ class CacheState:
             return None
         newest = mask[:, -new_tokens:].bool()
         if mask is not self._mask:  # one look per forward, not per layer
-            self._mask, self._mask_is_plain = mask, bool(newest.all())
+            here = self.mask_here  # chunks of a prompt have masks of their own
+            seen = newest if here is None or here.shape != mask.shape else here[:, -new_tokens:]
+            self._mask, self._mask_is_plain = mask, bool(seen.all())
         return None if self._mask_is_plain else newest
 
 
@@ -371,7 +375,8 @@ class TieredCache(Cache):
         self._state = CacheState(KVCache(info, config, executor), is_open)
         self._before: list[Any] = []  # of the forward that runs
         self._was_empty = True
-        self._shown: Tensor | None = None  # [B, tokens] bool, False for padding; None if all are
+        # [B, tokens] bool on the host, False for padding; None if all are shown.
+        self._shown: Tensor | None = None
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
 
@@ -443,6 +448,7 @@ class TieredCache(Cache):
                 raise
             finally:
                 state.in_forward = False
+                state.forget_mask()
 
     def advance(self) -> list[DevicePlan]:
         """Begins a step of one token of one row, inside of `forward`; see `KVCache.advance`."""
@@ -588,7 +594,9 @@ class TieredCache(Cache):
                 f"attention_mask must cover the {seen} tokens in the cache and the {new_tokens} "
                 f"new ones, got {mask.shape[1]}; extend the mask of the call before by ones"
             )
-        shown = None if mask is None or bool(mask.all()) else mask.bool()
+        # The one look of a forward at its mask: a device that computed it is waited for.
+        here = self._state.mask_here = None if mask is None else mask.bool().cpu()
+        shown = None if here is None or bool(here.all()) else here
         if self.kv.info.layers and seen and (shown is not None or before is not None):
             self._check_change(before, shown, seen)
         self._shown = shown
@@ -610,6 +618,11 @@ class TieredCache(Cache):
                 "by ones (where none is passed, generate() hides every pad token of input_ids)"
             )
 
+    @property
+    def mask_here(self) -> Tensor | None:
+        """See `CacheState`."""
+        return self._state.mask_here
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows."""
         with self.in_use():
@@ -629,7 +642,7 @@ class TieredCache(Cache):
 
     def _take_rows(self, rows: Tensor) -> None:
         if self._shown is not None:
-            self._shown = self._shown[rows.to(self._shown.device)]
+            self._shown = self._shown[rows.cpu()]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens; transformers passes their negative number.

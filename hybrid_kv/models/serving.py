@@ -155,7 +155,12 @@ class Serving:
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
         try:
-            with cache.forward(), self._as_prompt(cache, inputs):
+            mask = cache.mask_here if isinstance(cache, TieredCache) else None
+            with (
+                cache.forward(),
+                self._as_prompt(cache, inputs),
+                hf_attention.with_mask(mask),
+            ):
                 yield
         finally:
             text._attn_implementation = previous
