@@ -19,7 +19,7 @@ from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
-from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes
+from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes, scratch_bytes
 from hybrid_kv.ops.upload import staged
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Candidates, SearchResult
@@ -43,6 +43,11 @@ def device_bytes(num_keys: int, num_heads: int, head_dim: int, itemsize: int, co
     maps = 4 * head_dim * (2 * head_dim + 2)
     later = LATER_KEYS * head_dim * itemsize
     return num_heads * (with_room(num_keys) * code + later + maps)
+
+
+def search_bytes(num_keys: int, num_heads: int, group: int) -> int:
+    """What a search of a layer takes of a device for one token, and gives back behind it."""
+    return scratch_bytes(with_room(num_keys), LATER_KEYS, num_heads, group)
 
 
 class DeviceSketch(Index):

@@ -30,6 +30,29 @@ _TINY = torch.finfo(torch.float32).tiny
 _LAST_ROW = 2**31 - 1
 
 
+def sample_stride(capacity: int) -> int:
+    """Of so many runs of `capacity` keys one is sampled."""
+    return max(_SAMPLED, -(-capacity // _MOST_SAMPLES))
+
+
+def num_samples(capacity: int) -> int:
+    """Rows of `capacity` that are sampled, at most."""
+    runs = -(-capacity // SAMPLE_RUN)
+    return -(-runs // sample_stride(capacity)) * SAMPLE_RUN
+
+
+def scratch_bytes(capacity: int, later: int, heads: int, group: int) -> int:
+    """What kernels take of a device while they search a layer for one token.
+
+    Lists have room for all keys, in each KV head: their rows, and a score for each query of the
+    group. The sample has scores alone.
+
+    Args:
+        capacity: rows of codes. later: keys that have none.
+    """
+    return 4 * heads * ((1 + group) * (capacity + later) + group * num_samples(capacity))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceCodes:
     """The codes of one layer's keys and what makes them, all on one device, in place for good.
@@ -58,13 +81,12 @@ class DeviceCodes:
     @property
     def sample_stride(self) -> int:
         """Of so many runs of keys one is sampled."""
-        return max(_SAMPLED, -(-self.codes.shape[1] // _MOST_SAMPLES))
+        return sample_stride(self.codes.shape[1])
 
     @property
     def num_samples(self) -> int:
         """Rows that are sampled, at most."""
-        runs = -(-self.codes.shape[1] // SAMPLE_RUN)
-        return -(-runs // self.sample_stride) * SAMPLE_RUN
+        return num_samples(self.codes.shape[1])
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.index.device_sketch import device_bytes
+from hybrid_kv.index.device_sketch import device_bytes, search_bytes
 from hybrid_kv.ops.sketch_select import MARGIN
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.runtime.select import CODE_BYTES
@@ -27,11 +27,12 @@ _DIM = 128
 @dataclass(frozen=True, slots=True)
 class DeviceSelect:
     """code_bytes: of a key at 128 channels, None where the host searches. num_bytes: that codes,
-    later keys and maps take of the device. why: one clause.
+    later keys and maps take of the device. search: bytes of what a search holds. why: one clause.
     """
 
     code_bytes: int | None
     num_bytes: int
+    search: int
     why: str
 
 
@@ -47,22 +48,24 @@ def plan_select(
     if settings is None or select is None:
         return None
     if select == "host":
-        return DeviceSelect(None, 0, "the host searches, as cold.select says")
+        return DeviceSelect(None, 0, 0, "the host searches, as cold.select says")
     if settings.why_host is not None:
-        return DeviceSelect(None, 0, f"the host searches: the device {settings.why_host}")
+        return DeviceSelect(None, 0, 0, f"the host searches: the device {settings.why_host}")
     if getattr(config, "demote", None) is not None:
-        return DeviceSelect(None, 0, "the host searches: it has to know what is found")
+        return DeviceSelect(None, 0, 0, "the host searches: it has to know what is found")
     if cold < settings.index.params.min_keys and select == "auto":
-        return DeviceSelect(None, 0, f"the host searches: {max(0, cold):,} cold keys are few")
+        return DeviceSelect(None, 0, 0, f"the host searches: {max(0, cold):,} cold keys are few")
     needed = {size: codes_bytes(layers, size, cold, itemsize) for size in CODE_BYTES}
+    search = searching_bytes(layers, cold)
     for size, count in needed.items():
-        if count <= free:
-            return DeviceSelect(size, count, f"the device selects: codes of {size} B a key fit")
+        if count + search <= free:
+            return DeviceSelect(size, count, search, f"the device selects: codes of {size} B a key fit")
     least, count = min(needed.items())
     lacking = f"{count / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} are free"
     if select == "device":
-        return DeviceSelect(least, count, f"the device selects, as cold.select says: {lacking}")
-    return DeviceSelect(None, 0, f"the host searches: codes of {least} B a key take {lacking}")
+        why = f"the device selects, as cold.select says: {lacking}"
+        return DeviceSelect(least, count, search, why)
+    return DeviceSelect(None, 0, 0, f"the host searches: codes of {least} B a key take {lacking}")
 
 
 def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: int) -> int:
@@ -73,6 +76,12 @@ def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: in
         )
         for one in layers
     )
+
+
+def searching_bytes(layers: Sequence[LayerShape], cold: int) -> int:
+    """What the search of one layer holds; layers are searched one after another."""
+    sizes = (search_bytes(cold, one.num_kv_heads, one.group_size) for one in layers)
+    return max(sizes, default=0)
 
 
 class SelectBytes(NamedTuple):

@@ -147,7 +147,8 @@ class _Planner:
         ms = self._hybrid_ms(cold, pinned, kept + spare)
         if select is not None and select.code_bytes is not None:
             learning = Learning()  # the host builds nothing
-            device["codes"], settings["cold.select"] = select.num_bytes, "device"
+            device |= {"codes": select.num_bytes, "search": select.search}
+            settings["cold.select"] = "device"
             ms = self._selected_ms(ms, select.code_bytes, cold)
         host = {"kv": cold * per_token, "index": index}
         if on_host:

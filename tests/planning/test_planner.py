@@ -216,6 +216,9 @@ def test_codes_that_fit_on_the_device_are_counted_and_the_host_builds_nothing() 
     cold = tokens - 640
     maps, later = 4 * 128 * (2 * 128 + 2), 4096 * 128 * 2
     assert option.device_bytes["codes"] == heads * ((cold + cold // 16) * 64 + later + maps)
+    # For one layer: rows and scores of all keys, 4 query heads for each KV head, and of the sample.
+    listed = cold + cold // 16 + 4096
+    assert 4 * 8 * (5 * listed) <= option.device_bytes["search"] <= 4 * 8 * (5 * listed + 4 * 16384)
     assert option.select == "the device selects: codes of 64 B a key fit"
     assert option.settings == {"cold.select": "device"}
     HybridConfig.from_settings(option.settings)
@@ -252,7 +255,7 @@ def test_the_plan_says_why_the_host_searches(settings: dict[str, object], why: s
     option = option_of(128 << 10, "hybrid", **settings)
     assert option.select.startswith("the host searches")
     assert why in option.select
-    assert "codes" not in option.device_bytes
+    assert not {"codes", "search"} & option.device_bytes.keys()
 
 
 def test_a_device_without_room_for_codes_leaves_the_search_to_the_host() -> None:

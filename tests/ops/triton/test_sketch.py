@@ -289,6 +289,30 @@ def test_a_step_is_thirteen_kernels_and_nothing_that_waits(
     assert all(tensor.device.type == device for tensor in (*found, limit, *part))
 
 
+class Allocated(TorchDispatchMode):
+    """Adds up the bytes of memory that is taken while this is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.num_bytes += out.nbytes
+        return out
+
+
+def test_a_search_takes_the_memory_that_plans_count(ops: Ops, device: str) -> None:
+    codes, keys, q = scene(device, torch.float32, 32)
+    with Allocated() as seen:
+        found = ops.find_by_sketch(codes, q, keys, new=1, width=64)
+    capacity, later = codes.codes.shape[1], codes.recent.shape[1]
+    counted = sketch_select.scratch_bytes(capacity, later, HEADS, GROUP)
+    queries = HEADS * GROUP * (2 * codes.plan.num_dims + 4 * 3 + 4) + 4 * HEADS
+    assert seen.num_bytes - found.ids.nbytes - found.scores.nbytes - queries == counted
+
+
 def test_an_empty_list_is_attended_as_nothing(ops: Ops, device: str) -> None:
     ids = torch.full((2, 1, 40), -1, dtype=torch.int32, device=device)
     scores = torch.full((2, 3, 40), -torch.inf, device=device)
