@@ -226,6 +226,7 @@ CELLS = [
     for architecture in architectures(method, variant)
     for call in calls(method, variant, architecture)
 ]
+OF_THE_MATRIX = pytest.mark.host("nothing is computed")
 OF_THE_HOST = pytest.mark.host("the reference is computed on the host")
 SMALL = {"page_size": PAGE, "sink_tokens": PAGE, "window_tokens": 2 * PAGE}
 SAMPLES = {
@@ -283,6 +284,7 @@ def test_tokens_and_logits_equal_those_of_eager_attention(cell: Cell) -> None:
     assert_equal(found, expected)
 
 
+@OF_THE_MATRIX
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_meets_every_call_and_every_architecture_of_its_own(method: str) -> None:
     for variant in {cell.variant for cell in CELLS if cell.method == method}:
@@ -291,6 +293,7 @@ def test_every_method_meets_every_call_and_every_architecture_of_its_own(method:
         assert {cell.architecture for cell in cells} == set(architectures(method, variant))
 
 
+@OF_THE_MATRIX
 def test_every_call_of_every_architecture_is_tested_with_methods_of_each_family() -> None:
     """Evicting methods on their four kinds; FIRST, and the others, on all."""
     for family, names in (

@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from time import perf_counter
 from typing import Any, Literal
 
@@ -217,19 +218,7 @@ class Queue:
         self.told += 1
 
     def run_one(self) -> None:
-        what = self.waiting.popleft()
-        self.done += 1
-        if isinstance(what, Launch):
-            # In inference mode, which alone may write to the tensors that are made in it.
-            with (
-                torch._C.DisableTorchFunction(),
-                torch._C._DisableTorchDispatch(),
-                torch.inference_mode(),
-            ):
-                self.perform(what)
-        else:
-            other, number = what
-            other.run_until(number)
+        self.run_until(self.done + 1)
 
     def perform(self, launch: Launch) -> None:
         """Runs a launch, and notes when it did."""
@@ -239,8 +228,22 @@ class Queue:
             timeline.done.append((launch.name, self.device, begin, perf_counter()))
 
     def run_until(self, number: int) -> None:
-        while self.done < number and self.waiting:
-            self.run_one()
+        if self.done >= number or not self.waiting:
+            return
+        # In inference mode, which alone may write to the tensors that are made in it.
+        with (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch.inference_mode(),
+        ):
+            while self.done < number and self.waiting:
+                what = self.waiting.popleft()
+                self.done += 1
+                if isinstance(what, Launch):
+                    self.perform(what)
+                else:
+                    other, there = what
+                    other.run_until(there)
 
 
 class Timeline:
@@ -258,16 +261,12 @@ class Timeline:
 class Block:
     """One allocation, shared by all views of it; when the last of them is gone it is free.
 
-    pool: the memory pool of a capture that made it; such memory is kept for replays.
+    memory: all of it, flat. pool: that of a capture that made it, which keeps it for replays.
     """
 
     def __init__(self, memory: Tensor, queue: Queue, pool: Pool | None) -> None:
         self.memory, self.queue, self.pool = memory, queue, pool
         self.users: list[Point] = []  # other streams that use it, as record_stream told
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.untyped_storage().nbytes()
 
 
 class Pool:
@@ -552,18 +551,19 @@ class Machine:
                 raise torch.OutOfMemoryError(self._ran_out(num_bytes, device))
             self.allocated[device] += num_bytes
             self.peak[device] = max(self.peak[device], self.allocated[device])
-            poison(memory)
+            whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
+            poison(whole)
             if self.trace is not None:
-                self.trace.memory.append(memory)
+                self.trace.memory.append(whole)
             capture, queue = self.capture, self.current(device)
             pool = None
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
-                capture.memory.append(memory)
-            block = Block(memory, queue, pool)
+                capture.memory.append(whole)
+            block = Block(whole, queue, pool)
             # Finalizers run in any thread at any time: they note, and the next call acts.
             weakref.finalize(
-                block, self._dead.append, (memory, queue, pool, block.users)
+                block, self._dead.append, (whole, queue, pool, block.users)
             ).atexit = False
             return block
 
@@ -634,14 +634,15 @@ class Machine:
 
 
 def poison(memory: Tensor) -> None:
-    """Overwrites all of a tensor's storage with what nobody can have meant."""
-    whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
-    if whole.dtype.is_floating_point or whole.dtype.is_complex:
-        whole.fill_(float("nan"))
-    elif whole.dtype == torch.bool:
-        whole.fill_(True)
-    else:
-        whole.fill_(torch.iinfo(whole.dtype).max // 2)
+    """Overwrites the whole of an allocation with what nobody can have meant."""
+    memory.fill_(_undefined(memory.dtype))
+
+
+@cache
+def _undefined(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max // 2
 
 
 def _described(operand: Any) -> object:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.device import tensors
 from tests.device.tensors import DeviceTensor, launch_like, on_device, running, value_of
@@ -30,6 +29,9 @@ _FACTORIES = {
     torch.eye,
     torch.scalar_tensor,
 }
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_LOOKS = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
+"""What a tensor says of itself on a device as in host memory; half of all calls."""
 
 
 def _index(device: object) -> int | None:
@@ -48,6 +50,10 @@ class Functions(TorchFunctionMode):
     """Calls from Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            return func(*args)
+        if func == _DEVICE and isinstance(args[0], DeviceTensor):
+            return torch.device("cuda", args[0].index)  # without a way through the dispatcher
         kwargs = dict(kwargs or {})
         if func is torch.device and len(args) == 1 and isinstance(args[0], int):
             return torch.device("cuda", args[0])  # a number alone is one of the accelerator's
@@ -167,21 +173,17 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if DeviceTensor in types:  # at once, without a second way through the dispatcher
+            return DeviceTensor.__torch_dispatch__(func, types, args, kwargs)
         index = _index(kwargs.get("device")) if "device" in kwargs else None
-        if index is not None:
-            leaves = tree_leaves(args)
-            if not any(isinstance(a, DeviceTensor) for a in leaves):
-                if func is torch.ops.aten._to_copy.default:
-                    there = tensors.empty_on_device(
-                        args[0].to(kwargs.get("dtype") or args[0].dtype), index
-                    )
-                    tensors.to_device(
-                        there, args[0].to(there.dtype), bool(kwargs.get("non_blocking"))
-                    )
-                    return there
-                kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-                return made(func, args, kept, index)
-        return func(*args, **kwargs)
+        if index is None:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default:
+            there = tensors.empty_on_device(args[0].to(kwargs.get("dtype") or args[0].dtype), index)
+            tensors.to_device(there, args[0].to(there.dtype), bool(kwargs.get("non_blocking")))
+            return there
+        kept = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        return made(func, args, kept, index)
 
 
 __all__ = ["Functions", "Operators", "made", "on_device"]

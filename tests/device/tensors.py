@@ -57,14 +57,13 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, block: Block, index: int) -> DeviceTensor:
         with torch.inference_mode(False):
-            meta = torch.empty(0, dtype=inner.dtype, device="meta")
-            meta.set_(meta.untyped_storage(), inner.storage_offset(), inner.size(), inner.stride())
-            self: DeviceTensor = torch.Tensor._make_subclass(  # type: ignore[assignment]
+            self: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
-                meta,
-                False,
-                dispatch_device=True,
-                device_for_backend_keys=torch.device("cuda", index),
+                inner.size(),
+                inner.stride(),
+                inner.storage_offset(),
+                dtype=inner.dtype,
+                device=torch.device("cuda", index),
             )
         self.inner, self.block, self.index = inner, block, index
         return self

@@ -31,6 +31,7 @@ from tests.contracts.edges.calls import (
     prompt,
     refusal_allowed,
 )
+from tests.device.placement import placed
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_an_attached_model_is_right_with_a_static_cache_or_refuses(model: PreTra
 
 def test_packed_sequences_without_a_cache_are_kept_apart_or_refused(model: PreTrainedModel) -> None:
     ids = prompt()
-    positions = torch.cat([torch.arange(20), torch.arange(PROMPT - 20)])[None]
+    positions = placed(torch.cat([torch.arange(20), torch.arange(PROMPT - 20)]))[None]
     want = model(ids, position_ids=positions, use_cache=False).logits
     with hkv.attach(model, config()), refusal_allowed("position"):
         found = model(ids, position_ids=positions, use_cache=False).logits
@@ -179,7 +180,7 @@ def test_the_decoder_without_its_head_serves_a_cache_too(model: PreTrainedModel)
 
 def test_a_layer_called_by_itself_with_a_cache_is_refused(model: PreTrainedModel) -> None:
     hidden = model.get_input_embeddings()(prompt())
-    turns = model.model.rotary_emb(hidden, torch.arange(PROMPT)[None])
+    turns = model.model.rotary_emb(hidden, placed(torch.arange(PROMPT))[None])
     with hkv.attach(model, config()) as runtime:
         cache = runtime.cache()
         with pytest.raises(HybridKVError, match="attached model"):

@@ -219,13 +219,13 @@ def test_padded_rows_with_beams_chunks_and_a_padded_later_turn(
 ) -> None:
     model = build(name)
     ids, mask = padded()
-    more = torch.ones(3 * beams, 6, dtype=mask.dtype)
+    more = mask.new_ones(3 * beams, 6)
     more[0, :4] = 0  # the first row says less than the others: padding in the middle
     way = {"num_beams": beams, "num_return_sequences": beams, "prefill_chunk_size": chunk}
 
     def play(cache: Cache) -> Tensor:
         out = greedy(model, ids, cache, attention_mask=mask, **way)
-        answer = torch.ones(3 * beams, out.shape[1] - PROMPT, dtype=mask.dtype)
+        answer = mask.new_ones(3 * beams, out.shape[1] - PROMPT)
         seen = torch.cat([mask.repeat_interleave(beams, 0), answer, more], dim=1)
         said = prompt(3 * beams, 6, seed=1).masked_fill(more == 0, PAD)
         new = slice(-7, None)  # the last token of the answer was not read yet

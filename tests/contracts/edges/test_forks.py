@@ -17,7 +17,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import bytes_per_token
-from tests.contracts.architectures import PAD, VOCAB, build, strict_torch
+from tests.contracts.architectures import PAD, VOCAB, build, build_on_host, strict_torch
 from tests.contracts.test_generate_matrix import (
     EVICTING,
     FIRST,
@@ -27,6 +27,7 @@ from tests.contracts.test_generate_matrix import (
     copies,
     variants,
 )
+from tests.device.placement import placed
 
 NEW = 6  # in three turns some pages leave the window
 SLIDING = ["full-tiered", "hybrid-tiered", "quest-tiered", "snapkv-kept", "streaming_llm-tiered"]
@@ -46,7 +47,8 @@ def drawn(seed: int, count: int) -> Tensor:
 
 
 def go_on(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Output:
-    """Greedy tokens behind ids [1, N], of which the cache holds the first ones."""
+    """Greedy tokens behind ids [1, N] of the host, of which the cache holds the first ones."""
+    ids = ids.to(model.device)
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -56,13 +58,13 @@ def go_on(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Output:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return Output(found.sequences.tolist(), found.logits)
+    return Output(found.sequences.tolist(), tuple(one.cpu() for one in found.logits))
 
 
 @cache
 def alone(architecture: str, *turns: int) -> Output:
     """The last of some turns, each of 3 tokens drawn by its number, without any fork."""
-    model = build(architecture)
+    model = build_on_host(architecture)
     kept, ids = DynamicCache(config=model.config), drawn(0, PROMPT)
     for turn in turns:
         ids = torch.cat([ids, drawn(turn, 3)], 1)
@@ -95,7 +97,7 @@ class Branch:
 def filled(model: PreTrainedModel, runtime: hkv.Attachment, config: Any = None) -> Branch:
     cache, ids = runtime.cache(config=config), drawn(0, PROMPT)
     with torch.no_grad():
-        model(ids, **passing(cache))
+        model(ids.to(model.device), **passing(cache))
     return Branch(model, cache, ids)
 
 
@@ -138,7 +140,7 @@ def test_a_fork_takes_what_is_resident_and_shares_what_is_cold(method: str) -> N
     with hkv.attach(model, hkv.HybridConfig.from_settings(settings)) as runtime:
         cache = runtime.cache()
         with torch.no_grad():
-            model(drawn(0, 400), **passing(cache))
+            model(placed(drawn(0, 400)), **passing(cache))
         fork = cache.fork()
         for idx, store in fork.kv.stores.items():
             source = cache.kv.stores[idx]
@@ -162,7 +164,7 @@ def test_pages_of_a_method_that_keeps_everything_are_shared_until_they_are_writt
     with hkv.attach(model, hkv.HybridConfig(method="full", page_size=4)) as runtime:
         cache = runtime.cache()
         with torch.no_grad():
-            model(drawn(0, 401), **passing(cache))
+            model(placed(drawn(0, 401)), **passing(cache))
         first = cache.kv.stores[0]
         forks = [cache.fork() for _ in range(3)]
         pool = first.resident.pool
@@ -193,7 +195,7 @@ def test_a_fork_of_a_closed_cache_is_refused() -> None:
 
 
 def test_a_fork_of_several_rows() -> None:
-    model, ids = build("llama"), torch.cat([drawn(1, 30), drawn(2, 30)])
+    model, ids = build("llama"), placed(torch.cat([drawn(1, 30), drawn(2, 30)]))
     settings = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8, "cold.top_k": "all"}
     for method in ("full", "hybrid"):
         own = settings if method == "hybrid" else {"page_size": 4}
@@ -201,7 +203,7 @@ def test_a_fork_of_several_rows() -> None:
         with hkv.attach(model, config) as runtime, torch.no_grad():
             cache = runtime.cache()
             model(ids, **passing(cache))
-            fork, more = cache.fork(), [drawn(3, 8).expand(2, -1), drawn(4, 8).expand(2, -1)]
+            fork, more = cache.fork(), [placed(drawn(n, 8)).expand(2, -1) for n in (3, 4)]
             for one, new in zip((cache, fork), more, strict=True):
                 found = model(new, **passing(one)).logits
                 exact = model(torch.cat([ids, new], 1)).logits[:, -8:]

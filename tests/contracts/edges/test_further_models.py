@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -33,6 +34,7 @@ from tests.contracts.edges.calls import (
     prompt,
     refusal_allowed,
 )
+from tests.device.placement import placed
 
 
 def small(**changes: Any) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def indexed() -> dict[str, Any]:
     return latent(index_topk=16, index_head_dim=16, index_n_heads=2)
 
 
+OF_THE_HOST = pytest.mark.host("refused before anything is computed")
 UNSERVED = {
     # name: class of the configuration, its arguments, what the refusal must speak of
     "mla": ("DeepseekV3Config", latent(), "MLA|latent"),
@@ -83,6 +86,7 @@ UNSERVED = {
 }
 
 
+@OF_THE_HOST
 @pytest.mark.parametrize("name", UNSERVED)
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(name: str) -> None:
     kind, arguments, reason = UNSERVED[name]
@@ -96,6 +100,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(name: str) -> 
     assert anatomy(model) == before
 
 
+@OF_THE_HOST
 def test_an_encoder_decoder_is_refused() -> None:
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
@@ -182,6 +187,10 @@ def test_a_further_architecture_equals_eager_attention_or_is_refused(name: str) 
         cache.check_integrity()
 
 
+def drawn_image() -> Tensor:
+    return placed(torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
 def test_only_the_text_tower_of_a_multimodal_model_is_attached() -> None:
     model = transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(
@@ -199,11 +208,12 @@ def test_only_the_text_tower_of_a_multimodal_model_is_attached() -> None:
         )
     ).eval()
     scale_weights(model)
+    model = placed(model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     ids = prompt().clamp(max=VOCAB - 2)
     ids[:, 2:6] = VOCAB - 1
-    image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    image = drawn_image()
     want = greedy(model, ids, DynamicCache(config=model.config), pixel_values=image)
     before = anatomy(model)
     with hkv.attach(model, config()) as runtime:
@@ -233,12 +243,13 @@ def test_image_tokens_that_see_each_other_are_honoured_or_refused() -> None:
         )
     ).eval()
     scale_weights(model)
+    model = placed(model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     ids = prompt().clamp(max=VOCAB - 2)
     ids[:, 8:12] = VOCAB - 1
     inputs = {
-        "pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
+        "pixel_values": drawn_image(),
         "token_type_ids": (ids == VOCAB - 1).long(),
     }
     want = greedy(model, ids, DynamicCache(config=model.config), **inputs)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_argument import passing
-from tests.contracts.architectures import build, strict_torch
+from tests.contracts.architectures import build, build_on_host, strict_torch
 from tests.contracts.edges.test_forks import CELLS, drawn
 
 NEW = 5
@@ -31,7 +31,7 @@ def _strict() -> Iterator[None]:
 @cache
 def fresh(architecture: str, ids: tuple[int, ...]) -> list[int]:
     """Greedy tokens behind ids, by transformers alone."""
-    model = build(architecture)
+    model = build_on_host(architecture)
     prompt = torch.tensor([ids])
     found = model.generate(
         prompt,

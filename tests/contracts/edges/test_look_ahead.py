@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
-from tests.contracts.architectures import PAD, VOCAB, build
+from tests.contracts.architectures import PAD, VOCAB, build, build_on_host
+from tests.device.placement import placed
 
 SIZES: dict[str, Any] = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
 CALLS: dict[str, dict[str, Any]] = {
@@ -43,13 +44,13 @@ def answers(model: Any, how: hkv.HybridConfig, call: dict[str, Any]) -> tuple[Te
             ids = torch.cat([ids, torch.randint(3, VOCAB, (len(ids), more), generator=draw)], 1)
             mask = (ids != PAD).long()
             ids = model.generate(
-                ids,
-                attention_mask=mask,
+                placed(ids),
+                attention_mask=placed(mask),
                 **passing(cache),
                 max_new_tokens=12,
                 do_sample=False,
                 **options,
-            )
+            ).cpu()
             ids = ids.masked_fill((ids == PAD) & (torch.arange(ids.shape[1]) >= 61), 3)
         cache.kv.check_integrity()
         return ids, cache.kv.describe_look_ahead()
@@ -81,10 +82,11 @@ def test_with_the_budget_opened_it_is_full_attention(call: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
 def test_where_layers_add_nothing_the_prediction_is_the_query(name: str) -> None:
     """What enters a layer is then what enters the next: the narrowest search misses nothing."""
-    model = deepcopy(build(name))
+    model = deepcopy(build_on_host(name))
     for path, weight in model.named_parameters():
         if "o_proj" in path or "down_proj" in path:
             nn.init.zeros_(weight)
+    model = placed(model)
     how = config("retrieval_attention", top_k=4, look_ahead="always", look_ahead_factor=1)
     prompt = torch.randint(3, VOCAB, (91,)).tolist()
     quiet = {"max_output_error": None, "max_missed_mass": None, "action": "widen"}
@@ -98,18 +100,18 @@ def test_where_layers_add_nothing_the_prediction_is_the_query(name: str) -> None
 
 
 def test_a_forward_that_fails_leaves_no_search_behind() -> None:
-    model = deepcopy(build("llama"))
+    model = placed(deepcopy(build_on_host("llama")))
     how = config("retrieval_attention", top_k=4, look_ahead="always")
     with hkv.attach(model, how) as runtime, torch.inference_mode():
         cache = runtime.cache()
-        model(torch.randint(3, VOCAB, (1, 61)), **passing(cache))
-        model(torch.tensor([[7]]), **passing(cache))
+        model(placed(torch.randint(3, VOCAB, (1, 61))), **passing(cache))
+        model(placed(torch.tensor([[7]])), **passing(cache))
         ahead = cache.kv.means.look_ahead
         assert ahead is not None
         held = model.model.layers[0].mlp
         model.model.layers[0].mlp = nn.Identity()
         model.model.layers[0].mlp.forward = lambda x: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            model(torch.tensor([[8]]), **passing(cache))
+            model(placed(torch.tensor([[8]])), **passing(cache))
         model.model.layers[0].mlp = held
         assert ahead.under_way == {}

@@ -13,6 +13,7 @@ from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import PAD
 from tests.contracts.edges.calls import CLOSE, PROMPT, config, fresh, greedy, prompt
 from tests.contracts.edges.further_models import FURTHER, NOT_TIERED, further_config
+from tests.device.placement import placed
 
 NEW = 5
 
@@ -114,4 +115,4 @@ def test_a_mask_of_another_length_is_refused(model: PreTrainedModel) -> None:
         with pytest.raises(
             ConfigError, match="cover the 37 tokens in the cache and the 2 new ones"
         ):
-            model(prompt(length=2), torch.ones(1, 2), **passing(cache))
+            model(prompt(length=2), placed(torch.ones(1, 2)), **passing(cache))

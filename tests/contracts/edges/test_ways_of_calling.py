@@ -36,14 +36,16 @@ from tests.contracts.edges.calls import (
     refusal_allowed,
     steps,
 )
+from tests.device.placement import placed
 
 
 def test_a_mask_of_the_users_own_is_refused_or_honoured(model: PreTrainedModel) -> None:
     ids = prompt()
-    mask = torch.tril(torch.ones(PROMPT, PROMPT, dtype=torch.bool))
+    mask = placed(torch.ones(PROMPT, PROMPT, dtype=torch.bool)).tril()
     mask[:, 3:9] = False  # not causal alone: six tokens are hidden from everyone
     mask.fill_diagonal_(True)
-    additive = torch.zeros(1, 1, PROMPT, PROMPT).masked_fill(~mask, torch.finfo(torch.float32).min)
+    hidden = torch.finfo(torch.float32).min
+    additive = placed(torch.zeros(1, 1, PROMPT, PROMPT)).masked_fill(~mask, hidden)
     want = model(ids, attention_mask=additive).logits
     with hkv.attach(model, config()) as runtime:
         for own in (additive, mask[None, None]):
@@ -78,7 +80,7 @@ def test_padded_rows_stay_finite(model: PreTrainedModel) -> None:
         cache = runtime.cache()
         out = model(ids, attention_mask=mask, **passing(cache))
         assert out.logits.isfinite().all()
-        more = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
+        more = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
         out = model(
             out.logits[:, -1:].argmax(-1),
             attention_mask=more,
