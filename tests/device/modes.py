@@ -110,10 +110,11 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, rest = args[0], list(args[1:])
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, which moves what it has
+        return func(*args, **kwargs)
     like = next((a for a in rest if isinstance(a, Tensor)), None)
-    target = kwargs.get(
-        "device", next((a for a in rest if isinstance(a, (str, int, torch.device))), None)
-    )
+    places = (a for a in rest if isinstance(a, (str, int, torch.device)) and type(a) is not bool)
+    target = kwargs.get("device", next(places, None))
     if func is Tensor.cuda:
         target = torch.device("cuda", running().device) if target is None else target
     elif like is not None:
