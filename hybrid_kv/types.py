@@ -466,6 +466,9 @@ class Work:
     there, keys that are ranked by them; search_bytes: what indexes scan, and the keys that are
     ranked exactly; cold_bytes: values of found entries, and keys that no search has ranked;
     estimate_bytes: moments, or what an index sums up of unread entries.
+
+    transfer_bytes, which is no part of these: queries that went from a device to the host, and
+    results that came back.
     """
 
     attended: int = 0
@@ -479,6 +482,7 @@ class Work:
     search_bytes: int = 0
     cold_bytes: int = 0
     estimate_bytes: int = 0
+    transfer_bytes: int = 0
 
     @property
     def read_bytes(self) -> int:

@@ -27,8 +27,10 @@ Place: TypeAlias = Literal["device", "bus", "host", "wait"]
 _CUDA_BYTES = 600 * 2**20
 _KERNEL_US = 1.5
 """A kernel that reads next to nothing, behind another one, and as much again for every copy."""
-_SMALL_KERNELS = 37
-"""Of a layer beside its seven products: norms, rotary embedding, gate, sums, and our own five."""
+_MODEL_KERNELS = 38
+"""Of a layer in 16 bit: seven products, norms, rotary embedding, gate, sums."""
+_OWN_KERNELS = 2
+"""That store a token and attend what is resident (tests count both on an emulated device)."""
 SELECT_KERNELS = 14
 """More of them where the device finds cold entries, counted in tests: ten that find and attend,
 their sum, the estimate of what is left, the merge with it, and the copy of the queries."""
@@ -239,6 +241,7 @@ class Designs:
         self._cold = max(0, tokens - _WINDOW)
         self._layers = len(facts.layers)
         self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token
+        self._leaving = facts.kv_bytes_per_token if self._cold else 0  # pages, over their tokens
 
     def all(self) -> tuple[DesignStep, ...]:
         """Each of them, in the order of the documents."""
@@ -265,11 +268,11 @@ class Designs:
         search = [host_search_ms(s, kind, self._cold, host, costs) for s in facts.layers]
         attend = [host_attend_ms(s, self._cold, host, costs) for s in facts.layers]
         rank = [host_rank_ms(s, self._cold, host, costs) if ahead else 0.0 for s in facts.layers]
-        base = tuple(self._base(_SMALL_KERNELS + 7))
+        base = tuple(self._base(_MODEL_KERNELS + _OWN_KERNELS + 1))  # and merge
         layer_ms = sum(part.ms for part in base) / max(1, self._layers)
         exposed = [max(0.0, ms - layer_ms) if ahead else ms for ms in search]
         enter = self._layers * (costs.enter.at(self._cold) + costs.wake_us) / 1e3
-        kernels = _SMALL_KERNELS + 7 + 2
+        kernels = _MODEL_KERNELS + _OWN_KERNELS + 1 + 2  # copies out and in
         # While a device computes, Python launches what comes behind; what it takes longer shows.
         launch_ms = (kernels * _LAUNCH_US + costs.launch.at(self._cold)) / 1e3
         late = self._layers * max(0.0, launch_ms - layer_ms)
@@ -303,7 +306,10 @@ class Designs:
             + _found_bytes(s, facts.dtype_bytes)
             for s in facts.layers
         )
-        travels = 2 * facts.dtype_bytes * sum(s.num_q_heads * s.head_dim for s in facts.layers)
+        queries = [s.num_q_heads * s.head_dim * facts.dtype_bytes for s in facts.layers]
+        # Out and back with a log-sum-exp a head; the predicted ones of each layer behind another.
+        travels = 2 * sum(queries) + sum(4 * s.num_q_heads for s in facts.layers)
+        travels += sum(queries[1:]) if ahead else 0
         return self._step(name, parts, self._layers * kernels, trips, core_ms, read, travels)
 
     def _on_device(self, *, one_graph: bool) -> DesignStep:
@@ -318,7 +324,7 @@ class Designs:
         bus = rates.h2d or rates.dram
         rows = read.ranked + read.attended
         device = (
-            *self._base(_SMALL_KERNELS + 7 + SELECT_KERNELS),
+            *self._base(_MODEL_KERNELS + _OWN_KERNELS + SELECT_KERNELS),
             DesignPart("scan of codes", "device", read.coded / rates.device / 1e6),
             DesignPart("moments", "device", moments / rates.device / 1e6),
             DesignPart("ranking and attention of host rows", "bus", rows / bus / 1e6),
@@ -329,7 +335,7 @@ class Designs:
         if one_graph:
             parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
             return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
-        launches = self._layers * (_SMALL_KERNELS + 7 + 2)  # the queries' copy, and the graph
+        launches = self._layers * (_MODEL_KERNELS + _OWN_KERNELS + 2)  # queries' copy, graph
         told = launches * _LAUNCH_US / 1e3
         told += self._layers * self._costs.launch.at(0) / 1e3  # no search empties the caches
         late = max(0.0, told - sum(part.ms for part in device))
@@ -362,14 +368,14 @@ class Designs:
         facts, bus = self._facts, self._rates.h2d or self._rates.dram
         travels = self._cold * facts.kv_bytes_per_token
         parts = (
-            *self._base(_SMALL_KERNELS + 7),
+            *self._base(_MODEL_KERNELS + _OWN_KERNELS),
             DesignPart("keys and values over the bus", "bus", travels / bus / 1e6),
             DesignPart(
                 "attention of them", "device", travels / self._rates.device / 1e6, hidden=True
             ),
             DesignPart("generate", "host", _CALLER_MS),
         )
-        launches = self._layers * (_SMALL_KERNELS + 7 + 2)
+        launches = self._layers * (_MODEL_KERNELS + _OWN_KERNELS + 2)  # keys, values
         return self._step("full attention over the bus", parts, launches, 0, 0.0, travels, travels)
 
     def _step(
@@ -394,7 +400,7 @@ class Designs:
             host_core_ms=core_ms,
             device_read_bytes=round(device_read),
             host_read_bytes=round(host_read),
-            bus_bytes=round(bus),
+            bus_bytes=round(bus) + self._leaving,
             device_bytes=round(facts.weight_bytes + self._resident + codes),
             host_bytes=self._cold * facts.kv_bytes_per_token,
             why_not=why,

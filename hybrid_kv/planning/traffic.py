@@ -21,13 +21,14 @@ def bytes_per_step(
 
     Args:
         work: of decode steps alone.
-        on_device: whether queries and results travel between device and host.
+        on_device: whether entries leave a device for the host.
     """
     if not work.steps:
         return {}
     steps = work.steps / sum(shape.num_q_heads for shape in facts.layers)
     is_cold = any(layer.rows[0].chain.num_tokens for layer in cache.stores.values())
-    travelling = 2 * facts.dtype_bytes * sum(s.num_q_heads * s.head_dim for s in facts.layers)
+    # A page leaves when as many tokens have come.
+    leaving = facts.kv_bytes_per_token if on_device and is_cold else 0
     read = {
         "weights": facts.read_bytes,
         "resident_attention": work.resident_bytes / steps + facts.window_bytes,
@@ -35,7 +36,7 @@ def bytes_per_step(
         "search": work.search_bytes / steps,
         "cold_attention": work.cold_bytes / steps,
         "estimate": work.estimate_bytes / steps,
-        "transfer": travelling if on_device and is_cold else 0,
+        "transfer": work.transfer_bytes / steps + leaving,
     }
     return {purpose: round(count) for purpose, count in read.items()}
 
@@ -45,16 +46,24 @@ def limit_ms(read: Mapping[str, int], cache: KVCache, rates: Rates) -> float | N
     if not read:
         return None
     walks = _serving_kind(cache) in _WALKED
+    selects = _device_selects(cache)
     speed = {
         "weights": rates.device,
         "resident_attention": rates.device,
         "select": rates.device,
         "search": rates.gather if walks else rates.dram,
-        "cold_attention": rates.gather,
-        "estimate": rates.dram,
+        "cold_attention": (rates.h2d or rates.dram) if selects else rates.gather,
+        "estimate": rates.device if selects else rates.dram,
         "transfer": rates.d2h or rates.dram,
     }
     return sum(count / speed[purpose] / 1e6 for purpose, count in read.items())
+
+
+def _device_selects(cache: KVCache) -> bool:
+    """Whether a device finds cold entries by codes, and reads the host's rows over the bus."""
+    spans = (span for layer in cache.stores.values() for span in layer.cold.spans())
+    indexes = (span.extent.index for span in spans)
+    return any(index is not None and index.selects for index in indexes)
 
 
 def index_of(config: HybridConfig) -> IndexConfig | None:

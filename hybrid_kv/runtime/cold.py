@@ -41,6 +41,7 @@ def ask_cold(step: Step) -> Asked | None:
     if not step.at_home:
         begin = step.phases.now()
         queries = step.executor.send(step.grouped)
+        step.work.transfer_bytes += step.grouped.nbytes
         step.phases.book("transfer", begin)
     return Asked(queries)
 
@@ -72,6 +73,8 @@ def attend_cold(
         begin = step.phases.now()
         step.ahead.wait()
         step.phases.book("wait", begin)
+        if asked.queries is not None:
+            step.work.transfer_bytes += q.nbytes  # as predicted, of the same shape
     if asked.queries is not None:
         begin = step.phases.now()
         q = asked.queries.open()
@@ -90,6 +93,7 @@ def attend_cold(
         return part
     begin = step.phases.now()
     part = step.executor.deliver(part, step.q.device)
+    step.work.transfer_bytes += part.out.nbytes + part.lse.nbytes
     step.phases.book("transfer", begin)
     return part
 

@@ -15,6 +15,7 @@ from hybrid_kv.runtime.kept import attend_kept
 from hybrid_kv.runtime.select import attend_selected
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
+from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
 
 
@@ -41,7 +42,7 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
         parts.append(attend_selected(step, cold))
     elif cold is not None and asked is not None:
         weighs = isinstance(cold, TokenBudget) and cold.weighs
-        beside = step.executor.send(_joint_lse(parts)) if weighs else None
+        beside = _send_lse(step, parts) if weighs else None
         parts.append(attend_cold(step, asked, cold, beside, plans))
     begin = step.phases.now()
     out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
@@ -54,9 +55,11 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
 
 
-def _joint_lse(parts: Sequence[PartialAttention]) -> Tensor:
-    """[B, Hkv, M] of all that the device attends."""
-    return reduce(torch.logaddexp, (part.lse for part in parts))
+def _send_lse(step: Step, parts: Sequence[PartialAttention]) -> Parcel:
+    """Sends the joint log-sum-exp [B, Hkv, M] of all that the device attends to the host."""
+    joint = reduce(torch.logaddexp, (part.lse for part in parts))
+    step.work.transfer_bytes += 0 if step.at_home else joint.nbytes
+    return step.executor.send(joint)
 
 
 # Resident pages ---------------------------------------------------------------------------------

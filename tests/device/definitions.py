@@ -92,6 +92,12 @@ def _part(name: str, compute: Any, size: Sequence[int], *given: Any) -> PartialA
     return PartialAttention(*_kernel(name, compute, shapes, *given))
 
 
+def _reads(rows: Tensor, of: Tensor) -> None:
+    """Counts rows, of bool, that a kernel reads of a tensor in host memory."""
+    if not isinstance(of, DeviceTensor):
+        running().counts.read += int(rows.sum()) * of.shape[-1] * of.itemsize
+
+
 # What stands for each module of kernels ----------------------------------------------------------
 
 
@@ -171,24 +177,30 @@ def _encode(to, keys, first):  # type: ignore[no-untyped-def]
 
 
 def _find(by, q, k, *, new, width, times=1.0):  # type: ignore[no-untyped-def]
-    def compute(by: Any, q: Tensor, k: Tensor, *_: Any) -> Any:
-        return tuple(sketch_select.find(by, q, k, new=new, width=width, times=times))
+    def compute(by: Any, q: Tensor, keys: Tensor, *_: Any) -> Any:
+        found = sketch_select.find(by, q, keys, new=new, width=width, times=times)
+        _reads(found.ids >= 0, k)
+        return tuple(found)
 
     shapes = [((len(q), new, width), torch.int32), ((*q.shape[:2], width), torch.float32)]
     return Candidates(*_kernel("find", compute, shapes, by, q, k, new, width, times))
 
 
 def _exact_scores(q, k, ids):  # type: ignore[no-untyped-def]
+    def compute(q: Tensor, keys: Tensor, ids: Tensor) -> Any:
+        _reads(ids >= 0, k)
+        return (sketch_select.exact_scores(q, keys, ids),)
+
     shapes = [((*q.shape[:2], ids.shape[-1]), torch.float32)]
-    return _kernel("exact_scores", lambda *g: (sketch_select.exact_scores(*g),), shapes, q, k, ids)[
-        0
-    ]
+    return _kernel("exact_scores", compute, shapes, q, k, ids)[0]
 
 
 def _attend(found, v, limit, *, scale, softcap=None, discount=None):  # type: ignore[no-untyped-def]
-    def compute(found: Candidates, v: Tensor, limit: Tensor, discount: Tensor | None) -> Any:
+    def compute(found: Candidates, values: Tensor, limit: Tensor, discount: Tensor | None) -> Any:
+        attended = (found.scores >= limit[..., None]).unflatten(1, (-1, found.ids.shape[1]))
+        _reads(attended.any(1) & (found.ids >= 0), v)  # a row once for its group
         return sketch_select.attend(
-            found, v, limit, scale=scale, softcap=softcap, discount=discount
+            found, values, limit, scale=scale, softcap=softcap, discount=discount
         )
 
     size = (*limit.shape, v.shape[-1])

@@ -79,7 +79,8 @@ def _is_inside(name: str) -> bool:
 class Counts:
     """What the host told the devices; views cost a device nothing and are not counted.
 
-    kernels: by name. waits: by what waited and the line. to_device, to_host: bytes over the bus.
+    kernels: by name. waits: by what waited and the line. to_device, to_host: bytes of copies over
+    the bus. read: bytes of page-locked rows that kernels of selection read there, when they run.
     """
 
     launches: int = 0
@@ -90,6 +91,7 @@ class Counts:
     copies: int = 0
     captures: int = 0
     replays: int = 0
+    read: int = 0
 
     @property
     def num_waits(self) -> int:
@@ -118,6 +120,7 @@ class Counts:
             self.copies - before.copies,
             self.captures - before.captures,
             self.replays - before.replays,
+            self.read - before.read,
         )
 
     def plus(self, more: Counts) -> Counts:
@@ -131,6 +134,7 @@ class Counts:
             self.copies + more.copies,
             self.captures + more.captures,
             self.replays + more.replays,
+            self.read + more.read,
         )
 
     def copy(self) -> Counts:
@@ -143,6 +147,7 @@ class Counts:
             self.copies,
             self.captures,
             self.replays,
+            self.read,
         )
 
 

@@ -427,7 +427,13 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any) -> 
     return aten._grouped_mm.default(a, b, offs, *others)  # type: ignore[no-any-return]
 
 
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """aten._softmax, which CUDA raises to float32 on its way."""
+    return aten._softmax.default(x.float() if half_to_float else x, dim, False)  # type: ignore[no-any-return]
+
+
 STAND_INS = {
+    aten._softmax.default: _softmax,
     aten._grouped_mm.default: _grouped,
     aten.histc.default: _histogram,
     aten._scaled_dot_product_efficient_attention.default: _efficient,

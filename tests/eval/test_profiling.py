@@ -470,6 +470,7 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
             search_bytes=60,
             cold_bytes=90,
             estimate_bytes=12,
+            transfer_bytes=6,
         )
         read = bytes_per_step(facts, cache.kv, work, on_device=True)
         assert work.read_bytes == 3000 + 33 + 60 + 90 + 12
@@ -481,7 +482,7 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
         "search": 20,
         "cold_attention": 30,
         "estimate": 4,
-        "transfer": 2 * 4 * 2 * 6 * 16,
+        "transfer": 2 + facts.kv_bytes_per_token,
     }
 
 
