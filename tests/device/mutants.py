@@ -1,10 +1,11 @@
-"""Faults put into the device path by hand, one at a time: does a test of tests/device see each?
+"""Faults put into the device path by hand, one at a time: does a test see each?
 
     python -m tests.device.mutants [--out FILE] [NAME ...]
 
 Each is a line of the package that is replaced in a copy of it; the tests that are to see the fault
 run on the copy. They must pass on the copy as it is, and one of them must fail with the fault. A
-line that is not there any more is an error: the fault has to be written anew.
+line that is not there any more is an error: the fault has to be written anew. Kernels run in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ import argparse
 import os
 import re
 import shutil
-import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-import transformers.models.llama.modeling_llama  # noqa: F401
-
 from tests.device.guard import why_not
 
 ROOT = Path(__file__).parents[2]
 _LIMIT_S = 900
-_FAILED = re.compile(r"^(?:FAILED|ERROR) tests/device/(\S+)(?: - (.*))?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+)(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `old`, once in a file of the package, becomes `new`; `tests` are to see it."""
+    """A fault: `old`, once in a file of the package, becomes `new`; `tests` are to see it.
+
+    tests: below tests/, all of one folder.
+    """
 
     name: str
     file: str
@@ -64,13 +65,14 @@ class Verdict:
     said: str
 
 
-RECORDED = "test_recorded_steps.py"
-METHODS = "test_methods.py"
-TRANSFERS = "test_transfers.py"
-SELECTION = "test_selection.py"
-GRAPHS = "test_step_graphs.py"
-NUMBERS = "test_numbers.py"
-TWO = "test_two_devices.py::test_a_split_model_gives_what_it_gives_on_the_host"
+RECORDED = "device/test_recorded_steps.py"
+METHODS = "device/test_methods.py"
+TRANSFERS = "device/test_transfers.py"
+SELECTION = "device/test_selection.py"
+GRAPHS = "device/test_step_graphs.py"
+NUMBERS = "device/test_numbers.py"
+TWO = "device/test_two_devices.py::test_a_split_model_gives_what_it_gives_on_the_host"
+KERNELS = "ops/triton/test_sketch.py"
 
 MUTANTS = [
     Mutant(
@@ -113,7 +115,7 @@ MUTANTS = [
         "transfer/cuda.py",
         "        return pinned_empty(size, dtype)\n",
         "        return torch.empty(list(size), dtype=dtype)\n",
-        ["test_counts.py::test_a_step_takes_no_more_launches_copies_and_waits[full]"],
+        ["device/test_counts.py::test_a_step_takes_no_more_launches_copies_and_waits[full]"],
     ),
     Mutant(
         "a staging buffer is filled again before the device has read it",
@@ -197,6 +199,43 @@ MUTANTS = [
         [f"{SELECTION}::test_codes_of_each_head_find_the_best_of_its_keys"],
     ),
     Mutant(
+        "a list takes its rows from another list's memory",
+        "ops/triton/sketch_lists.py",
+        "    rows += list_ * capacity\n",
+        "",
+        [f"{KERNELS}::test_lists_of_heads_and_tokens_are_their_own"],
+    ),
+    Mutant(
+        "a list is ranked by the scores of another token",
+        "ops/triton/sketch_lists.py",
+        "    members, queries = member < GROUP, (head * GROUP + member) * new + token\n",
+        "    members, queries = member < GROUP, (head * GROUP + member) * new\n",
+        [f"{KERNELS}::test_lists_of_heads_and_tokens_are_their_own"],
+    ),
+    Mutant(
+        "a list begins with as many as another search has left there",
+        "ops/triton/sketch_lists.py",
+        "    tl.store(count + list_, 0)\n",
+        "",
+        [f"{KERNELS}::test_what_memory_held_before_has_no_part_in_a_search"],
+    ),
+    Mutant(
+        "places of a list that nobody fills keep what another search found",
+        "ops/triton/sketch_lists.py",
+        "    tl.store(ids + list_ * WIDTH + places, tl.full((BLOCK,), -1, tl.int32), "
+        "mask=places < WIDTH)\n",
+        "",
+        [f"{KERNELS}::test_what_memory_held_before_has_no_part_in_a_search"],
+    ),
+    Mutant(
+        "a full list keeps what came first behind its best",
+        "ops/triton/sketch_lists.py",
+        "            tl.store(ids + list_ * WIDTH + places, tl.full((BLOCK,), -1, tl.int32), "
+        "mask=behind)\n",
+        "            pass\n",
+        [f"{KERNELS}::test_lists_of_heads_and_tokens_are_their_own"],
+    ),
+    Mutant(
         "a page table without its last page",
         "runtime/decode.py",
         "row.table.slots().expand(every)",
@@ -268,58 +307,49 @@ MUTANTS = [
 
 def verdict_of(mutant: Mutant | None, tests: Sequence[str], folder: Path) -> Verdict:
     """What some tests say of a copy of the package in a folder, with a fault or as it is."""
-    package, log = folder / "hybrid_kv", folder / "log"
+    package = folder / "hybrid_kv"
     if mutant is not None:
         kept = (package / mutant.file).read_text()
         mutant.apply(package)
     try:
-        # A child of this process has torch and transformers already, and imports all of the copy.
-        child = os.fork()
-        if child == 0:
-            os._exit(_tested(folder, tests, log))
-        status = _waited_for(child)
+        return _tested(folder, tests)
     finally:
         if mutant is not None:
             (package / mutant.file).write_text(kept)
-    if status == 0:
-        return Verdict("", "")
-    if status is None:
+
+
+def _tested(folder: Path, tests: Sequence[str]) -> Verdict:
+    options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
+    interpreted = any(test.startswith(KERNELS) for test in tests)
+    own = {"PYTHONPATH": str(folder), "TRITON_INTERPRET": str(int(interpreted))}
+    own["COLUMNS"] = "300"  # or pytest leaves out what a test said
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
         return Verdict("the process", f"did not end in {_LIMIT_S} s")
-    said = log.read_text()
+    if ended.returncode == 0:
+        return Verdict("", "")
+    said = ended.stdout + ended.stderr
     if found := _FAILED.search(said):
         return Verdict(found[1], found[2] or "")
-    return Verdict("the process", f"status {status}: {(said.strip().splitlines() or [''])[-1]}")
-
-
-def _tested(folder: Path, tests: Sequence[str], log: Path) -> int:
-    signal.alarm(_LIMIT_S)
-    with log.open("w") as told:
-        os.dup2(told.fileno(), 1)
-        os.dup2(told.fileno(), 2)
-    os.environ["COLUMNS"] = "300"  # or pytest leaves out what a test said
-    ours = [name for name in sys.modules if name.split(".")[0] in ("hybrid_kv", "tests")]
-    for name in ours:
-        if name != "tests.device.guard":  # what it has loaded stays loaded
-            del sys.modules[name]
-    os.chdir(folder)
-    sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider"]
-    return int(pytest.main([*options, *(f"tests/device/{test}" for test in tests)]))
-
-
-def _waited_for(child: int) -> int | None:
-    """The exit status of a process; None where it was ended for its time."""
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return None if status == -signal.SIGALRM else status
+    last = (said.strip().splitlines() or [""])[-1]
+    return Verdict("the process", f"status {ended.returncode}: {last}")
 
 
 def copied(folder: Path) -> None:
-    """Copies the package and the tests of the device to a folder."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "hybrid_kv", folder / "hybrid_kv", ignore=ignored)
-    shutil.copytree(ROOT / "tests" / "device", folder / "tests" / "device", ignore=ignored)
-    for path in [*(ROOT / "tests").glob("*.py"), ROOT / "pyproject.toml"]:
-        shutil.copy(path, folder / path.relative_to(ROOT))
+    """Copies the package and its tests to a folder."""
+    for name in ("hybrid_kv", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
 
 
 def _row(mutant: Mutant, found: Verdict) -> str:
@@ -343,10 +373,13 @@ def main() -> int:
     with TemporaryDirectory() as name:
         folder = Path(name)
         copied(folder)
-        as_it_is = verdict_of(None, sorted({t for m in chosen for t in m.tests}), folder)
-        if as_it_is.test:
-            print(f"without a fault {as_it_is.test} fails: {as_it_is.said}")
-            return 2
+        tests = sorted({test for mutant in chosen for test in mutant.tests})
+        kernels = [test for test in tests if test.startswith(KERNELS)]
+        for some in (kernels, [test for test in tests if test not in kernels]):
+            as_it_is = verdict_of(None, some, folder) if some else Verdict("", "")
+            if as_it_is.test:
+                print(f"without a fault {as_it_is.test} fails: {as_it_is.said}")
+                return 2
         print("\n".join(lines), flush=True)
         for mutant in chosen:
             found = verdict_of(mutant, mutant.tests, folder)

@@ -19,7 +19,7 @@ def test_a_fault_has_its_line_and_its_tests(mutant: Mutant, tmp_path: Path) -> N
     compile(path.read_text(), mutant.file, "exec")
     assert path.read_text() != before
     for test in mutant.tests:
-        assert (ROOT / "tests" / "device" / test.partition("::")[0]).is_file()
+        assert (ROOT / "tests" / test.partition("::")[0]).is_file()
 
 
 def test_a_fault_whose_line_is_gone_is_an_error(tmp_path: Path) -> None:

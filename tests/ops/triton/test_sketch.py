@@ -156,6 +156,59 @@ def test_a_full_list_keeps_the_best_of_each_query_and_not_those_that_came_first(
                 assert len(set(exact.tolist()) & set(kept.tolist())) >= 3
 
 
+@pytest.mark.parametrize("width", [48, 90])
+def test_lists_of_heads_and_tokens_are_their_own(ops: Ops, device: str, width: int) -> None:
+    """Heads find other keys in another order, tokens rank them otherwise, and no list has room."""
+    new = 3
+    codes, keys, q = scene(device, torch.float32, 32, new=new, wanted=200)
+    coded, room = KEYS + 26, codes.recent.shape[1]
+    order = (keys @ q[:, :1].mT)[..., 0].argsort(-1)
+    order[1] = order[1].flip(0)  # the best first
+    keys = keys.take_along_dim(order[..., None], 1)
+    sketch_select.encode(codes, keys[:, :coded], 0)
+    later = torch.arange(coded, KEYS + LATER, device=device)
+    codes.recent[:, later % room] = keys[:, coded:]
+    found = ops.find_by_sketch(codes, q, keys, new=new, width=width)
+    expected = sketch_select.find(codes, q, keys, new=new, width=width)
+    assert codes.lost.min() > 2 * 3 * width
+    assert lists(found.ids) == lists(expected.ids)
+    whole = {frozenset(row) for row in lists(found.ids)}
+    assert len(whole) == HEADS * new
+    assert max(map(len, whole)) <= width
+
+
+class Dirty(TorchDispatchMode):
+    """Memory that is taken holds what another search may have left there: rows and scores that
+    could be right.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            out.fill_(1e4 if out.is_floating_point() else 7)
+        return out
+
+
+@pytest.mark.parametrize(("new", "width"), [(1, 512), (2, 512), (2, 48)])
+def test_what_memory_held_before_has_no_part_in_a_search(
+    ops: Ops, device: str, new: int, width: int
+) -> None:
+    """Graphs of rows share memory, and replay one after another."""
+    codes, keys, q = scene(device, torch.float32, 32, new=new)
+    expected = ops.find_by_sketch(codes, q, keys, new=new, width=width)
+    v = torch.randn(HEADS, KEYS + LATER, 40, device=device)
+    with Dirty():
+        found = ops.find_by_sketch(codes, q, keys, new=new, width=width)
+        limit = ops.best_limit(found.scores, 20)
+        part = ops.attend_candidates(found, v, limit, scale=0.1)
+    assert lists(found.ids) == lists(expected.ids)
+    exact = sketch_select.exact_scores(q, keys, found.ids)
+    torch.testing.assert_close(found.scores, exact, **FLOAT32)
+    attended = sketch_select.attend(found, v, limit, scale=0.1)
+    torch.testing.assert_close(part.out, attended.out, **FLOAT32)
+    torch.testing.assert_close(part.lse, attended.lse, **FLOAT32)
+
+
 def test_of_equal_keys_a_full_list_keeps_the_first(ops: Ops, device: str) -> None:
     codes, keys, q = scene(device, torch.float32, 32)
     keys = keys[:, :1].expand(-1, KEYS + LATER, -1).contiguous()
