@@ -103,7 +103,9 @@ class ByHead(Method):
             rotary += info.rotary[i : i + 1]
             for weight in info.outputs[i : i + 1]:
                 whole = (shape.num_kv_heads, shape.group_size * shape.head_dim)
-                some = None if weight is None else weight.unflatten(1, whole)[:, list(heads)].flatten(1)
+                some = None
+                if weight is not None:
+                    some = weight.unflatten(1, whole)[:, list(heads)].flatten(1)
                 outputs.append(some)
         return replace(info, layers=tuple(layers), rotary=tuple(rotary), outputs=tuple(outputs))
 

@@ -95,7 +95,8 @@ class PlaneEntries(Entries):
                 columns[f"{name}_scale"] = scales
         first, tables["fine"] = _grown(kept, "fine", lower)
         shape = k.shape[:2] if fine is None else fine.shape
-        numbers = torch.arange(shape.numel(), dtype=torch.int32, device=k.device).view(shape) + first
+        numbers = torch.arange(shape.numel(), dtype=torch.int32, device=k.device)
+        numbers = numbers.view(shape) + first
         if fine is not None:
             numbers = numbers.new_full(k.shape[:2], -1).scatter_(1, fine, numbers)
         columns["fine"] = numbers

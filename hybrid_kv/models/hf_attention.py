@@ -76,12 +76,13 @@ def padding_mask(
         )
     if batch_size == q_length == 1 and local_size is None:
         return None
-    mask, here = kwargs.get("attention_mask"), _mask_here.get()
-    if mask is not None and here is not None and here.shape == mask.shape:
-        if bool(here[:, -kwargs["kv_length"] :].all()):
-            return None
-        return mask[:, -kwargs["kv_length"] :]
-    return flash_attention_mask(batch_size, q_length, *args, **kwargs)
+    mask: Tensor | None = kwargs.get("attention_mask")
+    here = _mask_here.get()
+    if mask is None or here is None or here.shape != mask.shape:
+        mask = flash_attention_mask(batch_size, q_length, *args, **kwargs)
+        return mask
+    newest = slice(-kwargs["kv_length"], None)
+    return None if bool(here[:, newest].all()) else mask[:, newest]
 
 
 @outside_graphs

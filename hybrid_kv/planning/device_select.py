@@ -59,7 +59,8 @@ def plan_select(
     search = searching_bytes(layers, cold)
     for size, count in needed.items():
         if count + search <= free:
-            return DeviceSelect(size, count, search, f"the device selects: codes of {size} B a key fit")
+            why = f"the device selects: codes of {size} B a key fit"
+            return DeviceSelect(size, count, search, why)
     least, count = min(needed.items())
     lacking = f"{count / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} are free"
     if select == "device":

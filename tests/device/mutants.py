@@ -331,6 +331,7 @@ def _tested(folder: Path, tests: Sequence[str]) -> Verdict:
             env={**os.environ, **own},
             capture_output=True,
             text=True,
+            check=False,
             timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired:

@@ -46,7 +46,7 @@ MOST_LATER = {
     "zipcache": ((172, 1, 0), (596, 6, 1)),
 }
 MOST_INTERPRETED = {
-    # By Triton's own kernels: attention over pages is two, and what the search launches is replayed.
+    # By Triton's own kernels: attention over pages is two; what a search launches is replayed.
     "full": ((92, 2, 0), (184, 4, 0)),
     "quest": ((98, 2, 0), (196, 4, 0)),
     "streaming_llm": ((92, 2, 0), (188, 6, 0)),

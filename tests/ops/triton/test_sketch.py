@@ -195,7 +195,7 @@ def test_what_memory_held_before_has_no_part_in_a_search(
 ) -> None:
     """Graphs of rows share memory, and replay one after another."""
     codes, keys, q = scene(device, torch.float32, 32, new=new)
-    expected = ops.find_by_sketch(codes, q, keys, new=new, width=width)
+    expected = sketch_select.find(codes, q, keys, new=new, width=width)
     v = torch.randn(HEADS, KEYS + LATER, 40, device=device)
     with Dirty():
         found = ops.find_by_sketch(codes, q, keys, new=new, width=width)
