@@ -20,7 +20,7 @@ from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
 from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes, scratch_bytes
-from hybrid_kv.ops.upload import staged
+from hybrid_kv.ops.upload import bus_copies, staged
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import Candidates, SearchResult
 
@@ -150,7 +150,7 @@ class DeviceSketch(Index):
         if rows.nbytes <= _STAGED_BYTES:
             there.copy_(staged(rows, there.device))
             return
-        for target, source in zip(there, rows, strict=True):  # a head's rows lie together
+        for target, source in bus_copies(there, rows):
             target.copy_(source, non_blocking=True)
 
     def _set_state(self, count: int, coded: int) -> None:

@@ -6,15 +6,17 @@ CUDA as they are. Small ones come from torch's pool.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 import resource
 import weakref
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Event
+from threading import Event, RLock
 from warnings import warn
 
 import numpy as np
@@ -31,6 +33,13 @@ _refused = Event()
 """CUDA has refused to lock an array, and nothing was unlocked since. Asking again would cost time,
 and where all of a system's locked memory is limited (WSL2), take what staging buffers need.
 """
+_starts: list[int] = []
+_ends: dict[int, int] = {}
+_ranges_lock = RLock()  # a finalizer may come in between
+"""The ranges that are locked: their addresses in order, and by address where they end."""
+PAGE_BYTES = mmap.PAGESIZE
+"""Of the system; what is locked is whole ones."""
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 
 
 def pinned_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -44,17 +53,66 @@ def pinned_array(size: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system grants no such array.
 
     Warns:
-        PinnedMemoryWarning: CUDA refuses, and the array is plain memory; once per process. CUDA is
-            not asked again for arrays until one is unlocked.
+        PinnedMemoryWarning: see `lock_ranges`; the array is plain memory then.
     """
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES:
         return pinned_empty(size, dtype)
     pages = map_pages(num_bytes)
-    if torch.cuda.is_available() and not _refused.is_set() and (reason := _lock(pages)):
-        _refused.set()
-        _warn_once(num_bytes, reason)
+    lock_ranges(pages, [(pages.ctypes.data, num_bytes)])
     return as_tensor(pages, size, dtype)
+
+
+def lock_ranges(pages: npt.NDArray[np.uint8], ranges: Sequence[tuple[int, int]]) -> bool:
+    """Locks ranges (address, bytes) of `pages`, each from a page on, all or none of them, until
+    `pages` are given up. False where there is no CUDA, or it refuses.
+
+    Warns:
+        PinnedMemoryWarning: CUDA refuses; once per process. It is not asked again for ranges until
+            some are unlocked.
+    """
+    if not torch.cuda.is_available() or _refused.is_set():
+        return False
+    reason, done = "", list[int]()
+    for address, num_bytes in ranges:
+        if reason := _lock(address, num_bytes):
+            break
+        done.append(address)
+    if reason:
+        _forget(done)
+        _unregister(done)
+        _refused.set()
+        _warn_once(sum(num_bytes for _, num_bytes in ranges), reason, stacklevel=4)
+        return False
+    # Of the array, not of the mapping below it, which is gone when its finalizers run. Not at exit:
+    # CUDA may have ended by then, and the system takes everything back.
+    weakref.finalize(pages, _unlock, done, os.getpid()).atexit = False
+    return True
+
+
+def device_address(address: int) -> int | None:
+    """Where kernels reach locked host memory; None where CUDA's driver does not say.
+
+    On most systems that is where the host has it, and ranges that follow one another do so there
+    as well.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_uint64()
+    given = ctypes.c_int(_DEVICE_POINTER), ctypes.c_uint64(address)
+    return None if driver.cuPointerGetAttribute(ctypes.byref(found), *given) else found.value
+
+
+def locked_end(address: int) -> int | None:
+    """Where the locked range ends that an address lies in; None where it lies in none of ours."""
+    with _ranges_lock:
+        place = bisect_right(_starts, address) - 1
+        if place < 0:
+            return None
+        end = _ends[_starts[place]]
+    return end if address < end else None
 
 
 def pinned_empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -67,13 +125,19 @@ def pinned_empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
             try:
                 return torch.empty(list(size), dtype=dtype, pin_memory=True)
             except RuntimeError as error:
-                _warn_once(num_bytes, _first_line(error))
+                _warn_once(num_bytes, _first_line(error), stacklevel=3)
         return torch.empty(list(size), dtype=dtype)
 
 
 def why_not_pinned() -> str | None:
     """What CUDA says against locking a few MB of host memory; None where it does lock them."""
-    return _lock(map_pages(HUGE_PAGE_BYTES)) or None
+    pages = map_pages(HUGE_PAGE_BYTES)
+    address = pages.ctypes.data
+    reason = _lock(address, HUGE_PAGE_BYTES)
+    if not reason:
+        _forget([address])
+        _unregister([address])
+    return reason or None
 
 
 def lock_limit_bytes() -> int | None:
@@ -82,18 +146,17 @@ def lock_limit_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _lock(pages: npt.NDArray[np.uint8]) -> str:
-    """Registers fresh pages until they are released; what CUDA says where it refuses, else ''."""
-    address = pages.ctypes.data
-    num_bytes = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _lock(address: int, num_bytes: int) -> str:
+    """Registers pages until they are unregistered; what CUDA says where it refuses, else ''."""
+    num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     try:
         cudart = torch.cuda.cudart()
         with device_in_use():
             code = cudart.cudaHostRegister(address, num_bytes, 0)
         if int(code) == 0:
-            # Of the array, not of the mapping below it, which is gone when its finalizers run. Not
-            # at exit: CUDA may have ended by then, and the system takes everything back.
-            weakref.finalize(pages, _unlock, address, os.getpid()).atexit = False
+            with _ranges_lock:
+                insort(_starts, address)
+                _ends[address] = address + num_bytes
             return ""
         reason = f"{cudart.cudaGetErrorString(code)} ({int(code)})"
     except RuntimeError as error:  # CUDA cannot be initialised
@@ -104,19 +167,32 @@ def _lock(pages: npt.NDArray[np.uint8]) -> str:
     return reason
 
 
-def _unlock(address: int, process: int) -> None:
+def _unlock(addresses: Sequence[int], process: int) -> None:
+    _forget(addresses)
     if os.getpid() == process:  # a copy of the process has neither the locks nor CUDA
-        after_captures(partial(_unlock_now, address))
+        after_captures(partial(_unlock_now, addresses))
 
 
-def _unlock_now(address: int) -> None:
-    with suppress(RuntimeError):  # CUDA has failed for good
+def _unlock_now(addresses: Sequence[int]) -> None:
+    with suppress(RuntimeError, AssertionError):  # CUDA has failed for good, or is gone
         torch.cuda.synchronize()  # a copy or kernel may be at work on these pages
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _unregister(addresses)
         _refused.clear()
 
 
-def _warn_once(num_bytes: int, reason: str) -> None:
+def _unregister(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget(addresses: Sequence[int]) -> None:
+    with _ranges_lock:
+        for address in addresses:
+            _starts.remove(address)
+            del _ends[address]
+
+
+def _warn_once(num_bytes: int, reason: str, *, stacklevel: int) -> None:
     if _warned.is_set():
         return
     _warned.set()
@@ -127,7 +203,7 @@ def _warn_once(num_bytes: int, reason: str) -> None:
         "everything works, with slower transfers to and from the GPU; shorten the context, free "
         f"host memory{raise_it}",
         PinnedMemoryWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 

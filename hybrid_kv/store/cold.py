@@ -63,7 +63,7 @@ class ColdChain:
         """
         count, spans = positions.shape[0], self.spans
         span = spans[-1] if spans and len(spans[-1].extent.readers) == 1 else None
-        if span is not None and not span.extent.takes(span.length + count):
+        if span is not None and not span.extent.make_room(span.length + count):
             span = None
         if span is None:
             behind = self.num_tokens
@@ -76,7 +76,6 @@ class ColdChain:
             extent.stamps.mark("an extent forgot entries")
             if extent.index is not None:
                 extent.index.rebuild(extent.keys)
-        extent.make_room(count)
         places = slice(extent.length, extent.length + count)
         return Reservation(span, extent.k[:, places], extent.v[:, places], positions)
 
@@ -114,6 +113,7 @@ class ColdChain:
             self.spans.append(span)
         self.num_tokens += stop - span.length
         span.length = stop
+        extent.make_room_ahead()
         self.stamps.mark("pages have left the window")
 
     def _aging(self) -> Aging | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.ops.pinned_rows import PinnedRows
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
@@ -20,16 +21,30 @@ from hybrid_kv.types import LayerShape, PartialAttention, SearchResult
 
 
 def pinned_room(count: int) -> int:
-    """Places beside `count` in a pinned extent; they are committed at once."""
+    """Places that are locked beside `count` in a pinned extent; they are committed at once."""
     return max(256, count // 16)
+
+
+def _most(count: int) -> int:
+    """Places that a pinned extent may be given beside `count`: address space, which costs nothing.
+
+    So many that a row has no more than four extents up to millions of entries.
+    """
+    return max(2**15, 3 * count)
+
+
+def _with_room(rows: PinnedRows, count: int) -> int:
+    """How many rows are locked for `count` entries and some of those that follow."""
+    return max(count, min(rows.capacity, count + pinned_room(count)))
 
 
 class ColdExtent:
     """Consecutive cold entries of one row: keys, values [Hkv, capacity, D], positions [capacity].
 
-    Capacity is reserved generously, because host memory that was never written is not committed;
-    pinned memory is, so there is little more of it than is needed, and it never grows: locking and
-    copying gigabytes would hold up a step for seconds, so what has no room begins an extent.
+    Capacity is reserved generously, because host memory that was never written is not committed.
+    Page-locked memory is, and locking and copying gigabytes would hold up a step for seconds: it is
+    locked some entries ahead, and more is locked where it lies. What CUDA does not let grow is
+    followed by another extent.
 
     readers: the spans that see it, of any row, layer or cache; one that is gone is none any more.
     stamps: of plans that describe its memory or how much of it is filled.
@@ -49,15 +64,19 @@ class ColdExtent:
         pinned: PinnedAhead | None = None,
         behind: int = 0,
     ) -> None:
-        self._is_fixed = pinned is not None
-        capacity = count + (pinned_room(behind + count) if self._is_fixed else max(256, count))
-        size = (shape.num_kv_heads, capacity, shape.head_dim)
-        host = torch.device("cpu")
+        host, heads, dim = torch.device("cpu"), shape.num_kv_heads, shape.head_dim
+        self._pinned: tuple[PinnedAhead, PinnedRows] | None = None
+        self._is_fixed = False
         if pinned is not None:
-            self.k, self.v = pinned.take(size, dtype), pinned.take(size, dtype)
+            total = behind + count
+            size = 2, heads, count + _most(total), dim
+            rows = pinned.take(size, dtype, count + pinned_room(total))
+            self._pinned = pinned, rows
+            self.k, self.v = rows.rows.unbind()
         else:
-            self.k, self.v = allocate(size, dtype, host), allocate(size, dtype, host)
-        self.positions = allocate([capacity], torch.int32, host)
+            capacity = count + max(256, count)
+            self.k, self.v = (allocate([heads, capacity, dim], dtype, host) for _ in range(2))
+        self.positions = allocate([self.k.shape[1]], torch.int32, host)
         self.length = 0
         self.readers: WeakSet[Span] = WeakSet()
         self.rewritten = 0  # how often entries were forgotten and others written in their place
@@ -73,7 +92,8 @@ class ColdExtent:
         """
         extent = cls.__new__(cls)
         count = k.shape[1]
-        extent._is_fixed, extent.k, extent.v = True, k, v
+        extent._pinned, extent._is_fixed = None, True
+        extent.k, extent.v = k, v
         extent.positions = allocate([count], torch.int32, torch.device("cpu"))
         extent.positions.copy_(torch.arange(first_position, first_position + count))
         extent.length, extent.readers = count, WeakSet()
@@ -87,18 +107,34 @@ class ColdExtent:
         self.positions[:count] = torch.arange(first_position, first_position + count)
         self.length = count
 
-    def takes(self, count: int) -> bool:
-        """Whether so many entries in all have room here, or can be given it."""
-        return not self._is_fixed or count <= self.positions.shape[0]
+    def make_room(self, count: int) -> bool:
+        """Whether `count` entries in all have room here, after giving them what lacks; amortised
+        O(1) per token.
 
-    def make_room(self, count: int) -> None:
-        """Room for `count` more entries, which it `takes`; amortised O(1) per token."""
-        stop = self.length + count
-        if stop > self.positions.shape[0]:
-            capacity = stop + max(256, stop)
-            self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
-            self.positions = enlarge(self.positions, 0, capacity)
-            self.stamps.mark("an extent has moved")
+        Raises:
+            CapacityError: host memory does not suffice.
+        """
+        if self._pinned is not None:
+            pinned, rows = self._pinned
+            return count <= rows.locked or pinned.lock(rows, _with_room(rows, count))
+        if count <= self.positions.shape[0]:
+            return True
+        if self._is_fixed:
+            return False
+        capacity = count + max(256, count)
+        self.k, self.v = enlarge(self.k, 1, capacity), enlarge(self.v, 1, capacity)
+        self.positions = enlarge(self.positions, 0, capacity)
+        self.stamps.mark("an extent has moved")
+        return True
+
+    def make_room_ahead(self) -> None:
+        """Begins to give room to the entries that follow, so that no step waits for it."""
+        if self._pinned is None:
+            return
+        pinned, rows = self._pinned
+        left, wanted = rows.locked - self.length, _with_room(rows, self.length)
+        if rows.grows and rows.locked < wanted and left < pinned_room(self.length) // 2:
+            pinned.begin_lock(rows, wanted)
 
     @property
     def keys(self) -> Tensor:

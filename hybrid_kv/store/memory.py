@@ -30,8 +30,7 @@ def allocate(
     order.
 
     Args:
-        pinned: on the host, page-locked for a GPU; all of it is committed at once, so ask for
-            little more than will be written.
+        pinned: on the host, page-locked for a GPU; all of it is committed at once.
 
     Raises:
         CapacityError: host memory does not suffice.
@@ -39,7 +38,7 @@ def allocate(
     with torch.inference_mode(False):
         if device.type == "cpu":
             if pinned:
-                _require_free(math.prod(size) * dtype.itemsize)
+                require_free(math.prod(size) * dtype.itemsize)
                 array = pinned_array(size, dtype)
                 return array if fill is None else array.fill_(fill)
             if fill is None:
@@ -51,9 +50,7 @@ def allocate(
         return torch.full(list(size), fill, dtype=dtype, device=device)
 
 
-def enlarge(
-    tensor: Tensor, axis: int, size: int, fill: float | None = None, *, pinned: bool = False
-) -> Tensor:
+def enlarge(tensor: Tensor, axis: int, size: int, fill: float | None = None) -> Tensor:
     """A tensor with `size` places along an axis, the old ones first.
 
     Raises:
@@ -62,13 +59,13 @@ def enlarge(
     shape = list(tensor.shape)
     shape[axis] = size
     if tensor.device.type == "cpu":
-        _require_free(tensor.nbytes)  # what the copy commits
-    new = allocate(shape, tensor.dtype, tensor.device, fill, pinned=pinned)
+        require_free(tensor.nbytes)  # what the copy commits
+    new = allocate(shape, tensor.dtype, tensor.device, fill)
     new.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
     return new
 
 
-def _require_free(num_bytes: int) -> None:
+def require_free(num_bytes: int) -> None:
     """Raises CapacityError where memory that is about to be committed is not there.
 
     The system grants memory that it does not have, and kills the process that writes to it.

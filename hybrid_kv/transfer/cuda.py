@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
+from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Executor, Parcel
@@ -181,7 +182,8 @@ class CudaExecutor(SyncExecutor):
             into = lane.stage(tensor.shape, tensor.dtype)
             mark = lane.out([(into, tensor)])
         else:
-            mark = lane.out(list(zip(into, tensor, strict=True)))
+            heads = zip(into, tensor, strict=True)
+            mark = lane.out([copy for own in heads for copy in bus_copies(*own)])
         while self._under_way and self._under_way[0].arrived:
             self._under_way.popleft()
         parcel = _UnderWay(mark, into, tensor)
@@ -222,7 +224,7 @@ class CudaExecutor(SyncExecutor):
 
     def _back(self, lane: Lane, tensor: Tensor, device: torch.device) -> Tensor:
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for target, source in _blocks(there, tensor):
+        for target, source in bus_copies(there, tensor):
             lane.back(target, source)
         return there
 
@@ -259,17 +261,6 @@ class CudaExecutor(SyncExecutor):
         if device not in self._lanes:
             self._lanes[device] = self._make_lane(device)
         return self._lanes[device]
-
-
-def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs whose sources are contiguous: of anything else torch would make a copy in plain memory
-    first, and the device would be waited for.
-    """
-    if source.is_contiguous() or source.ndim < 2:
-        yield target, source.contiguous()
-        return
-    for part, from_ in zip(target, source, strict=True):
-        yield from _blocks(part, from_)
 
 
 def _unpacked(both: Tensor, like: PartialAttention) -> PartialAttention:

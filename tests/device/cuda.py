@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops import pinned
 from tests.device.machine import Capture, Machine, Point, Pool, Queue, poison
 from tests.device.profile import profiler_of
 from tests.device.tensors import DeviceTensor, running
@@ -344,6 +345,7 @@ def others(machine: Machine) -> list[tuple[object, str, object]]:
         (torch.cuda.graph, "default_capture_stream", None),  # made when it is asked for
         (torch.profiler, "profile", profiler_of(machine)),
         (torch._C, "_host_emptyCache", lambda: None),
+        (pinned, "device_address", lambda address: address),
     ]
 
 

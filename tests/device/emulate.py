@@ -19,6 +19,7 @@ from tests.device.guard import why_not
 from tests.device.kernels import launching
 from tests.device.machine import Machine, Schedule
 from tests.device.modes import Functions, Operators
+from tests.ops.fake_cudart import join_pinning
 
 
 @contextmanager
@@ -65,6 +66,7 @@ def emulated(
         tensors.machine = machine
         _clear_caches()
         undo.enter_context(_modes())
+        undo.callback(join_pinning)  # which asks the machine
         yield machine
         if machine.faults:
             raise RuntimeError("; ".join(machine.faults))

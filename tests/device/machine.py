@@ -635,7 +635,7 @@ class Machine:
                 queue = self.current(device)
                 found.users = [user for user in found.users if user[0].done < user[1]]
                 found.users.append((queue, queue.told + 1))
-            return Borrowed(tensor, found)
+            return Borrowed(tensor, found, is_copy=is_copy)
 
 
 def poison(memory: Tensor) -> None:

@@ -87,9 +87,8 @@ WAYS: dict[str, Callable[[Talk], None]] = {
     "repeated_rows": repeated_rows,
 }
 CONFIGS = {
-    # With the estimate, what each turn leaves has moments of its own on a device.
-    "device": small("hybrid").replace(select="device", estimate="none"),
-    "host": small("hybrid").replace(select="host", estimate="none", look_ahead="never"),
+    "device": small("hybrid").replace(select="device"),
+    "host": small("hybrid").replace(select="host", look_ahead="never"),
     "quest": small("quest"),
 }
 

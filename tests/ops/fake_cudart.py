@@ -6,7 +6,9 @@ that are locked already; and to unlock what is not locked or not mapped any more
 
 from __future__ import annotations
 
+import gc
 import mmap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -65,6 +67,7 @@ class FakeCudart:
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
     """A machine where torch sees CUDA, as far as `hybrid_kv.ops.pinned` asks."""
+    gc.collect()  # what others locked and left is not unlocked here
     made, empty = FakeCudart(), torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -82,7 +85,16 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
         patch.setattr(torch, "empty", pooled)
         patch.setattr(pinned, "_warned", Event())
         patch.setattr(pinned, "_refused", Event())
+        patch.setattr(pinned, "device_address", lambda address: address)
         yield made
+        join_pinning()
+
+
+def join_pinning() -> None:
+    """Returns when no thread locks memory any more."""
+    for thread in threading.enumerate():
+        if thread.name == "hybrid-kv-pin":
+            thread.join()
 
 
 def is_mapped(address: int) -> bool:

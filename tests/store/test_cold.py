@@ -1,19 +1,28 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
-from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.errors import (
+    CapacityError,
+    IntegrityError,
+    NonFiniteError,
+    PinnedMemoryWarning,
+)
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
+from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda, join_pinning
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
 
 
@@ -303,50 +312,130 @@ def test_plain_memory_grows_in_place_and_is_asked_for_generously() -> None:
         assert torch.equal(span.extent.k[:, start : start + count], k)
 
 
-class Counted(PinnedAhead):
-    """Knows what has been taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: list[Tensor] = []
-
-    def take(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.taken.append(super().take(size, dtype))
-        return self.taken[-1]
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
+    with fake_cuda(monkeypatch) as made:
+        yield made
 
 
-def test_pinned_memory_that_is_full_is_followed_by_more_and_never_copied() -> None:
-    """8K tokens after 128K all layers locked and copied 17 GB in one step."""
-    pinned = Counted()
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=pinned)
+def locked_bytes(cuda: FakeCudart) -> int:
+    return sum(cuda.locked.values())
+
+
+def test_pinned_memory_grows_where_it_lies(cuda: FakeCudart) -> None:
+    """It was followed by another extent, one for each later turn; before that it was copied, 17 GB
+    in one step 8K tokens after 128K.
+    """
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
     add(cold, 0, 5000)
-    first = [tensor.data_ptr() for tensor in pinned.taken]
-    room = cold.chains[0].spans[0].extent.k.shape[1]
-    assert 5000 + 256 <= room <= 1.1 * 5000
-    for start in range(5000, 5000 + 37 * 30, 37):
-        add(cold, start, start + 37)
+    (span,) = cold.chains[0].spans
+    address = span.extent.k.data_ptr()
+    assert locked_bytes(cuda) <= 1.3 * cold.kv_bytes
+    for start in range(5000, 5000 + 370 * 30, 370):
+        add(cold, start, start + 370)
         cold.check_integrity()
-    assert [span.extent.k.data_ptr() for span in cold.chains[0].spans][:1] == first[:1]
-    assert len(pinned.taken) == 2 * len(cold.chains[0].spans)
+    (span,) = cold.chains[0].spans
+    assert span.extent.k.data_ptr() == address
     stored = cold.chains[0].num_tokens
-    assert sum(tensor.shape[1] for tensor in pinned.taken) <= 2 * 1.14 * stored
-    assert 2 <= len(cold.chains[0].spans) <= 5, "few extents, as each is searched"
+    assert locked_bytes(cuda) <= 1.3 * cold.kv_bytes
     assert found(cold, 0, LARGEST, 3) == [stored - 1, stored - 2, stored - 3]
     assert cold.chains[0].positions() == list(range(stored))
 
 
-def test_a_crop_leaves_pinned_room_to_write_in() -> None:
+def test_room_is_locked_before_it_is_needed(cuda: FakeCudart) -> None:
+    """All layers of a model fill up at the same step, which would lock a gigabyte."""
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    add(cold, 0, 5000)
+    plain, names = cuda.cudaHostRegister, []
+
+    def noted(*words: int) -> Any:
+        names.append(threading.current_thread().name)
+        return plain(*words)
+
+    cuda.cudaHostRegister = noted  # type: ignore[method-assign]
+    for start in range(5000, 8000, 4):
+        add(cold, start, start + 4)
+        join_pinning()
+    assert names
+    assert set(names) == {"hybrid-kv-pin"}
+    assert len(names) <= 4 * 40, "rows are locked by the hundred"
+
+
+def test_what_cuda_does_not_let_grow_is_followed_by_another_extent(cuda: FakeCudart) -> None:
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    add(cold, 0, 5000)
+    cuda.refuses = Code.out_of_memory
+    with pytest.warns(PinnedMemoryWarning):
+        add(cold, 5000, 7000)
+    add(cold, 7000, 9000)
+    cold.check_integrity()
+    first, second = cold.chains[0].spans
+    assert (first.length, second.length) == (5000, 4000), "plain memory grows as it likes"
+    assert found(cold, 0, LARGEST, 2) == [8999, 8998]
+    assert cold.chains[0].positions() == list(range(9000))
+
+
+def test_a_row_has_few_extents_however_long_it_becomes(cuda: FakeCudart) -> None:
+    """Address space is outgrown by a chat that began small."""
+    chain = ColdStore(LayerShape(0, 1, 1, 2), torch.bfloat16, 1, pinned=PinnedAhead()).chains[0]
+    for stored in range(0, 2_000_000, 10_000):
+        k = torch.empty(1, 10_000, 2, dtype=torch.bfloat16)
+        chain.commit(chain.reserve(torch.arange(stored, stored + 10_000)), None)
+        assert k.shape[1] + stored == chain.num_tokens
+    assert len(chain.spans) <= 4
+
+
+def test_a_crop_leaves_pinned_room_to_write_in(cuda: FakeCudart) -> None:
     cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
     add(cold, 0, 300)
-    cold.chains[0].truncate(290)
-    add(cold, 290, 500)
-    assert len(cold.chains[0].spans) == 1
-    cold.chains[0].truncate(100)
-    add(cold, 100, 900)  # more than there is room for
-    assert len(cold.chains[0].spans) == 2
+    for kept, stop in ((290, 500), (100, 900)):  # within what is locked, and beyond it
+        cold.chains[0].truncate(kept)
+        add(cold, kept, stop)
+        assert len(cold.chains[0].spans) == 1
+        cold.check_integrity()
+        assert cold.chains[0].positions() == list(range(stop))
+        assert found(cold, 0, LARGEST, 2) == [stop - 1, stop - 2]
+
+
+def test_a_row_that_cannot_grow_for_lack_of_memory_is_as_before(
+    cuda: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    add(cold, 0, 5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+        with pytest.raises(CapacityError, match="the cache grows by"):
+            add(cold, 5000, 100_000)
     cold.check_integrity()
-    assert cold.chains[0].positions() == list(range(900))
-    assert found(cold, 0, LARGEST, 2) == [899, 898]
+    assert cold.chains[0].num_tokens == 5000
+    add(cold, 5000, 30_000)
+    assert len(cold.chains[0].spans) == 1
+    assert found(cold, 0, LARGEST, 1) == [29_999]
+
+
+@pytest.mark.parametrize("how", ["fork", "branch"])
+def test_pinned_rows_of_a_fork_stay_what_they_are(cuda: FakeCudart, how: str) -> None:
+    """The first to go on begins an extent, which grows then."""
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    add(cold, 0, 5000)
+    if how == "fork":
+        cold.fork([0, 0])
+        first, second = cold.chains
+    else:
+        first, second = cold.chains[0], cold.branch().chains[0]
+    for start in range(5000, 8000, 300):
+        k = keys_of(torch.arange(start, start + 300))
+        first.append(k, -k, torch.arange(start, start + 300), flat_index())
+        second.append(-k, k, torch.arange(start, start + 300), flat_index())
+    for chain, sign in ((first, 1), (second, -1)):
+        assert [span.length for span in chain.spans] == [5000, 3000]
+        k = torch.cat([span.extent.first(span.length)[0] for span in chain.spans], 1)
+        assert torch.equal(k[:, :5000], keys_of(torch.arange(5000)))
+        assert torch.equal(k[:, 5000:], sign * keys_of(torch.arange(5000, 8000)))
+    second.release()
+    k = keys_of(torch.arange(8000, 9000))
+    first.append(k, -k, torch.arange(8000, 9000), flat_index())
+    assert [span.length for span in first.spans] == [5000, 4000]
 
 
 # Where a search begins

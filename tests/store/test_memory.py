@@ -63,10 +63,7 @@ def test_memory_for_a_gpu_is_locked(
         tensor = allocate(size, torch.float16, HOST, fill, pinned=True)
         assert cuda.calls == ["register" if size[1] > 37 else "pool"]
         assert fill is None or (tensor == fill).all()
-        longer = enlarge(tensor, 1, size[1] + 5, 9, pinned=True)
-        assert cuda.calls[1:] == cuda.calls[:1]
-        assert (longer[:, size[1] :] == 9).all()
-        del tensor, longer
+        del tensor
         assert not cuda.locked
 
 

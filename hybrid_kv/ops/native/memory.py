@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -58,11 +59,46 @@ def map_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
     Raises:
         CapacityError: the system refuses.
     """
+    pages = _mapped(num_bytes)
+    with suppress(AttributeError, OSError):  # not every system knows them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return _aligned(pages, num_bytes)
+
+
+class ReservedPages:
+    """Address space of the process whose memory is committed as it is written, on small pages.
+
+    array: [num_bytes] zeros, aligned to huge pages.
+
+    Raises:
+        CapacityError: the system refuses.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pages = _mapped(num_bytes, _NO_RESERVE)
+        self.array = _aligned(self._pages, num_bytes)
+        self._skip = self.array.ctypes.data - _address(self._pages)
+
+    def use_huge(self, start: int, stop: int) -> None:
+        """Lets whole huge pages within some bytes be huge; before these are written."""
+        first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        last = stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if first < last:
+            with suppress(AttributeError, OSError):  # not every system knows them
+                self._pages.madvise(mmap.MADV_HUGEPAGE, self._skip + first, last - first)
+
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which `mmap` has no name for: swap is not set aside for all of it."""
+
+
+def _mapped(num_bytes: int, flags: int = 0) -> mmap.mmap:
+    """A mapping of so many bytes, and of a huge page more, so that its start can be aligned."""
     # Private, as huge pages are seldom granted to shared memory, which is the default here. A
-    # copy of the process sees its own memory from then on. There is room to align the start.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # copy of the process sees its own memory from then on.
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        pages = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+        return mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
@@ -70,8 +106,14 @@ def map_pages(num_bytes: int) -> npt.NDArray[np.uint8]:
             f"host memory ran out: the system grants no array of {num_bytes:,} bytes, "
             f"{free_memory()}; shorten the context or free memory"
         ) from error
-    with suppress(AttributeError, OSError):  # not every system knows them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    raw = np.frombuffer(pages, dtype=np.uint8)  # keeps `pages` alive
+
+
+def _address(pages: mmap.mmap) -> int:
+    return int(np.frombuffer(pages, dtype=np.uint8).ctypes.data)
+
+
+def _aligned(pages: mmap.mmap, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The first bytes of a mapping that begin a huge page; they keep it alive."""
+    raw = np.frombuffer(pages, dtype=np.uint8)
     skip = -raw.ctypes.data % HUGE_PAGE_BYTES
     return raw[skip : skip + num_bytes]
