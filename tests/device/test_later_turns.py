@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,8 @@ def test_where_no_more_can_be_locked_another_extent_goes_on(
             chat.say(1, 4)
         chat.say(TURN, 5)
         chat.say(1, 6)
+        if device().type == "cuda":
+            assert [len(own) for own in extents(chat.cache)] == [2, 2]
 
     expected = played(config, refused)
     with emulated(schedule="late", kernels="defined"), pytest.warns(PinnedMemoryWarning):
@@ -204,3 +207,45 @@ def test_a_turn_for_which_memory_lacks_is_said_again_when_it_is_there() -> None:
         found = played(CONFIGS["device"], lacking)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
+
+
+def test_a_captured_step_goes_on_while_the_cold_tier_grows() -> None:
+    """No address changes; moments, which do, are left out."""
+    config = CONFIGS["device"].replace(estimate="none")
+    count = 420
+
+    def steps(chat: Chat) -> None:
+        chat.say(131, 1)
+        for number in range(count):
+            chat.say(1, 2 + number)
+        assert [len(own) for own in extents(chat.cache)] == [1, 1]
+        graphs.append(chat.cache.kv.describe_steps()[0].get("graph"))
+
+    graphs: list[Any] = []
+    found = []
+    for one in (config, config.replace(capture_decode=True)):
+        with emulated(schedule="late", kernels="defined"):
+            found.append(played(one, steps))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert graphs[1]["captures"] == 1
+    assert graphs[1]["replays"] >= count - 10
+
+
+def test_a_context_saved_behind_later_turns_answers_alike(tmp_path: Path) -> None:
+    question = tokens(5, 9)[0].tolist()
+    model = llama()
+    model.config.max_position_embeddings = 2**14
+    with emulated(), hkv.load(model.to("cuda"), config=CONFIGS["device"]) as llm:  # type: ignore[arg-type]
+        context = llm.context(tokens(PROMPT)[0].tolist())
+        for number in range(2):
+            context.append(tokens(TURN, 2 + number)[0].tolist())
+        other = context.fork()
+        context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        expected = context.ask(question, max_new_tokens=3).token_ids
+        assert opened.ask(question, max_new_tokens=3).token_ids == expected
+        for one in (context, opened, other):
+            one.append(tokens(TURN, 5)[0].tolist())
+        expected = context.ask(question, max_new_tokens=3).token_ids
+        assert opened.ask(question, max_new_tokens=3).token_ids == expected
+        assert other.ask(question, max_new_tokens=3).token_ids == expected
