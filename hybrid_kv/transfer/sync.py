@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
 from hybrid_kv.transfer.executor import Arrived, Parcel
@@ -21,7 +22,12 @@ class SyncExecutor:
     at_once = True
 
     def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
-        return Arrived(tensor.to("cpu") if into is None else into.copy_(tensor))
+        if into is None:
+            return Arrived(tensor.to("cpu"))
+        # On the host one copy does it; of a device each locked range is one of its own.
+        for target, source in [(into, tensor)] if tensor.is_cpu else bus_copies(into, tensor):
+            target.copy_(source)
+        return Arrived(into)
 
     def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
         self.send(k, into[0])
