@@ -149,13 +149,14 @@ class ContextRegistry:
     @contextmanager
     def _dropping(self, path: Path) -> Iterator[None]:
         """A block that reads a context, which is dropped if it is damaged; it may also have gone,
-        which is nobody's fault.
+        or another one may have come to its place, which is nobody's fault.
         """
+        stamp = _stamp(path)
         try:
             yield
         except FileFormatError as error:
             self._known.pop(path, None)
-            if self._shelf.remove(path):
+            if _stamp(path) == stamp and self._shelf.remove(path):
                 self._count(RegistryCounters(damaged=1))
                 _tell(f"{error}; it was dropped from the cache, and the prompt is computed")
         except (ReadError, OtherContextError) as error:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
-from hybrid_kv.errors import ConfigError, ContextWarning, WriteError
+from hybrid_kv.errors import ConfigError, ContextWarning, FileFormatError, WriteError
 from hybrid_kv.saved import ContextRegistry, RegistryCounters, verify_context
 from hybrid_kv.saved.shelf import Shelf, num_bytes
 from tests.saved.scene import SMALL, blocks_of, flip, long_model, rewrite
@@ -191,6 +191,27 @@ def test_what_is_damaged_is_dropped_and_never_used(
     assert (counters.damaged, counters.hits) == (1, 1)
     elsewhere = path.with_name("elsewhere")
     assert what not in ("a link", "a link inside", "a file") or elsewhere.exists()
+
+
+def test_what_another_process_leaves_in_the_place_of_what_was_read_stays(
+    plain: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a context away and leaves it again while this one reads it: half of it had gone."""
+    with cached(plain, tmp_path, "full") as llm:
+        llm.context(apart(401))
+    (path,) = tmp_path.glob("*/*.hkv")
+
+    def reading(root: Path, manifest: Any) -> torch.Tensor:
+        shutil.copytree(root, beside := tmp_path / "beside")
+        shutil.rmtree(root)
+        beside.rename(root)
+        raise FileFormatError("its ids are not there")
+
+    monkeypatch.setattr("hybrid_kv.saved.registry.read_ids", reading)
+    with cached(plain, tmp_path, "full") as llm:
+        assert llm.generate(apart(401), max_new_tokens=1).reused_tokens == 0
+        assert llm.prefixes.registry.counters.damaged == 0
+    assert verify_context(path).manifest.num_tokens == 401
 
 
 def test_the_next_best_is_taken(plain: PreTrainedModel, tmp_path: Path) -> None:
