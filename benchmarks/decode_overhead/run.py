@@ -63,7 +63,7 @@ def static_step(model: PreTrainedModel, entries: Any, tokens: int, steps: int) -
 def our_step(runtime: Attachment, config: hkv.HybridConfig, entries: Any, steps: int) -> Step:
     """One decode step of ours."""
     cache = runtime.cache(config)
-    cache.kv.reserve(entries[0][0].shape[2] + steps + 1)
+    cache.kv.means.reserve(entries[0][0].shape[2] + steps + 1)
     for layer, (k, v) in zip(cache.layers, entries, strict=True):
         layer.fill(k, v)
     return timed(runtime.model, cache)

@@ -75,7 +75,7 @@ class Arithmetic:
 def filled(context: SyntheticContext, config: hkv.HybridConfig, steps: int) -> KVCache:
     """A cache that holds the context in both layers."""
     cache = FilledKV(INFO, config, context)
-    cache.reserve(context.num_tokens + steps)
+    cache.means.reserve(context.num_tokens + steps)
     needs = cache.method.needs
     for shape in INFO.layers:
         layer_idx = shape.layer_idx

@@ -20,7 +20,7 @@ import hybrid_kv as hkv
 from benchmarks.gpu_check.end_to_end import indexes, prompt
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.layers import Layers
 
 _SHORT = 8
 
@@ -75,21 +75,22 @@ def computed(
 
 @contextmanager
 def _watched(record: Recorder, device: torch.device, begin: float) -> Iterator[None]:
-    plain = KVCache.seal
+    plain = Layers.seal
 
-    def seal(self: KVCache, layer_idx: int, *arguments: Any, **named: Any) -> None:
-        before, at = dict(self.phases.seconds), perf_counter()
+    def seal(self: Layers, layer_idx: int, *arguments: Any, **named: Any) -> None:
+        phases = self[layer_idx].means.phases
+        before, at = dict(phases.seconds), perf_counter()
         plain(self, layer_idx, *arguments, **named)
-        took = {k: v - before[k] for k, v in self.phases.seconds.items() if v > before[k]}
+        took = {k: v - before[k] for k, v in phases.seconds.items() if v > before[k]}
         sealed = {"at_s": perf_counter() - begin, "seal_s": perf_counter() - at}
         values = {**sealed, **took, **memory(device)}
         record.write("a layer of the prompt", "ok", None, {"layer": layer_idx}, values)
 
-    KVCache.seal = seal  # type: ignore[method-assign]
+    Layers.seal = seal  # type: ignore[method-assign]
     try:
         yield
     finally:
-        KVCache.seal = plain  # type: ignore[method-assign]
+        Layers.seal = plain  # type: ignore[method-assign]
 
 
 def memory(device: torch.device) -> dict[str, Any]:

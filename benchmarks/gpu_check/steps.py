@@ -167,5 +167,5 @@ def _served(cache: TieredCache) -> dict[str, Any]:
     kv = cache.kv
     layers = kv.stores.values()
     heads = [head["serves"] for layer in layers for head in layer.cold.describe_indexes()]
-    ahead = [str(layer["state"]) for layer in kv.describe_look_ahead()]
+    ahead = [str(layer["state"]) for layer in kv.layers.describe_look_ahead()]
     return {"indexes": dict(Counter(heads)), "look_ahead": dict(Counter(ahead))}

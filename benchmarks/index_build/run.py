@@ -61,7 +61,7 @@ class Stack:
             self._step(kv, steps)
         later = [timed(lambda i=i: self._step(kv, i)) for i in range(1 + steps, 1 + 2 * steps)]
         graphs = sum(head["serves"] == "graph" for head in self._served(kv))
-        built = kv.builds.clock.seconds
+        built = kv.means.builds.clock.seconds
         kv.close()
         return {
             "first_s": first[0],

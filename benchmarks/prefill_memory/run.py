@@ -112,7 +112,7 @@ def layer_major_peak(model: PreTrainedModel, ids: Tensor, chunk: int) -> int:
     """Bytes of a layer-major prefill in chunks of tokens."""
     with hkv.attach(model, hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk)) as runtime:
         cache = runtime.cache()
-        cache.kv.reserve(ids.shape[1])
+        cache.kv.means.reserve(ids.shape[1])
 
         def kv() -> list[Tensor]:
             pools = [layer.resident.pool for layer in cache.kv.stores.values()]

@@ -91,10 +91,10 @@ def _compute(llm: LLM, cache: TieredCache, ids: Tensor, build: ContextBuild) -> 
 
     def done(layer_idx: int, hidden: Tensor) -> None:
         if layer_idx in kv.layers:
-            kv.seal_if_open(layer_idx)
+            kv.layers.seal_if_open(layer_idx)
         build.layer_done(cache, layer_idx, hidden)
 
-    kv.reserve(ids.shape[1])
+    kv.means.reserve(ids.shape[1])
     with from_layer(llm.model, build.num_done, build.hidden, done), torch.inference_mode():
         model: Any = llm.model
         model(ids, **passing(cache), use_cache=True, logits_to_keep=1)

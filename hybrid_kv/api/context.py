@@ -129,7 +129,7 @@ class Context:
         """A context of ids [1, tokens] that the model reads now."""
         with _new_cache(llm) as cache:
             check_room(llm, cache, ids.shape[1])
-            cache.kv.reserve(ids.shape[1])
+            cache.kv.means.reserve(ids.shape[1])
             shared = nullcontext(0) if llm.prefixes is None else llm.prefixes.context(cache, ids)
             with shared as reused:
                 _read(llm, cache, ids[:, reused:])
@@ -442,6 +442,6 @@ def _read(llm: Model, cache: TieredCache, ids: Tensor) -> None:
         with torch.no_grad():  # inference mode would leave tensors that nobody can write later
             llm.model(ids, **passing(cache), use_cache=True, logits_to_keep=1)
             for layer_idx in cache.kv.layers:
-                cache.kv.seal_if_open(layer_idx)
+                cache.kv.layers.seal_if_open(layer_idx)
     finally:
         cache.kv.more_prompt = False

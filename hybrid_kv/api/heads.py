@@ -53,7 +53,7 @@ def observe_heads(llm: LLM, text: str, num_tokens: int) -> list[list[float]]:
         try:
             Turn(llm, cache, torch.tensor([tokens + tokens]), {"max_new_tokens": 1}).run()
             for shape in cache.kv.info.layers:
-                cache.kv.seal_if_open(shape.layer_idx)
+                cache.kv.layers.seal_if_open(shape.layer_idx)
             kept = [store.rows[0].kept for store in cache.kv.stores.values()]
         finally:
             cache.close()

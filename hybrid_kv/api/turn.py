@@ -58,7 +58,7 @@ def check_room(llm: Model, cache: TieredCache, total_tokens: int) -> None:
     """
     check_context(llm.model.config.get_text_config(decoder=True), total_tokens)
     new = max(0, total_tokens - cache.get_seq_length())
-    per_token = llm.runtime.bytes_per_token(cache.kv.method, total_tokens)
+    per_token = llm.runtime.bytes_per_token(cache.kv.means.method, total_tokens)
     check_host_memory(new * per_token, total_tokens)
 
 
@@ -103,7 +103,7 @@ class Turn:
 
     def _begin_costs(self) -> None:
         """The cache counts over all of its turns; a turn reports its own share."""
-        self._built_before = self.cache.kv.builds.clock.seconds
+        self._built_before = self.cache.kv.means.builds.clock.seconds
         auditor = self.cache.kv.auditor
         self._looks_before = 0 if auditor is None else len(auditor.audit.findings)
         self._waited_before = self.cache.kv.phases.seconds[INDEX_BUILD]
@@ -141,7 +141,7 @@ class Turn:
         return prefixes.begun(self.cache, self._ids)
 
     def _compute(self, clock: TokenClock) -> Tensor:
-        self.cache.kv.reserve(self._ids.shape[1] + self._max_new)
+        self.cache.kv.means.reserve(self._ids.shape[1] + self._max_new)
         new = self._ids.shape[1] - self.cache.get_seq_length()
         watch = PrefillWatch(self._llm.model, new, self._on_prefill, self._cancels)
         with torch.random.fork_rng(enabled=self._seed is not None):
@@ -234,7 +234,7 @@ class Turn:
             reused_tokens=reused,
             ttft_s=times[0] if times else nan,
             prefill_s=times[0] - waited_in_prefill if times else nan,
-            index_build_s=self.cache.kv.builds.clock.seconds - self._built_before,
+            index_build_s=self.cache.kv.means.builds.clock.seconds - self._built_before,
             tpot_ms=1e3 * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
             token_times_s=times,
             phases_s={name: phases[name] - self._phases_before[name] for name in PHASES},
@@ -249,7 +249,7 @@ class Turn:
                 for head in layer.cold.describe_indexes()
             ],
             audit=None if auditor is None else auditor.audit.since(self._looks_before),
-            look_ahead=self.cache.kv.describe_look_ahead(),
+            look_ahead=self.cache.kv.layers.describe_look_ahead(),
             steps=self.cache.kv.describe_steps(),
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
         )

@@ -148,7 +148,7 @@ def _read(llm: LLM, sample: Sample, config: HybridConfig, output: OutputOptions)
     note(f"reading {total:,} tokens, once for both", output)
     with _cache(llm, config) as cache:
         check_room(llm, cache, total + len(sample.questions[0].ids))
-        needs = cache.kv.method.needs
+        needs = cache.kv.means.method.needs
     with (
         ended_by_ctrl_c(output) as check,
         prefill_bar(output) as report,
@@ -179,7 +179,7 @@ def _ask(
     begin = perf_counter()
     with memory_errors(lambda: "prefill"):
         cache = open_cache(llm.runtime, config, prompt, wait=False)
-    ready_s, build_s = perf_counter() - begin, cache.kv.builds.clock.seconds
+    ready_s, build_s = perf_counter() - begin, cache.kv.means.builds.clock.seconds
     ids = torch.cat([prompt.ids, torch.tensor([question.ids]).to(prompt.ids)], 1)
 
     def answer(**options: Any) -> Generation:

@@ -165,7 +165,7 @@ def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iter
     runtime = place.runtime
     cache = runtime.cache(config)
     cache.kv = kv = ProbedKV(runtime.info, config, cache.kv.executor)
-    needs = kv.method.needs
+    needs = kv.means.method.needs
     try:
         with torch.inference_mode():
             tiered = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]

@@ -45,6 +45,10 @@ class Probe:
         self.looks: list[LookMeans] = []
         self._estimated: Tensor | None = None
 
+    def wants(self, layer_idx: int, q: Tensor) -> bool:
+        """Every step."""
+        return True
+
     def add(self, step: WatchedStep, part: PartialAttention) -> None:
         """Takes what a step through the method estimated of the entries that it did not read."""
         if step.found is not None and 0 in step.found:
@@ -105,11 +109,13 @@ class ProbedKV(KVCache):
     @contextmanager
     def probed(self, prompt: PrefilledPrompt) -> Iterator[Probe]:
         """A block whose steps are looked at, right behind the prompt."""
-        self.probe = self.observer = Probe(prompt)
+        self.probe = Probe(prompt)
+        self.watchers.append(self.probe)
         try:
             yield self.probe
         finally:
-            self.probe = self.observer = None
+            self.watchers.remove(self.probe)
+            self.probe = None
 
     def attend(
         self,

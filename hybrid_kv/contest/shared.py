@@ -24,13 +24,13 @@ class _OpenLayer(TieredLayer):
     def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
         """Nothing: more of the prompt may come, however short."""
 
-    def watched(self) -> list[EvidenceCollector]:
+    def watched(self) -> Sequence[EvidenceCollector]:
         """What has been collected so far, to go back to."""
-        return [collector.branch() for collector in self._collectors]
+        return self.prompt.mark()
 
-    def unwatch(self, before: list[EvidenceCollector]) -> None:
+    def unwatch(self, before: Sequence[EvidenceCollector]) -> None:
         """Forgets what was collected since."""
-        self._collectors = before
+        self.prompt.go_back(before)
 
 
 class _OpenPrompt(KVCache):
@@ -58,8 +58,8 @@ class SharedPrompt:
         self._ids: list[int] = []
         self._cache = runtime.cache(HybridConfig(method="full"))
         self._cache.kv = self._kv = _OpenPrompt(runtime.info, HybridConfig(method="full"))
-        self._kv.watch(needs)
-        self._kv.reserve(self._count)
+        self._kv.means.watched = needs
+        self._kv.means.reserve(self._count)
         self._feed(context)
 
     def context(self) -> PrefilledPrompt:
@@ -69,7 +69,7 @@ class SharedPrompt:
         return PrefilledPrompt(
             ids,
             tuple((view.k, view.v) for view in views.values()),
-            tuple(self._kv.layers[idx].evidence() for idx in views),
+            tuple(self._kv.layers[idx].prompt.evidence() for idx in views),
             {
                 idx: copied_state(layer)
                 for idx, layer in enumerate(self._cache.layers)

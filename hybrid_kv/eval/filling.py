@@ -27,10 +27,12 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.rotary import Rotary
+from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime.leaving import nearest_finder
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import FindNearest
+from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
 
@@ -249,7 +251,22 @@ class FilledKV(KVCache):
         super().__init__(info, config, executor)
 
     def _new_layer(self, shape: LayerShape) -> TieredLayer:
-        return FilledLayer(shape, self.info.rotary_of(shape.layer_idx), self.means, self._context)
+        rotary = self.info.rotary_of(shape.layer_idx)
+        return TieredLayer(shape, rotary, self.means, self._finder)
+
+    def _finder(self, method: Method, means: Means, store: LayerKV) -> FindNearest | None:
+        """Tells the best keys of the context's queries, which are known by now."""
+        count, place = method.needs.nearest_keys, store.placement
+        on_host = store.resident.pool.device.type == "cpu"
+        if not on_host or not count or engine_state().isa is None:
+            return nearest_finder(method, means, store)
+        first = place.sink_tokens if place is not None else 0
+
+        def find(samples: Tensor, keys: Tensor) -> Tensor:
+            most = min(count, keys.shape[1])
+            return self._context.nearest(store.shape.layer_idx, first, samples, keys, most)
+
+        return find
 
     def _decode(
         self,
@@ -277,29 +294,6 @@ class FilledKV(KVCache):
         return self._asked[layer_idx]
 
 
-class FilledLayer(TieredLayer):
-    """A layer that is told the best keys of the context's queries, which are known by now."""
-
-    def __init__(
-        self, shape: LayerShape, rotary: Rotary, means: Means, context: SyntheticContext
-    ) -> None:
-        super().__init__(shape, rotary, means)
-        self._context = context
-
-    def finder(self) -> FindNearest | None:
-        count, place = self.means.method.needs.nearest_keys, self.held.placement
-        on_host = self.held.resident.pool.device.type == "cpu"
-        if not on_host or not count or engine_state().isa is None:
-            return super().finder()
-        first = place.sink_tokens if place is not None else 0
-
-        def find(samples: Tensor, keys: Tensor) -> Tensor:
-            most = min(count, keys.shape[1])
-            return self._context.nearest(self.shape.layer_idx, first, samples, keys, most)
-
-        return find
-
-
 def filled_cache(
     runtime: Attachment,
     context: SyntheticContext,
@@ -319,8 +313,8 @@ def filled_cache(
     config = runtime.config.replace(index_build="wait")
     cache, dtype = runtime.cache(config), runtime.model.dtype
     cache.kv = FilledKV(runtime.info, config, context)
-    cache.kv.reserve(context.num_tokens + context.max_steps)
-    needs = cache.kv.method.needs
+    cache.kv.means.reserve(context.num_tokens + context.max_steps)
+    needs = cache.kv.means.method.needs
     for layer_idx, layer in enumerate(cache.layers):
         if not isinstance(layer, HybridLayer):
             raise ConfigError(
@@ -331,5 +325,5 @@ def filled_cache(
         k, v = (tensor.to(runtime.model.device) for tensor in context.kv(layer_idx, dtype))
         layer.fill(k, v, evidence)
         if on_layer is not None:
-            on_layer(layer_idx + 1, len(cache.layers), cache.kv.builds.clock.seconds)
+            on_layer(layer_idx + 1, len(cache.layers), cache.kv.means.builds.clock.seconds)
     return cache

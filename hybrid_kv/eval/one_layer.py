@@ -96,8 +96,8 @@ def _measure(
     shape: LayerShape,
     check: Callable[[], None],
 ) -> LayerSteps:
-    cache.reserve(context.num_tokens + context.max_steps)
-    needs, layer_idx = cache.method.needs, shape.layer_idx
+    cache.means.reserve(context.num_tokens + context.max_steps)
+    needs, layer_idx = cache.means.method.needs, shape.layer_idx
     evidence = (context.evidence(layer_idx, needs, LAYER_DTYPE),) if needs != Needs() else ()
     cache.load(layer_idx, *context.kv(layer_idx, LAYER_DTYPE), evidence)
     q = torch.ones(1, shape.num_q_heads, 1, shape.head_dim, dtype=LAYER_DTYPE)

@@ -47,15 +47,15 @@ def prefill(
     """
     ids = torch.from_numpy(np.asarray(context)).reshape(1, -1).to(runtime.model.device)
     cache = runtime.cache(HybridConfig(method="full"))
-    cache.kv.reserve(ids.shape[1])
-    cache.kv.watch(needs)
+    cache.kv.means.reserve(ids.shape[1])
+    cache.kv.means.watched = needs
     with torch.inference_mode():
         runtime.model(ids, **passing(cache), use_cache=True, logits_to_keep=1)
     views = {idx: layer.resident.view() for idx, layer in sorted(cache.kv.stores.items())}
     return PrefilledPrompt(
         ids,
         tuple((view.k, view.v) for view in views.values()),
-        tuple(cache.kv.layers[idx].evidence() for idx in views),
+        tuple(cache.kv.layers[idx].prompt.evidence() for idx in views),
     )
 
 

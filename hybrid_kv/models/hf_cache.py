@@ -329,8 +329,9 @@ class HybridLayer(CacheLayerMixin):
         self._tiered.fork(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = self._tiered.num_rows
-        self._tiered.fork([r for r in range(rows) for _ in range(repeats)])
+        store = self._tiered.store
+        rows = range(0 if store is None else len(store.rows))
+        self._tiered.fork([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._tiered.fork(indices.tolist())
@@ -451,8 +452,8 @@ class TieredCache(Cache):
                 state.forget_mask()
 
     def advance(self) -> list[DevicePlan]:
-        """Begins a step of one token of one row, inside of `forward`; see `KVCache.advance`."""
-        return self.kv.advance(self.get_seq_length())
+        """Begins a step of one token of one row, inside of `forward`; see `Layers.advance`."""
+        return [] if self.kv.more_prompt else self.kv.layers.advance(self.get_seq_length())
 
     @property
     def device(self) -> torch.device:
@@ -486,7 +487,7 @@ class TieredCache(Cache):
 
     def begin_forward(self) -> None:
         """From now on the cache can be put back to where it is."""
-        self.kv.begin_forward()
+        self.kv.layers.begin_forward()
         self._before = [layer.mark() if _can_go_back(layer) else None for layer in self.layers]
         self._was_empty = all(_is_empty(layer) for layer in self.layers)
 
@@ -504,18 +505,18 @@ class TieredCache(Cache):
                     f"layer {idx} of this model attends to other keys than it caches, which "
                     "hybrid_kv cannot serve; use this model without it"
                 )
-        self.kv.end_forward()
+        self.kv.layers.end_forward()
         self._before = []
 
     def go_back(self) -> bool:
         """Puts the cache back to where it was at `begin_forward`.
 
-        False where that cannot be done: recurrent states were overwritten, or see `KVCache`.
+        False where that cannot be done: recurrent states were overwritten, or see `Layers.go_back`.
         """
         before, self._before = self._before, []
         if not before:  # it failed before it began
             return True
-        done = self.kv.go_back()
+        done = self.kv.layers.go_back()
         if self._was_empty:
             self.layers = self._new_layers()
             self.kv.start_over()
@@ -651,8 +652,8 @@ class TieredCache(Cache):
             MethodError: a method has lost what would be the window; no layer has forgotten any.
         """
         with self.in_use():
-            for layer in self.kv.layers.values():
-                layer.check_crop(max(0, -tokens_to_remove))
+            for store in self.kv.stores.values():
+                store.check_crop(max(0, -tokens_to_remove))
             super().crop(tokens_to_remove)
 
     @property
@@ -695,7 +696,8 @@ class TieredCache(Cache):
             if self._state.is_unfinished:
                 raise IntegrityError("a forward has ended in the middle, and left layers as it was")
             seen = {i: x.get_seq_length() for i, x in enumerate(self.layers) if _can_go_back(x)}
-            held = {i: layer.lengths for i, layer in self.kv.layers.items() if layer.store}
+            stores = self.kv.stores.items()
+            held = {idx: [row.length for row in store.rows] for idx, store in stores}
             for counts in (list(seen.items()), list(held.items())):
                 for idx, count in counts[1:]:
                     if count != counts[0][1]:

@@ -234,7 +234,7 @@ class LayerMajorPrefill:
         layer_idx = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if layer_idx is not None and not before:  # else this is a piece of a longer prompt
             # States go to the host where memory is short: then no two layers' KV shares it.
-            kv.seal_if_open(layer_idx, wait=self._home is not None)
+            kv.layers.seal_if_open(layer_idx, wait=self._home is not None)
 
     def widened_bytes(self, num_tokens: int) -> int:
         """Bytes of the largest layer that is widened while so many tokens pass; 0 if none is."""

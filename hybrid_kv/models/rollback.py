@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.store import LayerKV
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import Demotion
 
 
@@ -14,11 +14,11 @@ from hybrid_kv.types import Demotion
 def rolled_back(cache: TieredCache) -> Iterator[None]:
     """A block after which the cache is as it was before."""
     with cache.in_use():
-        kv, states = cache.kv.checkpoint(), cache.states()
+        saved, states = Checkpoint.of(cache.kv.layers), cache.states()
         try:
             yield
         finally:
-            cache.kv.restore(kv)
+            saved.restore(cache.kv.layers)
             cache.set_states(states)
 
 
@@ -33,12 +33,12 @@ class ReturnPoint:
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
         self._states = cache.states()
-        self._was_open = any(layer.is_open for layer in cache.kv.layers.values())
+        self._was_open = any(store.placement is None for store in cache.kv.stores.values())
         places = [layer.placement for layer in cache.kv.stores.values()]
         moves = (Demotion.DROP, Demotion.ABSORB)
         drops = any(place is not None and place.rest in moves for place in places)
         shadows = any(row.shadows for store in cache.kv.stores.values() for row in store.rows)
-        self._saved = cache.kv.checkpoint() if drops or shadows else None
+        self._saved = Checkpoint.of(cache.kv.layers) if drops or shadows else None
 
     def go_back(self) -> bool:
         """Forgets what came since, of which layers may hold different numbers after a failure.
@@ -49,10 +49,10 @@ class ReturnPoint:
         kv = self._cache.kv
         try:
             if self._saved is not None:
-                kv.restore(self._saved)
+                self._saved.restore(kv.layers)
             if not self._num_tokens or any(len(store.rows) != 1 for store in kv.stores.values()):
                 return False
-            if self._was_open and any(_has_moved(store) for store in kv.stores.values()):
+            if self._was_open and any(store.moves_entries for store in kv.stores.values()):
                 return False  # its prompt has ended with tokens that came since
             for layer_idx, store in kv.stores.items():
                 kv.layers[layer_idx].crop(store.rows[0].length - self._num_tokens)
@@ -66,8 +66,3 @@ class ReturnPoint:
         for layer_idx, layer in self._saved.stores.items() if self._saved is not None else ():
             if self._cache.kv.stores.get(layer_idx) is not layer:
                 layer.cold.release()
-
-
-def _has_moved(store: LayerKV) -> bool:
-    """Whether entries of a layer may have left their window."""
-    return store.placement is not None and store.placement.rest is not Demotion.KEEP

@@ -215,7 +215,7 @@ class Serving:
             cache.accept_mask(mask, new)
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
-            kv = rows * new * self.bytes_per_token(cache.kv.method, new)
+            kv = rows * new * self.bytes_per_token(cache.kv.means.method, new)
             check_host_memory(kv + self._prefill.widened_bytes(rows * new), new)
 
     def _records_hidden(self, inputs: dict[str, Any]) -> bool:

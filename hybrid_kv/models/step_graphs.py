@@ -141,7 +141,7 @@ class StepGraphs:
             return PlanReason("inputs", "it returns what layers compute")
         if not (inputs.get("return_dict") is not False and getattr(config, "return_dict", True)):
             return PlanReason("inputs", "it returns a tuple")
-        if kv.auditor is not None or kv.places is not None or kv.observer is not None:
+        if kv.watchers:
             return PlanReason("watched", "somebody looks at its steps")
         if torch.is_grad_enabled() or self._model.training:
             return PlanReason("training", "gradients or dropout are on")
@@ -197,7 +197,7 @@ class StepGraphs:
                     old = allocate(value.shape, value.dtype, value.device)
                 given[name] = old
         if _POSITIONS not in given:
-            given[_POSITIONS] = cache.kv.position_on(inputs[_IDS].device)
+            given[_POSITIONS] = cache.kv.means.numbers.position_on(inputs[_IDS].device)
         return given
 
     def _prepared(

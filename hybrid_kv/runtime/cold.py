@@ -127,7 +127,7 @@ def _attend_row(
             scale=step.scale,
             softcap=step.softcap,
             near=None if near is None else lambda: near.open()[row.number],
-            copied=() if row.copied is None else row.copied_by_span(),
+            copied=() if row.copied is None else row.chain.by_span(row.copied),
             first=first,
         )
     if ahead is not None:
@@ -206,7 +206,7 @@ def _attend_found(step: Step, q: Tensor, found: RetrievedPart) -> PartialAttenti
 
 def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
     parts = []
-    for span, hidden in zip(row.chain.spans, row.copied_by_span(), strict=True):
+    for span, hidden in zip(row.chain.spans, row.chain.by_span(row.copied), strict=True):
         k, v = span.extent.first(span.length)
         begin = step.phases.now()
         part = attend(

@@ -15,6 +15,7 @@ from hybrid_kv.runtime.numbers import CHOSEN, NEWEST, PAGES, PLACE, POSITION, St
 from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
 from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import LayerKV
 from hybrid_kv.types import PartialAttention, Read, Work
 
 
@@ -28,11 +29,20 @@ def store_reserved(step: Step, numbers: StepNumbers) -> None:
     """Stores a step's token in the place that it has, whatever plan serves it."""
     row, index = step.layer.rows[0], step.layer.shape.layer_idx
     assert step.unstored is not None
-    assert row.table.listed is not None
+    assert row.table.listed.there is not None
     (k, v), step.unstored = step.unstored, None
     mine = numbers.on(step.q.device)[index]
-    step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, row.table.listed)
+    step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, row.table.listed.there)
     numbers.reserved.discard(index)
+
+
+def take_back_reserved(store: LayerKV | None, numbers: StepNumbers) -> None:
+    """Gives up the place of a token that was not stored in it."""
+    if store is not None and store.shape.layer_idx in numbers.reserved:
+        (row,) = store.rows
+        numbers.reserved.discard(store.shape.layer_idx)
+        row.length -= 1
+        row.table.truncate(row.table.num_tokens - 1)
 
 
 class DevicePlan:
@@ -94,7 +104,7 @@ class DevicePlan:
 
     def hangs_on(self) -> tuple[object, ...]:
         """What launching the step that was advanced last takes for granted of the host."""
-        pages, listed = self.table.pool.pages, self.table.listed
+        pages, listed = self.table.pool.pages, self.table.listed.there
         lies = [0 if one is None else one.data_ptr() for one in (*pages, listed, self._mine)]
         sizes = pages.k.shape, None if listed is None else len(listed)
         return *lies, *sizes, self.read, self._told, self._oldest, self._pinned
@@ -117,7 +127,7 @@ class DevicePlan:
         return self._launch(step)
 
     def _launch(self, step: Step) -> PartialAttention:
-        q, table, mine = step.grouped[0], self.table.listed, self._mine
+        q, table, mine = step.grouped[0], self.table.listed.there, self._mine
         assert table is not None
         pages, begin = self.table.pool.pages, step.phases.now()
         if self._pages == "all":

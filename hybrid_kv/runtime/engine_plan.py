@@ -61,14 +61,16 @@ class EnginePlan:
         new = None
         if step.unstored is not None:
             new, step.unstored = NewToken(*step.unstored, row.length), None
-            row.count_token()
+            self.table.count(row.length, 1)
+            row.length += 1
         try:
             resident = self._choose_pages()
             estimated = None if step.found is None else self._estimated(step)
             done = self._call(step, new, estimated)
         except BaseException:
             if new is not None:
-                row.uncount_token()
+                row.length -= 1
+                self.table.count(row.length, -1)
             raise
         _count(step, row, resident, self._told, done)
         if self._is_whole:

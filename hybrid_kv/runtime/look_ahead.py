@@ -30,7 +30,9 @@ _log = logging.getLogger(__name__)
 
 class _Leaving(Protocol):
     @property
-    def arrived(self) -> bool: ...
+    def departure(self) -> object | None: ...
+    @property
+    def has_arrived(self) -> bool: ...
 
 
 class SearchedLayer(Protocol):
@@ -44,7 +46,7 @@ class SearchedLayer(Protocol):
     @property
     def held(self) -> LayerKV: ...
     @property
-    def leaving(self) -> _Leaving | None: ...
+    def leaving(self) -> _Leaving: ...
     def settle(self) -> None: ...
 
 
@@ -94,8 +96,8 @@ class LookAhead:
         standing = self.standing(layer.shape.layer_idx)
         if standing.reason:
             return False
-        if layer.leaving is not None:
-            if not layer.leaving.arrived:
+        if layer.leaving.departure is not None:
+            if not layer.leaving.has_arrived:
                 return False
             layer.settle()  # now: keys must not come while the search runs
         cold = False

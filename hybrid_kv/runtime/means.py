@@ -35,6 +35,7 @@ class Means:
     page_size: int
     pinned: PinnedAhead
     method: Method
+    method_name: str
     builds: IndexBuilds
     selectors: Selectors
     work: Work
@@ -43,3 +44,7 @@ class Means:
     reserved_tokens: int = 0
     audits: bool = False
     look_ahead: LookAhead | None = None
+
+    def reserve(self, num_tokens: int) -> None:
+        """Announces how many tokens will come in a row."""
+        self.reserved_tokens = max(self.reserved_tokens, num_tokens)

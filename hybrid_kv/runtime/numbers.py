@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.store.memory import allocate
+from hybrid_kv.types import LayerShape
 
 PLACE, POSITION, PAGES, NEWEST, CHOSEN = range(5)
 """Of a layer: where its new token goes, that token's position, pages in the table, how many of them
@@ -30,11 +31,11 @@ class StepNumbers:
     not stored yet. noted: layers whose numbers are those of a step that has not attended yet.
 
     Args:
-        layers: their indices.
+        layers: whose steps they tell.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        count = max(layers, default=-1) + 2
+    def __init__(self, layers: Sequence[LayerShape]) -> None:
+        count = max((shape.layer_idx for shape in layers), default=-1) + 2
         self.here = np.zeros((count, 5), dtype=np.int64)
         self.reserved: set[int] = set()
         self.noted: set[int] = set()
@@ -45,6 +46,10 @@ class StepNumbers:
         if device not in self._there:
             self._there[device] = allocate(self.here.shape, torch.int64, device, 0)
         return self._there[device]
+
+    def position_on(self, device: torch.device) -> Tensor:
+        """[1, 1] int64 on a device: the position of the token that `Layers.advance` was told."""
+        return self.on(device)[-1:, POSITION : POSITION + 1]
 
     def send(self) -> None:
         """Copies the numbers to all devices that read them; no thread waits."""

@@ -119,7 +119,7 @@ class CompiledStep:
         if read is not self._read and read != self._read:
             return False
         table = self.plan.table
-        if table is not None and table.num_listed != len(table.pages):
+        if table is not None and table.listed.num_pages != len(table.pages):
             table.slots()  # lists them; where the list has to move, it marks the stamp
             if self.stamp.reason:
                 return False
@@ -165,7 +165,7 @@ def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:
 def _described_by(rows: Sequence[Row]) -> list[Stamps]:
     found = []
     for row in rows:
-        found += [row.table.pool.stamps, row.table.stamps, row.chain.stamps]
+        found += [row.table.pool.stamps, row.table.listed.stamps, row.chain.stamps]
         found += [span.extent.stamps for span in row.chain.spans]
         found += [index.stamps for index, _ in _indexes(row)]
     return found
@@ -197,7 +197,8 @@ def _planned(
     if isinstance(found, EnginePlan):
         return found
     if numbers is not None and _is_told_by_numbers(step, read):
-        step.layer.rows[0].table.list_in_place()
+        table = step.layer.rows[0].table
+        table.listed.stay_in_place(table.pages)
         return DevicePlan(step, read, numbers, found)
     return OpsPlan(read, found, [_cold_plan(step, read, row) for row in step.layer.rows])
 

@@ -56,7 +56,7 @@ class Departure:
         self._exactly = is_prompt and absorb is not None
         leaving = []
         for row in layer.rows:
-            overflow = row.prompt_overflow() if self._exactly else row.overflow()
+            overflow = Overflow.of_prompt(row) if self._exactly else Overflow.of(row)
             if overflow is not None:
                 kept = None if absorb is None else _Absorbed.begin(executor, row, overflow, absorb)
                 leaving.append((row, overflow, kept))

@@ -68,8 +68,7 @@ class JointRow:
     def shares(self) -> Hashable | None:
         """What it may attend together with others; None where it attends by itself."""
         kv, layer = self.kv, self.layer
-        watched = kv.auditor is not None or kv.places is not None
-        if watched or kv.more_prompt or not layer.is_sealed or layer.num_rows != 1:
+        if kv.watchers or kv.more_prompt or not layer.is_sealed or len(layer.held.rows) != 1:
             return None
         own, place = self.own, layer.held.placement
         if place is None or not (self.q.is_cpu and kv.executor.at_once):
@@ -102,13 +101,13 @@ class JointRow:
         """Stores its token and attends what it reads beside the cold tier."""
         layer = self.layer
         layer.settle()
-        self._step = layer.step(self.q, scale, softcap, new=self.new)
-        return layer.attend(self._step, replace(self.read, cold=None))
+        self._step = layer.steps.new(layer.held, self.q, scale, softcap, new=self.new)
+        return layer.steps.attend(self._step, replace(self.read, cold=None))
 
     def store(self, scale: float, softcap: float | None) -> None:
         """Stores its token, and counts the step as `decode` does."""
         layer = self.layer
-        self._step = layer.step(self.q, scale, softcap)
+        self._step = layer.steps.new(layer.held, self.q, scale, softcap)
         layer.append(*self.new, None)
         work, heads = self.step.work, self.q.shape[1]
         work.attended += heads * self.own.table.num_tokens
@@ -122,9 +121,9 @@ class JointRow:
         layer = self.layer
         try:
             layer.settle()
-            step = layer.step(self.q, scale, softcap, new=self.new, asked=asked)
-            self.outcome = layer.attend(step, self.read)
-            self.kv.end_step(layer)
+            step = layer.steps.new(layer.held, self.q, scale, softcap, new=self.new, asked=asked)
+            self.outcome = layer.steps.attend(step, self.read)
+            self.kv.layers.end_step(layer)
         except Exception as error:
             self.outcome = error
 
@@ -141,7 +140,7 @@ class JointRow:
     def end(self, parts: Sequence[PartialAttention]) -> None:
         """Merges what it attended, each [1, Hq, 1, D]."""
         self.outcome = merge_partials(parts, dtype=self.q.dtype, ops=self.step.ops)
-        self.kv.end_step(self.layer)
+        self.kv.layers.end_step(self.layer)
 
     @property
     def grouped(self) -> Tensor:

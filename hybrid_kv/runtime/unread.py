@@ -109,7 +109,7 @@ def _not_copied(row: Row, number: int) -> tuple[Tail, Tensor]:
     """The moments of a span's entries that the method has no copies of, and how many they are,
     [Hkv, 1].
     """
-    span, hidden = row.chain.spans[number], row.copied_by_span()[number]
+    span, hidden = row.chain.spans[number], row.chain.by_span(row.copied)[number]
     if hidden is None or not bool(hidden.any()):
         count = torch.full((span.extent.k.shape[0], 1), span.length)
         return span.tail(torch.device("cpu")), count

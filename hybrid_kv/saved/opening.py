@@ -183,7 +183,7 @@ class _Reader:
 
     def layer(self, saved: SavedLayer) -> HeldLayer:
         k, v = self._keys_and_values(saved)
-        placement = self._kv.method.seal(saved.layer_idx, ())
+        placement = self._kv.means.method.seal(saved.layer_idx, ())
         if self._kv.means.audits and placement.drops and not saved.shadows:
             raise OtherContextError(
                 f"saved context '{self._root}' has not what its method dropped, at which the audit "

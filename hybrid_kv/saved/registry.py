@@ -306,7 +306,7 @@ def keeps_all(cache: TieredCache) -> bool:
     """Whether every layer keeps every entry as it was, so that a context has its prefixes in it."""
     if not all(isinstance(layer, HybridLayer) for layer in cache.layers):
         return False  # a sliding window has its newest tokens only
-    method = cache.kv.method
+    method = cache.kv.means.method
     rests = {method.seal(layer_idx, ()).rest for layer_idx in cache.kv.layers}
     return rests <= {Demotion.KEEP, Demotion.OFFLOAD}
 

@@ -78,7 +78,7 @@ def save_context(
     if kv.check_source is not None:
         kv.check_source()
     for layer_idx in kv.layers:
-        kv.seal_if_open(layer_idx)
+        kv.layers.seal_if_open(layer_idx)
     with replacing(path) as (root, folder):
         writer = BlockWriter(root / folder)
         layers = [

@@ -60,12 +60,14 @@ class ActiveRequest:
         self._then: Callable[[], None] | None = None
         self._sampler = Sampler(self.request.sampling, llm.runtime.device)
         self._text = AnswerText(llm.tokenizer, self.request.stop)
+        self._places = Places() if self.request.places else None
 
     def begin(self, cache: TieredCache, reused: int) -> None:
         """Takes a cache that holds the first `reused` tokens of the prompt."""
         self._cache, self.began = cache, monotonic()
-        cache.kv.reserve(len(self.ids) + self.request.max_new_tokens)
-        cache.kv.places = Places() if self.request.places else None
+        cache.kv.means.reserve(len(self.ids) + self.request.max_new_tokens)
+        if self._places is not None:
+            cache.kv.watchers.append(self._places)
         self._unsealed.extend(cache.kv.layers)
         if reused:
             self.done = self.reused = reused
@@ -116,7 +118,7 @@ class ActiveRequest:
         """Moves layers of the prompt to where their method wants them, until time is up."""
         end = monotonic() + seconds
         while self._unsealed:
-            self.cache.kv.seal_if_open(self._unsealed.popleft())
+            self.cache.kv.layers.seal_if_open(self._unsealed.popleft())
             if monotonic() >= end:
                 return
 
@@ -261,7 +263,9 @@ class ActiveRequest:
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,
-            places=[] if kv.places is None else kv.places.heaviest(_PLACES, len(self.request.ids)),
+            places=[]
+            if self._places is None
+            else self._places.heaviest(_PLACES, len(self.request.ids)),
             alone=alone,
         )
 

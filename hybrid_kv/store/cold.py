@@ -176,6 +176,11 @@ class ColdChain:
         ]
         return best_of(found, most)
 
+    def by_span(self, flags: Tensor | None) -> list[Tensor | None]:
+        """Flags [Hkv, entries] of all entries as those of each span; None for none."""
+        lengths = [span.length for span in self.spans]
+        return [None] * len(lengths) if flags is None else list(flags.split(lengths, 1))
+
     def truncate(self, num_tokens: int) -> None:
         """Forgets the newest entries until `num_tokens` are left."""
         spans = self.spans

@@ -13,6 +13,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.cold import ColdStore
+from hybrid_kv.store.integrity import check_row
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
@@ -50,7 +51,7 @@ class LayerKV:
             pinned = PinnedAhead()
         self.cold = ColdStore(shape, dtype, num_rows, pinned=pinned)
         tiers = zip(self.resident.tables, self.cold.chains, strict=True)
-        self.rows = [Row.empty(number, *own) for number, own in enumerate(tiers)]
+        self.rows = [Row(number, *own) for number, own in enumerate(tiers)]
         self.placement: Placement | None = None
         self.select: SelectFor | None = None
 
@@ -58,6 +59,11 @@ class LayerKV:
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(row.length for row in self.rows)
+
+    @property
+    def moves_entries(self) -> bool:
+        """Whether entries leave the window."""
+        return self.placement is not None and self.placement.rest is not Demotion.KEEP
 
     def next_positions(self, count: int, valid: Tensor | None) -> Tensor:
         """Positions [B, T] that the next `count` tokens will get; padding repeats a neighbour's."""
@@ -83,6 +89,17 @@ class LayerKV:
         self.placement = None
         for row in self.rows:
             row.unseal()
+
+    def crop(self, count: int) -> None:
+        """Forgets the newest `count` tokens of every row; raises MethodError as `check_crop`."""
+        self.check_crop(count)
+        for row in self.rows:
+            row.crop(min(count, row.length))
+
+    def check_crop(self, count: int) -> None:
+        """Raises MethodError where a row's method has lost what would be the window."""
+        for row in self.rows:
+            row.check_crop(min(count, row.length))
 
     def compact(self, *, exactly: bool = False) -> None:
         """Gives the memory of demoted pages back (once, after the prompt is sealed).
@@ -149,4 +166,4 @@ class LayerKV:
         self.resident.check_integrity()
         self.cold.check_integrity()
         for row in self.rows:
-            row.check_integrity()
+            check_row(row)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops import Ops
+from hybrid_kv.store.integrity import check_table
 from hybrid_kv.store.pool import PagePool, ResidentView, arena_of
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, LayerShape
@@ -152,4 +153,4 @@ class ResidentStore:
         if foreign and not self._forked:
             raise IntegrityError("a row reads another row's arena, yet no fork was recorded")
         for table in self.tables:
-            table.check_integrity()
+            check_table(table)

@@ -7,28 +7,18 @@ the cold tier is one run of positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.entries import Entries
-from hybrid_kv.errors import IntegrityError, MethodError
+from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
 from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
-
-
-@dataclass(frozen=True, slots=True)
-class Overflow:
-    """Resident entries that belong elsewhere: k, v [Hkv, n, D] (views), positions [n] (host)."""
-
-    k: Tensor
-    v: Tensor
-    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +59,6 @@ class Row:
     full_tokens: int = HIDDEN
     later_index: MakeIndex | None = None
 
-    @classmethod
-    def empty(cls, number: int, table: PageTable, chain: ColdChain) -> Row:
-        """A row without tokens."""
-        return cls(number, table, chain)
-
     @property
     def page_size(self) -> int:
         return self.table.pool.page_size
@@ -87,18 +72,6 @@ class Row:
             return
         sinks = placement.sink_tokens // size + 1
         self.full_tokens = sinks * size + placement.window_tokens + placement.spare_tokens
-
-    # New tokens ---------------------------------------------------------------------------------
-
-    def count_token(self) -> None:
-        """Counts a token that its table `takes` and whoever calls this stores there."""
-        self.table.count(self.length, 1)
-        self.length += 1
-
-    def uncount_token(self) -> None:
-        """Takes that back: the token could not be stored."""
-        self.length -= 1
-        self.table.count(self.length, -1)
 
     # What leaves the window ---------------------------------------------------------------------
 
@@ -121,26 +94,6 @@ class Row:
         start = min(stored, place.sink_tokens // size * size)
         return start, max(start, stored - place.window_tokens - place.spare_tokens)
 
-    def prompt_overflow(self) -> Overflow:
-        """Those tokens, of which there may be none; `LayerKV.compact` takes them out."""
-        start, stop = self.outside_of_prompt()
-        k, v = self.table.view()
-        return Overflow(k[:, start:stop], v[:, start:stop], torch.arange(start, stop))
-
-    def overflow(self) -> Overflow | None:
-        """The pages between sinks and window that the placement does not keep, or None.
-
-        Nothing changes yet: the caller copies what shall live on, then calls `forget_overflow`.
-        """
-        start, stop = self.outside()
-        if start >= stop:
-            return None
-        count = (stop - start) * self.page_size
-        behind = self.table.num_tokens - start * self.page_size
-        first = self.length - behind
-        k, v = self.table.read(start, stop, count)
-        return Overflow(k, v, torch.arange(first, first + count))
-
     def forget_overflow(self) -> None:
         """Takes those pages out of the resident tier; what was not offloaded is dropped."""
         start, stop = self.outside()
@@ -160,7 +113,9 @@ class Row:
         Args:
             positions: [capacity] theirs, on the host; None where nothing is offloaded.
         """
-        self._forget_copied()
+        if self.copied is not None:
+            self.copied = None
+            self.chain.stamps.mark("a method keeps other entries")
         self.kept = kept
         spans = self.chain.spans
         if kept is None or positions is None or not spans or not any(kept.lengths):
@@ -172,11 +127,6 @@ class Row:
         self.copied = copied
         self.chain.stamps.mark("a method keeps cold entries")
 
-    def _forget_copied(self) -> None:
-        if self.copied is not None:
-            self.copied = None
-            self.chain.stamps.mark("a method keeps other entries")
-
     def unseal(self) -> None:
         """Takes `seal` back, as long as nothing has moved."""
         self.placement = self.kept = self.copied = None
@@ -187,11 +137,6 @@ class Row:
         """Reads another table of the same entries from now on."""
         self.table = table
         self.chain.stamps.mark("a row has other pages")
-
-    def copied_by_span(self) -> list[Tensor | None]:
-        """By span which of its entries [Hkv, n] the method has; None for none."""
-        lengths = [span.length for span in self.chain.spans]
-        return [None] * len(lengths) if self.copied is None else list(self.copied.split(lengths, 1))
 
     @property
     def gone_tokens(self) -> int:
@@ -293,41 +238,3 @@ class Row:
     def continued(self, number: int, table: PageTable, chain: ColdChain) -> Row:
         """A row that goes on from this one, with a table and a chain that hold the same."""
         return replace(self, number=number, table=table, chain=chain)
-
-    # Integrity ----------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless every stored token has exactly one owner."""
-        row, near, far = self.number, self.table.positions(), self.chain.positions()
-        owned = set(near) | set(far)
-        if len(owned) != len(near) + len(far):
-            twice = sorted(set(near) & set(far)) or "a position within one tier"
-            raise IntegrityError(f"row {row}: owned twice: {twice}")
-        if len(owned) + self.dropped != self.length:
-            raise IntegrityError(
-                f"row {row}: {len(owned)} owned and {self.dropped} dropped tokens do not make up "
-                f"the {self.length} stored"
-            )
-        if owned and max(owned) >= self.length:
-            raise IntegrityError(f"row {row}: position {max(owned)} lies beyond its end")
-        if self.kept is not None:
-            self._check_kept(self.kept, set(range(self.length)) - set(near), far)
-
-    def _check_kept(self, kept: Entries, absent: set[int], far: Sequence[int]) -> None:
-        """What the method keeps is of tokens that left the window, each once in a head; the cold
-        tier knows which of its entries they are.
-        """
-        for head, at in enumerate(kept.split("positions")):
-            own = at.tolist()
-            left_out = [] if self.copied is None else self.copied[head].nonzero()[:, 0].tolist()
-            if len(set(own)) != len(own) or not set(own) <= absent:
-                wrong = sorted({p for p in own if own.count(p) > 1 or p not in absent})
-                raise IntegrityError(
-                    f"row {self.number}: KV head {head} keeps {wrong[:5]} twice, or beside the "
-                    "resident tier"
-                )
-            if far and not self.shadows and {far[n] for n in left_out} != set(own):
-                raise IntegrityError(
-                    f"row {self.number}: KV head {head} keeps other entries than the cold tier "
-                    "leaves out"
-                )

@@ -7,11 +7,13 @@ from concurrent.futures import Future
 from typing import Literal
 from warnings import warn
 
+from torch import Tensor
+
 from hybrid_kv.config import AuditParams
 from hybrid_kv.errors import AuditError, RecallWarning
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import LayerShape
-from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
+from hybrid_kv.types import LayerShape, PartialAttention
+from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target, WatchedStep
 
 _log = logging.getLogger(__name__)
 
@@ -45,32 +47,38 @@ class Auditor:
         self._since = 0  # findings that an alarm has judged already
         self._factors: dict[Scope, int] = {}
         self._warned = False
+        self._target: Target | None = None  # of the step that is looked at
 
-    def due(self, layer_idx: int) -> Target | None:
-        """The head of a layer that shall be looked at in the step that begins; mostly None.
+    def wants(self, layer_idx: int, q: Tensor) -> bool:
+        """Whether a head of the layer is looked at in the step that begins; mostly it is not.
+
+        Args:
+            q: [B, Hq, T, D]; steps of one token are looked at.
 
         Raises:
             AuditError: what was found so far is worse than the settings allow, and they say raise.
         """
-        target = self.audit.due(layer_idx)
-        if target is None or (self._future is not None and not self._future.done()):
-            return None
+        self._target = self.audit.due(layer_idx) if q.shape[2] == 1 else None
+        if self._target is None or (self._future is not None and not self._future.done()):
+            return False
         self.settle()
-        return target
+        return True
+
+    def add(self, step: WatchedStep, part: PartialAttention) -> None:
+        """Starts a look at that step, off the critical path, at one row of its batch in turn."""
+        assert self._target is not None
+        row = len(self.audit.findings) % len(part.out)
+        self.begin(Look(step, row, self._target, part))
 
     def begin(self, look: Look) -> None:
-        """Starts a look, off the critical path."""
+        """Starts a look."""
         self._future = self._executor.background(lambda: self._found.append(look.finding()))
-
-    def next_row(self, num_rows: int) -> int:
-        """The row of the batch that is looked at; one after the other."""
-        return len(self.audit.findings) % num_rows
 
     def settle(self) -> None:
         """Waits for the look that is under way, and raises the alarm where it is due.
 
         Raises:
-            AuditError: see `due`.
+            AuditError: see `wants`.
         """
         if self._future is None:
             return

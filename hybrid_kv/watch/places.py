@@ -21,6 +21,10 @@ class Places:
         self._weights = torch.zeros(0)
         self._heads = 0
 
+    def wants(self, layer_idx: int, q: Tensor) -> bool:
+        """Steps of one token; q [B, Hq, T, D]."""
+        return q.shape[2] == 1
+
     def add(self, step: WatchedStep, part: PartialAttention) -> None:
         """Takes a step of one token, with what it has found, and what it gave."""
         row, q = step.layer.rows[0], step.grouped[0].float()

@@ -147,7 +147,7 @@ SWEEPS = {
     ),
     "demo": (
         "demo --context 700 --records 8 --layer-context 1700 --json {there}/results.json",
-        "hybrid_kv.eval.filling:FilledKV.reserve",
+        "hybrid_kv.eval.filling:FilledKV.load",
     ),
 }
 """A sweep by its verb, and what it calls while it measures."""

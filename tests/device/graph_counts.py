@@ -76,9 +76,9 @@ def row_of(method: str, layers: int) -> list[object]:
 
 def advanced(kv: KVCache) -> tuple[int, int]:
     """Calls of the host's half of a step, which is taken back."""
-    kv.begin_forward()
-    found = calls_of(lambda: kv.advance(0))
-    kv.go_back()
+    kv.layers.begin_forward()
+    found = calls_of(lambda: kv.layers.advance(0))
+    kv.layers.go_back()
     return found
 
 

@@ -98,7 +98,7 @@ def test_layers_are_searched_ahead_and_attend_what_they_attend_on_the_host() -> 
             for number in range(STEPS):
                 ids = tokens(1 if number else PROMPT, number).to(device())
                 logits.append(values(model(ids, **passing(cache)).logits[:, -1]))
-            found.append((logits, cache.kv.describe_look_ahead()))
+            found.append((logits, cache.kv.layers.describe_look_ahead()))
 
     play()
     with emulated(schedule="late", kernels="defined"):

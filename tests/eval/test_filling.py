@@ -7,9 +7,10 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.filling import FilledLayer, SyntheticContext, filled_cache
+from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
+from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from tests.tolerances import TOLERANCES
 
@@ -135,7 +136,7 @@ def test_graphs_of_filled_caches_are_those_that_find_their_own_lists(
     with hkv.attach(model, config) as runtime:
         for shared in (True, False):
             if not shared:
-                monkeypatch.delattr(FilledLayer, "finder")
+                monkeypatch.setattr(FilledKV, "_new_layer", KVCache._new_layer)
             cache = filled_cache(runtime, SyntheticContext(INFO, TOKENS, max_steps=2))
             heads = [h for layer in cache.kv.stores.values() for h in layer.cold.describe_indexes()]
             reports.append([(h["serves"], h["beam"]) for h in heads])

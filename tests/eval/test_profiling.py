@@ -460,8 +460,8 @@ def test_traffic_is_what_steps_have_read_over_their_number() -> None:
     with hkv.attach(model, config) as runtime, torch.inference_mode():
         cache = runtime.cache()
         model(torch.randint(0, 500, (1, 200)), **passing(cache))
-        cache.kv.seal(0)
-        cache.kv.seal(1)
+        cache.kv.layers.seal(0)
+        cache.kv.layers.seal(1)
         # Two layers of 6 query heads: three steps.
         work = Work(
             steps=3 * 12,

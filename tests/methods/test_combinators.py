@@ -12,6 +12,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive
 from tests.methods.eviction import Heads, kept_sets, method, run
@@ -162,9 +163,9 @@ def test_a_checkpoint_brings_back_what_was_kept(name: str) -> None:
     kv = cache(name)
     step(kv, tokens(PROMPT, seed=3))
     decode(kv, 5)
-    saved = kv.checkpoint()
+    saved = Checkpoint.of(kv.layers)
     first = decode(kv, 37, seed=300)
-    kv.restore(saved)
+    saved.restore(kv.layers)
     torch.testing.assert_close(decode(kv, 37, seed=300), first, **CLOSE)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import MethodError
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.tolerances import TOLERANCES
 
@@ -101,9 +102,9 @@ def test_a_checkpoint_brings_back_what_was_kept(name: str, demote: str) -> None:
     kv = cache(name, demote=demote)
     step(kv, tokens(PROMPT, seed=3))
     decode(kv, 5)
-    saved = kv.checkpoint()
+    saved = Checkpoint.of(kv.layers)
     first = decode(kv, 37, seed=300)
-    kv.restore(saved)
+    saved.restore(kv.layers)
     again = decode(kv, 37, seed=300)
     torch.testing.assert_close(again, first, **TOLERANCES[torch.float32])
 

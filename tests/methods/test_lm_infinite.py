@@ -112,7 +112,7 @@ def test_a_cache_does_as_the_driver_says_whatever_it_goes_through() -> None:
         return kv.attend(0, new[0], (new[1], new[2]), None, scale=72**-0.5).out[0]
 
     feed(0, PROMPT)
-    kv.seal(0)
+    kv.layers.seal(0)
     for at in range(PROMPT, PROMPT + 5):
         feed(at, at + 1)
     kv.layers[0].crop(3)

@@ -70,7 +70,10 @@ def test_caches_of_one_model_share_its_attachment(plain: PreTrainedModel) -> Non
     attached = anatomy(plain)
     second = hkv.HybridCache(plain, "full")
     assert anatomy(plain) == attached
-    assert (first.kv.method is second.kv.method, second.kv.config.method) == (False, "full")
+    assert (first.kv.means.method is second.kv.means.method, second.kv.config.method) == (
+        False,
+        "full",
+    )
     del first
     assert anatomy(plain) == attached
     assert answer(plain, prompt(1), second) == eager(plain, prompt(1))

@@ -165,6 +165,6 @@ def test_detaching_takes_the_hooks_off() -> None:
 def test_nobody_asks_the_model_where_nothing_would_run_beside_it() -> None:
     with hkv.attach(build("llama"), hkv.HybridConfig(method="flat")) as runtime:
         assert runtime.info.unforeseen is None
-        rows = runtime.cache().kv.describe_look_ahead()
+        rows = runtime.cache().kv.layers.describe_look_ahead()
         assert {row["state"] for row in rows} == {"off"}
         assert all("the model computes where the search runs" in row["reason"] for row in rows)

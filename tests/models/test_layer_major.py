@@ -234,9 +234,8 @@ def test_each_chunk_goes_to_the_weights_and_back(
     monkeypatch.setattr(layer_major, "put", put)
     monkeypatch.setattr(layer_major, "host_states", host_states)
     sealed = []
-    kv = SimpleNamespace(
-        more_prompt=False, seal_if_open=lambda idx, *, wait: sealed.append((idx, wait))
-    )
+    layers = SimpleNamespace(seal_if_open=lambda idx, *, wait: sealed.append((idx, wait)))
+    kv = SimpleNamespace(more_prompt=False, layers=layers)
     AttentionInterface.register("test_own_value", _attend_own_value)
     model.config.get_text_config()._attn_implementation = "test_own_value"
     prefill = LayerMajorPrefill(model, 16, "host")
@@ -244,9 +243,9 @@ def test_each_chunk_goes_to_the_weights_and_back(
     with prefill.serving(cache, (1, PROMPT)):
         logits = model(prompt, use_cache=False, logits_to_keep=1).logits
     assert logits.device.type == "meta"
-    layers = model.config.num_hidden_layers
-    assert pieces == [(0, 16), (16, 16), (32, 5)] * (layers + 2)  # table, layers, norm
-    assert sealed == [(idx, True) for idx in range(layers)]
+    count = model.config.num_hidden_layers
+    assert pieces == [(0, 16), (16, 16), (32, 5)] * (count + 2)  # table, layers, norm
+    assert sealed == [(idx, True) for idx in range(count)]
 
 
 def _attend_own_value(

@@ -159,10 +159,10 @@ def test_indexes_learn_from_queries_where_decoding_will_ask(
     config = hkv.HybridConfig(method="flat", dense_extend_tokens=1, **settings)
     with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
-        cache.kv.watch(Needs(8, 4))
+        cache.kv.means.watched = Needs(8, 4)
         options = {"max_new_tokens": 2, "do_sample": False}
         model.generate(tokens, attention_mask=mask, **passing(cache), **options)
-        evidence = cache.kv.layers[0].evidence()[0]
+        evidence = cache.kv.layers[0].prompt.evidence()[0]
         rotary = runtime.info.rotary_of(0)
     samples = evidence.samples(2, rotary)
     assert samples is not None

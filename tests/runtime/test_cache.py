@@ -17,6 +17,7 @@ from hybrid_kv.methods import RetrievalAttention
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.store import ColdExtent, LayerKV, PageTable, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
@@ -256,7 +257,7 @@ def test_a_prompt_is_served_before_during_and_after_its_build() -> None:
     q, entries = tokens(300)
     for kv in (late, now):
         kv.attend(0, q, entries, None, scale=0.3)
-        kv.seal(0)
+        kv.layers.seal(0)
     assert served(late) == [("in progress", 0, 0)] * 2
     assert served(now) == [("done", 0, 0)] * 2
     steps = [tokens(1) for _ in range(30)]  # so many that the window moves on
@@ -277,7 +278,7 @@ def test_what_is_waited_for_is_the_same_every_time() -> None:
     def run() -> list[Tensor]:
         kv = cache(**SMALL, cold=LEARNED, index_build="wait")
         kv.attend(0, *prompt, None, scale=0.3)
-        kv.seal(0)
+        kv.layers.seal(0)
         assert served(kv) == [("done", 0, 0)] * 2
         return [kv.attend(0, *step, None, scale=0.3).out for step in steps]
 
@@ -292,14 +293,14 @@ def test_builds_that_are_waited_for_are_told_from_the_others() -> None:
     now = cache(**SMALL, cold=LEARNED, index_build="wait")
     for kv in (late, now):
         feed(kv, 300)
-        kv.seal(0)
-    waited, in_all = now.phases.seconds["index_build"], now.builds.clock.seconds
+        kv.layers.seal(0)
+    waited, in_all = now.phases.seconds["index_build"], now.means.builds.clock.seconds
     assert 0 < in_all <= waited
-    stand_in = late.builds.clock.seconds
+    stand_in = late.means.builds.clock.seconds
     waited = late.phases.seconds["index_build"]
     executor.runner.finish()
     assert late.phases.seconds["index_build"] == waited, "nobody waited"
-    assert late.builds.clock.seconds > stand_in
+    assert late.means.builds.clock.seconds > stand_in
 
 
 def test_work_in_progress_counts_as_far_as_it_has_come() -> None:
@@ -318,7 +319,7 @@ def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
     executor = LaterExecutor()
     kv = cache(executor=executor, **SMALL, cold=LEARNED)
     feed(kv, 300)
-    kv.seal(0)
+    kv.layers.seal(0)
     (build,) = executor.runner.held
     {"reset": kv.reset, "reset_layer": kv.layers[0].reset, "close": kv.close}[end]()
     assert build.future.cancelled()
@@ -351,11 +352,11 @@ def test_a_checkpoint_during_a_build_is_restored_after_it() -> None:
     executor = LaterExecutor()
     kv = cache(executor=executor, **SMALL, cold=LEARNED)
     feed(kv, 300, 1)
-    checkpoint = kv.checkpoint()
+    checkpoint = Checkpoint.of(kv.layers)
     feed(kv, *[1] * 10)
     executor.runner.finish()
     feed(kv, *[1] * 10)
-    kv.restore(checkpoint)
+    checkpoint.restore(kv.layers)
     kv.check_integrity()
     assert [build for build, _, _ in served(kv)] == ["done"] * 2
     feed(kv, *[1] * 20)
@@ -391,7 +392,7 @@ def test_a_method_gets_each_rows_own_queries(monkeypatch: pytest.MonkeyPatch) ->
     q, entries = tokens(40, rows=2)
     valid = torch.stack([torch.ones(40, dtype=torch.bool), torch.arange(40) >= 21])
     kv.attend(0, q, entries, valid, scale=0.3)
-    kv.seal(0)
+    kv.layers.seal(0)
     (evidence,) = seen
     assert [row.num_tokens for row in evidence] == [40, 19]
     for row in range(2):
@@ -402,12 +403,12 @@ def test_a_method_gets_each_rows_own_queries(monkeypatch: pytest.MonkeyPatch) ->
 def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     needs = Needs(sampled_queries=4, last_queries=3)
     watching = cache("full")
-    watching.watch(needs)
+    watching.means.watched = needs
     q, (k, v) = tokens(40)
     watching.attend(0, q, (k, v), None, scale=0.3)
-    (evidence,) = watching.layers[0].evidence()
-    watching.seal(0)
-    (kept,) = watching.layers[0].evidence()
+    (evidence,) = watching.layers[0].prompt.evidence()
+    watching.layers.seal(0)
+    (kept,) = watching.layers[0].prompt.evidence()
     assert torch.equal(kept.queries, evidence.queries)
     assert evidence.queries is not None
     assert evidence.queries.shape[1] == evidence.sampled_queries.shape[1] + 3
@@ -415,7 +416,7 @@ def test_watched_evidence_lets_another_cache_build_as_this_one_would() -> None:
     samples = _learned(k, v, evidence, learns=None)
     assert samples is not None
     assert torch.equal(samples.flatten(0, 1), evidence.queries)
-    assert cache("full").layers[0].evidence() == ()
+    assert cache("full").layers[0].prompt.evidence() == ()
 
 
 class Learning(FlatIndex):
@@ -429,8 +430,8 @@ def _learned(k: Tensor, v: Tensor, seen: Evidence, *, learns: Needs | None) -> T
     """What the index of a prompt is given to learn from."""
     kv = cache("retrieval_attention", **SMALL)
     change = {"index": lambda: Learning(FlatIndex.Params()), "learns": learns}
-    placement = replace(kv.method.seal(0, ()), **change)
-    kv.method.seal = lambda *_: placement  # type: ignore[method-assign]
+    placement = replace(kv.means.method.seal(0, ()), **change)
+    kv.means.method.seal = lambda *_: placement  # type: ignore[method-assign]
     Learning.samples.clear()
     kv.load(0, k, v, (seen,))
     (samples,) = Learning.samples
@@ -440,10 +441,10 @@ def _learned(k: Tensor, v: Tensor, seen: Evidence, *, learns: Needs | None) -> T
 def test_an_index_learns_from_no_more_queries_than_it_asks_for() -> None:
     """A method may want all of them for itself."""
     watching = cache("full")
-    watching.watch(Needs(sampled_queries=1 << 40, last_queries=3))
+    watching.means.watched = Needs(sampled_queries=1 << 40, last_queries=3)
     q, (k, v) = tokens(41)
     watching.attend(0, q, (k, v), None, scale=0.3)
-    (evidence,) = watching.layers[0].evidence()
+    (evidence,) = watching.layers[0].prompt.evidence()
     samples = _learned(k, v, evidence, learns=Needs(sampled_queries=4))
     assert samples is not None
     assert torch.equal(samples.flatten(0, 1), q[0, :, ::8])
@@ -466,7 +467,7 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
     probe = tokens(5)
 
     def ask() -> Tensor:
-        checkpoint = kv.checkpoint()
+        checkpoint = Checkpoint.of(kv.layers)
         q, entries = probe
         outs = [kv.attend(0, q, entries, None, scale=0.3).out]
         for _ in range(20):  # so many that the window moves on
@@ -475,7 +476,7 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
                     0, q[:, :, :1], (entries[0][:, :, :1], entries[1][:, :, :1]), None, scale=0.3
                 ).out
             )
-        kv.restore(checkpoint)
+        checkpoint.restore(kv.layers)
         kv.check_integrity()
         assert [row.length for row in kv.stores[0].rows] == [62]
         return torch.cat(outs, 2)
@@ -491,7 +492,7 @@ def test_reset_makes_the_cache_new() -> None:
     kv.reset()
     assert kv.stores == {}
     assert kv.work.attended == 0
-    assert kv.layers[0].num_rows == 0
+    assert kv.layers[0].store is None
 
 
 # Capacity

@@ -187,7 +187,7 @@ class Twin:
 
     def step(self, new: int) -> None:
         q, k, v = self.draw(len(self.rows), new)
-        self.cache.seal_if_open(0)
+        self.cache.layers.seal_if_open(0)
         part = self.cache.attend(0, q, (k, v), None, scale=SCALE, softcap=self.softcap)
         for row, mine in enumerate(self.rows):
             mine.k, mine.v = torch.cat([mine.k, k[row]], 1), torch.cat([mine.v, v[row]], 1)

@@ -365,7 +365,7 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
         tokens = begin(kv)
         q, k, v = tokens.next(1)
         layer.append(k, v, None)
-        layer.attend(layer.step(q, 0.12, None, found=found))
+        layer.steps.attend(layer.steps.new(layer.held, q, 0.12, None, found=found))
         budget, retrieved = found[0]
         assert (budget.top_k, len(retrieved.parts)) == (9, 1)
         assert is_one_call(kv) == (switch == "1")
@@ -423,7 +423,7 @@ def test_how_a_step_was_made_is_told_with_the_reason(monkeypatch: pytest.MonkeyP
 def test_pages_that_fill_change_no_plan(name: str) -> None:
     """As long as nothing leaves, and the pool and the list of pages have room."""
     kv = cache(SETTINGS[name])
-    kv.reserve(PROMPT + 200)
+    kv.means.reserve(PROMPT + 200)
     tokens = begin(kv)
     feed(kv, *tokens.next(1))
     before = kv.describe_steps()[0]["plans"]

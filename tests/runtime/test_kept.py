@@ -18,6 +18,7 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive, heads
 from tests.oracle import causal, softmax_attention, spread
@@ -148,10 +149,10 @@ def test_cropped_tokens_leave_no_trace(opened: KVCache, count: int) -> None:
 def test_a_checkpoint_brings_everything_back(opened: KVCache) -> None:
     stream = Stream(opened)
     stream.feed(100, *[1] * 10)
-    before = opened.checkpoint()
+    before = Checkpoint.of(opened.layers)
     # Until one is released, branch and original count references of each other.
     first = torch.cat([stream.attend(1) for _ in range(50)], 2)
-    opened.restore(before)
+    before.restore(opened.layers)
     opened.check_integrity()
     stream.at -= 50
     again = torch.cat([stream.attend(1) for _ in range(50)], 2)
@@ -163,7 +164,7 @@ def test_reset_makes_the_cache_new() -> None:
     kv = cache(KeepsHeaviest, **FULL)
     Stream(kv).feed(100, 1, 1)
     with pytest.MonkeyPatch.context() as patch:
-        own = kv.method
+        own = kv.means.method
         patch.setattr(HybridConfig, "build", lambda _: own)
         kv.reset()
     Stream(kv).assert_exact(100, 1, 1)
@@ -253,11 +254,11 @@ def test_going_back_into_what_is_lost_is_refused_and_changes_nothing() -> None:
     kv = cache(KeepsHeaviest, budget=4)
     stream = Stream(kv)
     stream.feed(120, *[1] * 60)
-    before = kv.checkpoint()
+    before = Checkpoint.of(kv.layers)
     with pytest.raises(MethodError, match=r"must still have its 24 tokens before position 100 to"):
         kv.layers[0].crop(80)
     stream.feed(1)
-    kv.restore(before)
+    before.restore(kv.layers)
     kv.check_integrity()
     kv.layers[0].crop(20)  # still in the window
     stream.at -= 21
@@ -327,7 +328,7 @@ def test_a_broken_method_is_refused_and_the_cache_stays(name: str, late: bool) -
         return answer(kept, left, calls) if calls == (2 if late else 1) else good
 
     kv = cache(Absorbs)
-    kv.method.answer = answers  # type: ignore[attr-defined]
+    kv.means.method.answer = answers  # type: ignore[attr-defined]
     stream = Stream(kv)
     stream.feed(100)
     who = "(Absorbs.absorb of layer 0, row 0|what the method keeps of row 0)"
@@ -343,9 +344,9 @@ def test_entries_for_another_number_of_rows_are_refused() -> None:
     kv = cache(KeepsHeaviest)
     stream = Stream(kv, rows=2)
     stream.feed(100, 1)
-    kv.method.after = None  # type: ignore[method-assign, assignment]
+    kv.means.method.after = None  # type: ignore[method-assign, assignment]
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(kv.method, "after")
+        patch.delattr(kv.means.method, "after")
         patch.setattr(KeepsHeaviest, "after", lambda *_: [None])
         with pytest.raises(
             MethodError, match=r"after of layer 0 must return entries of 2 rows, or"
@@ -355,7 +356,7 @@ def test_entries_for_another_number_of_rows_are_refused() -> None:
 
 def test_a_borrowed_answer_is_copied() -> None:
     kv = cache(Absorbs)
-    kv.method.answer = lambda kept, left, n: left if kept is None else kept.extended(left)  # type: ignore[attr-defined]
+    kv.means.method.answer = lambda kept, left, n: left if kept is None else kept.extended(left)  # type: ignore[attr-defined]
     stream = Stream(kv)
     stream.feed(100)
     pool = kv.stores[0].resident.pool

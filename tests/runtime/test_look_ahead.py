@@ -101,7 +101,7 @@ def assert_same(got: list[PartialAttention], want: list[PartialAttention]) -> No
 
 
 def states(cache: KVCache) -> list[str]:
-    return [row["state"] for row in cache.describe_look_ahead()]
+    return [row["state"] for row in cache.layers.describe_look_ahead()]
 
 
 # What is attended -----------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_a_true_prediction_finds_what_a_search_finds(rows: int, beside: bool) ->
     got, want = run(cache, steps), run(made(look_ahead="never"), steps)
     assert_same(got, want)
     # The first step after the prompt seals the layers, so that it comes too late for them.
-    assert [row["searches"] for row in cache.describe_look_ahead()] == [0, 29, 29]
+    assert [row["searches"] for row in cache.layers.describe_look_ahead()] == [0, 29, 29]
     for store in cache.stores.values():
         store.check_integrity()
 
@@ -168,7 +168,7 @@ def test_several_new_tokens_are_searched_for_by_themselves() -> None:
     more = [tuple(torch.cat([t, t], 2) for t in layer) for layer in steps[-1]]
     cache, plain = made(look_ahead="always"), made(look_ahead="never")
     assert_same(run(cache, [*steps, more]), run(plain, [*steps, more]))  # type: ignore[list-item]
-    assert cache.describe_look_ahead()[1]["searches"] == 2
+    assert cache.layers.describe_look_ahead()[1]["searches"] == 2
 
 
 def test_cropped_and_forked_caches_are_searched_ahead_as_they_are() -> None:
@@ -188,13 +188,13 @@ def test_an_index_of_pages_is_not_searched_ahead() -> None:
     cache = made(look_ahead="always", index={"kind": "pages", "page_size": 4})
     run(cache, drawn(3))
     assert states(cache) == ["off"] * LAYERS
-    assert "whole pages" in cache.describe_look_ahead()[1]["reason"]
+    assert "whole pages" in cache.layers.describe_look_ahead()[1]["reason"]
 
 
 def test_a_layer_of_which_everything_is_attended_is_not_searched() -> None:
     cache = made(look_ahead="always", top_k="all")
     assert_same(run(cache, drawn(4)), run(made(look_ahead="never", top_k=PROMPT), drawn(4)))
-    assert cache.describe_look_ahead()[1]["searches"] == 0
+    assert cache.layers.describe_look_ahead()[1]["searches"] == 0
 
 
 # Trials ---------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_trial_attends_what_the_layer_s_own_search_finds_and_judges() -> None:
     assert_same(during, run(want, steps[: TRIAL_LOOKS + 1]))
     after = run(cache, steps[TRIAL_LOOKS + 1 :], lambda idx, q: q if idx == 1 else -q)
     assert_same(after, run(want, steps[TRIAL_LOOKS + 1 :]))
-    first, good, bad = cache.describe_look_ahead()
+    first, good, bad = cache.layers.describe_look_ahead()
     assert first["reason"] == "no layer comes before it"
     assert (good["state"], good["factor"]) == ("on", 1)
     assert good["lost_mass"] == pytest.approx(0.0, abs=1e-5)
@@ -229,7 +229,7 @@ def test_a_trial_finds_the_narrowest_search_that_loses_little() -> None:
 
     cache = made(NotedExecutor(), look_ahead="auto", look_ahead_factor=24)
     run(cache, steps, near)
-    _, true, close = cache.describe_look_ahead()
+    _, true, close = cache.layers.describe_look_ahead()
     assert true["factor"] == 1
     assert 1 < close["factor"] < 24
     assert close["state"] == "on"

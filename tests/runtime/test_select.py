@@ -19,6 +19,7 @@ from hybrid_kv.index import _device_learn, device_sketch
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
@@ -63,7 +64,7 @@ class Scene:
         self.steps += new
         k = self.k[:, torch.randint(self.k.shape[1], (new,))] + 0.1 * torch.randn(HEADS, new, DIM)
         v = torch.randn(HEADS, new, DIM)
-        self.cache.seal_if_open(0)
+        self.cache.layers.seal_if_open(0)
         self.cold = self.row.chain.num_tokens  # what leaves when the step ends was resident
         part = self.cache.attend(0, q[None], (k[None], v[None]), None, scale=SCALE)
         self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
@@ -144,7 +145,7 @@ def test_what_is_left_is_estimated_by_its_moments(new: int) -> None:
 def test_what_is_left_of_each_extent_is_estimated_by_its_own_moments() -> None:
     scene = Scene(900, estimate="gaussian")
     scene.step()
-    before, scene.is_branched = scene.cache.checkpoint(), True
+    before, scene.is_branched = Checkpoint.of(scene.cache.layers), True
     for _ in range(4):
         scene.expect_best(*scene.step(20), 20, estimates=True)
     assert len(scene.row.chain.spans) == 2, "a shared extent is followed by one of its own"
@@ -159,8 +160,8 @@ def recalls(scene: Scene, steps: int) -> float:
         q = scene.later[:, :, scene.steps]
         scene.steps += 1
         layer = scene.cache.layers[0]
-        step = layer.step(q.flatten(0, 1)[None, :, None], SCALE, None, found=found)
-        layer.attend(step)
+        step = layer.steps.new(layer.held, q.flatten(0, 1)[None, :, None], SCALE, None, found=found)
+        layer.steps.attend(step)
         (part,) = found[0][1].parts
         exact = (q @ part.extent.keys.mT).topk(20).indices
         shares.append((exact[..., None] == part.ids[:, :, None]).any(-1).float().mean())
@@ -213,12 +214,12 @@ def test_a_row_that_goes_back_or_forks_sees_what_it_stored() -> None:
     scene.expect_best(*scene.step(), 20)
     for _ in range(3):  # what is written over is coded anew
         scene.expect_best(*scene.step(20), 20)
-    before, scene.is_branched = scene.cache.checkpoint(), True
+    before, scene.is_branched = Checkpoint.of(scene.cache.layers), True
     kept = scene.k, scene.v
     for _ in range(3):
         scene.expect_best(*scene.step(20), 20)
     assert len(scene.row.chain.spans) == 2, "a shared extent is followed by one of its own"
-    scene.cache.restore(before)
+    before.restore(scene.cache.layers)
     scene.is_branched, (scene.k, scene.v) = False, kept
     scene.expect_best(*scene.step(), 20)
 
@@ -243,9 +244,9 @@ def test_a_step_asks_nothing_of_the_device_and_sends_nothing(
         monkeypatch.setattr(type(scene.cache.executor), name, refuse)
     q = scene.later[:, :, 7].flatten(0, 1)[None, :, None]
     layer = scene.cache.layers[0]
-    step = layer.step(q, SCALE, None)
+    step = layer.steps.new(layer.held, q, SCALE, None)
     with looked:
-        layer.attend(step)
+        layer.steps.attend(step)
     assert looked.names & {"aten.sort", "aten.scatter_"}, "the search was watched"
     assert not looked.names & WAITS, "a thread would wait for the device"
 

@@ -15,6 +15,8 @@ from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.checkpoint import Checkpoint
+from hybrid_kv.runtime.leaving import find_by
 from hybrid_kv.runtime.spill import Departure
 from hybrid_kv.store import ColdChain, LayerKV
 from hybrid_kv.store.live_index import InlineRunner
@@ -80,13 +82,13 @@ def test_no_method_depends_on_when_copies_arrive(
 
 
 def leaving(kv: KVCache) -> set[int]:
-    return {idx for idx, layer in kv.layers.items() if layer.leaving is not None}
+    return {idx for idx, layer in kv.layers.items() if layer.leaving.departure}
 
 
 def test_a_page_has_one_owner_while_it_leaves() -> None:
     late, _, lane = caches(**SMALL)
     attend(late, *tokens(20))
-    late.seal(0)
+    late.layers.seal(0)
     assert lane.pending, "or there is nothing to look at"
     layer = late.layers[0].held
     layer.check_integrity()
@@ -100,7 +102,7 @@ def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
     late, _, lane = caches(**SMALL)
     for layer_idx in (0, 1):
         attend(late, *tokens(20), layer_idx=layer_idx)
-        late.seal(layer_idx)
+        late.layers.seal(layer_idx)
         assert leaving(late) == {layer_idx}
     assert late.layers[0].held.rows[0].chain.num_tokens == 8
     assert late.stores[1].rows[0].chain.num_tokens == 8
@@ -121,13 +123,13 @@ def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) 
     q, entries = tokens(37)
     for kv in (late, now):
         attend(kv, q, entries)
-        kv.seal(0)
+        kv.layers.seal(0)
         if change == "crop":
             kv.layers[0].crop(3)
         elif change == "fork":
             kv.layers[0].fork([0])
         elif change == "checkpoint":
-            kv.checkpoint()
+            Checkpoint.of(kv.layers)
         elif change == "layers":
             assert kv.stores[0].rows[0].chain.num_tokens == 24
         else:
@@ -146,11 +148,11 @@ def test_what_is_forgotten_while_it_leaves_never_arrives(end: str) -> None:
     steps = [tokens(1) for _ in range(9)]
     for kv in (late, now):
         attend(kv, *prompt)
-        saved = kv.checkpoint()
+        saved = Checkpoint.of(kv.layers)
         for step in steps:
             attend(kv, *step)
         if end == "restore":
-            kv.restore(saved)
+            saved.restore(kv.layers)
         else:
             kv.reset() if end == "reset" else kv.layers[0].reset()
             attend(kv, *prompt)
@@ -176,7 +178,7 @@ def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> 
 
 
 def _sealed_and_settled(kv: KVCache) -> None:
-    kv.seal(0)
+    kv.layers.seal(0)
     kv.check_integrity()
 
 
@@ -209,7 +211,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
         CudaExecutor(SyncExecutor(), lambda device: lane),
         layer,
         [Samples(row.unflatten(0, (2, 3))) for row in q],
-        nearest=kv.layers[0].nearest_keys,
+        nearest=find_by(kv.ops, kv.means.method.needs.nearest_keys),
         is_prompt=True,
     )
     assert not leaving.arrived
@@ -229,9 +231,9 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
 
 def test_on_the_host_the_index_finds_neighbours_itself() -> None:
     kv = KVCache(INFO, HybridConfig(index_build="wait", cold={"index": "graph"}, **SMALL))
-    assert kv.method.needs.nearest_keys == 100
+    assert kv.means.method.needs.nearest_keys == 100
     attend(kv, *tokens(37))
-    kv.seal(0)
+    kv.layers.seal(0)
     assert "nearest_keys" not in kv.ops.served
 
 
@@ -281,7 +283,7 @@ def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
     monkeypatch.setattr(LayerKV, "branch", fail_at_second)
     before = kv.stores
     with pytest.raises(CapacityError):
-        kv.checkpoint()
+        Checkpoint.of(kv.layers)
     assert all(kv.stores[layer_idx] is layer for layer_idx, layer in before.items())
     kv.check_integrity()
 
@@ -291,7 +293,7 @@ def test_a_cache_that_is_closed_keeps_what_was_leaving() -> None:
     prompt, step = tokens(37), tokens(1)
     for kv in (late, now):
         attend(kv, *prompt)
-        kv.seal(0)
+        kv.layers.seal(0)
         kv.close()
     outs = [attend(kv, *step) for kv in (late, now)]
     late.check_integrity()

@@ -201,7 +201,7 @@ def test_an_error_of_one_row_is_its_own(
         raise NonFiniteError("of this row")
 
     monkeypatch.setattr(rows[1].kv.layers[1], "append", fail)
-    monkeypatch.setattr(rows[1].kv.layers[1], "attend", fail)
+    monkeypatch.setattr(rows[1].kv.layers[1].steps, "attend", fail)
     cache = JoinedCache(rows)
     model(
         torch.tensor([[3], [4], [5]]),

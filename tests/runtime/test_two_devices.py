@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.store import PageTable
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.transfer.cuda import Copies
@@ -111,10 +112,10 @@ def test_a_question_on_two_devices_is_rolled_back(method: str) -> None:
             cache.attend(idx, q.to(device), (k.to(device),) * 2, None, scale=0.2)
 
     step(37)
-    before = cache.checkpoint()
+    before = Checkpoint.of(cache.layers)
     for _ in range(9):
         step(1)
-    cache.restore(before)
+    before.restore(cache.layers)
     for idx, device in enumerate(DEVICES):
         assert [row.length for row in cache.stores[idx].rows] == [37]
         assert cache.stores[idx].resident.pool.k.device == device

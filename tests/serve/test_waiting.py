@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.layers import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
 from hybrid_kv.serve.rounds import Rounds
@@ -135,26 +135,26 @@ def alone_closed(llm: hkv.LLM, request: Request, engine: Engine) -> list[int]:
 def test_streams_go_on_while_layers_of_a_prompt_move(
     llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, seal, late = Gate(), KVCache.seal_if_open, asked(300)
+    gate, seal, late = Gate(), Layers.seal_if_open, asked(300)
     want = alone(llm, late)
 
-    moving: list[KVCache] = []
-    touched: list[KVCache] = []
-    settle = KVCache._settle_all
+    moving: list[Layers] = []
+    touched: list[Layers] = []
+    settle = Layers.settle
 
-    def sealing(self: KVCache, layer_idx: int, **options: Any) -> None:
+    def sealing(self: Layers, layer_idx: int, **options: Any) -> None:
         if threading.current_thread().name.startswith("hybrid-kv-build"):
             moving.append(self)
             gate.wait()
         seal(self, layer_idx, **options)
 
-    def settling(self: KVCache) -> None:
+    def settling(self: Layers) -> None:
         if not gate.open.is_set():
             touched.append(self)
         settle(self)
 
-    monkeypatch.setattr(KVCache, "seal_if_open", sealing)
-    monkeypatch.setattr(KVCache, "_settle_all", settling)
+    monkeypatch.setattr(Layers, "seal_if_open", sealing)
+    monkeypatch.setattr(Layers, "settle", settling)
     monkeypatch.setattr("hybrid_kv.serve.engine._PUBLISH_S", 0.0)
     with slow(llm, 0.002), Engine(llm) as engine:
         stream = engine.submit(asked(20, max_new_tokens=900))
@@ -175,14 +175,14 @@ def test_streams_go_on_while_layers_of_a_prompt_move(
 def test_an_error_aside_ends_its_own_request_only(
     llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sealing(self: KVCache, layer_idx: int, **options: Any) -> None:
+    def sealing(self: Layers, layer_idx: int, **options: Any) -> None:
         if threading.current_thread().name.startswith("hybrid-kv-build"):
             raise MemoryError("no room")
 
     with slow(llm, 0.002), Engine(llm) as engine:
         stream = engine.submit(asked(20, max_new_tokens=60))
         until(lambda: tokens_of(stream))
-        monkeypatch.setattr(KVCache, "seal_if_open", sealing)
+        monkeypatch.setattr(Layers, "seal_if_open", sealing)
         _, end = read(engine.submit(asked(300)))
         assert type(end.error).__name__ == "CapacityError"
         assert read(stream)[1].reason == "length"

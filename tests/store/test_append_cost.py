@@ -8,7 +8,7 @@ import math
 import torch
 
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import ColdStore, LayerKV, ResidentStore
+from hybrid_kv.store import ColdStore, LayerKV, Overflow, ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
 from tests.store.scene import append, flat_index
 
@@ -58,7 +58,7 @@ def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
     store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, index=flat_index()))
     for _ in range(2000):
         append(store, one_token(), one_token())
-        if (overflow := store.rows[0].overflow()) is not None:
+        if (overflow := Overflow.of(store.rows[0])) is not None:
             store.rows[0].chain.append(overflow.k, overflow.v, overflow.positions, None)
             store.rows[0].forget_overflow()
     assert store.resident.pool.capacity <= 8

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerKV, Overflow
 from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, Feed, append, flat_index, layer
 
@@ -22,7 +22,7 @@ def tiered() -> LayerKV:
     Feed(store).append(37)
     store.seal(Placement(*SIZES, Demotion.OFFLOAD, index=flat_index(), digests=True))
     for row in range(2):
-        overflow = store.rows[row].overflow()
+        overflow = Overflow.of(store.rows[row])
         assert overflow is not None
         store.rows[row].chain.append(
             overflow.k, overflow.v, overflow.positions, store.placement.index

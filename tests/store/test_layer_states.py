@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerKV, Overflow
 from hybrid_kv.types import HIDDEN, Demotion
 from tests.store.scene import PAGE, Feed, flat_index, keys_of, layer, owned
 
@@ -73,7 +73,7 @@ class LayerLife(RuleBasedStateMachine):
         """What the runtime does after every step of a sealed layer."""
         place = self.store.placement
         for row in range(len(self.store.rows)):
-            overflow = self.store.rows[row].overflow()
+            overflow = Overflow.of(self.store.rows[row])
             if overflow is None or place is None:
                 continue
             positions = overflow.positions.tolist()
@@ -86,7 +86,7 @@ class LayerLife(RuleBasedStateMachine):
             else:
                 self.lost[row] |= set(positions)
             self.store.rows[row].forget_overflow()
-            assert self.store.rows[row].overflow() is None
+            assert Overflow.of(self.store.rows[row]) is None
 
     @rule(count=st.integers(0, 15) | st.integers(0, 99))
     def crop(self, count: int) -> None:

@@ -95,8 +95,9 @@ def step_of(
 ) -> Step:
     """A step of one new token with grouped queries q [Hkv, M, D]."""
     kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(method="full"), executor)
-    kv.layers[SHAPE.layer_idx].store = layer
-    return kv.layers[SHAPE.layer_idx].step(q.reshape(1, 6, 1, 72), 0.3, softcap, **found)
+    return kv.layers[SHAPE.layer_idx].steps.new(
+        layer, q.reshape(1, 6, 1, 72), 0.3, softcap, **found
+    )
 
 
 def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:

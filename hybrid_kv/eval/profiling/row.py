@@ -114,7 +114,7 @@ class RowMeasurement:
         begin = perf_counter()
         cache = filled_cache(runtime, self._context, self._layer_filled)
         self.row.fill_s = perf_counter() - begin
-        self.row.index_build_s = cache.kv.builds.clock.seconds
+        self.row.index_build_s = cache.kv.means.builds.clock.seconds
         return cache
 
     def _layer_filled(self, done: int, total: int, build_s: float) -> None:
@@ -173,7 +173,7 @@ class RowMeasurement:
         asked, row = self._asked, self.row
         self._measuring_s = self._cost_of_measuring()
         watch = StepWatch(self._model, cache, asked.warmup_tokens, self._recorder())
-        cache.kv.reserve(row.context_tokens + asked.steps)
+        cache.kv.means.reserve(row.context_tokens + asked.steps)
         self._steps, self._work = watch.steps, watch.work
         count, begin = 1 + asked.warmup_tokens + asked.new_tokens, perf_counter()
         waited = cache.kv.phases.seconds[INDEX_BUILD]
@@ -185,7 +185,7 @@ class RowMeasurement:
             ids = generate_watched(watch, ids, count, self._is_over)
         if self._context is None:
             row.ttft_s = watch.steps.times_s[0] - begin
-            row.index_build_s = cache.kv.builds.clock.seconds
+            row.index_build_s = cache.kv.means.builds.clock.seconds
             row.prefill_s = row.ttft_s - (watch.steps.first[INDEX_BUILD] - waited)
         if (measured := len(watch.steps.step_s)) < asked.new_tokens:
             row.reason = (

@@ -112,7 +112,7 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
         cache = runtime.cache()
         found = [model(ids[:, :first], **passing(cache)).logits]
         for layer in cache.kv.layers:
-            cache.kv.seal_if_open(layer)
+            cache.kv.layers.seal_if_open(layer)
         for token in ids[:, first:].split(1, dim=1):
             cold = {idx: layer.rows[0].chain.positions() for idx, layer in cache.kv.stores.items()}
             runs.append({idx: (run[0], run[-1] + 1) for idx, run in cold.items() if run})

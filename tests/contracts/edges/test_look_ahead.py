@@ -53,7 +53,7 @@ def answers(model: Any, how: hkv.HybridConfig, call: dict[str, Any]) -> tuple[Te
             ).cpu()
             ids = ids.masked_fill((ids == PAD) & (torch.arange(ids.shape[1]) >= 61), 3)
         cache.kv.check_integrity()
-        return ids, cache.kv.describe_look_ahead()
+        return ids, cache.kv.layers.describe_look_ahead()
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "gpt_oss"])

@@ -1,0 +1,187 @@
+"""The layers of a cache as one: what begins, ends or is taken back in all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from hybrid_kv.runtime.capacity import spare_host_memory
+from hybrid_kv.runtime.device_plan import DevicePlan, take_back_reserved
+from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.numbers import POSITION
+from hybrid_kv.store import LayerKV
+from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
+
+_log = logging.getLogger(__name__)
+
+
+class Layers(dict[int, TieredLayer]):
+    """The tiered layers by index.
+
+    may_go_back: whether a forward runs that may be taken back; then what leaves the windows in its
+        decode steps begins to depart when all layers have ended theirs.
+    """
+
+    def __init__(self, layers: Iterable[TieredLayer], means: Means) -> None:
+        super().__init__((layer.shape.layer_idx, layer) for layer in layers)
+        self._means, self.may_go_back = means, False
+
+    def stores(self) -> dict[int, LayerKV]:
+        """What the layers hold that have a token; nothing is on its way any more."""
+        self.settle()
+        held = {idx: layer.store for idx, layer in self.items()}
+        return {idx: store for idx, store in held.items() if store is not None}
+
+    def settle(self) -> None:
+        """Ends all that is leaving a window."""
+        for layer in reversed(self.values()):  # the last copy first: with it all others arrived
+            layer.leaving.wait()
+        for layer in self.values():
+            layer.settle()
+
+    # The prompt's end -----------------------------------------------------------------------------
+
+    def seal(
+        self,
+        layer_idx: int,
+        evidence: tuple[Evidence, ...] | None = None,
+        *,
+        wait: bool = False,
+    ) -> None:
+        """Ends a layer's prompt: its entries move to where the method wants them.
+
+        Called by whoever knows that the prompt is complete; else the first short input does it. On
+        a GPU they leave while the next layer computes, and the layer before has left by then.
+
+        Args:
+            evidence: see `TieredLayer.seal`.
+            wait: until they have left, so that no two layers' prompts share a GPU's memory.
+        """
+        self.settle()
+        pinned = self._means.pinned
+        pinned.begin()
+        self[layer_idx].seal(evidence)
+        if wait:
+            self[layer_idx].settle()
+        if self._unsealed():
+            pinned.repeat()
+        else:
+            pinned.clear()
+            told = self._means.method_name, len(self), self[layer_idx].held.longest
+            _log.info("prompt ended: method %s, %d layers, %d tokens", *told)
+
+    def seal_if_open(self, layer_idx: int, *, wait: bool = False) -> None:
+        """Ends a layer's prompt unless that has happened or the layer is not tiered; see `seal`."""
+        layer = self.get(layer_idx)
+        if layer is not None and layer.store is not None and not layer.is_sealed:
+            self.seal(layer_idx, wait=wait)
+
+    def seal_all(self) -> None:
+        """Ends the prompts of all layers; nothing is on its way any more."""
+        for layer_idx in self:
+            self.seal_if_open(layer_idx)
+        self.settle()
+
+    def _unsealed(self) -> list[LayerShape]:
+        """The layers whose prompt is still to be computed or to be ended."""
+        return [layer.shape for layer in self.values() if not layer.is_sealed]
+
+    def spare_host_memory(self) -> int:
+        """What cold entries and indexes of the layers to come leave of the host's free memory."""
+        means, held = self._means, (layer.store for layer in self.values())
+        store = next((store for store in held if store is not None), None)
+        if store is None:
+            return 0
+        tokens = len(store.rows) * max(means.reserved_tokens, store.longest)
+        dtype = store.resident.pool.dtype
+        per_token = sum(
+            bytes_per_token(shape, dtype) + means.method.index_bytes_per_token(shape, tokens)
+            for shape in self._unsealed()
+        )
+        return spare_host_memory(tokens * per_token)
+
+    # A forward, which may fail --------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """From now on all layers can be put back to where they are, by `go_back`."""
+        self.may_go_back = True
+        self.settle()
+        for layer in self.values():
+            layer.mark()
+
+    def advance(self, position: int) -> list[DevicePlan]:
+        """Begins a step of one token in all layers: its places are fixed, and devices are told.
+
+        The layers attend it as ever, and store it where it belongs.
+
+        Args:
+            position: of the token in the model, padding included.
+
+        Returns:
+            By layer how the step is made, as long as that still holds; else nothing, be it that
+            some layer cannot begin before its queries are known.
+        """
+        for layer in self.values():
+            if layer.store is not None and layer.leaving.departure is None:
+                layer.steps.renew(layer.store, *layer.prompt.logits)
+        plans = self._device_plans()
+        told = [plan for plan in plans if plan is not None]
+        if not told or len(told) < len(plans):
+            return []
+        numbers = self._means.numbers
+        for plan in told:
+            plan.advance(self._means.work)
+        numbers.here[-1, POSITION] = position
+        numbers.send()
+        return told if all(self._device_plans()) else []
+
+    def _device_plans(self) -> list[DevicePlan | None]:
+        """By layer how its next step is made where it can be advanced already."""
+        return [
+            None
+            if layer.store is None or layer.leaving.departure is not None
+            else layer.steps.device_plan(layer.store)
+            for layer in self.values()
+        ]
+
+    def describe_look_ahead(self) -> list[dict[str, Any]]:
+        """By layer what came of it; see `LookAhead.describe`."""
+        ahead = self._means.look_ahead
+        return [] if ahead is None else [ahead.describe(layer_idx) for layer_idx in self]
+
+    def end_step(self, layer: TieredLayer) -> None:
+        """Ends a layer's decode step."""
+        if not self.may_go_back:  # else `end_forward` does
+            layer.move_on()
+
+    def end_forward(self) -> None:
+        """What came stays, and what has left the windows in decode steps departs."""
+        numbers = self._means.numbers
+        for layer in self.values():
+            take_back_reserved(layer.store, numbers)
+        numbers.noted.clear()
+        for layer in self.values():  # methods are asked here, and may fail, before any entry moves
+            layer.move_on(settle=False)
+        for layer in self.values():
+            if layer.leaving.has_arrived:
+                layer.settle()
+        for layer in self.values():
+            layer.forget_mark()
+        self.may_go_back = False
+
+    def go_back(self) -> bool:
+        """Puts all layers back to where they were at `begin_forward`.
+
+        Exact where that forward was a decode step, a piece of a prompt or all of it. What a later
+        turn has moved to the cold tier stays there. False where a layer has lost something since;
+        then the cache is of no use any more.
+        """
+        self.may_go_back, means = False, self._means
+        means.numbers.reserved.clear()
+        means.numbers.noted.clear()
+        if means.look_ahead is not None:
+            means.look_ahead.forget()
+        done = [layer.go_back() for layer in self.values()]
+        return all(done)

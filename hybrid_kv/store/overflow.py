@@ -1,0 +1,47 @@
+"""Resident entries of a row that belong elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.store.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Entries on their way out: k, v [Hkv, n, D] (views), positions [n] (host).
+
+    Nothing changes yet: the caller copies what shall live on, then lets the row forget the rest.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, row: Row) -> Overflow | None:
+        """The pages between sinks and window that the placement does not keep; None for none.
+
+        `Row.forget_overflow` takes them out.
+        """
+        start, stop = row.outside()
+        if start >= stop:
+            return None
+        count = (stop - start) * row.page_size
+        behind = row.table.num_tokens - start * row.page_size
+        first = row.length - behind
+        k, v = row.table.read(start, stop, count)
+        return cls(k, v, torch.arange(first, first + count))
+
+    @classmethod
+    def of_prompt(cls, row: Row) -> Overflow:
+        """Those of a prompt that a method absorbs, to the token, of which there may be none.
+
+        `LayerKV.compact` takes them out.
+        """
+        start, stop = row.outside_of_prompt()
+        k, v = row.table.view()
+        return cls(k[:, start:stop], v[:, start:stop], torch.arange(start, stop))
