@@ -19,8 +19,9 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.models.hf_cache import SlidingLayer, layer_of
+from hybrid_kv.models.hf_cache import SlidingLayer, layer_of, seen_on_host, with_copy
 from hybrid_kv.ops import get_ops
+from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv"
@@ -77,12 +78,13 @@ def padding_mask(
     if batch_size == q_length == 1 and local_size is None:
         return None
     mask: Tensor | None = kwargs.get("attention_mask")
-    here = _mask_here.get()
+    here = None if mask is None else _mask_here.get()
     if mask is None or here is None or here.shape != mask.shape:
         mask = flash_attention_mask(batch_size, q_length, *args, **kwargs)
         return mask
     newest = slice(-kwargs["kv_length"], None)
-    return None if bool(here[:, newest].all()) else mask[:, newest]
+    here = here[:, newest]
+    return None if bool(here.all()) else with_copy(mask[:, newest], here)
 
 
 @outside_graphs
@@ -158,21 +160,36 @@ def _attend_plain(
     """Attention over all of `k`: sliding-window layers, whose cache is transformers' own."""
     if mask is None:
         return _attend_whole(q, k, v, scale, softcap, window, causal)
+    here = seen_on_host(mask)
     # The newest columns of the mask belong to the keys at hand.
-    valid = mask[:, mask.shape[1] - k.shape[2] :].bool()
+    valid = (mask.cpu() if here is None else here)[:, mask.shape[1] - k.shape[2] :].bool()
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     for row in range(q.shape[0]):
         keys, queries = valid[row], valid[row, -q.shape[2] :]
         one = slice(row, row + 1)
+        asking = _places(queries, q.device)
         if window is not None and bool((keys.diff() & ~keys[1:]).any()):
-            part = _attend_slots(q[one], k[one], v[one], keys, scale, softcap, window)
-            part = PartialAttention(part.out[:, :, queries], part.lse[:, :, queries])
+            there = staged(keys, q.device)
+            part = _attend_slots(q[one], k[one], v[one], there, scale, softcap, window)
+            part = PartialAttention(part.out[:, :, asking], part.lse[:, :, asking])
         else:
-            real = (q[one, :, queries], k[one, :, keys], v[one, :, keys])
+            asked = _places(keys, q.device)
+            real = (q[one, :, asking], k[one, :, asked], v[one, :, asked])
             part = _attend_whole(*real, scale, softcap, window, causal)
-        out[row][:, queries], lse[row][:, queries] = part.out[0].to(q.dtype), part.lse[0]
+        out[row][:, asking], lse[row][:, asking] = part.out[0].to(q.dtype), part.lse[0]
     return PartialAttention(out, lse)
+
+
+def _places(flags: Tensor, device: torch.device) -> slice | Tensor:
+    """Where flags [n] on the host are set, to index what lies on a device, which nobody waits for:
+    a slice where they follow each other, as behind padding.
+    """
+    ids = flags.nonzero()[:, 0]
+    first, count = int(ids[0]) if len(ids) else 0, len(ids)
+    if not count or int(ids[-1]) == first + count - 1:
+        return slice(first, first + count)
+    return staged(ids, device)
 
 
 def _attend_slots(

@@ -39,8 +39,7 @@ class CacheState:
     """What the layers of a cache share. It knows none of them, nor does it know the cache, so that
     a cache which nobody refers to is freed at once.
 
-    is_unfinished: a forward runs, or has ended without putting the layers back in step. mask_here:
-    [B, tokens seen] bool, on the host, the mask of the forward; None where it was given none.
+    is_unfinished: a forward runs, or has ended without putting the layers back in step.
     """
 
     def __init__(self, kv: KVCache, is_open: Callable[[], bool]) -> None:
@@ -88,7 +87,6 @@ class CacheState:
             )
 
     def forget_mask(self) -> None:
-        self.mask_here: Tensor | None = None
         self._mask: Tensor | None = None
         self._mask_is_plain = True
 
@@ -133,9 +131,9 @@ class CacheState:
             return None
         newest = mask[:, -new_tokens:].bool()
         if mask is not self._mask:  # one look per forward, not per layer
-            here = self.mask_here  # chunks of a prompt have masks of their own
-            seen = newest if here is None or here.shape != mask.shape else here[:, -new_tokens:]
-            self._mask, self._mask_is_plain = mask, bool(seen.all())
+            here = seen_on_host(mask)
+            flags = newest if here is None else here[:, -new_tokens:]
+            self._mask, self._mask_is_plain = mask, bool(flags.all())
         return None if self._mask_is_plain else newest
 
 
@@ -158,6 +156,17 @@ def tag(tensor: Tensor, layer: AttendingLayer | SlidingLayer) -> Tensor:
 def layer_of(tensor: Tensor) -> AttendingLayer | SlidingLayer | None:
     """The cache layer that a key or value came from; None where the model made another tensor."""
     return getattr(tensor, "hybrid_kv_layer", None)
+
+
+def with_copy(mask: Tensor, here: Tensor) -> Tensor:
+    """Hangs its values on the host on a mask that goes to the attention function."""
+    mask.hybrid_kv_here = here  # type: ignore[attr-defined]
+    return mask
+
+
+def seen_on_host(mask: Tensor) -> Tensor | None:
+    """A mask's values on the host; None where it has to be looked at, for which a device waits."""
+    return getattr(mask, "hybrid_kv_here", None)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
@@ -378,6 +387,7 @@ class TieredCache(Cache):
         self._was_empty = True
         # [B, tokens] bool on the host, False for padding; None if all are shown.
         self._shown: Tensor | None = None
+        self.mask_here: Tensor | None = None  # that of the forward, on the host
         self._model_config = model_config
         super().__init__(layers=self._new_layers())
 
@@ -449,6 +459,7 @@ class TieredCache(Cache):
                 raise
             finally:
                 state.in_forward = False
+                self.mask_here = None
                 state.forget_mask()
 
     def advance(self) -> list[DevicePlan]:
@@ -596,7 +607,7 @@ class TieredCache(Cache):
                 f"new ones, got {mask.shape[1]}; extend the mask of the call before by ones"
             )
         # The one look of a forward at its mask: a device that computed it is waited for.
-        here = self._state.mask_here = None if mask is None else mask.bool().cpu()
+        here = self.mask_here = None if mask is None else mask.bool().cpu()
         shown = None if here is None or bool(here.all()) else here
         if self.kv.info.layers and seen and (shown is not None or before is not None):
             self._check_change(before, shown, seen)
@@ -618,11 +629,6 @@ class TieredCache(Cache):
                 f"cached, and {len(changed) - 1} more; pass the mask of the call before, extended "
                 "by ones (where none is passed, generate() hides every pad token of input_ids)"
             )
-
-    @property
-    def mask_here(self) -> Tensor | None:
-        """See `CacheState`."""
-        return self._state.mask_here
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: rows continue from other rows."""

@@ -14,9 +14,10 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store import ColdExtent, Span
 from hybrid_kv.types import LayerShape
+from tests.contracts.architectures import build
 from tests.device import emulated
 from tests.device.cuda import values
-from tests.device.models import llama, small, tokens
+from tests.device.models import small, tokens
 from tests.device.step_counts import FEW_STEPS, LAYERS, QUIET, decoded, leaving
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning")
@@ -44,22 +45,25 @@ def test_a_step_without_the_host_waits_for_nothing(method: str, kernels: Kernels
         decoded(small(method), machine, num_steps=FEW_STEPS, first_strict=QUIET)
 
 
-@pytest.mark.parametrize("hidden", [0, 5])
+@pytest.mark.parametrize("hidden", [0, 5, 126])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_mask_is_looked_at_once_a_forward(rows: int, hidden: int) -> None:
-    """Whether it hides anything, hides what was shown, and hides new tokens: all by one look."""
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_is_looked_at_once_a_forward(name: str, rows: int, hidden: int) -> None:
+    """Whether it hides anything, hides what was shown, hides new tokens, or some of a sliding
+    window, in whichever layer: all by one look.
+    """
     length = 131
     mask = torch.ones(rows, length + 3, dtype=torch.long)
     mask[0, :hidden] = 0
     with emulated(schedule="late", kernels="defined") as machine:
-        model = llama().to("cuda")  # type: ignore[arg-type]
+        model = build(name)
         with torch.inference_mode(), hkv.attach(model, small("full")) as runtime:
             cache = runtime.cache()
             for end in range(length, length + 4):
                 new = length if end == length else 1
                 ids = torch.cat([tokens(new, end + row) for row in range(rows)]).cuda()
                 seen, before = mask[:, :end].cuda(), machine.counts.copy()
-                out = model(ids, attention_mask=seen, **passing(cache), use_cache=True)
+                out = model(ids % 64, attention_mask=seen, **passing(cache), use_cache=True)
                 waits = machine.counts.since(before).waits
                 if new == 1:
                     assert waits.total() == 1, waits
