@@ -305,6 +305,7 @@ def test_every_call_of_every_architecture_is_tested_with_methods_of_each_family(
         assert met == {(name, call) for name in names for call in CALLS}
 
 
+@pytest.mark.host("the engine makes a step of a CPU alone")
 @pytest.mark.parametrize("call", ["greedy", "later_turns"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("method", ["full", "quest", "streaming_llm", "hybrid"])
