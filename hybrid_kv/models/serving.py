@@ -85,7 +85,8 @@ class Serving:
                 kwargs = renamed(kwargs)
                 if cache.in_own_graph:
                     return inner(*args, **kwargs)
-                inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+                # torch.compile of PyTorch 2.9 takes strict=False for strict.
+                inputs = {**dict(zip(names, args)), **kwargs}  # noqa: B905
                 return self._serve(module, cache, inputs, inner, lambda: inner(*args, **kwargs))
             if torch.compiler.is_dynamo_compiling():
                 return inner(*args, **kwargs)

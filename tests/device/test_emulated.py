@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.device import CaptureError, HostWaitsError, Machine, emulated
+from tests.device import CaptureError, HostWaitsError, Machine, emulated, why_not
 from tests.device.cuda import values
 from tests.device.machine import Schedule, differences
 
@@ -421,3 +422,53 @@ def test_storages_lie_at_addresses_of_their_own() -> None:
         places = [t.untyped_storage().data_ptr() for t in (one, one[1:], other)]
         assert places[0] == places[1] != places[2]
         assert other.untyped_storage().nbytes() == 12
+
+
+def test_without_a_compiler_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not.__wrapped__().startswith("no C++ compiler: ")
+
+
+def test_where_there_is_a_gpu_none_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_not.__wrapped__().startswith("this machine has a GPU; ")
+
+
+def test_page_locked_memory_that_a_copy_has_yet_to_read_is_not_given_up() -> None:
+    memory = torch.arange(6.0)
+
+    def copied(waits: bool) -> Tensor:
+        with emulated(schedule="late"):
+            runtime = torch.cuda.cudart()
+            runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            there = torch.empty(6, device="cuda")
+            there.copy_(memory, non_blocking=True)
+            if waits:
+                torch.cuda.synchronize()
+            runtime.cudaHostUnregister(memory.data_ptr())
+            return values(there)
+
+    assert torch.equal(copied(waits=True), memory)
+    with pytest.raises(RuntimeError, match="24 bytes of page-locked memory were given up"):
+        copied(waits=False)
+
+
+def test_memory_that_a_capture_clears_is_clear_at_each_replay() -> None:
+    with emulated():
+        out = torch.zeros(3, device="cuda")
+        graph = TestGraphs.captured(lambda: out.copy_(torch.zeros(3, device="cuda").add_(2)))
+        for _ in range(2):
+            graph.replay()
+            assert values(out).tolist() == [2.0] * 3
+
+
+def test_a_device_that_runs_ahead_overwrites_what_another_stream_still_reads() -> None:
+    with emulated(schedule="ahead"):
+        x, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        x.fill_(7)
+        assert values(y).tolist() == [8] * 3

@@ -22,7 +22,7 @@ from tests.device.models import llama, logits_of, small, tokens
 ROUNDING = 2e-4
 BY_DEVICE = small("hybrid").replace(select="device")
 BY_HOST = small("hybrid").replace(**{"select": "host", "cold.index.kind": "flat"})
-STEPS = [tokens(1, 2 + number) for number in range(13)]
+STEPS = [tokens(1, 2 + number) for number in range(20)]
 
 
 def on_device(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from hybrid_kv.transfer.recorded import CudaRecorder
 from hybrid_kv.types import PartialAttention
 from tests.device import emulated
+from tests.device.machine import differences
 
 
 class Locked:
@@ -41,3 +43,22 @@ def test_the_collector_does_not_end_a_recording() -> None:
         recording.given.copy_(torch.full((2, 3), 4.0, device="cuda"))
         recording.play()
         assert recording.part.out.cpu().tolist() == [[8.0] * 3] * 2
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_entries_that_move_from_step_to_step_are_a_difference(moves: bool) -> None:
+    """As sliding layers of transformers: no wait and no number tells that a replay would be wrong;
+    what a step takes for itself is no difference.
+    """
+    with emulated() as machine:
+        keys, new, traces = torch.zeros(5, 3, device="cuda"), torch.ones(1, 3, device="cuda"), []
+        for _ in range(2):
+            before = keys  # of this step, so that its memory is not taken again
+            with machine.recorded() as trace:
+                if moves:
+                    keys = torch.cat([before[1:], new * 2])
+                else:
+                    keys[4:] = new * 2
+                (keys + 1).sum()
+            traces.append(trace)
+    assert bool(differences(*(one.by_allocation() for one in traces))) is moves

@@ -184,6 +184,13 @@ def test_a_weight_that_changes_is_the_one_that_counts(
             assert_right(module, x, module.weight, module.bias)
 
 
+def test_fewer_rows_of_the_same_memory_are_fewer_outputs() -> None:
+    module, x = layer(bias=False), inputs()
+    with bound(module, x):
+        module.weight.data = module.weight.data[:20]
+        assert module(x).shape == (1, 1, 20)
+
+
 def test_a_model_in_another_dtype_is_multiplied_in_it(products: list[list[int]]) -> None:
     module, x = layer(), inputs()
     with bound(module, x):
@@ -404,6 +411,8 @@ def test_a_forward_kept_beyond_its_step_is_torchs(products: list[list[int]]) -> 
         kept = module.forward
     products.clear()
     assert kept(x).requires_grad
+    with torch.no_grad():
+        kept(x)
     assert not products
 
 
@@ -430,20 +439,40 @@ def test_inputs_that_the_engine_does_not_take_are_torchs(products: list[list[int
         assert not products
         strided = inputs(1, 3)[:, 2:]
         turned = torch.randn(72, 4).bfloat16().t()
-        for some in (strided, turned, inputs(1, 72).transpose(0, 1)[:5]):
+        for some in (strided, turned, inputs(1, 72).transpose(0, 1)[:5]) * 2:
             assert_right(module, some, module.weight, module.bias)
-        assert len(products) == 3
+        assert len(products) == 6
+
+
+class _Told(Tensor):
+    """A class that hears of each operation; its memory is that of a plain tensor."""
 
 
 def test_a_class_of_its_own_is_left_its_operations(products: list[list[int]]) -> None:
-    class Told(Tensor):
-        pass
-
     module, x = layer(), inputs()
     with bound(module, x):
         products.clear()
-        assert type(module(x.as_subclass(Told))) is Told
+        assert type(module(x.as_subclass(_Told))) is _Told
         assert not products
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_so_is_the_class_of_a_parameter_that_lies_where_it_did(
+    name: str, products: list[list[int]]
+) -> None:
+    module, x = layer(), inputs()
+    with bound(module, x):
+        products.clear()
+        told = getattr(module, name).data.as_subclass(_Told)
+        setattr(module, name, nn.Parameter(told, requires_grad=False))
+        assert type(module(x)) is _Told
+        assert not products
+
+
+def test_inputs_on_another_device_are_an_error_as_with_torch() -> None:
+    module, x = layer(), inputs()
+    with bound(module, x), pytest.raises(RuntimeError, match="device"):
+        module(x.to("meta"))
 
 
 def test_a_graph_has_the_product_and_not_its_address() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,6 +80,10 @@ def find_recent(
 ) -> None:
     """Adds the keys that have no codes yet and lie above the limit, by their exact scores."""
     heads, rows, _ = q.shape
+    widened, block_dim = upcast(q, by.recent), padded(q.shape[2], MIN_DOT)
+    if widened or q.dtype == torch.float32:
+        # Such a product has both operands in registers: 128 dims at once spilled 6 KiB a thread.
+        block_dim = min(block_dim, 16)
     _recent_kernel[(triton.cdiv(by.recent.shape[1], _TILE_KEYS), heads * new)](
         q,
         by.recent,
@@ -93,9 +98,9 @@ def find_recent(
         DIM=q.shape[2],
         WIDTH=lists.width,
         BLOCK_ROWS=padded(rows // new, MIN_DOT),
-        BLOCK_DIM=padded(q.shape[2], MIN_DOT),
+        BLOCK_DIM=block_dim,
         TILE=_TILE_KEYS,
-        UPCAST=upcast(q, by.recent),
+        UPCAST=widened,
         num_warps=4,
     )
 
@@ -270,16 +275,20 @@ def _recent_kernel(
     rows = coded + (slots - coded % room + room) % room
     there = (slots < room) & (rows < length)
     if tl.max(there.to(tl.int32), 0) > 0:
-        member, channels = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
-        members, in_dim = member < GROUP, channels < DIM
+        member = tl.arange(0, BLOCK_ROWS)
+        members = member < GROUP
         queries = (head * GROUP + member) * new + token
-        real = members[:, None] & in_dim[None, :]
-        some = tl.load(q + queries[:, None] * DIM + channels[None, :], mask=real, other=0.0)
-        at = (head * room + slots)[:, None] * DIM + channels[None, :]
-        keys = tl.load(recent + at, mask=there[:, None] & in_dim[None, :], other=0.0)
-        if UPCAST:
-            some, keys = some.to(tl.float32), keys.to(tl.float32)
-        scores = tl.dot(some, tl.trans(keys), input_precision="ieee")
+        scores = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+        for first in range(0, DIM, BLOCK_DIM):
+            channels = first + tl.arange(0, BLOCK_DIM)
+            in_dim = channels < DIM
+            real = members[:, None] & in_dim[None, :]
+            some = tl.load(q + queries[:, None] * DIM + channels[None, :], mask=real, other=0.0)
+            at = (head * room + slots)[:, None] * DIM + channels[None, :]
+            keys = tl.load(recent + at, mask=there[:, None] & in_dim[None, :], other=0.0)
+            if UPCAST:
+                some, keys = some.to(tl.float32), keys.to(tl.float32)
+            scores += tl.dot(some, tl.trans(keys), input_precision="ieee")
         shift = tl.load(scales + queries * 3 + 2, mask=members, other=0.0)
         least = tl.load(limit + queries, mask=members, other=float("inf"))
         scores -= shift[:, None]

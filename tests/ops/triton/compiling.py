@@ -6,9 +6,13 @@ kernels with the very arguments and tile sizes that a GPU would be given.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,6 +62,39 @@ class Launch:
         source = ASTSource(self.kernel, signature, constants, attributes)
         target = GPUTarget("cuda", capability, 32)
         return triton.compile(source, target=target, options=self.options)
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes: registers and bytes of its stack, which holds what spilled, by
+    thread, bytes of shared memory by block.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@cache
+def why_no_compiler() -> str:
+    """Why nothing can be compiled or read here; '' where both can."""
+    for name in ("ptxas", "cuobjdump"):
+        try:
+            getattr(triton.knobs.nvidia, name)
+        except RuntimeError as error:
+            return f"{name} is missing: {error}"
+    return ""
+
+
+def resources(compiled: Any) -> Resources:
+    """Read from the machine code, as no GPU has loaded it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) .* LOCAL:(\d+)", told)
+    registers, stack, local = map(int, found)
+    return Resources(registers, stack + local, compiled.metadata.shared)
 
 
 def _type(value: Any) -> Any:
