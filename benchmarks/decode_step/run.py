@@ -76,7 +76,7 @@ def filled(context: SyntheticContext, config: hkv.HybridConfig, steps: int) -> K
     """A cache that holds the context in both layers."""
     cache = FilledKV(INFO, config, context)
     cache.means.reserve(context.num_tokens + steps)
-    needs = cache.method.needs
+    needs = cache.means.method.needs
     for shape in INFO.layers:
         layer_idx = shape.layer_idx
         evidence = (context.evidence(layer_idx, needs, torch.bfloat16),) if needs != Needs() else ()

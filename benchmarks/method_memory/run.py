@@ -136,7 +136,7 @@ def resident_bytes() -> int:
 def fill(config: HybridConfig, info: ModelInfo, k: Tensor, v: Tensor) -> KVCache:
     """A cache whose layers all hold k, v [1, Hkv, N, D] as their prompt."""
     cache = KVCache(info, config)
-    tokens, needs = k.shape[2], cache.method.needs
+    tokens, needs = k.shape[2], cache.means.method.needs
     for shape in info.layers:
         draw = torch.Generator().manual_seed(shape.layer_idx)
         count = max(needs.sampled_queries, needs.last_queries, 1)

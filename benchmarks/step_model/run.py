@@ -56,7 +56,7 @@ def filled(context: SyntheticContext, kind: str, steps: int) -> KVCache:
     executor = CudaExecutor(SyncExecutor(), lambda device: None)  # nothing travels, and is sent
     cache = FilledKV(ModelInfo((SHAPE,)), config, context, executor)
     cache.means.reserve(context.num_tokens + steps)
-    needs = cache.method.needs
+    needs = cache.means.method.needs
     evidence = (context.evidence(0, needs, torch.bfloat16),) if needs != Needs() else ()
     cache.load(0, *context.kv(0, torch.bfloat16), evidence)
     return cache

@@ -14,6 +14,7 @@ builds are shorter by that, as they are where a GPU finds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -236,6 +237,22 @@ def _best_keys(samples: Tensor, keys: Tensor, count: int) -> Tensor:
     return torch.cat(parts).view(*samples.shape[:2], count)
 
 
+def context_finder(
+    context: SyntheticContext, method: Method, means: Means, store: LayerKV
+) -> FindNearest | None:
+    """A `Finder` of the best keys of a context's prompt queries, which are known before."""
+    count, place = method.needs.nearest_keys, store.placement
+    on_host = store.resident.pool.device.type == "cpu"
+    if not on_host or not count or engine_state().isa is None:
+        return nearest_finder(method, means, store)
+    layer_idx, first = store.shape.layer_idx, place.sink_tokens if place is not None else 0
+
+    def find(samples: Tensor, keys: Tensor) -> Tensor:
+        return context.nearest(layer_idx, first, samples, keys, min(count, keys.shape[1]))
+
+    return find
+
+
 class FilledKV(KVCache):
     """A cache whose decode steps ask with the queries of a synthetic context."""
 
@@ -251,22 +268,8 @@ class FilledKV(KVCache):
         super().__init__(info, config, executor)
 
     def _new_layer(self, shape: LayerShape) -> TieredLayer:
-        rotary = self.info.rotary_of(shape.layer_idx)
-        return TieredLayer(shape, rotary, self.means, self._finder)
-
-    def _finder(self, method: Method, means: Means, store: LayerKV) -> FindNearest | None:
-        """Tells the best keys of the context's queries, which are known by now."""
-        count, place = method.needs.nearest_keys, store.placement
-        on_host = store.resident.pool.device.type == "cpu"
-        if not on_host or not count or engine_state().isa is None:
-            return nearest_finder(method, means, store)
-        first = place.sink_tokens if place is not None else 0
-
-        def find(samples: Tensor, keys: Tensor) -> Tensor:
-            most = min(count, keys.shape[1])
-            return self._context.nearest(store.shape.layer_idx, first, samples, keys, most)
-
-        return find
+        rotary, find = self.info.rotary_of(shape.layer_idx), partial(context_finder, self._context)
+        return TieredLayer(shape, rotary, self.means, find)
 
     def _decode(
         self,
@@ -312,7 +315,7 @@ def filled_cache(
     """
     config = runtime.config.replace(index_build="wait")
     cache, dtype = runtime.cache(config), runtime.model.dtype
-    cache.kv = FilledKV(runtime.info, config, context)
+    cache.kv = FilledKV(runtime.info, config, context, cache.kv.executor)
     cache.kv.means.reserve(context.num_tokens + context.max_steps)
     needs = cache.kv.means.method.needs
     for layer_idx, layer in enumerate(cache.layers):

@@ -216,7 +216,7 @@ class TieredLayer:
 
     def forked(self, means: Means) -> TieredLayer:
         """A layer of another cache, of the same method, that continues from the same entries."""
-        new = TieredLayer(self.shape, self.rotary, means)
+        new = type(self)(self.shape, self.rotary, means)
         new.prompt, new.leaving = self.prompt.forked(), self.leaving.forked(means)
         new.steps.keeper = self.steps.keeper
         if self.store is not None:

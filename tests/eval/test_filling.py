@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -11,7 +14,9 @@ from hybrid_kv.eval.filling import FilledKV, SyntheticContext, filled_cache
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import KVCache
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
+from tests.device import emulated
 from tests.tolerances import TOLERANCES
 
 INFO = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 16)))
@@ -92,6 +97,30 @@ def test_generation_continues_a_filled_context(context: SyntheticContext) -> Non
         )
         with too_many, torch.inference_mode():
             model(written[:, -1:], **passing(cache))
+
+
+def test_a_dropped_cache_is_gone_at_once(context: SyntheticContext) -> None:
+    """It holds gigabytes; a cycle would keep them until Python's collector runs."""
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
+        gc.collect()
+        gc.disable()
+        try:
+            cache = filled_cache(runtime, context)
+            kept = weakref.ref(cache.kv), weakref.ref(cache.kv.stores[1])
+            del cache
+            assert [one() for one in kept] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_it_copies_as_other_caches_of_the_device_do(context: SyntheticContext) -> None:
+    """A GPU was filled with copies that wait, so that its figures were not those of its steps."""
+    with emulated(kernels="defined"):
+        model = load_model("random:tiny", device="cpu", dtype="float32").to("cuda")
+        with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
+            filled = filled_cache(runtime, context).kv.executor
+            assert type(filled) is type(runtime.cache().kv.executor) is CudaExecutor
 
 
 def test_what_cannot_be_filled_is_refused() -> None:
