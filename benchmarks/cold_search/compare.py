@@ -16,7 +16,7 @@ from benchmarks.cold_search.timing import Groups, Stopwatch, cold_times, num_cop
 from hybrid_kv.plugins import INDEXES
 
 HOT_TURNS = 9
-_AUTO = INDEXES["auto"].params()
+_AUTO: Any = INDEXES["auto"].params()
 PROMISE = {
     "target_recall": _AUTO.target_recall,
     "target_mass": 1.0,

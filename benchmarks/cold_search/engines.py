@@ -153,7 +153,7 @@ class Own(Engine):
         done, self._work = self._work, Work()
         return done
 
-    def copies(self, count: int) -> Copies:
+    def copies(self, count: int) -> OwnCopies:
         return OwnCopies(self, count)
 
     def repeated(self, count: int) -> Own:
