@@ -243,11 +243,7 @@ class Turn:
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,
             backends=dict(self.cache.kv.ops.served),
-            index=[
-                {"layer": layer_idx, **head}
-                for layer_idx, layer in sorted(self.cache.kv.stores.items())
-                for head in layer.cold.describe_indexes()
-            ],
+            index=self.cache.kv.layers.describe_indexes(),
             audit=None if auditor is None else auditor.audit.since(self._looks_before),
             look_ahead=self.cache.kv.layers.describe_look_ahead(),
             steps=self.cache.kv.describe_steps(),

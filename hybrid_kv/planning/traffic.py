@@ -78,6 +78,6 @@ def _serving_kind(cache: KVCache) -> str | None:
     index = index_of(cache.config)
     if index is None or index.kind not in ("graph", "auto"):
         return None if index is None else index.kind
-    heads = (head for layer in cache.stores.values() for head in layer.cold.describe_indexes())
+    heads = cache.layers.describe_indexes()
     serving = {head.get("serves") for head in heads}
     return next((kind for kind in ("graph", "sketch") if kind in serving), "scan")

@@ -146,6 +146,14 @@ class Layers(dict[int, TieredLayer]):
             for layer in self.values()
         ]
 
+    def describe_indexes(self) -> list[dict[str, Any]]:
+        """By layer, row, extent and KV head what finds its cold entries; see `Index.describe`."""
+        return [
+            {"layer": layer_idx, **head}
+            for layer_idx, store in sorted(self.stores().items())
+            for head in store.cold.describe_indexes()
+        ]
+
     def describe_look_ahead(self) -> list[dict[str, Any]]:
         """By layer what came of it; see `LookAhead.describe`."""
         ahead = self._means.look_ahead

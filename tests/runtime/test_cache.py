@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,6 +30,7 @@ from hybrid_kv.types import (
     Work,
 )
 from hybrid_kv.watch.phases import WorkClock
+from tests.kit import every, held, kept_alive
 from tests.oracle import causal, softmax_attention, spread
 from tests.store.scene import LaterRunner
 from tests.tolerances import TOLERANCES
@@ -75,7 +75,7 @@ def test_a_long_later_turn_is_exact_after_the_spill(method: str, long: int) -> N
     )
     torch.testing.assert_close(part.out.double(), exact, **TOLERANCES[torch.float32])
     kv.check_integrity()
-    assert method != "hybrid" or kv.stores[0].rows[0].chain.num_tokens > 70
+    assert method != "hybrid" or len(held(kv).cold) > 70
 
 
 def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
@@ -88,7 +88,7 @@ def test_a_row_without_a_token_of_its_own_is_left_out() -> None:
         part = kv.attend(0, q, entries, valid, scale=0.3)
         assert part.out.isfinite().all()
         assert (part.out[1][:, ~valid[1]] == 0).all()
-    assert [row.length for row in kv.stores[0].rows] == [30, 6]
+    assert [row.length for row in every(kv)] == [30, 6]
     kv.check_integrity()
 
 
@@ -242,10 +242,10 @@ class LaterExecutor(SyncExecutor):
 
 
 def served(kv: KVCache) -> list[tuple[str, int, int]]:
-    """State of the build, searches and those before it of each head of layer 0."""
+    """State of the build, searches and those before it of each head."""
     return [
         (head["build"], head["searches"], head["searches_before"])
-        for head in kv.stores[0].cold.describe_indexes()
+        for head in kv.layers.describe_indexes()
     ]
 
 
@@ -329,15 +329,11 @@ def test_a_cache_that_ends_gives_up_its_builds(end: str) -> None:
 def test_a_closed_cache_holds_nothing() -> None:
     kv = cache(**SMALL)
     feed(kv, 300, 1)
-    layer = kv.stores[0]
-    stored = [
-        weakref.ref(layer.resident.pool),
-        *(weakref.ref(s.extent) for s in layer.cold.spans()),
-    ]
-    del layer
+    stored = kept_alive(kv)
+    assert stored.keys() == {"pages 0", "extent 0.0", "keys 0.0"}
     kv.close()
-    assert [ref() for ref in stored] == [None, None]
-    assert not kv.stores
+    assert {ref() for ref in stored.values()} == {None}
+    assert not every(kv)
 
 
 def test_settings_choose_the_executor() -> None:
@@ -372,7 +368,7 @@ def test_a_value_that_is_not_finite_is_named_when_it_would_leave_the_window() ->
     kv.attend(0, q, (k, v), None, scale=0.3)
     with pytest.raises(NonFiniteError, match="KV head 1 at position 30"):
         feed(kv, *[1] * 16)
-    kv.stores[0].check_integrity()  # nothing is lost: the page is still resident
+    kv.check_integrity()  # nothing is lost: the page is still resident
 
 
 # Evidence
@@ -478,7 +474,7 @@ def test_a_restored_cache_answers_as_if_nothing_had_happened(method: str) -> Non
             )
         checkpoint.restore(kv.layers)
         kv.check_integrity()
-        assert [row.length for row in kv.stores[0].rows] == [62]
+        assert [row.length for row in every(kv)] == [62]
         return torch.cat(outs, 2)
 
     first = ask()
@@ -490,9 +486,9 @@ def test_reset_makes_the_cache_new() -> None:
     kv = cache(**SMALL)
     feed(kv, 40, 1)
     kv.reset()
-    assert kv.stores == {}
+    assert not every(kv)
     assert kv.work.attended == 0
-    assert kv.layers[0].store is None
+    assert not kv.layers[0].is_sealed
 
 
 # Capacity
@@ -514,10 +510,10 @@ def test_each_tier_is_read_by_its_own_budget(
     monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: Read(pages, cold))
     kv.work = Work()
     feed(kv, 1)
-    layer, heads = kv.stores[0], SHAPE.num_q_heads
-    stored = layer.rows[0].chain.num_tokens
+    row, heads = held(kv), SHAPE.num_q_heads
+    stored = len(row.cold)
     far = {None: 0, "all": stored}.get(cold, 3)  # type: ignore[arg-type]
     assert (stored > 3, kv.work.retrieved) == (True, heads * far)
-    pinned = 4 + 8 + layer.rows[0].length % 4  # sinks, window, and what its first page has beside
-    near = layer.rows[0].table.num_tokens if pages == "all" else pinned
+    pinned = 4 + 8 + row.length % 4  # sinks, window, and what its first page has beside
+    near = len(row.resident) if pages == "all" else pinned
     assert kv.work.attended - kv.work.retrieved == heads * near

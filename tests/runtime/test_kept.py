@@ -21,6 +21,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive, heads
+from tests.kit import held, kept_alive
 from tests.oracle import causal, softmax_attention, spread
 from tests.runtime.keeping import Absorbs, KeepsHalves, KeepsHeaviest
 from tests.tolerances import TOLERANCES
@@ -186,7 +187,7 @@ def test_an_evicting_method_does_as_the_driver_says(settings: dict[str, Any]) ->
     stream.feed(prompt)
     for step, expected in enumerate(driven.out):
         torch.testing.assert_close(stream.feed(1)[0, :, 0].double(), expected, **CLOSE)
-        kept, theirs = kv.stores[0].rows[0].kept, driven.steps[step]
+        kept, theirs = held(kv).kept, driven.steps[step]
         assert kept is not None
         assert theirs is not None
         for own, other in zip(kept.split("positions"), theirs.split("positions"), strict=True):
@@ -196,25 +197,24 @@ def test_an_evicting_method_does_as_the_driver_says(settings: dict[str, Any]) ->
 def test_what_is_dropped_is_freed_and_counted() -> None:
     kv = cache(KeepsHeaviest, budget=10)
     Stream(kv, 2000).feed(1900, 1)
-    row = kv.stores[0].rows[0]
+    row = held(kv)
     assert row.kept is not None
     assert row.kept.lengths == (10, 11)
     gone = 1900 - 16 - 24
-    assert (row.dropped, row.lost_entries) == (gone, 2 * gone - 21)
+    assert (row.dropped, row.lost) == (gone, 2 * gone - 21)
     entry = 2 * 72 * 4 + 8 + 4  # k, v, position, mass
     assert row.kept.nbytes == (21 + 2 * 16) * entry
-    pages = row.table.pool.memory_bytes
-    assert pages < 10 * PAGE * 2 * 2 * 72 * 4
+    assert row.reserved_bytes < 10 * PAGE * 2 * 2 * 72 * 4
 
 
 def test_the_window_is_exact_to_the_token_at_the_prompt_s_end() -> None:
     kv = cache(KeepsHeaviest, **FULL)
     stream = Stream(kv)
     stream.feed(100, 1)
-    row = kv.stores[0].rows[0]
+    row = held(kv)
     assert row.kept is not None
     assert row.kept.positions.max() == 100 - 24 - 1
-    assert sorted(row.table.positions()) == [*range(16), *range(76, 101)]
+    assert row.resident == [*range(16), *range(76, 101)]
 
 
 def test_masses_of_the_prompt_are_exact_however_it_comes() -> None:
@@ -263,8 +263,8 @@ def test_going_back_into_what_is_lost_is_refused_and_changes_nothing() -> None:
     kv.layers[0].crop(20)  # still in the window
     stream.at -= 21
     stream.feed(*[1] * 30)
-    kv.layers[0].crop(kv.stores[0].rows[0].length)
-    assert kv.stores[0].rows[0].length == 0
+    kv.layers[0].crop(held(kv).length)
+    assert held(kv).length == 0
     kv.check_integrity()
 
 
@@ -335,7 +335,7 @@ def test_a_broken_method_is_refused_and_the_cache_stays(name: str, late: bool) -
     with pytest.raises(MethodError, match=f"^{who} .*{text}"):
         stream.feed(*[1] * 40)
     if late:  # the token that was stored is taken back
-        kv.layers[0].crop(kv.stores[0].rows[0].length - stream.at)
+        kv.layers[0].crop(held(kv).length - stream.at)
     kv.check_integrity()
     stream.assert_exact(*[1] * 40)  # it answers well from now on
 
@@ -359,12 +359,12 @@ def test_a_borrowed_answer_is_copied() -> None:
     kv.means.method.answer = lambda kept, left, n: left if kept is None else kept.extended(left)  # type: ignore[attr-defined]
     stream = Stream(kv)
     stream.feed(100)
-    pool = kv.stores[0].resident.pool
+    pages = kept_alive(kv)["pages 0"]
     stream.assert_exact(1)
-    kept = kv.stores[0].rows[0].kept
+    kept = held(kv).kept
     assert kept is not None
     assert not kept.is_borrowed
-    assert kv.stores[0].resident.pool is not pool
+    assert pages() is None, "what was borrowed from is let go"
 
 
 # Audits -----------------------------------------------------------------------------------------
@@ -377,15 +377,15 @@ def test_an_audit_counts_what_was_dropped_and_changes_nothing() -> None:
         kv = cache(KeepsHeaviest, budget=4, audit_every=audit_every)
         stream = Stream(kv)
         outs.append([stream.feed(173), *(stream.feed(1) for _ in range(40)), stream.feed(90)])
-        row = kv.stores[0].rows[0]
-        assert row.lost_entries > 0
+        row = held(kv)
+        assert row.lost > 0
         if audit_every:
             assert kv.auditor is not None
             kv.auditor.settle()
             missed = kv.auditor.audit.missed_mass(0)
             assert missed is not None
             assert missed.mean > 0.3
-            assert row.chain.num_tokens == row.gone_tokens
+            assert len(row.cold) == row.gone
     for plain, audited in zip(*outs, strict=True):
         assert torch.equal(plain, audited)
 

@@ -26,7 +26,9 @@ from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.transfer.recorded import Recording
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.index.sketch_heads import seen_heads
+from tests.kit import Held, held
 from tests.oracle import softmax_attention, spread
+from tests.store.scene import append
 from tests.tolerances import TOLERANCES
 from tests.transfer.late import LateLane
 
@@ -65,7 +67,7 @@ class Scene:
         k = self.k[:, torch.randint(self.k.shape[1], (new,))] + 0.1 * torch.randn(HEADS, new, DIM)
         v = torch.randn(HEADS, new, DIM)
         self.cache.layers.seal_if_open(0)
-        self.cold = self.row.chain.num_tokens  # what leaves when the step ends was resident
+        self.cold = len(self.row.cold)  # what leaves when the step ends was resident
         part = self.cache.attend(0, q[None], (k[None], v[None]), None, scale=SCALE)
         self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
         if not self.is_branched:
@@ -73,8 +75,8 @@ class Scene:
         return q, part.out[0]
 
     @property
-    def row(self) -> Any:
-        return self.cache.stores[0].rows[0]
+    def row(self) -> Held:
+        return held(self.cache)
 
     def expect_best(self, q: Tensor, out: Tensor, top_k: int, *, estimates: bool = False) -> None:
         """Attention over what is resident and the `top_k` best of the others for each query, and
@@ -93,11 +95,11 @@ class Scene:
         exact, lse = softmax_attention(q, k, v, scale=SCALE, softcap=None, visible=visible)
         if estimates:
             lowest = SCALE * scores.topk(top_k).values[..., -1]
-            for span in self.row.chain.spans:
-                end = min(stop, first + span.length)
+            for extent in self.row.extents:
+                end = min(stop, first + extent.length)
                 if end == first:  # what left as the step ended
                     break
-                learned = slice(first, first + span.known.count)
+                learned = slice(first, first + extent.summed)
                 known = Tail.of(self.k[:, learned], self.v[:, learned])
                 taken = visible[..., first:end].float()
                 sums = taken.sum(-1), (taken * (q @ k[:, first:end].mT)).sum(-1)
@@ -128,9 +130,7 @@ def test_what_has_room_is_ranked_exactly(new: int, late: bool) -> None:
     scene = Scene(lane=LateLane() if late else None)
     for _ in range(4):
         scene.expect_best(*scene.step(new), 20)
-    assert {head["serves"] for head in scene.row.chain.spans[0].extent.index.describe()} == {
-        "device sketch"
-    }
+    assert {head["serves"] for head in scene.row.extents[0].index.describe()} == {"device sketch"}
 
 
 @pytest.mark.usefixtures("roomy")
@@ -148,7 +148,7 @@ def test_what_is_left_of_each_extent_is_estimated_by_its_own_moments() -> None:
     before, scene.is_branched = Checkpoint.of(scene.cache.layers), True
     for _ in range(4):
         scene.expect_best(*scene.step(20), 20, estimates=True)
-    assert len(scene.row.chain.spans) == 2, "a shared extent is followed by one of its own"
+    assert len(scene.row.extents) == 2, "a shared extent is followed by one of its own"
     del before
 
 
@@ -172,9 +172,9 @@ def recalls(scene: Scene, steps: int) -> float:
 def test_most_of_the_best_are_found_by_their_codes(index: str) -> None:
     scene = Scene(12_000, index={"kind": index, "check_top_k": 20})
     scene.step()
-    extent = scene.row.chain.spans[0].extent
-    codes = extent.index._serving.codes
-    assert extent.index._serving.learned.width(20) < extent.length / 4
+    (extent,) = scene.row.extents
+    codes = extent.index.serving.codes
+    assert extent.index.serving.learned.width(20) < extent.length / 4
     assert codes.state.tolist() == [extent.length, extent.length]
     assert recalls(scene, 20) > 0.95
     heads = extent.index.describe()
@@ -193,12 +193,12 @@ def test_later_keys_are_found_as_they_are_and_then_by_codes(
     for _ in range(5):
         for _ in range(PAGE):
             scene.step()
-        codes = scene.row.chain.spans[0].extent.index._serving.codes
+        codes = scene.row.extents[0].index.serving.codes
         seen, encoded = codes.state.tolist()
         coded.append(encoded - coded[0] if coded else encoded)
         assert seen - encoded <= 2 * PAGE
         later = torch.arange(encoded, seen)
-        keys = scene.row.chain.spans[0].extent.keys
+        keys = scene.row.extents[0].k
         assert torch.equal(codes.recent[:, later % (2 * PAGE)], keys[:, later])
         assert recalls(scene, 3) > 0.95
     assert coded[1] == 0
@@ -218,7 +218,7 @@ def test_a_row_that_goes_back_or_forks_sees_what_it_stored() -> None:
     kept = scene.k, scene.v
     for _ in range(3):
         scene.expect_best(*scene.step(20), 20)
-    assert len(scene.row.chain.spans) == 2, "a shared extent is followed by one of its own"
+    assert len(scene.row.extents) == 2, "a shared extent is followed by one of its own"
     before.restore(scene.cache.layers)
     scene.is_branched, (scene.k, scene.v) = False, kept
     scene.expect_best(*scene.step(), 20)
@@ -304,12 +304,12 @@ def test_a_recorded_step_is_played_for_the_steps_that_follow(estimate: str) -> N
         if records:
             scene.cache.means.executor._make_recorder = lambda device: recorder
         before = scene.step()
-        first = scene.row.chain.num_tokens
+        first = len(scene.row.cold)
         outputs.append([before[1], *(scene.step()[1] for _ in range(3 * PAGE))])
-        assert scene.row.chain.num_tokens == first + 3 * PAGE
+        assert len(scene.row.cold) == first + 3 * PAGE
     for played, launched in zip(*outputs, strict=True):
         torch.testing.assert_close(played, launched, **TOLERANCES[torch.float32])
-    assert scene.row.chain.spans[0].extent.index._serving.learned.width(20) < first
+    assert scene.row.extents[0].index.serving.learned.width(20) < first
     assert recorder.recorded == 1
     assert recorder.played == 3 * PAGE
 
@@ -353,7 +353,7 @@ def test_after_work_that_could_not_be_recorded_other_work_still_is() -> None:
     with pytest.warns(DeviceSelectWarning, match="CUDA graph"):
         steps()
     assert recorder.recorded == 0
-    scene.row.chain.spans[0].known = None  # moments are taken anew: this is other work
+    scene.cache.layers[0].crop(301)  # moments are taken anew: this is other work
     steps()
     assert recorder.recorded == 1
 
@@ -370,7 +370,7 @@ def test_a_device_that_fills_up_leaves_the_layer_to_the_host(
     with pytest.warns(DeviceSelectWarning, match="layer 0 cannot select on cpu") as warned:
         scene.expect_best(*scene.step(), 20)
     assert len(warned) == 1
-    serving = scene.row.chain.spans[0].extent.index.describe()
+    serving = scene.row.extents[0].index.describe()
     assert {head["serves"] for head in serving} <= {"sketch", "flat"}
 
 
@@ -418,7 +418,8 @@ class FakeDevice:
 
     def __init__(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
         store = LayerKV(SHAPE, PAGE, 1, torch.float32, torch.device("cpu"))
-        store.rows[0].length = 8192
+        tokens = torch.zeros(1, HEADS, 8192, DIM)
+        append(store, tokens, tokens)
         index = HybridConfig(method="hybrid").cold.index.build
         store.seal(Placement(index=index, select="auto"))
         store.resident.pool.device = torch.device("cuda")
@@ -446,4 +447,4 @@ def test_codes_are_as_large_as_fit_for_all_layers(monkeypatch: pytest.MonkeyPatc
 def test_the_host_searches_on_a_cpu_unless_the_device_is_asked_for() -> None:
     scene = Scene(900, select="auto")
     scene.step()
-    assert not scene.row.chain.spans[0].extent.index.selects
+    assert not scene.row.extents[0].index.selects

@@ -23,6 +23,7 @@ from hybrid_kv.store.live_index import InlineRunner
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
 from tests.drive_method import ROTARY
+from tests.kit import every, held
 from tests.store.scene import append
 from tests.transfer.late import LateLane
 
@@ -90,12 +91,11 @@ def test_a_page_has_one_owner_while_it_leaves() -> None:
     attend(late, *tokens(20))
     late.layers.seal(0)
     assert lane.pending, "or there is nothing to look at"
-    layer = late.layers[0].held
-    layer.check_integrity()
-    assert layer.rows[0].chain.num_tokens == 0
-    assert layer.rows[0].table.num_tokens == 20
+    row = held(late, settled=False)
+    row.check_integrity()
+    assert (len(row.cold), len(row.resident)) == (0, 20)
     late.check_integrity()
-    assert (layer.rows[0].chain.num_tokens, layer.rows[0].table.num_tokens) == (8, 12)
+    assert (len(row.cold), len(row.resident)) == (8, 12)
 
 
 def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
@@ -104,8 +104,8 @@ def test_a_layer_leaves_while_the_next_is_computed_and_no_longer() -> None:
         attend(late, *tokens(20), layer_idx=layer_idx)
         late.layers.seal(layer_idx)
         assert leaving(late) == {layer_idx}
-    assert late.layers[0].held.rows[0].chain.num_tokens == 8
-    assert late.stores[1].rows[0].chain.num_tokens == 8
+    assert len(held(late, settled=False).cold) == 8
+    assert len(held(late, layer=1).cold) == 8
     assert not lane.pending
 
 
@@ -131,7 +131,7 @@ def test_whoever_changes_or_reads_a_layer_waits_for_what_leaves_it(change: str) 
         elif change == "checkpoint":
             Checkpoint.of(kv.layers)
         elif change == "layers":
-            assert kv.stores[0].rows[0].chain.num_tokens == 24
+            assert len(held(kv).cold) == 24
         else:
             kv.check_integrity()
     assert not lane.pending
@@ -173,8 +173,9 @@ def test_entries_that_are_no_numbers_are_named_and_nothing_moves(which: int) -> 
         name = ("keys", "values")[which]
         with pytest.raises(NonFiniteError, match=f"{name} must be finite.*KV head 1 at position 9"):
             _sealed_and_settled(kv)
-        kv.layers[0].held.check_integrity()
-        assert kv.layers[0].held.rows[0].chain.num_tokens == 0
+        row = held(kv, settled=False)
+        row.check_integrity()
+        assert len(row.cold) == 0
 
 
 def _sealed_and_settled(kv: KVCache) -> None:
@@ -264,7 +265,7 @@ def test_a_prompt_whose_end_fails_can_be_ended_again(
         outs = [attend(kv, *step) for kv in (late, now)]
         torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
     late.check_integrity()
-    assert late.stores[0].resident.pool.key_min is not None
+    assert held(late).bounds
 
 
 def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
@@ -281,10 +282,10 @@ def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
         return branch(layer)
 
     monkeypatch.setattr(LayerKV, "branch", fail_at_second)
-    before = kv.stores
+    before = every(kv)
     with pytest.raises(CapacityError):
         Checkpoint.of(kv.layers)
-    assert all(kv.stores[layer_idx] is layer for layer_idx, layer in before.items())
+    assert every(kv) == before
     kv.check_integrity()
 
 
@@ -297,5 +298,5 @@ def test_a_cache_that_is_closed_keeps_what_was_leaving() -> None:
         kv.close()
     outs = [attend(kv, *step) for kv in (late, now)]
     late.check_integrity()
-    assert late.stores[0].rows[0].chain.num_tokens == now.stores[0].rows[0].chain.num_tokens
+    assert held(late).cold == held(now).cold
     assert outs[0].isfinite().all()

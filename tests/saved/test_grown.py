@@ -15,6 +15,7 @@ from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Needs
 from tests.contracts.test_generate_matrix import _parameters_of
+from tests.kit import extents
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 BUILT_AGAIN = {"loki", "magic_pig"}
@@ -29,12 +30,9 @@ def plain() -> PreTrainedModel:
 
 def learns_without_file(context: hkv.Context) -> bool:
     """Whether an index learns from the prompt's queries and has no form in a file."""
-    stores = context._cache.kv.stores.values()
-    spans = [span for store in stores for span in store.cold.spans()]
-    found = [span.extent.index.serving for span in spans if span.extent.index is not None]
     return any(
         type(index).needs(index.params) != Needs() and not isinstance(index, SavedIndex)
-        for index in found
+        for index in (extent.index.serving for extent in extents(context) if extent.has_index)
     )
 
 
@@ -85,21 +83,16 @@ def test_what_is_cut_is_saved_with_its_index(
             monkeypatch.setattr(owner, "build", lambda *_: pytest.fail("built again"))
         opened = llm.open(tmp_path / "a.hkv")
         assert {head.get("serves") for head in described(opened)} == serves
-        assert [len(index) for index in serving(opened)] == [it.length for it in spans(context)]
-        assert all(it.length < len(it.extent.index) for it in spans(context))
+        assert [len(index) for index in serving(opened)] == [it.length for it in extents(context)]
+        assert all(it.length < len(it.index) for it in extents(context))
         opened._cache.check_integrity()
         assert len(opened.ask("sea owl", max_new_tokens=4).token_ids) == 4
-        agings = [span.extent.index.aging for span in spans(opened)]
+        agings = [extent.index.aging for extent in extents(opened)]
         assert all((aging is None) == (kind == "blocks") for aging in agings)
 
 
-def spans(context: hkv.Context) -> list[Any]:
-    stores = context._cache.kv.stores.values()
-    return [span for store in stores for span in store.cold.spans()]
-
-
 def serving(context: hkv.Context) -> list[Any]:
-    return [span.extent.index.serving for span in spans(context)]
+    return [extent.index.serving for extent in extents(context)]
 
 
 def described(context: hkv.Context) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import build
 from tests.contracts.edges.test_forks import drawn
+from tests.kit import extents, tiers
 from tests.saved.scene import (
     INDEXES,
     SMALL,
@@ -82,9 +83,7 @@ def test_moments_are_saved_and_not_taken_again(
             patched.setattr(Tail, "of", lambda *_: pytest.fail("moments were taken again"))
             opened = llm.open(tmp_path / "a.hkv")
             assert answers(opened) == expected
-        spans = [store.rows[0].chain.spans[0] for store in opened._cache.kv.stores.values()]
-        counts = {span.known.count for span in spans if span.known is not None}
-        assert counts == {spans[0].length}
+        assert {extent.summed for extent in extents(opened)} == {extents(opened)[0].length}
 
 
 def test_damaged_moments_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_a_saved_index_is_not_built_again(
             for head in extent.heads
         ]
         assert told == [(head["serves"], head["serves"] != "flat") for head in before.index]
-        for owner in (type(span.extent.index.serving) for span in _spans(context)):
+        for owner in (type(extent.index.serving) for extent in extents(context)):
             monkeypatch.setattr(owner, "build", lambda *_: pytest.fail("built again"))
         opened = llm.open(tmp_path / "a.hkv")
         after = opened.ask("oak", max_new_tokens=4)
@@ -139,22 +138,17 @@ def test_a_saved_index_is_not_built_again(
         ]
 
 
-def _spans(context: hkv.Context) -> list[Any]:
-    stores = context._cache.kv.stores.values()
-    return [span for store in stores for span in store.cold.spans()]
-
-
 def test_cold_keys_and_values_stay_in_the_file(plain: PreTrainedModel, tmp_path: Path) -> None:
     with loaded(plain, "flat", **METHODS["flat"]) as llm:
         context = llm.context(TEXT)
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        for span, old in zip(_spans(opened), _spans(context), strict=True):
-            assert torch.equal(span.extent.keys, old.extent.keys)
-            assert torch.equal(span.extent.values, old.extent.values)
-            assert file_at(span.extent.k.data_ptr()).startswith(str(tmp_path / "a.hkv"))
-            assert file_at(old.extent.k.data_ptr()) == ""
-            assert span.extent.k.data_ptr() % 64 == 16 * 24 * 4 % 64  # sixteen sinks before them
+        for extent, old in zip(extents(opened), extents(context), strict=True):
+            assert torch.equal(extent.k, old.k)
+            assert torch.equal(extent.v, old.v)
+            assert file_at(extent.k.data_ptr()).startswith(str(tmp_path / "a.hkv"))
+            assert file_at(old.k.data_ptr()) == ""
+            assert extent.k.data_ptr() % 64 == 16 * 24 * 4 % 64  # sixteen sinks before them
 
 
 def file_at(address: int) -> str:
@@ -252,15 +246,12 @@ def test_a_file_is_hardly_larger_than_what_it_holds(
     with loaded(plain, method, **METHODS[method]) as llm:
         context = llm.context(TEXT)
         context.save(tmp_path / "a.hkv")
-        stores = context._cache.kv.stores.values()
-        per_token = 2 * 2 * 24 * 4
-        kept = sum(row.table.num_tokens for store in stores for row in store.rows) * per_token
-        held = kept + sum(store.cold.kv_bytes + store.cold.index_bytes for store in stores)
+        held = tiers(context)
         fixed = 16 * 1024  # names and checksums, whatever the length
         total = sum(path.stat().st_size for path in (tmp_path / "a.hkv").rglob("*"))
         # Codes of heads that are scanned are made again, so there may be less.
-        assert kept <= verify_context(tmp_path / "a.hkv").num_bytes <= total
-        assert total <= 1.03 * held + fixed
+        assert held.device_kv <= verify_context(tmp_path / "a.hkv").num_bytes <= total
+        assert total <= 1.02 * sum(held) + fixed
 
 
 @pytest.mark.parametrize("length", [7, 12, 40])

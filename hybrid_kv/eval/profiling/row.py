@@ -262,11 +262,7 @@ class RowMeasurement:
         )
         row.backends = dict(kv.ops.served)
         row.steps = tuple(kv.describe_steps())
-        row.index = tuple(
-            {"layer": layer_idx, **head}
-            for layer_idx, store in sorted(kv.stores.items())
-            for head in store.cold.describe_indexes()
-        )
+        row.index = tuple(kv.layers.describe_indexes())
         if self._steps is not None and self._work is not None:
             read = bytes_per_step(
                 self._around.facts,

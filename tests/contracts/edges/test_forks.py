@@ -28,6 +28,7 @@ from tests.contracts.test_generate_matrix import (
     variants,
 )
 from tests.device.placement import placed
+from tests.kit import every, held
 
 NEW = 6  # in three turns some pages leave the window
 SLIDING = ["full-tiered", "hybrid-tiered", "quest-tiered", "snapkv-kept", "streaming_llm-tiered"]
@@ -142,21 +143,15 @@ def test_a_fork_takes_what_is_resident_and_shares_what_is_cold(method: str) -> N
         with torch.no_grad():
             model(placed(drawn(0, 400)), **passing(cache))
         fork = cache.fork()
-        for idx, store in fork.kv.stores.items():
-            source = cache.kv.stores[idx]
-            token = bytes_per_token(store.shape, torch.float32)
-            assert [span.extent for span in store.cold.spans()] == [
-                span.extent for span in source.cold.spans()
-            ]
+        for own, source in zip(every(fork), every(cache), strict=True):
+            token = bytes_per_token(fork.kv.info.layers[0], torch.float32)
+            assert own.extents == source.extents
             # Sinks, the window and up to two pages more, whatever the length.
-            assert store.resident.pool.memory_bytes <= 1.2 * 5 * 4 * token
+            assert own.reserved_bytes <= 1.2 * 5 * 4 * token
         go_on(model, fork, drawn(0, 403))
-        own = [
-            span.extent
-            for idx, store in fork.kv.stores.items()
-            for span in list(store.cold.spans())[method != "streaming_llm" :]
-        ]
-        assert all(extent.length <= 20 for extent in own)
+        for one in every(fork):
+            new = one.extents[method != "streaming_llm" :]
+            assert all(extent.stored <= 20 for extent in new)
 
 
 def test_pages_of_a_method_that_keeps_everything_are_shared_until_they_are_written() -> None:
@@ -165,17 +160,14 @@ def test_pages_of_a_method_that_keeps_everything_are_shared_until_they_are_writt
         cache = runtime.cache()
         with torch.no_grad():
             model(placed(drawn(0, 401)), **passing(cache))
-        first = cache.kv.stores[0]
         forks = [cache.fork() for _ in range(3)]
-        pool = first.resident.pool
-        assert all(fork.kv.stores[0].resident.pool is pool for fork in forks)
-        assert sum(pool.high) == 101
+        assert {held(fork).pages_in_use for fork in forks} == {101}
         go_on(model, forks[0], drawn(0, 404))  # its last page, copied, and two more
-        assert sum(pool.high) == 101 + 3
+        assert held(cache).pages_in_use == 101 + 3
         for fork in forks:
             fork.close()
         del fork, forks
-        assert int((pool.refs > 0).sum()) == 101, "pages of a fork that is gone are free"
+        assert held(cache).pages_in_use == 101, "pages of a fork that is gone are free"
         cache.check_integrity()
         found = go_on(model, cache, drawn(0, 404))
         want = go_on(model, DynamicCache(config=model.config), drawn(0, 404))

@@ -1,0 +1,203 @@
+"""What a cache holds, as values: where entries lie, and what finds those that have left the window.
+
+    held(kv).cold                                  # positions in the cold tier: layer 0, row 0
+    held(context, layer=2, row=1).extents[0].index.describe()
+    {one.length for one in every(kv)}              # all rows of all layers
+    kept_alive(kv)                                 # what must be freed with the cache
+
+The only place where tests walk from a cache to its pages and extents (`tests/walks.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.entries import Entries
+from hybrid_kv.store import LayerKV, Row, Span, TierBytes, tier_bytes
+from hybrid_kv.store.live_index import LiveIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of cold entries with its index, as one row sees it; equal where it is the same memory.
+
+    length: entries that the row sees. stored: those in it, of this row and of others behind it.
+    """
+
+    _span: Span
+
+    @property
+    def length(self) -> int:
+        return self._span.length
+
+    @property
+    def stored(self) -> int:
+        return self._span.extent.length
+
+    @property
+    def k(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self._span.extent.k[:, : self.length]
+
+    @property
+    def v(self) -> Tensor:
+        """[Hkv, length, D], a view."""
+        return self._span.extent.v[:, : self.length]
+
+    @property
+    def positions(self) -> list[int]:
+        return self._span.extent.positions[: self.length].tolist()
+
+    @property
+    def index(self) -> LiveIndex:
+        """What finds them; fails where nothing does."""
+        assert self._span.extent.index is not None
+        return self._span.extent.index
+
+    @property
+    def has_index(self) -> bool:
+        return self._span.extent.index is not None
+
+    @property
+    def summed(self) -> int:
+        """Entries in their moments; 0 where nobody asked for these yet."""
+        return 0 if self._span.known is None else int(self._span.known.count)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Extent) and self._span.extent is other._span.extent
+
+    def __hash__(self) -> int:
+        return id(self._span.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a row of a layer holds, as of whenever it is asked."""
+
+    _layer: LayerKV
+    _row: Row
+
+    @property
+    def length(self) -> int:
+        """Tokens stored, wherever they are by now."""
+        return self._row.length
+
+    @property
+    def resident(self) -> list[int]:
+        """Positions in the resident tier, oldest first."""
+        return self._row.table.positions()
+
+    @property
+    def cold(self) -> list[int]:
+        """Positions in the cold tier, oldest first."""
+        return self._row.chain.positions()
+
+    @property
+    def gone(self) -> int:
+        """Tokens that have left the resident tier, wherever to."""
+        return self._row.gone_tokens
+
+    @property
+    def dropped(self) -> int:
+        """Tokens in neither tier."""
+        return self._row.dropped
+
+    @property
+    def lost(self) -> int:
+        """Entries of all heads that nobody attends any more."""
+        return self._row.lost_entries
+
+    @property
+    def kept(self) -> Entries | None:
+        """What the method keeps of those that have left."""
+        return self._row.kept
+
+    @property
+    def k(self) -> Tensor:
+        """Resident keys [Hkv, R, D]."""
+        return self._row.table.view()[0]
+
+    @property
+    def v(self) -> Tensor:
+        """Resident values [Hkv, R, D]."""
+        return self._row.table.view()[1]
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor] | None:
+        """Smallest and largest keys [Hkv, pages, D] of its resident pages, where these are kept."""
+        table = self._row.table
+        return None if table.pool.key_min is None else table.bounds()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the resident tier of its layer, room for what comes included."""
+        return self._layer.resident.pool.memory_bytes
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages where its layer is resident that a row holds, be it of a cache that shares them."""
+        return int((self._layer.resident.pool.refs > 0).sum())
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is resident."""
+        return self._layer.resident.pool.device
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Of the cold tier, oldest first."""
+        return [Extent(span) for span in self._row.chain.spans]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless each token of its layer has one owner, as it is now."""
+        self._layer.check_integrity()
+
+
+def held(owner: Any, layer: int = 0, row: int = 0, *, settled: bool = True) -> Held:
+    """What a row holds in a cache, or in whatever has one (a context, a conversation).
+
+    Args:
+        settled: after all that is leaving has arrived; else as it is.
+    """
+    store = _stores(owner, settled=settled)[layer]
+    return Held(store, store.rows[row])
+
+
+def every(owner: Any) -> list[Held]:
+    """What each row of each layer holds, layer by layer."""
+    return [Held(store, row) for store in _stores(owner).values() for row in store.rows]
+
+
+def extents(owner: Any) -> list[Extent]:
+    """The extents of each row of each layer, layer by layer."""
+    return [extent for one in every(owner) for extent in one.extents]
+
+
+def tiers(owner: Any) -> TierBytes:
+    """Bytes by tier, as `Generation` has them."""
+    return tier_bytes(_stores(owner).values())
+
+
+def kept_alive(owner: Any) -> dict[str, weakref.ref[Any]]:
+    """Memory of pages and extents by name: gone when the cache is."""
+    found = {f"pages {idx}": weakref.ref(s.resident.pool) for idx, s in _stores(owner).items()}
+    for idx, store in _stores(owner).items():
+        for number, span in enumerate(store.cold.spans()):
+            found[f"extent {idx}.{number}"] = weakref.ref(span.extent)
+            found[f"keys {idx}.{number}"] = weakref.ref(span.extent.k)
+    return found
+
+
+def _stores(owner: Any, *, settled: bool = True) -> dict[int, LayerKV]:
+    if isinstance(owner, LayerKV):
+        return {0: owner}
+    cache = getattr(owner, "_cache", owner)
+    kv = getattr(cache, "kv", cache)
+    if settled:
+        return kv.stores
+    return {idx: one.store for idx, one in kv.layers.items() if one.store is not None}
