@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.entries import Entries
+from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store import LayerKV, Row, Span, TierBytes, tier_bytes
 from hybrid_kv.store.live_index import LiveIndex
 
@@ -50,8 +51,9 @@ class Extent:
         return self._span.extent.v[:, : self.length]
 
     @property
-    def positions(self) -> list[int]:
-        return self._span.extent.positions[: self.length].tolist()
+    def stored_k(self) -> Tensor:
+        """[Hkv, stored, D], a view."""
+        return self._span.extent.keys
 
     @property
     def index(self) -> LiveIndex:
@@ -64,9 +66,18 @@ class Extent:
         return self._span.extent.index is not None
 
     @property
-    def summed(self) -> int:
-        """Entries in their moments; 0 where nobody asked for these yet."""
-        return 0 if self._span.known is None else int(self._span.known.count)
+    def near(self) -> Tensor | None:
+        """What the latest search of the row found, [Hkv, M, K], where the next one begins."""
+        return self._span.near
+
+    @property
+    def moments(self) -> Tail | None:
+        """The entries in sum, as of when somebody asked last."""
+        return self._span.known
+
+    def move(self) -> None:
+        """Puts its keys elsewhere in memory, of which nobody is told."""
+        self._span.extent.k = self._span.extent.k.clone()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Extent) and self._span.extent is other._span.extent
@@ -144,9 +155,9 @@ class Held:
         return int((self._layer.resident.pool.refs > 0).sum())
 
     @property
-    def device(self) -> torch.device:
-        """Where it is resident."""
-        return self._layer.resident.pool.device
+    def devices(self) -> set[torch.device]:
+        """Where the memory of its pages lies."""
+        return {part.device for part in self._layer.resident.pool.pages if part is not None}
 
     @property
     def extents(self) -> list[Extent]:
@@ -183,10 +194,19 @@ def tiers(owner: Any) -> TierBytes:
     return tier_bytes(_stores(owner).values())
 
 
+def wait_for_builds(owner: Any) -> None:
+    """Returns when no stand-in serves any more."""
+    for extent in extents(owner):
+        if extent.has_index:
+            extent.index.wait(extent.stored_k)
+
+
 def kept_alive(owner: Any) -> dict[str, weakref.ref[Any]]:
     """Memory of pages and extents by name: gone when the cache is."""
-    found = {f"pages {idx}": weakref.ref(s.resident.pool) for idx, s in _stores(owner).items()}
+    found: dict[str, weakref.ref[Any]] = {}
     for idx, store in _stores(owner).items():
+        found[f"layer {idx}"] = weakref.ref(store)
+        found[f"pages {idx}"] = weakref.ref(store.resident.pool)
         for number, span in enumerate(store.cold.spans()):
             found[f"extent {idx}.{number}"] = weakref.ref(span.extent)
             found[f"keys {idx}.{number}"] = weakref.ref(span.extent.k)

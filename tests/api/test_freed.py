@@ -26,6 +26,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.watch.audit import Look
+from tests.kit import kept_alive, wait_for_builds
 from tests.models.folder import model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"
@@ -69,14 +70,7 @@ def llm(plain: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[hkv.
 
 def parts(cache: TieredCache) -> dict[str, weakref.ref[Any]]:
     """What a cache holds, by name; at least one layer."""
-    found = {"cache": weakref.ref(cache), "kv": weakref.ref(cache.kv)}
-    for idx, layer in cache.kv.stores.items():
-        found[f"layer {idx}"] = weakref.ref(layer)
-        found[f"pool {idx}"] = weakref.ref(layer.resident.pool)
-        for number, span in enumerate(layer.cold.spans()):
-            found[f"extent {idx}.{number}"] = weakref.ref(span.extent)
-            found[f"keys {idx}.{number}"] = weakref.ref(span.extent.k)
-    return found
+    return {"cache": weakref.ref(cache), "kv": weakref.ref(cache.kv), **kept_alive(cache)}
 
 
 def alive(refs: dict[str, weakref.ref[Any]]) -> list[str]:
@@ -87,14 +81,7 @@ def settle(kv: Any) -> None:
     """Waits for work beside the cache, which may keep what it works on until it is done."""
     if kv.auditor is not None:
         kv.auditor.settle()
-    while any(
-        span.extent.index is not None and span.extent.index.is_building
-        for layer in kv.stores.values()
-        for span in layer.cold.spans()
-    ):
-        for layer in kv.stores.values():
-            layer.cold.settle()
-        time.sleep(0.001)
+    wait_for_builds(kv)
 
 
 def greedy(plain: PreTrainedModel, cache: TieredCache, **options: Any) -> None:

@@ -19,6 +19,7 @@ from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.watch.phases import PHASES
+from tests.kit import wait_for_builds
 from tests.models.folder import CONTEXT, EOS, WORDS, model, save_model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"
@@ -172,15 +173,7 @@ def test_a_context_is_asked_while_its_graphs_are_built_and_after(
         before = context.ask(" and", max_new_tokens=4)
         assert {head["build"] for head in before.index} == {"in progress"}
         slow_graphs.set()
-        builds = [
-            span.extent.index._build
-            for layer in context._cache.kv.stores.values()
-            for span in layer.cold.spans()
-            if span.extent.index is not None
-        ]
-        for build in builds:
-            assert build is not None
-            build.future.result(60)
+        wait_for_builds(context)
         after = context.ask(" and", max_new_tokens=4)
         # What an answer adds has an extent, and a build, of its own that may still be under way.
         assert {head["build"] for head in after.index if head["extent"] == 0} == {"done"}

@@ -18,6 +18,7 @@ from hybrid_kv.models import load
 from hybrid_kv.store import LayerKV, extent, pool
 from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
+from tests.kit import every, held
 from tests.models.folder import model, tokenizer
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -106,11 +107,10 @@ def test_what_a_turn_that_failed_has_dropped_is_there_again() -> None:
     with opened("streaming_llm") as llm:
         talk = llm.conversation()
         talk.send(TURNS[0], max_new_tokens=9)
-        layers = talk._cache.kv.stores
-        before = [layers[idx].rows[0].table.positions() for idx in (0, 1)]
+        before = [row.resident for row in every(talk)]
         with out_of_memory(llm.model, range(1, 2), 9), pytest.raises(DeviceMemoryError):
             talk.send(TURNS[2], max_new_tokens=20)
-        assert [layers[idx].rows[0].table.positions() for idx in (0, 1)] == before
+        assert [row.resident for row in every(talk)] == before
 
 
 def test_layers_that_drop_and_layers_that_offload_go_on_together(
@@ -129,8 +129,8 @@ def test_layers_that_drop_and_layers_that_offload_go_on_together(
         for text in TURNS:
             talk.send(text, max_new_tokens=9)
             talk._cache.check_integrity()
-        assert talk._cache.kv.stores[0].rows[0].chain.num_tokens > 8
-        assert talk._cache.kv.stores[1].rows[0].dropped > 8
+        assert len(held(talk).cold) > 8
+        assert held(talk, layer=1).dropped > 8
 
 
 @pytest.mark.parametrize(("stage", "new_tokens", "at"), STAGES)

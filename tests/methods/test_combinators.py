@@ -15,6 +15,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive
+from tests.kit import every, held
 from tests.methods.eviction import Heads, kept_sets, method, run
 from tests.methods.test_evicting_in_caches import PROMPT, SHAPES, decode, step, tokens
 from tests.tolerances import TOLERANCES
@@ -65,7 +66,7 @@ def test_a_method_of_some_layers_knows_of_these_alone() -> None:
     )
     step(kv, tokens(PROMPT, seed=1))
     decode(kv, 1)
-    kept = [store.rows[0].kept for store in kv.stores.values()]
+    kept = [row.kept for row in every(kv)]
     lengths = [one.lengths[0] for one in kept if one is not None]
     assert lengths[0] > lengths[1]
     assert sum(lengths) == 2 * (61 - 32)
@@ -130,15 +131,14 @@ def test_layers_behind_a_choosing_one_keep_what_it_chose(name: str) -> None:
     for kv in (alone, shared):
         step(kv, prompt)
         decode(kv, 1, rows=2)
-    kept = {
-        id(kv): [[kept_sets(row.kept, 2) for row in store.rows] for store in kv.stores.values()]
+    own, both = (
+        [[kept_sets(held(kv, layer, row).kept, 2) for row in (0, 1)] for layer in (0, 1, 2)]
         for kv in (alone, shared)
-    }
-    own, both = kept[id(alone)], kept[id(shared)]
+    )
     assert both == [own[0], own[0], own[2]]
     assert own[1] != own[0]
-    for layer, store in enumerate(shared.stores.values()):
-        entries = store.rows[0].kept
+    for layer in range(3):
+        entries = held(shared, layer).kept
         assert entries is not None
         k, _, at = entries.head(1)
         torch.testing.assert_close(k, prompt[layer][1][0, 1, at])

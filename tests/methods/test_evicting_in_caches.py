@@ -17,6 +17,7 @@ from hybrid_kv.errors import MethodError
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import every, held
 from tests.tolerances import TOLERANCES
 
 FIXED = ("h2o", "tova", "scissorhands", "keyformer", "d2o", "elastic_cache")
@@ -129,10 +130,10 @@ def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str)
     kv = cache(name)
     step(kv, tokens(PROMPT, seed=5))
     decode(kv, 37)
-    before = [row.length for store in kv.stores.values() for row in store.rows]
+    before = [row.length for row in every(kv)]
     with pytest.raises(MethodError, match="checkpoint"):
         kv.layers[0].crop(100)
-    assert [row.length for store in kv.stores.values() for row in store.rows] == before
+    assert [row.length for row in every(kv)] == before
 
 
 @pytest.mark.parametrize("turn", [9, 65])
@@ -148,9 +149,9 @@ def test_a_later_turn_goes_through_the_method_and_budgets_hold(name: str, turn: 
     decode(kv, 20, seed=800)
     kv.check_integrity()
     grows = name not in FIXED
-    held = sum(sum(row.kept.lengths) for store in kv.stores.values() for row in store.rows)
+    kept = sum(sum(row.kept.lengths) for row in every(kv))
     left = (5 + turn + 20) // 16 * 16 if grows else 0
-    assert held == 2 * len(SHAPES) * (61 - 32 + left)
+    assert kept == 2 * len(SHAPES) * (61 - 32 + left)
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova"])
@@ -165,8 +166,7 @@ def test_what_a_later_turn_attends_counts_as_what_an_answer_attends(name: str, t
         for part in [slice(None)] if at_once else [slice(t, t + 1) for t in range(turn)]:
             step(kv, [(q[:, :, part], k[:, :, part], v[:, :, part]) for q, k, v in news])
         decode(kv, 1, seed=950)
-        row = kv.stores[2].rows[0]
-        kept = row.kept
+        kept = held(kv, layer=2).kept
         assert kept is not None
         by_position = zip(kept.split("positions")[1], kept.split("score")[1], strict=True)
         columns.append({int(at): float(score) for at, score in by_position})

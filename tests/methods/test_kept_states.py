@@ -15,6 +15,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive, heads
+from tests.kit import every, held
 from tests.tolerances import TOLERANCES
 
 SHAPE, SCALE, PROMPT = LayerShape(0, 6, 2, 72), 0.11, 173
@@ -84,7 +85,7 @@ def test_a_cache_does_as_the_driver_says(name: str) -> None:
     for expected in driven.out:
         torch.testing.assert_close(fed.feed(1)[0, :, 0], expected.float(), **CLOSE)
     assert (max(driven.error) < 1e-9) == (name == LOSSLESS)
-    kept = fed.kv.stores[0].rows[0].kept
+    kept = held(fed.kv).kept
     assert kept is not None
     assert driven.kept is not None
     assert kept.lengths == driven.kept.lengths
@@ -142,7 +143,7 @@ def test_a_codec_goes_back_as_far_as_one_wants() -> None:
         for layer in fed.kv.layers.values():
             layer.crop(100)
         fed.at -= 100
-        kept = fed.kv.stores[0].rows[0].kept
+        kept = held(fed.kv).kept
         assert kept is not None
         assert max(kept.split("positions")[0].tolist()) < fed.at
         fed.feed(*[1] * 60)
@@ -171,7 +172,7 @@ def test_two_rows_of_one_batch_choose_for_themselves() -> None:
     kv.attend(0, q, (k, v), None, scale=SCALE)
     q, k, v = (torch.randn(2, count, 1, 72) for count in (6, 2, 2))
     kv.attend(0, q, (k, v), None, scale=SCALE)
-    kept = [row.kept for row in kv.stores[0].rows]
+    kept = [row.kept for row in every(kv)]
     assert [[length > 0 for length in one.lengths] for one in kept if one is not None] == [
         [True, False],
         [False, True],

@@ -11,6 +11,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.index.lsh import LshIndex
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import every, extents, held
 from tests.oracle import softmax_attention
 from tests.tolerances import TOLERANCES
 
@@ -43,7 +44,7 @@ class Played:
             index.build(self.first[source], None)
 
     def cold(self, rows: Tensor, row: int) -> Tensor:
-        count = self.kv.stores[0].rows[row].chain.num_tokens
+        count = len(held(self.kv, row=row).cold)
         return rows[row, :, 16 : 16 + count]
 
     def step(self, new: int = 1) -> tuple[Tensor, Tensor]:
@@ -97,8 +98,8 @@ def test_rows_that_were_cropped_and_forked_sample_only_what_they_hold() -> None:
         layer.crop(gone)
     played.k, played.v = played.k[sources, :, :-gone], played.v[sources, :, :-gone]
     played.sample_rows(sources)
-    spans = [row.chain.spans for row in played.kv.stores[0].rows]
-    assert all(span.length < span.extent.length for (span,) in spans)
+    assert [len(row.extents) for row in every(played.kv)] == [1] * 3
+    assert all(extent.length < extent.stored for extent in extents(played.kv))
     for _ in range(3):
         played.check()
 

@@ -18,6 +18,7 @@ from hybrid_kv.index.query_channels import QueryChannelsIndex
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Read, TokenBudget
+from tests.kit import held
 from tests.oracle import softmax_attention
 from tests.runtime.keeping import KeepsHeaviest
 from tests.tolerances import TOLERANCES
@@ -59,13 +60,11 @@ class Played:
 
     @property
     def num_cold(self) -> int:
-        return self.kv.stores[0].rows[0].chain.num_tokens
+        return len(held(self.kv).cold)
 
     @property
     def index(self) -> Any:
-        live = self.kv.stores[0].rows[0].chain.spans[0].extent.index
-        assert live is not None
-        return live._answers
+        return held(self.kv).extents[0].index.serving.innermost
 
     def step(self, new: int = 1) -> tuple[Tensor, Tensor]:
         """Queries and outputs [B, Hq, 1, D]."""
@@ -298,13 +297,11 @@ def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
         layer.fork([0, 0])
         layer.crop(60)
     played.q, played.k, played.v = (t[[0, 0], :, :-60] for t in (played.q, played.k, played.v))
-    (span,) = played.kv.stores[0].rows[0].chain.spans
-    assert span.length < span.extent.length
-    index, length = span.extent.index, span.length
-    assert index is not None
-    keys, values = (t[:, :length].double() for t in (span.extent.keys, span.extent.values))
+    (extent,) = held(played.kv).extents
+    assert extent.length < extent.stored
+    length, keys, values = extent.length, extent.k.double(), extent.v.double()
     q, ids = torch.randn(2, 3, 72), torch.arange(0, 75, 5).expand(2, 3, -1)
-    out, lse = index.estimate(q, ids, span.extent.values[:, :length], scale=SCALE)
+    out, lse = extent.index.estimate(q, ids, extent.v, scale=SCALE)
     for head, m in ((0, 1), (1, 2)):
         asked, left = q[head, m].double(), torch.ones(length, dtype=torch.bool)
         left[ids[head, m]] = False
@@ -320,7 +317,7 @@ def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
             group = played.index._groups.group[head].long()
             weights, means = [], []
             for c in group[:length].unique():  # keys that were forgotten still move the centroid
-                whole = span.extent.keys[head, : len(group)][group == c].double()
+                whole = extent.stored_k[head, : len(group)][group == c].double()
                 count = (left & (group[:length] == c)).sum()
                 weights.append(count * (SCALE * whole.mean(0) @ asked).exp())
                 means.append(values[head][group[:length] == c].mean(0))

@@ -13,6 +13,7 @@ from hybrid_kv.errors import ConfigError, IntegrityError
 from hybrid_kv.index.reuse import Choices, ReusingIndex
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import every
 from tests.oracle import softmax_attention
 from tests.tolerances import TOLERANCES
 
@@ -39,8 +40,8 @@ class Played:
 
     def step(self, new: int = 1) -> dict[int, tuple[Tensor, Tensor]]:
         """By layer the queries and outputs [B, Hq, T, D] of new random tokens."""
-        stores, outputs = self.kv.stores, {}
-        self.window = SINKS + stores[0].rows[0].chain.num_tokens if stores else 0  # where it starts
+        outputs, rows = {}, every(self.kv)
+        self.window = SINKS + len(rows[0].cold) if rows else 0  # where it starts
         for idx in self.k:
             q, k, v = (torch.randn(self.rows, heads, new, 72) for heads in (6, 2, 2))
             self.k[idx] = torch.cat([self.k[idx], k], 2)

@@ -330,7 +330,7 @@ def test_a_closed_cache_holds_nothing() -> None:
     kv = cache(**SMALL)
     feed(kv, 300, 1)
     stored = kept_alive(kv)
-    assert stored.keys() == {"pages 0", "extent 0.0", "keys 0.0"}
+    assert stored.keys() == {"layer 0", "pages 0", "extent 0.0", "keys 0.0"}
     kv.close()
     assert {ref() for ref in stored.values()} == {None}
     assert not every(kv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import ModelInfo
+from tests.kit import held, kept_alive
 from tests.runtime import test_look_ahead as look_ahead
 from tests.runtime.test_engine_plan import (
     INT8,
@@ -103,7 +103,7 @@ def test_cold_parts_of_forks_are_one_call(
             before = len(calls)
             outs[-1] += [feed(kv, *tokens.next(1)) for _ in range(70)]
             assert len(calls) - before == (70 if switch == "1" else 0)
-            assert len(kv.stores[0].rows[0].chain.spans) == 2
+            assert len(held(kv).extents) == 2
     for one, parts in zip(*outs, strict=True):
         compare(one, parts)
 
@@ -176,7 +176,7 @@ def test_what_was_searched_ahead_is_ranked_in_the_place_of_a_search(
     for switch, (fork, _) in zip(("1", "0"), caches, strict=True):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
         forked.append(look_ahead.run(fork, look_ahead.drawn(20, rows, 1)[1:], lambda _, q: -q))
-        assert len(fork.stores[1].rows[0].chain.spans) == 2
+        assert len(held(fork, layer=1).extents) == 2
     assert named == [*[False] * rows, *[True] * 2 * rows] * 20
     look_ahead.assert_same(*forked)
     trial = look_ahead.made(executor, look_ahead="auto")
@@ -205,8 +205,7 @@ def test_what_a_call_cannot_say_is_made_op_by_op(calls: list[LayerPlan]) -> None
 def test_a_layer_that_is_forgotten_lets_go_of_its_entries() -> None:
     kv = far(SETTINGS["int8"])
     begin(kv)
-    layer = kv.layers[0]
-    keys = weakref.ref(layer.held.rows[0].chain.spans[0].extent)
-    assert keys() is not None
-    layer.reset()
-    assert keys() is None
+    entries = kept_alive(kv)
+    assert all(one() is not None for one in entries.values())
+    kv.layers[0].reset()
+    assert {one() for one in entries.values()} == {None}

@@ -18,6 +18,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, Work
+from tests.kit import held
 from tests.oracle import softmax_attention, spread
 from tests.tolerances import TOLERANCES
 
@@ -246,14 +247,14 @@ class Twin:
         row, group = self.rows[number], self.shape.group_size
         start, end = self._cold(row)
         outs, lses = [out], [lse]
-        for span in self.cache.stores[0].rows[number].chain.spans:
-            stop = min(end, start + span.length)  # what left when the step ended was resident
+        for extent in held(self.cache, row=number).extents:
+            stop = min(end, start + extent.length)  # what left when the step ended was resident
             left = (~seen[..., start:stop]).sum(-1)
             if bool(left.any()):
-                assert span.known is not None
-                learned = slice(start, start + span.known.count)
+                assert extent.moments is not None
+                learned = slice(start, start + extent.moments.count)
                 known = Tail.of(row.k[:, learned], row.v[:, learned])
-                torch.testing.assert_close(span.known.key_value, known.key_value)
+                torch.testing.assert_close(extent.moments.key_value, known.key_value)
                 guesses = [
                     self._estimated(
                         _of_head(known, head // group),

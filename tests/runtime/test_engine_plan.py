@@ -16,6 +16,7 @@ from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.runtime import KVCache, engine_plan
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import held
 from tests.tolerances import TOLERANCES
 
 SHAPE = LayerShape(0, 6, 2, 72)
@@ -159,9 +160,7 @@ def test_a_layer_of_several_kinds_is_one_call(monkeypatch: pytest.MonkeyPatch) -
         kv = cache(settings)
         tokens = begin(kv)
         outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
-        index = kv.stores[0].rows[0].chain.spans[0].extent.index
-        assert index is not None
-        plan = index.plan(20, 20) or ()
+        plan = held(kv).extents[0].index.plan(20, 20) or ()
         assert len(plan) > 1, "the later keys are scanned beside the codes"
         assert any(search.first_row for search in plan)
     for one, parts in zip(*outs, strict=True):
@@ -217,10 +216,9 @@ def test_rows_that_go_on_from_shared_entries_are_one_call(
         twice = again.fork()
         outs[-1] += [feed(twice, *tokens.next(1)) for _ in range(150)]
         for kv, extents in ((first, 2), (shorter, 2), (again, 2), (twice, 3)):
-            (row,) = kv.stores[0].rows
-            seen = row.chain.spans[0]
-            assert len(row.chain.spans) == extents
-            assert (seen.length < seen.extent.length) == (kv is not first)
+            seen = held(kv).extents
+            assert len(seen) == extents
+            assert (seen[0].length < seen[0].stored) == (kv is not first)
             assert kv.describe_steps()[0]["one_call"] == (switch == "1")
             kv.check_integrity()
         works.append([kv.work for kv in (first, shorter, again, twice)])
@@ -241,7 +239,7 @@ def test_every_extent_is_searched_from_where_its_entries_were_found(
     kv = first.fork()
     for _ in range(100):
         feed(kv, *tokens.next(1))
-    shared, own = kv.stores[0].rows[0].chain.spans
+    shared, own = held(kv).extents
     assert shared.near is not None
     assert own.near is not None
     assert 0 <= int(own.near.max()) < own.length
@@ -262,10 +260,8 @@ def test_every_extent_is_searched_from_where_its_entries_were_found(
 
 def stored(kv: KVCache) -> list[Tensor]:
     """All that a layer's only row holds in its pages."""
-    row = kv.stores[0].rows[0]
-    table, (k, v) = row.table, row.table.view()
-    bounds = () if table.pool.key_min is None else table.bounds()
-    return [k, v, torch.tensor(table.positions()), torch.tensor(row.length), *bounds]
+    row = held(kv)
+    return [row.k, row.v, torch.tensor(row.resident), torch.tensor(row.length), *(row.bounds or ())]
 
 
 @pytest.mark.parametrize("name", ["int8", "quest"])
@@ -451,8 +447,7 @@ def test_a_plan_that_was_not_told_of_a_change_is_found_out() -> None:
     kv = cache(SETTINGS["int8"])
     tokens = begin(kv)
     feed(kv, *tokens.next(1))
-    extent = kv.stores[0].rows[0].chain.spans[0].extent
-    extent.k = extent.k.clone()  # and nobody says so
+    held(kv).extents[0].move()
     with pytest.raises(IntegrityError, match="a step's plan must be told of what changes"):
         feed(kv, *tokens.next(1))
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
+from tests.kit import extents
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 KINDS = ["sketch", "graph", "auto"]
@@ -22,11 +23,6 @@ def plain() -> PreTrainedModel:
 
 def settings(kind: str) -> dict[str, Any]:
     return {**SMALL, "cold": {"top_k": 5, "index": {**INDEXES[kind], "horizon_tokens": 128}}}
-
-
-def extents(context: hkv.Context) -> list[Any]:
-    stores = context._cache.kv.stores.values()
-    return [span.extent for store in stores for span in store.cold.spans()]
 
 
 def served(context: hkv.Context) -> set[str]:

@@ -20,8 +20,10 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.foreseen import MOST_LOST, TRIAL_LOOKS
+from hybrid_kv.store import ColdChain
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
+from tests.kit import held
 from tests.tolerances import TOLERANCES
 from tests.transfer.late import LateLane
 
@@ -118,8 +120,7 @@ def test_a_true_prediction_finds_what_a_search_finds(rows: int, beside: bool) ->
     assert_same(got, want)
     # The first step after the prompt seals the layers, so that it comes too late for them.
     assert [row["searches"] for row in cache.layers.describe_look_ahead()] == [0, 29, 29]
-    for store in cache.stores.values():
-        store.check_integrity()
+    cache.check_integrity()
 
 
 def test_a_wrong_prediction_ranks_by_the_true_query() -> None:
@@ -155,7 +156,7 @@ def test_predictions_are_turned_to_the_position_of_the_new_token() -> None:
     back = {}
 
     def predict(idx: int, q: Tensor) -> Tensor:
-        length = cache.layers[idx].held.longest
+        length = held(cache, idx).length
         back[idx] = length
         return rotary.turn(q, torch.tensor([-length]))
 
@@ -282,9 +283,7 @@ def test_an_error_of_a_search_comes_where_its_layer_attends(
     cache = made(executor, look_ahead="always")
     steps = drawn(2)
     run(cache, steps[:2])
-    for store in cache.stores.values():
-        for row in store.rows:
-            monkeypatch.setattr(row.chain, "search", lambda *_: 1 / 0)
+    monkeypatch.setattr(ColdChain, "search", lambda *_: 1 / 0)
     cache.search_ahead(1, lambda: steps[2][1][0])
     q, k, v = steps[2][1]
     with pytest.raises(ZeroDivisionError):

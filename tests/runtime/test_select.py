@@ -99,7 +99,7 @@ class Scene:
                 end = min(stop, first + extent.length)
                 if end == first:  # what left as the step ended
                     break
-                learned = slice(first, first + extent.summed)
+                learned = slice(first, first + extent.moments.count)
                 known = Tail.of(self.k[:, learned], self.v[:, learned])
                 taken = visible[..., first:end].float()
                 sums = taken.sum(-1), (taken * (q @ k[:, first:end].mT)).sum(-1)

@@ -21,6 +21,7 @@ from hybrid_kv.store import PageTable
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from hybrid_kv.transfer.cuda import Copies
 from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import held
 
 SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=24)
 DEVICES = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
@@ -95,9 +96,9 @@ def test_each_layer_lives_on_its_own_device(method: str) -> None:
             if device.type == "cpu":  # the layers on other devices change nothing
                 assert torch.equal(part.out, want.out)
     for idx, device in enumerate(DEVICES):
-        layer = cache.stores[idx]
-        assert {t.device for t in layer.resident.pool.pages if t is not None} == {device}
-        assert all(span.extent.k.device.type == "cpu" for span in layer.cold.spans())
+        row = held(cache, layer=idx)
+        assert row.devices == {device}
+        assert all(extent.k.device.type == "cpu" for extent in row.extents)
     offloads = method in ("hybrid", "retrieval_attention")
     assert bool(lane.sent) == bool(lane.returned) == offloads
 
@@ -117,6 +118,6 @@ def test_a_question_on_two_devices_is_rolled_back(method: str) -> None:
         step(1)
     before.restore(cache.layers)
     for idx, device in enumerate(DEVICES):
-        assert [row.length for row in cache.stores[idx].rows] == [37]
-        assert cache.stores[idx].resident.pool.k.device == device
-    cache.stores[0].check_integrity()
+        row = held(cache, layer=idx)
+        assert (row.length, row.devices) == (37, {device})
+    held(cache).check_integrity()

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from hybrid_kv.ops import upload
 from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.store import ResidentStore
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
 from tests.runtime.test_two_devices import DEVICES, MetaLane, _no_values, made
 
@@ -115,4 +114,4 @@ def test_on_a_gpu_steps_do_not_wait() -> None:
             step(cache, 1, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert isinstance(cache.stores[0].resident, ResidentStore)
+    cache.check_integrity()

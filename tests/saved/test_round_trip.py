@@ -83,7 +83,7 @@ def test_moments_are_saved_and_not_taken_again(
             patched.setattr(Tail, "of", lambda *_: pytest.fail("moments were taken again"))
             opened = llm.open(tmp_path / "a.hkv")
             assert answers(opened) == expected
-        assert {extent.summed for extent in extents(opened)} == {extents(opened)[0].length}
+        assert {extent.moments.count for extent in extents(opened)} == {extents(opened)[0].length}
 
 
 def test_damaged_moments_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
