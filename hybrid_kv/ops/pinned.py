@@ -174,7 +174,9 @@ def _unlock(addresses: Sequence[int], process: int) -> None:
 
 
 def _unlock_now(addresses: Sequence[int]) -> None:
-    with suppress(RuntimeError, AssertionError):  # CUDA has failed for good, or is gone
+    if not torch.cuda.is_initialized():  # shut down before the memory, and the locks with it
+        return
+    with suppress(RuntimeError):  # CUDA has failed for good
         torch.cuda.synchronize()  # a copy or kernel may be at work on these pages
         _unregister(addresses)
         _refused.clear()

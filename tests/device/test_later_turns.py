@@ -172,10 +172,12 @@ def test_where_no_more_can_be_locked_another_extent_goes_on(
                 patch.setattr(torch.cuda, "cudart", lambda: refuses)
             chat.say(TURN, 3)
             chat.say(1, 4)
+            before = extents(chat.cache)
         chat.say(TURN, 5)
         chat.say(1, 6)
         if device().type == "cuda":
-            assert [len(own) for own in extents(chat.cache)] == [2, 2]
+            for own in (before, extents(chat.cache)):
+                assert [len(of_layer) for of_layer in own] == [2, 2]
 
     expected = played(config, refused)
     with emulated(schedule="late", kernels="defined"), pytest.warns(PinnedMemoryWarning):

@@ -71,6 +71,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
     made, empty = FakeCudart(), torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "cudart", lambda: made)
         patch.setattr(torch.cuda, "synchronize", lambda: made.calls.append("synchronize"))
         patch.setattr(torch, "zeros", lambda *_, device: made.calls.append(f"kernel on {device}"))
