@@ -54,11 +54,11 @@ class PinnedRows:
         return math.lcm(self._row_bytes, page_bytes) // self._row_bytes
 
     def bytes_to(self, count: int) -> int:
-        """What the first `count` rows of each array commit beyond what is."""
+        """Bytes that the first `count` rows of each array commit beyond what is."""
         return max(0, count - self.locked) * self._row_bytes * self._num_arrays
 
     def lock(self, count: int) -> bool:
-        """Whether the first `count` rows of each array may be written, after locking what lacks.
+        """Locks the first `count` rows of each array; whether they may be written.
 
         False beyond the capacity, where CUDA refuses more, and where kernels would not reach more
         in the place behind.

@@ -31,7 +31,7 @@ _LAST_ROW = 2**31 - 1
 
 
 def sample_stride(capacity: int) -> int:
-    """Of so many runs of `capacity` keys one is sampled."""
+    """The number of runs of `capacity` keys of which one is sampled."""
     return max(_SAMPLED, -(-capacity // _MOST_SAMPLES))
 
 
@@ -42,7 +42,7 @@ def num_samples(capacity: int) -> int:
 
 
 def scratch_bytes(capacity: int, later: int, heads: int, group: int) -> int:
-    """What kernels take of a device while they search a layer for one token.
+    """Memory of a device that kernels take while they search a layer for one token.
 
     Lists have room for all keys, in each KV head: their rows, and a score for each query of the
     group. The sample has scores alone.
@@ -80,7 +80,7 @@ class DeviceCodes:
 
     @property
     def sample_stride(self) -> int:
-        """Of so many runs of keys one is sampled."""
+        """The number of runs of keys of which one is sampled."""
         return sample_stride(self.codes.shape[1])
 
     @property
@@ -90,7 +90,7 @@ class DeviceCodes:
 
     @property
     def nbytes(self) -> int:
-        """Of the device."""
+        """Bytes of the device."""
         parts = (self.codes, self.recent, self.key_map, self.start, self.query_map, self.mean)
         return sum(part.nbytes for part in parts)
 

@@ -44,7 +44,7 @@ def bus_copies(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _num_in_one_range(host: Tensor) -> int:
-    """How many of the first rows of a contiguous host tensor lie in one locked range."""
+    """The number of first rows of a contiguous host tensor that lie in one locked range."""
     if not host.numel():
         return len(host)
     address, row_bytes = host.data_ptr(), host.nbytes // len(host) if host.ndim else host.nbytes

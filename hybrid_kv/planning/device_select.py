@@ -1,4 +1,4 @@
-"""Whether a device holds codes of all cold keys, how large they are, and what a step then reads."""
+"""Codes of all cold keys on a device: whether they fit, their size, and what a step then reads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def plan_select(
 
 
 def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: int) -> int:
-    """What codes of `size` bytes at 128 channels and what goes with them take in all layers."""
+    """Bytes in all layers of codes of `size` bytes at 128 channels, and of what goes with them."""
     return sum(
         device_bytes(
             cold, one.num_kv_heads, one.head_dim, itemsize, -(-size * one.head_dim // _DIM)
@@ -80,13 +80,13 @@ def codes_bytes(layers: Sequence[LayerShape], size: int, cold: int, itemsize: in
 
 
 def searching_bytes(layers: Sequence[LayerShape], cold: int) -> int:
-    """What the search of one layer holds; layers are searched one after another."""
+    """Bytes that the search of one layer holds; layers are searched one after another."""
     sizes = (search_bytes(cold, one.num_kv_heads, one.group_size) for one in layers)
     return max(sizes, default=0)
 
 
 class SelectBytes(NamedTuple):
-    """What selection on a device reads for a token, in all layers.
+    """Bytes that selection on a device reads for a token, in all layers.
 
     coded: codes, those of the sample a second time, on the device. ranked: keys that are ranked
     exactly, over the bus; attended: values of the best, over the bus.

@@ -42,7 +42,7 @@ class StepWatcher(Protocol):
     """Whoever looks at decode steps of a cache, and at what they have found."""
 
     def wants(self, layer_idx: int, q: Tensor) -> bool:
-        """Whether the step of a layer that begins is looked at; its queries are q [B, Hq, T, D]."""
+        """Whether to look at the step of a layer that begins, with queries q [B, Hq, T, D]."""
         ...
 
     def add(self, step: Step, part: PartialAttention) -> None:
@@ -93,7 +93,7 @@ class KVCache:
         self.graph_use = GraphUse()
 
     def _of_one_conversation(self) -> dict[str, Any]:
-        """What the layers share until `reset`."""
+        """The means that the layers share until `reset`."""
         method = self.config.build()
         method.open(self.info)
         wanted, known = method.foresight, self.info.unforeseen
@@ -200,7 +200,7 @@ class KVCache:
         """A step through the method, for those who look at it as well."""
         steps, layer_idx, ahead = layer.steps, layer.shape.layer_idx, self.means.look_ahead
         foreseen = ahead.take(layer_idx) if ahead is not None and ahead.under_way else None
-        step = steps.new(layer.store or layer.held, q, scale, softcap, new=new, ahead=foreseen)
+        step = steps.make(layer.store or layer.held, q, scale, softcap, new=new, ahead=foreseen)
         if not self.watchers:
             return steps.attend(step)
         looking = [one for one in self.watchers if one.wants(layer_idx, q)]
@@ -332,7 +332,7 @@ def new_builds(cache: KVCache) -> IndexBuilds:
 
 
 def make_auditor(config: HybridConfig, info: ModelInfo) -> Auditor | None:
-    """What audits a cache under these settings; None for nobody."""
+    """An auditor of a cache under these settings; None for none."""
     if not config.audit_every:
         return None
     # Where findings change what is attended and tokens shall repeat, they must not come late.
@@ -342,7 +342,7 @@ def make_auditor(config: HybridConfig, info: ModelInfo) -> Auditor | None:
 
 
 def make_executor(config: HybridConfig, device_type: str = "cpu") -> Executor:
-    """What moves entries and builds indexes under these settings, for a model on such a device.
+    """An executor, which moves entries and builds indexes, for a model on such a device.
 
     Raises:
         ConfigError: HYBRID_KV_BUILD_THREADS is no number of threads.

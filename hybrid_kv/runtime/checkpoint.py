@@ -11,7 +11,7 @@ from hybrid_kv.store import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where the layers stood: the stores they had, and by row how many tokens.
+    """The state of all layers to go back to: the stores they had, and by row how many tokens.
 
     Where the method moves entries on as the window advances, the next tokens are taken by a branch
     of the store: cropping would bring back neither dropped nor offloaded entries.

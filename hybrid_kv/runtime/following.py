@@ -1,4 +1,4 @@
-"""What methods that keep entries, and indexes that learn on, are told of later attention."""
+"""Later attention, told to methods that keep entries and to indexes that learn on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
 
 _NOTED_TOKENS = 64
-"""Of a chunk of a long later turn so many queries are kept, spread evenly, to learn from."""
+"""Queries of a chunk of a long later turn that are kept, spread evenly, to learn from."""
 _FOLLOWED_TOKENS = 128
-"""Of a long later turn a method is told of so many at a time."""
+"""Tokens of a long later turn that a method is told of at a time."""
 
 
 def follow(

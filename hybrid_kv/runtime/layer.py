@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerMark:
-    """Where a layer stood; collected: of its prompt, where that had not ended."""
+    """The state of a layer to go back to; collected: of its prompt, where that had not ended."""
 
     store: LayerKV | None
     is_sealed: bool
@@ -38,7 +38,7 @@ class LayerMark:
 
     @classmethod
     def of(cls, layer: TieredLayer) -> LayerMark:
-        """Where a layer stands."""
+        """The present state of a layer."""
         rows = [] if layer.store is None else [row.mark() for row in layer.store.rows]
         collected = [] if layer.is_sealed else layer.prompt.mark()
         return cls(layer.store, layer.is_sealed, rows, collected)

@@ -15,7 +15,7 @@ from hybrid_kv.types import Evidence, LayerShape, Needs
 
 
 class LayerPrompt:
-    """What a layer has seen of its prompt, by row.
+    """The prompt of a layer as far as it was seen, by row.
 
     logits: scale and softcap by which the prompt's scores became logits.
     """
@@ -57,7 +57,7 @@ class LayerPrompt:
                 collector.add_masses(own, own_lse, keys, scale=scale, softcap=softcap)
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """What was collected, one per row; empty if nobody asked for it.
+        """Evidence that was collected, one per row; empty if nobody asked for it.
 
         After the prompt's end only what was kept is still there.
         """
@@ -72,7 +72,7 @@ class LayerPrompt:
     def samples(
         self, seen: Evidence, placement: Placement | None, rotary: Rotary
     ) -> Samples | None:
-        """What an index may learn from a row's evidence; None for nothing."""
+        """Samples of a row's evidence that an index may learn from; None for none."""
         if placement is not None and placement.learns is not None:
             seen = seen.narrowed(placement.learns)
         return seen.samples(self._shape.num_kv_heads, rotary)
@@ -84,7 +84,7 @@ class LayerPrompt:
     # Rows, and going back -------------------------------------------------------------------------
 
     def forked(self) -> LayerPrompt:
-        """That of a layer of another cache, which continues from the same entries."""
+        """The prompt of a layer of another cache, which continues from the same entries."""
         return copy(self)
 
     def fork(self, sources: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class LayerPrompt:
             self._collectors = [self._collectors[source] for source in sources]
 
     def mark(self) -> Sequence[EvidenceCollector]:
-        """What has been collected, for `go_back`."""
+        """Evidence that has been collected, for `go_back`."""
         return [collector.branch() for collector in self._collectors]
 
     def go_back(self, mark: Sequence[EvidenceCollector]) -> None:

@@ -29,7 +29,7 @@ class Layers(dict[int, TieredLayer]):
         self._means, self.may_go_back = means, False
 
     def stores(self) -> dict[int, LayerKV]:
-        """What the layers hold that have a token; nothing is on its way any more."""
+        """Stores of the layers that have a token; nothing is on its way any more."""
         self.settle()
         held = {idx: layer.store for idx, layer in self.items()}
         return {idx: store for idx, store in held.items() if store is not None}
@@ -89,7 +89,7 @@ class Layers(dict[int, TieredLayer]):
         return [layer.shape for layer in self.values() if not layer.is_sealed]
 
     def spare_host_memory(self) -> int:
-        """What cold entries and indexes of the layers to come leave of the host's free memory."""
+        """Free bytes of the host beyond the cold entries and indexes of the layers to come."""
         means, held = self._means, (layer.store for layer in self.values())
         store = next((store for store in held if store is not None), None)
         if store is None:
@@ -165,7 +165,7 @@ class Layers(dict[int, TieredLayer]):
             layer.move_on()
 
     def end_forward(self) -> None:
-        """What came stays, and what has left the windows in decode steps departs."""
+        """Ends a forward: its entries stay; those that left a window in a decode step depart."""
         numbers = self._means.numbers
         for layer in self.values():
             take_back_reserved(layer.store, numbers)

@@ -1,4 +1,4 @@
-"""What leaves the window of a layer: all at the prompt's end, then page by page."""
+"""Departures from the window of a layer: all at the prompt's end, then page by page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Finder: TypeAlias = Callable[[Method, Means, LayerKV], FindNearest | None]
 
 
 class Leaving:
-    """What is on its way out of a layer's window: one departure at a time.
+    """Entries on their way out of a layer's window: one departure at a time.
 
     It leaves in two steps. It stays resident until its copy has arrived, and whoever reads or
     changes the layer ends its departure first.
@@ -51,7 +51,7 @@ class Leaving:
         prompt: LayerPrompt,
         evidence: Sequence[Evidence],
     ) -> None:
-        """All leaves that the method does not want resident: the prompt has ended.
+        """Begins the departure of all that the method does not want resident, at the prompt's end.
 
         Args:
             evidence: of the prompt, one per row; empty if nobody asked for it.
@@ -132,7 +132,7 @@ class Leaving:
             self._samples_left = [self._samples_left[source] for source in sources]
 
     def forked(self, means: Means) -> Leaving:
-        """That of a layer of another cache, which continues from the same entries."""
+        """Departures of a layer of another cache, which continues from the same entries."""
         new = Leaving(self._method, self._rotary, means, self._find)
         new._samples_left = self._samples_left
         return new
@@ -144,7 +144,9 @@ def _gone(row: Row, left: Entries) -> int:
 
 
 def nearest_finder(method: Method, means: Means, store: LayerKV) -> FindNearest | None:
-    """What finds the best keys of a new index's samples; on the host the index is quicker: None."""
+    """A search for the best keys of a new index's samples; None on the host, where the index is
+    quicker.
+    """
     most = method.needs.nearest_keys
     on_host = store.resident.pool.device.type == "cpu"
     return None if on_host or not most else find_by(means.ops, most)

@@ -35,7 +35,7 @@ class PlannedSteps:
         self._num_plans = 0
         self.keeper: Keeper | None = None
 
-    def new(
+    def make(
         self,
         store: LayerKV,
         q: Tensor,
@@ -113,7 +113,7 @@ class PlannedSteps:
         return part
 
     def device_plan(self, store: LayerKV) -> DevicePlan | None:
-        """How the next step is made where it can be advanced already; see `Layers.advance`."""
+        """The plan of the next step where it can be advanced already; see `Layers.advance`."""
         return None if self._compiled is None else self._compiled.device_plan(store.rows)
 
     def renew(self, store: LayerKV, scale: float, softcap: float | None) -> None:
@@ -124,7 +124,7 @@ class PlannedSteps:
         shape = compiled.next_shape(store.rows)
         if shape is not None and isinstance(compiled.plan, DevicePlan):
             q = torch.empty(shape[0], dtype=shape[1], device=store.resident.pool.device)
-            step = self.new(store, q, scale, softcap)  # of which only the shape counts
+            step = self.make(store, q, scale, softcap)  # of which only the shape counts
             self._compiled = compile_step(step, compiled.plan.read, self._means.numbers)
             self._num_plans += 1
 

@@ -101,13 +101,13 @@ class JointRow:
         """Stores its token and attends what it reads beside the cold tier."""
         layer = self.layer
         layer.settle()
-        self._step = layer.steps.new(layer.held, self.q, scale, softcap, new=self.new)
+        self._step = layer.steps.make(layer.held, self.q, scale, softcap, new=self.new)
         return layer.steps.attend(self._step, replace(self.read, cold=None))
 
     def store(self, scale: float, softcap: float | None) -> None:
         """Stores its token, and counts the step as `decode` does."""
         layer = self.layer
-        self._step = layer.steps.new(layer.held, self.q, scale, softcap)
+        self._step = layer.steps.make(layer.held, self.q, scale, softcap)
         layer.append(*self.new, None)
         work, heads = self.step.work, self.q.shape[1]
         work.attended += heads * self.own.table.num_tokens
@@ -121,7 +121,7 @@ class JointRow:
         layer = self.layer
         try:
             layer.settle()
-            step = layer.steps.new(layer.held, self.q, scale, softcap, new=self.new, asked=asked)
+            step = layer.steps.make(layer.held, self.q, scale, softcap, new=self.new, asked=asked)
             self.outcome = layer.steps.attend(step, self.read)
             self.kv.layers.end_step(layer)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What must be true of entries whatever was done with them: each has exactly one owner."""
+"""Checks that each entry has exactly one owner, whatever was done with it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_row(row: Row) -> None:
 
 
 def _check_kept(row: Row, kept: Entries, absent: set[int], far: Sequence[int]) -> None:
-    """What the method keeps is of tokens that left the window, each once in a head; the cold tier
-    knows which of its entries they are.
+    """Checks that kept entries are of tokens that left the window, each once in a head, and that
+    the cold tier knows which of its entries they are.
     """
     for head, at in enumerate(kept.split("positions")):
         own = at.tolist()

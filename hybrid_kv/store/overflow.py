@@ -38,7 +38,7 @@ class Overflow:
 
     @classmethod
     def of_prompt(cls, row: Row) -> Overflow:
-        """Those of a prompt that a method absorbs, to the token, of which there may be none.
+        """Tokens of a prompt that a method absorbs, of which there may be none.
 
         `LayerKV.compact` takes them out.
         """

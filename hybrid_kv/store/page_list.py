@@ -1,4 +1,4 @@
-"""Where the pages of a row lie, as what attends them is told."""
+"""The list of a row's pages in the form that kernels take."""
 
 from __future__ import annotations
 

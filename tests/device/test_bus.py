@@ -1,4 +1,4 @@
-"""What reports and plans say of bytes over the bus, held to what an emulated device counts."""
+"""Bytes over the bus in reports and plans, held to those that an emulated device counts."""
 
 from __future__ import annotations
 

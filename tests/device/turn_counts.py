@@ -1,4 +1,4 @@
-"""What a decode step tells an emulated device after many later turns: launches, extents, memory.
+"""Launches, extents and memory of a decode step on an emulated device after many later turns.
 
     python -m tests.device.turn_counts [TURNS ...]
 

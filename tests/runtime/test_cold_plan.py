@@ -137,7 +137,7 @@ def test_what_was_found_is_there_for_an_audit(monkeypatch: pytest.MonkeyPatch) -
         tokens = begin(kv)
         q, k, v = tokens.next(1)
         layer.append(k, v, None)
-        layer.steps.attend(layer.steps.new(layer.held, q, 0.12, None, found=found))
+        layer.steps.attend(layer.steps.make(layer.held, q, 0.12, None, found=found))
         budget, retrieved = found[0]
         assert (budget.top_k, len(retrieved.parts)) == (9, 1)
         ids.append(retrieved.parts[0].ids)

@@ -160,7 +160,9 @@ def recalls(scene: Scene, steps: int) -> float:
         q = scene.later[:, :, scene.steps]
         scene.steps += 1
         layer = scene.cache.layers[0]
-        step = layer.steps.new(layer.held, q.flatten(0, 1)[None, :, None], SCALE, None, found=found)
+        step = layer.steps.make(
+            layer.held, q.flatten(0, 1)[None, :, None], SCALE, None, found=found
+        )
         layer.steps.attend(step)
         (part,) = found[0][1].parts
         exact = (q @ part.extent.keys.mT).topk(20).indices
@@ -244,7 +246,7 @@ def test_a_step_asks_nothing_of_the_device_and_sends_nothing(
         monkeypatch.setattr(type(scene.cache.executor), name, refuse)
     q = scene.later[:, :, 7].flatten(0, 1)[None, :, None]
     layer = scene.cache.layers[0]
-    step = layer.steps.new(layer.held, q, SCALE, None)
+    step = layer.steps.make(layer.held, q, SCALE, None)
     with looked:
         layer.steps.attend(step)
     assert looked.names & {"aten.sort", "aten.scatter_"}, "the search was watched"

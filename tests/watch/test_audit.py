@@ -95,7 +95,7 @@ def step_of(
 ) -> Step:
     """A step of one new token with grouped queries q [Hkv, M, D]."""
     kv = KVCache(ModelInfo((SHAPE,)), HybridConfig(method="full"), executor)
-    return kv.layers[SHAPE.layer_idx].steps.new(
+    return kv.layers[SHAPE.layer_idx].steps.make(
         layer, q.reshape(1, 6, 1, 72), 0.3, softcap, **found
     )
 
