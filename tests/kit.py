@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops.tail import Tail
+from hybrid_kv.runtime.retrieve import RetrievedPart
 from hybrid_kv.store import LayerKV, Row, Span, TierBytes, tier_bytes
 from hybrid_kv.store.live_index import LiveIndex
 
@@ -75,6 +76,10 @@ class Extent:
         """The entries in sum, as of when somebody asked last."""
         return self._span.known
 
+    def found(self, ids: Tensor) -> RetrievedPart:
+        """A search that has found its entries ids [Hkv, M, K]."""
+        return RetrievedPart(self._span.extent, ids)
+
     def move(self) -> None:
         """Puts its keys elsewhere in memory, of which nobody is told."""
         self._span.extent.k = self._span.extent.k.clone()
@@ -124,6 +129,11 @@ class Held:
         return self._row.lost_entries
 
     @property
+    def drops(self) -> bool:
+        """Whether the method of its layer gives up what leaves the window, whole or in part."""
+        return self._layer.placement is not None and self._layer.placement.drops
+
+    @property
     def kept(self) -> Entries | None:
         """What the method keeps of those that have left."""
         return self._row.kept
@@ -163,6 +173,13 @@ class Held:
     def extents(self) -> list[Extent]:
         """Of the cold tier, oldest first."""
         return [Extent(span) for span in self._row.chain.spans]
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """k, v [Hkv, N, D] of both tiers, on the host and in the order of positions."""
+        order = torch.tensor(self.resident + self.cold).argsort()
+        tiers = [(self.k.cpu(), self.v.cpu()), *((one.k, one.v) for one in self.extents)]
+        k, v = (torch.cat(parts, 1)[:, order] for parts in zip(*tiers, strict=True))
+        return k, v
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless each token of its layer has one owner, as it is now."""

@@ -16,6 +16,7 @@ from hybrid_kv.testing import check_index, check_method
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import expected, greedy, prompt
 from tests.drive_method import drive
+from tests.kit import every
 
 TEXT = (Path(__file__).parents[1] / "docs/writing-a-method.md").read_text()
 
@@ -51,12 +52,12 @@ def test_the_template_equals_full_attention_at_a_full_budget(code: str) -> None:
     with hkv.attach(model, config.opened()) as runtime:
         cache = runtime.cache()
         assert torch.equal(greedy(model, prompt(), cache), expected(model, prompt()))
-        assert not any(row.lost_entries for row in cache.kv.stores[0].rows)
+        assert not any(row.lost for row in every(cache))
     with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         greedy(model, prompt(), cache)
         cache.check_integrity()
-        assert all(row.lost_entries > 0 for row in cache.kv.stores[0].rows)
+        assert all(row.lost > 0 for row in every(cache))
 
 
 def test_the_template_keeps_what_the_last_queries_look_at(code: str) -> None:

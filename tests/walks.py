@@ -58,12 +58,18 @@ class _Flow:
     """Which expressions of a file come from inside a cache.
 
     names: of variables that do, by the function they belong to, and of functions, attributes and
-    properties, by None.
+    properties, by None. asked: functions of the kit.
     """
 
     def __init__(self, tree: ast.Module) -> None:
         self.names: set[tuple[ast.AST | None, str]] = set()
         self.tree, self.scope_of = tree, dict(_scopes(tree, tree))
+        self.asked = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module == "tests.kit"
+            for alias in node.names
+        }
         binding = [node for node in self.scope_of if isinstance(node, BINDING)]
         before = -1
         while before < len(self.names):
@@ -89,7 +95,13 @@ class _Flow:
 
     def _comes(self, node: ast.AST | None) -> bool:
         """Whether an expression has anything in it that comes from inside."""
-        return node is not None and any(self._is_source(part) for part in ast.walk(node))
+        if node is None or self._is_asked(node):
+            return False
+        return self._is_source(node) or any(map(self._comes, ast.iter_child_nodes(node)))
+
+    def _is_asked(self, node: ast.AST) -> bool:
+        """Whether the kit answers: what it gives are values."""
+        return isinstance(node, ast.Call) and getattr(node.func, "id", None) in self.asked
 
     def _is_source(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):

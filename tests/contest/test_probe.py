@@ -8,7 +8,8 @@ import torch
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.contest.probe import ProbedKV
 from hybrid_kv.eval.prefilled import PrefilledPrompt
-from hybrid_kv.types import HIDDEN, LayerShape, ModelInfo
+from hybrid_kv.types import LayerShape, ModelInfo
+from tests.kit import held
 
 SHAPE = LayerShape(0, 6, 2, 72)
 N, SCALE = 237, 0.2
@@ -25,16 +26,15 @@ def looked(method: str, **settings: object) -> tuple[float, float, float, float]
         for step in (3, 1, 1):
             q = torch.randn(1, 6, step, 72)
             new = torch.randn(1, 2, step, 72), torch.randn(1, 2, step, 72)
-            positions = kv.stores[0].resident.view().positions
-            held = None if positions is None else positions.clone()
+            before = held(kv)
+            resident = torch.tensor(before.resident)
             part = kv.attend(0, q, new, None, scale=SCALE)
             k, v = torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2)
             keys, values = (t[0].repeat_interleave(3, 0).double() for t in (k, v))
             weights = (SCALE * q[0, :, -1:].double() @ keys.mT).softmax(-1)[:, 0]
             kept = torch.ones(keys.shape[1], dtype=torch.bool)
-            if held is not None:  # else nothing was dropped
-                kept[:-step] = False
-                kept[held[held < HIDDEN]] = True
+            kept[:-step] = False
+            kept[resident] = True
             missed.append(float(weights[:, ~kept].sum(-1).mean()))
             exact = (weights[:, None] @ values)[:, 0]
             off = (part.out[0, :, -1].double() - exact).norm(dim=-1) / exact.norm(dim=-1)

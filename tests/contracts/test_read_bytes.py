@@ -27,6 +27,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import SearchReads, Work
 from tests.device.placement import device, placed
 from tests.index.oracle import clustered
+from tests.kit import every, tiers
 
 HEADS, GROUP, ROWS, TOP = 3, 4, 701, 37
 ITEM = 2  # keys in 16 bits, so that arrays which are not show
@@ -274,27 +275,20 @@ def _trained(untrained_heads: None) -> None:
     """Methods that need trained parts have some."""
 
 
-class Held(NamedTuple):
-    """Bytes that all layers hold: pages, what the method keeps, indexes, offloaded entries."""
+class HeldBytes(NamedTuple):
+    """Of all layers: of pages and of what the method keeps, of indexes, of offloaded entries."""
 
-    pages: int
-    kept: int
+    near: int
     index: int
-    cold: int
+    far: int
 
     @classmethod
-    def by(cls, kv: KVCache) -> Held:
-        stores = list(kv.stores.values())
-        rows = [store.rows[0] for store in stores]
-        return cls(
-            sum(row.table.num_tokens * KV_HEADS * ROW for row in rows),
-            sum(row.kept.nbytes for row in rows if row.kept is not None),
-            sum(store.cold.index_bytes for store in stores),
-            sum(row.chain.num_tokens * KV_HEADS * ROW for row in rows),
-        )
+    def by(cls, kv: KVCache) -> HeldBytes:
+        far = sum(len(row.cold) for row in every(kv)) * KV_HEADS * ROW
+        return cls(tiers(kv).device_kv, tiers(kv).host_index, far)
 
 
-def decoded(method: str, **settings: Any) -> tuple[Work, Held]:
+def decoded(method: str, **settings: Any) -> tuple[Work, HeldBytes]:
     """What some steps of a tiny model at a small budget have counted, and what is held then."""
     model = placed(load_model("random:tiny", device="cpu", dtype="bfloat16"))
     plugin = METHODS[method]
@@ -314,7 +308,7 @@ def decoded(method: str, **settings: Any) -> tuple[Work, Held]:
         cache.kv.work = Work()
         for token in range(STEPS):
             model(torch.tensor([[token]]).to(device()), **passing(cache))
-        return cache.kv.work, Held.by(cache.kv)
+        return cache.kv.work, HeldBytes.by(cache.kv)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -327,11 +321,11 @@ def test_a_step_reads_what_is_held_and_counts_it_alike_either_way(
     assert min(read.values()) >= 0
     group = Q_HEADS // KV_HEADS
     # A page may leave the window as steps go by.
-    pages = held.pages + LAYERS * KV_HEADS * 4 * ROW
-    assert read["resident_bytes"] <= STEPS * (pages + held.kept)
-    assert read["search_bytes"] <= STEPS * group * (held.index + held.cold)
-    assert read["cold_bytes"] <= STEPS * held.cold
-    if not held.cold:
+    near = held.near + LAYERS * KV_HEADS * 4 * ROW
+    assert read["resident_bytes"] <= STEPS * near
+    assert read["search_bytes"] <= STEPS * group * (held.index + held.far)
+    assert read["cold_bytes"] <= STEPS * held.far
+    if not held.far:
         assert work.read_bytes == read["resident_bytes"] + read["select_bytes"]
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", "0")
     again, _ = decoded(method)

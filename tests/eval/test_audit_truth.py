@@ -16,6 +16,7 @@ from hybrid_kv.runtime.step import Step
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from hybrid_kv.watch.audit import Audit
+from tests.kit import held
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,9 +53,9 @@ class Truth:
         """In float64 and in one piece, unlike the audit."""
         group = step.layer.shape.group_size
         q = step.q[0, head * group : (head + 1) * group, 0].double()
-        (span,) = step.layer.rows[0].chain.spans
-        cold = q @ span.extent.k[head, : span.length].double().T
-        near = q @ step.layer.rows[0].table.view()[0][head].double().T
+        row = held(step.layer)
+        cold = q @ row.extents[0].k[head].double().T
+        near = q @ row.k[head].double().T
         assert step.found is not None
         ids = step.found[0][1].parts[0][1][head]
         best = cold.topk(COLD["top_k"], -1).indices

@@ -17,6 +17,7 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from tests.device import emulated
+from tests.kit import held, kept_alive
 from tests.tolerances import TOLERANCES
 
 INFO = ModelInfo((LayerShape(0, 6, 2, 16), LayerShape(1, 6, 2, 16)))
@@ -76,7 +77,7 @@ def test_a_step_asks_with_the_texts_query(context: SyntheticContext, method: str
         cache = filled_cache(runtime, context)
         new = torch.ones(1, 2, 1, 16)
         got = cache.kv.attend(1, torch.zeros(1, 6, 1, 16), (new, new), None, scale=0.25)
-        cache.kv.stores[1].check_integrity()  # the other layers take no step
+        held(cache, layer=1).check_integrity()  # the other layers take no step
     k, v = context.kv(1, torch.float32)
     k, v = (torch.cat([part, new], 2).repeat_interleave(3, 1) for part in (k, v))
     weights = (0.25 * context.query(1, 0) @ k.transpose(2, 3)).softmax(-1)
@@ -107,7 +108,7 @@ def test_a_dropped_cache_is_gone_at_once(context: SyntheticContext) -> None:
         gc.disable()
         try:
             cache = filled_cache(runtime, context)
-            kept = weakref.ref(cache.kv), weakref.ref(cache.kv.stores[1])
+            kept = weakref.ref(cache.kv), kept_alive(cache)["layer 1"]
             del cache
             assert [one() for one in kept] == [None, None]
         finally:
@@ -167,7 +168,7 @@ def test_graphs_of_filled_caches_are_those_that_find_their_own_lists(
             if not shared:
                 monkeypatch.setattr(FilledKV, "_new_layer", KVCache._new_layer)
             cache = filled_cache(runtime, SyntheticContext(INFO, TOKENS, max_steps=2))
-            heads = [h for layer in cache.kv.stores.values() for h in layer.cold.describe_indexes()]
+            heads = cache.kv.layers.describe_indexes()
             reports.append([(h["serves"], h["beam"]) for h in heads])
     assert reports[0] == reports[1]
     assert {serves for serves, _ in reports[0]} == {"graph"}

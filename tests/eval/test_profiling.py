@@ -36,6 +36,7 @@ from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 from hybrid_kv.watch import phases as phases_module
 from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, TraceSpan
+from tests.kit import every
 
 TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
 SMALL = {"new_tokens": 5, "warmup_tokens": 1}
@@ -508,9 +509,8 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
         model(torch.randint(0, 500, (1, 700)), **passing(cache))
         if later:
             model(torch.randint(0, 500, (1, later)), **passing(cache))
-        stores = cache.kv.stores.values()
-        serving = [head["serves"] for store in stores for head in store.cold.describe_indexes()]
-        (stored,) = {store.rows[0].chain.num_tokens for store in stores}
+        serving = [head["serves"] for head in cache.kv.layers.describe_indexes()]
+        (stored,) = {len(row.cold) for row in every(cache)}
         cache.kv.work = Work()
         model(torch.tensor([[7]]), **passing(cache))
         read = cache.kv.work.search_bytes

@@ -18,6 +18,7 @@ from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import fresh, greedy, prompt
 from tests.contracts.edges.further_models import further_config
+from tests.kit import every
 
 PAGE = 4
 LENGTH = 41
@@ -69,7 +70,7 @@ def interrupted(module: nn.Module, where: str, after: int = 0) -> Iterator[None]
 
 
 def lengths(cache: Any) -> set[int]:
-    return {row.length for store in cache.kv.stores.values() for row in store.rows}
+    return {row.length for row in every(cache)}
 
 
 def logits(model: Any, cache: Any, ids: Tensor) -> Tensor:
@@ -149,8 +150,7 @@ def test_an_interrupted_later_turn_is_taken_back_or_the_cache_is_broken(method: 
         logits(model, cache, ids[:, LENGTH : LENGTH + 1])
         with interrupted(model.model.layers[2], "mlp", after=1):
             logits(model, cache, ids[:, LENGTH + 1 :])
-        places = [store.placement for store in cache.kv.stores.values()]
-        drops = any(place.drops for place in places)
+        drops = any(row.drops for row in every(cache))
         if cache.get_seq_length() == LENGTH + 1 and lengths(cache) == {LENGTH + 1}:
             cache.check_integrity()
             logits(model, cache, ids[:, LENGTH + 1 :])

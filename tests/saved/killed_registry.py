@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.runtime import HeldLayer
 from hybrid_kv.saved import ContextRegistry, verify_context
 from hybrid_kv.saved.shelf import num_bytes
+from tests.kit import every
 from tests.saved.killed import dying_at, in_child
 from tests.saved.scene import SMALL, TEXT, loaded, long_model
 
@@ -168,7 +168,7 @@ def _worker(scene: Scene, keys: list[torch.Tensor], seed: int, rounds: int) -> C
 
 
 def _keys(cache: Any) -> torch.Tensor:
-    return torch.cat([HeldLayer.of(store).k for _, store in sorted(cache.kv.stores.items())])
+    return torch.cat([row.entries()[0] for row in every(cache)])
 
 
 def _child(work: Callable[[], None]) -> int:

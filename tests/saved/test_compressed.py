@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.rounding import relative_error, rounded, unrounded
+from tests.kit import held
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 
@@ -60,7 +60,8 @@ def test_a_compressed_context_is_opened(
         for saved in manifest.layers:
             assert saved.int8 is not None
             told = {"k": saved.int8.k_error, "v": saved.int8.v_error}
-            pairs = zip(held(exact, saved.layer_idx), held(opened, saved.layer_idx), strict=True)
+            before, after = (held(one, saved.layer_idx).entries() for one in (exact, opened))
+            pairs = zip(before, after, strict=True)
             for name, (x, back) in zip("kv", pairs, strict=True):
                 assert 0 < relative_error(x, back) == pytest.approx(told[name])
                 assert told[name] < 0.01
@@ -70,13 +71,6 @@ def test_a_compressed_context_is_opened(
         opened.save(tmp_path / "again.hkv", compress="int8")
         again = verify_context(tmp_path / "again.hkv").manifest
         assert again.layers[0].int8.k_error < 1e-6  # rounding what is rounded loses nothing
-
-
-def held(context: hkv.Context, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from hybrid_kv.runtime import HeldLayer
-
-    layer = HeldLayer.of(context._cache.kv.stores[layer_idx])
-    return layer.k, layer.v
 
 
 def test_an_unknown_compression_is_refused(plain: PreTrainedModel, tmp_path: Path) -> None:

@@ -41,6 +41,16 @@ def append(store: LayerKV, k: Tensor, v: Tensor, valid: Tensor | None = None) ->
         row.length += k[number][:, own].shape[1]
 
 
+def offload(store: LayerKV, k: Tensor, v: Tensor, *, apart: bool = False) -> None:
+    """Stores k, v [Hkv, n, D] cold in the first row, `apart` in an extent of their own."""
+    row, count = store.rows[0], k.shape[1]
+    fork = store.cold.branch() if apart else None  # nothing is added to what another one reads
+    row.chain.append(k, v, torch.arange(row.length, row.length + count), None)
+    row.length += count
+    if fork is not None:
+        fork.release()
+
+
 def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
+from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
 from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
+from tests.kit import held
+from tests.store.scene import append, offload
 from tests.transfer.late import LateLane
 
 SHAPE = LayerShape(3, 6, 2, 72)
@@ -30,12 +32,9 @@ def layer_of(near: int, *far: int) -> tuple[LayerKV, Tensor, Tensor]:
     k, v = torch.randn(2, 2, total, 72)
     start = 0
     for count in far:
-        fork = layer.cold.branch()  # so that the next entries get an extent of their own
-        positions = torch.arange(start, start + count)
-        layer.rows[0].chain.append(k[:, positions], v[:, positions], positions, None)
-        fork.release()
+        offload(layer, k[:, start : start + count], v[:, start : start + count], apart=True)
         start += count
-    layer.rows[0].table.append(k[:, start:], v[:, start:], start)
+    append(layer, k[None, :, start:], v[None, :, start:])
     return layer, k, v
 
 
@@ -63,11 +62,11 @@ def test_findings_are_those_of_brute_force(
     kept[..., cold:] = True
     part = attention(q, k, v, kept, softcap)
     parts, start = [], 0
-    for span in layer.rows[0].chain.spans:
-        here = kept[..., start : start + span.length]
-        ids = torch.arange(span.length).expand(here.shape).masked_fill(~here, -1)
-        parts.append(RetrievedPart(span.extent, ids))
-        start += span.length
+    for extent in held(layer).extents:
+        here = kept[..., start : start + extent.length]
+        ids = torch.arange(extent.length).expand(here.shape).masked_fill(~here, -1)
+        parts.append(extent.found(ids))
+        start += extent.length
     found = TokenBudget(7), Retrieved(parts)
     lane = LateLane() if late else None
     executor = CudaExecutor(SyncExecutor(), lambda device: lane)
@@ -103,8 +102,7 @@ def step_of(
 def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
     found = {}
     if budget is not None and ids is not None:
-        parts = [RetrievedPart(layer.rows[0].chain.spans[0].extent, ids.expand(2, 3, -1))]
-        found[0] = budget, Retrieved(parts)
+        found[0] = budget, Retrieved([held(layer).extents[0].found(ids.expand(2, 3, -1))])
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     return Look(step_of(layer, q, found=found), 0, Target(3, 1), part)
 
@@ -119,9 +117,9 @@ def test_an_index_that_finds_less_than_it_was_asked_for_is_not_excused() -> None
 def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
     layer, k, _ = layer_of(9, 50)
     q = k[:, :1].expand(2, 3, 72).clone()
-    extent = layer.rows[0].chain.spans[0].extent
-    exact = torch.einsum("hmd,hnd->hmn", q, extent.keys).topk(10).indices
-    ranked = Retrieved([RetrievedPart(extent, exact[..., :3])], 0, [exact])
+    (extent,) = held(layer).extents
+    exact = torch.einsum("hmd,hnd->hmn", q, extent.k).topk(10).indices
+    ranked = Retrieved([extent.found(exact[..., :3])], 0, [exact])
     found = {0: (TokenBudget(10, shared=True), ranked)}
     part = PartialAttention(torch.ones(1, 6, 1, 72), torch.zeros(1, 6, 1))
     finding = Look(step_of(layer, q, found=found), 0, Target(3, 1), part).finding()
@@ -133,13 +131,12 @@ def test_what_was_ranked_and_left_out_is_the_budgets_loss() -> None:
 def test_what_a_better_index_would_have_found_is_the_indexs_loss() -> None:
     layer, k, _ = layer_of(9, 50)
     q = k[:, :1].expand(2, 3, 72).clone()
-    best = torch.einsum("hmd,hnd->hmn", q, layer.rows[0].chain.spans[0].extent.keys).argmax(-1)
+    best = torch.einsum("hmd,hnd->hmn", q, k[:, :50]).argmax(-1)
     ids = torch.arange(50).repeat(2, 3, 1)
     worse = ids[ids != best[..., None]].view(2, 3, 49)[..., :1]
     lost = look(layer, q, TokenBudget(1), worse).finding()
     assert lost is not None
-    logits = 0.3 * q[1].double() @ layer.rows[0].table.view()[0][1].double().T
-    cold = 0.3 * q[1].double() @ layer.rows[0].chain.spans[0].extent.keys[1].double().T
+    cold, logits = (0.3 * q[1].double() @ k[1].double().T).split([50, 9], 1)
     shares = (cold - torch.cat([logits, cold], 1).logsumexp(1)[:, None]).exp()
     expected = shares.amax(1) - shares.gather(1, worse[1])[:, 0]
     assert lost.missed_by_index == pytest.approx(float(expected.mean()), abs=1e-5)
@@ -156,9 +153,9 @@ def test_where_nothing_was_searched_there_is_no_recall() -> None:
 def test_entries_that_were_written_over_meanwhile_are_no_finding() -> None:
     layer, _, _ = layer_of(9, 50)
     pending = look(layer, torch.randn(2, 3, 72), None, None)
-    layer.rows[0].chain.truncate(40)
+    layer.crop(9 + 10)
     new = torch.randn(2, 5, 72)
-    layer.rows[0].chain.append(new, new, torch.arange(40, 45), None)
+    offload(layer, new, new)
     assert pending.finding() is None
 
 

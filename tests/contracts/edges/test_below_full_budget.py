@@ -26,6 +26,7 @@ from tests.contracts.architectures import (
     build,
 )
 from tests.contracts.edges.calls import CLOSE, TIERED, prompt, steps
+from tests.kit import held
 
 LEAST = {
     "streaming_llm": {},
@@ -114,7 +115,7 @@ def test_each_head_attends_its_best_cold_tokens_and_everything_resident(
         for layer in cache.kv.layers:
             cache.kv.layers.seal_if_open(layer)
         for token in ids[:, first:].split(1, dim=1):
-            cold = {idx: layer.rows[0].chain.positions() for idx, layer in cache.kv.stores.items()}
+            cold = {idx: held(cache, idx).cold for idx in cache.kv.layers}
             runs.append({idx: (run[0], run[-1] + 1) for idx, run in cold.items() if run})
             found.append(model(token, **passing(cache)).logits)
     assert all(last - start > TOP_K for run in runs for start, last in run.values())

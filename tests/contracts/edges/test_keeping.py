@@ -15,6 +15,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.plugins import METHODS, Method, Plugin
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import CLOSE, expected, greedy, prompt
+from tests.kit import every
 from tests.runtime.keeping import Absorbs, KeepsHeaviest
 
 SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
@@ -52,9 +53,7 @@ def test_a_method_that_raises_in_mid_answer_costs_the_token_alone(
                 failures.append(str(error))
                 cache.check_integrity()
                 assert cache.get_seq_length() == at.start
-                assert {row.length for s in cache.kv.stores.values() for row in s.rows} == {
-                    at.start
-                }
+                assert {row.length for row in every(cache)} == {at.start}
                 found = model(ids[:, at], **passing(cache)).logits
             torch.testing.assert_close(found, wanted, **CLOSE)
         assert len(failures) == 1
@@ -83,7 +82,7 @@ def test_a_crop_that_one_layer_refuses_changes_no_layer(monkeypatch: pytest.Monk
         with pytest.raises(MethodError, match="has dropped the others; restore a checkpoint"):
             cache.crop(-20)
         assert cache.get_seq_length() == seen
-        assert {row.length for s in cache.kv.stores.values() for row in s.rows} == {seen}
+        assert {row.length for row in every(cache)} == {seen}
         cache.check_integrity()
         cache.crop(-2)
         assert cache.get_seq_length() == seen - 2
