@@ -72,7 +72,7 @@ def wait(context: hkv.Context) -> None:
     for store in context._cache.kv.stores.values():
         for span in store.cold.spans():
             index = span.extent.index
-            while index is not None and index.is_building:
+            while index is not None and index.builder.pending is not None:
                 time.sleep(0.05)
                 index.settle(span.extent.keys)
 

@@ -34,7 +34,8 @@ from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.eval import prefilled
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.live_index import BuildWork, InlineRunner, LiveIndex
+from hybrid_kv.store.index_builder import BuildWork, InlineRunner
+from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Evidence, Needs
 
 SINKS, WINDOW, PAGE, TOP_K, BLOCK = 16, 512, 16, 100, 1024
@@ -136,11 +137,11 @@ def measure(head: Head, settings: dict[str, Any], *, again: bool, step: int) -> 
     found: list[list[float]] = [[] for _ in range(head.later.shape[1] // BLOCK)]
     for at in range(0, head.later.shape[1], step):
         now = (known + at) // PAGE * PAGE
-        if now > len(live):
+        if now > len(live.serving):
             live.add(head.keys[None, :now])
         query = head.later[:, at]
         ids = live.search(query[None], TOP_K).ids[0]
-        best = (query @ head.keys[: len(live)].float().T).topk(TOP_K).indices
+        best = (query @ head.keys[: len(live.serving)].float().T).topk(TOP_K).indices
         hit = (ids[:, :, None] == best[:, None]).any(1)
         found[at // BLOCK].append(float(hit.float().mean()))
     (report,) = live.describe()

@@ -33,7 +33,7 @@ def ask_cold(step: Step) -> Asked | None:
     for row in step.layer.rows:
         for span in row.chain.spans:
             is_cold, index = True, span.extent.index
-            if index is not None and index.is_building:
+            if index is not None and index.builder.pending is not None:
                 index.settle(span.extent.keys)
     if not is_cold:
         return None

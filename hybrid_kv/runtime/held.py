@@ -19,7 +19,8 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
 from hybrid_kv.store.aging import Aging
-from hybrid_kv.store.live_index import LiveIndex, MakeIndex
+from hybrid_kv.store.index_builder import MakeIndex
+from hybrid_kv.store.live_index import LiveIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
         empty = layer.placement.index()
         assert isinstance(empty, SketchIndex | AutoIndex)
         index = index.on_host(empty)
-    elif live.selects:
+    elif index.selects:
         raise ConfigError(
             f"layer {layer.shape.layer_idx} finds its cold entries by a {type(index).__name__} in "
             f"the memory of {layer.resident.pool.device}, which no file holds; make the context "
@@ -216,7 +217,7 @@ def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> HeldExtent:
         return HeldExtent(count, shorter, aging)
     if aging is None:
         return HeldExtent(count, None, None)
-    index = live.made_again(keys, aging)
+    index = live.builder.build(live.builder.make(), keys, aging.renew(count))
     return HeldExtent(count, index, aging)
 
 

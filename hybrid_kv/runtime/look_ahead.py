@@ -104,14 +104,14 @@ class LookAhead:
         for row in layer.held.rows:
             for span in row.chain.spans:
                 cold, index = True, span.extent.index
-                if index is not None and index.is_building:
+                if index is not None and index.builder.pending is not None:
                     index.settle(span.extent.keys)
                 if index is None:
                     return False
-                if index.selects:
+                if index.serving.selects:
                     standing.reason = "its device finds entries by itself"
                     return False
-                if index.page_tokens > 1:
+                if index.serving.page_tokens > 1:
                     standing.reason = "its index finds whole pages, which no query ranks by key"
                     return False
         return cold

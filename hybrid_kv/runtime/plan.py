@@ -146,12 +146,12 @@ def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> 
     rows = step.layer.rows
     indexes = [found for row in rows for found in _indexes(row)]
     for index, keys in indexes:  # before there is a stamp, which an index that takes over marks
-        if index.is_building:
+        if index.builder.pending is not None:
             index.settle(keys)
     stamp = Stamp()
     for stamps in _described_by(rows):
         stamps.add(stamp)
-    if any(index.has_built for index, _ in indexes):  # in between, when there was no stamp to mark
+    if any(index.builder.has_ended for index, _ in indexes):  # before there was a stamp to mark
         stamp.reason = "an index was built"
     return CompiledStep(_planned(step, read, numbers), step, read, stamp)
 

@@ -132,6 +132,6 @@ def _all_kept(extent: ColdExtent, result: SearchResult, kept: Tensor) -> bool:
 
     By pages it may have found fewer: the last one need not be full.
     """
-    size = 1 if extent.index is None else extent.index.page_tokens
+    size = 1 if extent.index is None else extent.index.serving.page_tokens
     num_found, num_kept = ((ids >= 0).sum(-1) for ids in (result.ids, kept))
     return bool(((num_kept == num_found) & (num_found > kept.shape[-1] - size)).any())

@@ -39,7 +39,7 @@ class SearchedEntries(NamedTuple):
         spans, finders = tuple(row.chain.spans), []
         for span in spans:
             index = span.extent.index
-            if index is None or index.selects:
+            if index is None or index.serving.selects:
                 return None
             finders.append(index)
         return cls(spans, finders, budget)
@@ -50,7 +50,7 @@ class SearchedEntries(NamedTuple):
         for span, finder in zip(self.spans, self.finders, strict=True):
             extent = span.extent
             beyond = extent.length - span.length  # entries that this row does not see any more
-            searches = finder.plan(budget.width + beyond, budget.most + beyond)
+            searches = finder.answers.plan(budget.width + beyond, budget.most + beyond)
             if searches is None:
                 return None
             for search in searches:

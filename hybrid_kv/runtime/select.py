@@ -27,7 +27,8 @@ from hybrid_kv.plugins import Index, Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import LayerKV, Row, SelectFor, Span
-from hybrid_kv.store.live_index import LiveIndex, MakeIndex
+from hybrid_kv.store.index_builder import MakeIndex
+from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, Work, bytes_per_token
 
 _log = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def tell_selection(
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
         seen = _index_of(span).see(span.length)
-        work.select_bytes += _index_of(span).selection_bytes(rows, budget.top_k)
+        work.select_bytes += _index_of(span).serving.selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
     tails = [span.tail(device) for span in row.chain.spans] if budget.form else []
     work.estimate_bytes += sum(tail.nbytes for tail in tails)
@@ -278,7 +279,7 @@ def _search(
     (none where nothing is estimated) what is left of it; and what the best are, if asked.
     """
     spans, top_k, form = row.chain.spans, budget.top_k, budget.form
-    found = [_index_of(s).candidates(q, s.extent.k, step.new, top_k) for s in spans]
+    found = [_index_of(s).serving.candidates(q, s.extent.k, step.new, top_k) for s in spans]
     scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
     limit = step.ops.best_limit(scores, top_k)
     parts, lses, first = [], list[Tensor](), 0
@@ -287,7 +288,7 @@ def _search(
         if form is not None:
             own = slice(first, first + one.scores.shape[-1])
             out, lse, discount = step.ops.attend_unread(
-                *(tails[number], q, scores, limit, own, _index_of(span).seen),
+                *(tails[number], q, scores, limit, own, _index_of(span).serving.seen),
                 scale=step.scale,
                 softcap=step.softcap,
                 form=form,

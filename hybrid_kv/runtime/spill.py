@@ -19,7 +19,7 @@ from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime.absorb import finite_flag
 from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
-from hybrid_kv.store.live_index import BuildRunner, MakeIndex
+from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]

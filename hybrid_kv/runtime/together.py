@@ -87,7 +87,7 @@ class JointRow:
         span, index = own.chain.spans[0], own.chain.spans[0].extent.index
         if len(span.extent.readers) < 2 or own.copied is not None:
             return None
-        if index is not None and index.is_building:
+        if index is not None and index.builder.pending is not None:
             index.settle(span.extent.keys)
         self._read = self.layer.method.read(self.layer_idx, self.q)
         cold = self.read.cold
@@ -159,11 +159,11 @@ def _asked_by_many(index: LiveIndex | None) -> bool:
     """Whether queries of several rows may be asked together: of an index that the engine can search
     by itself, which therefore remembers nothing of a row.
     """
-    if index is None or index.selects:
+    if index is None or index.serving.selects:
         return False
     known = _by_many.get(index)
     if known is None or known[0] != index.revision:
-        known = _by_many[index] = index.revision, index.plan(1, 1) is not None
+        known = _by_many[index] = index.revision, index.answers.plan(1, 1) is not None
     return known[1]
 
 

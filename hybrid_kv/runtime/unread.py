@@ -32,7 +32,7 @@ def by_index(
     for span, part in zip(row.chain.spans, found, strict=True):
         if span.extent.index is not None:
             count = int((part.ids >= 0).sum())
-            step.work.estimate_bytes += span.extent.index.estimate_bytes(q.shape[1], count)
+            step.work.estimate_bytes += span.extent.index.answers.estimate_bytes(q.shape[1], count)
     return [
         span.estimate(q, part.ids, scale=step.scale, softcap=step.softcap, new=step.new)
         for span, part in zip(row.chain.spans, found, strict=True)

@@ -18,7 +18,8 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.extent import ColdExtent, Span
-from hybrid_kv.store.live_index import BuildRunner, InlineRunner, LiveIndex, MakeIndex
+from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
+from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, SearchResult
 
@@ -235,8 +236,9 @@ class ColdStore:
             IndexBuildWarning: one has failed, and its keys are scanned.
         """
         for span in self.spans():
-            if span.extent.index is not None and span.extent.index.is_building:
-                span.extent.index.settle(span.extent.keys)
+            index = span.extent.index
+            if index is not None and index.builder.pending is not None:
+                index.settle(span.extent.keys)
 
     def cancel_builds(self) -> None:
         """Gives up the indexes that are still being built, but for those that another store reads;
@@ -284,10 +286,10 @@ class ColdStore:
                     f"{[span.length for span in chain.spans]}"
                 )
         for extent in self._extents():
-            if extent.index is not None and len(extent.index) != extent.length:
-                raise IntegrityError(
-                    f"index holds {len(extent.index)} of {extent.length} cold keys"
-                )
+            if extent.index is None:
+                continue
+            if (indexed := len(extent.index.serving)) != extent.length:
+                raise IntegrityError(f"index holds {indexed} of {extent.length} cold keys")
 
     def _extents(self) -> list[ColdExtent]:
         return list({id(span.extent): span.extent for span in self.spans()}.values())

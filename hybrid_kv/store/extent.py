@@ -177,7 +177,7 @@ class Span:
         extent, near = self.extent, self.near
         if extent.index is None:
             raise IntegrityError("the cold tier was searched, but its placement named no index")
-        if new > 1 and extent.index.joint:
+        if new > 1 and extent.index.serving.joint:
             found = [self.search(queries[:, token::new], top_k, most) for token in range(new)]
             return _interleaved(found)
         beyond = extent.length - self.length  # entries that this row does not see any more
@@ -241,9 +241,9 @@ class Span:
         extent = self.extent
         if extent.index is None:
             raise IntegrityError("an estimate was asked of a placement that named no index")
-        estimate = partial(extent.index.estimate, scale=scale, softcap=softcap)
+        estimate = partial(extent.index.answers.estimate, scale=scale, softcap=softcap)
         values = extent.v[:, : self.length]
-        if new == 1 or not extent.index.joint:
+        if new == 1 or not extent.index.serving.joint:
             return estimate(queries, found, values)
         own = [slice(token, None, new) for token in range(new)]
         parts = [estimate(queries[:, token], found[:, token], values) for token in own]

@@ -13,8 +13,8 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.cold import ColdStore
+from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.integrity import check_row
-from hybrid_kv.store.live_index import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
 from hybrid_kv.types import Demotion, LayerShape

@@ -16,7 +16,7 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
-from hybrid_kv.store.live_index import MakeIndex
+from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
 

@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "the number of keys is baked into a recording",
         "runtime/select.py",
-        "scores, limit, own, _index_of(span).seen),",
+        "scores, limit, own, _index_of(span).serving.seen),",
         "scores, limit, own, torch.full([], span.length, device=q.device)),",
         [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),

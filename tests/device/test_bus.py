@@ -94,9 +94,9 @@ def ranked(kv: KVCache) -> int:
     top_k = getattr(getattr(kv.config.params, "cold", None), "top_k", 0)
     with_keys, without = GROUP, 0  # queries
     return sum(
-        one.selection_bytes(with_keys, top_k) - one.selection_bytes(without, top_k)
+        one.serving.selection_bytes(with_keys, top_k) - one.serving.selection_bytes(without, top_k)
         for one in indexes
-        if one is not None and one.selects
+        if one is not None and one.serving.selects
     )
 
 

@@ -26,7 +26,8 @@ from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.live_index import InlineRunner, LiveIndex
+from hybrid_kv.store.index_builder import InlineRunner
+from hybrid_kv.store.live_index import LiveIndex
 from tests.index.oracle import check_result, recall
 from tests.index.sketch_heads import seen_heads
 from tests.store.scene import LaterRunner
@@ -327,15 +328,15 @@ def test_sketches_serve_while_graphs_are_built_and_take_later_keys(times: Times)
     runner.finish()
     live.settle(keys)
     assert {told["serves"] for told in live.describe()} == {"sketch"}
-    assert live.is_building
+    assert live.builder.pending is not None
     more = torch.cat([keys, 1.5 * keys[:, :150]], 1)
     live.add(more)
     runner.finish()
     assert {told["serves"] for told in live.describe()} == {"sketch"}
     live.settle(more)
     assert {told["serves"] for told in live.describe()} == {"graph"}
-    assert not live.is_building
-    assert len(live) == more.shape[1]
+    assert live.builder.pending is None
+    assert len(live.serving) == more.shape[1]
     found = live.search(later, 37)
     check_result(found, later, more, 37)
     assert (found.ids >= NUM_KEYS).any()

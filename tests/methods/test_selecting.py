@@ -301,7 +301,7 @@ def test_an_estimate_is_of_what_a_cropped_row_still_holds(name: str) -> None:
     assert extent.length < extent.stored
     length, keys, values = extent.length, extent.k.double(), extent.v.double()
     q, ids = torch.randn(2, 3, 72), torch.arange(0, 75, 5).expand(2, 3, -1)
-    out, lse = extent.index.estimate(q, ids, extent.v, scale=SCALE)
+    out, lse = extent.index.answers.estimate(q, ids, extent.v, scale=SCALE)
     for head, m in ((0, 1), (1, 2)):
         asked, left = q[head, m].double(), torch.ones(length, dtype=torch.bool)
         left[ids[head, m]] = False

@@ -160,7 +160,7 @@ def test_a_layer_of_several_kinds_is_one_call(monkeypatch: pytest.MonkeyPatch) -
         kv = cache(settings)
         tokens = begin(kv)
         outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
-        plan = held(kv).extents[0].index.plan(20, 20) or ()
+        plan = held(kv).extents[0].index.answers.plan(20, 20) or ()
         assert len(plan) > 1, "the later keys are scanned beside the codes"
         assert any(search.first_row for search in plan)
     for one, parts in zip(*outs, strict=True):

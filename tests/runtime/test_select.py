@@ -449,4 +449,4 @@ def test_codes_are_as_large_as_fit_for_all_layers(monkeypatch: pytest.MonkeyPatc
 def test_the_host_searches_on_a_cpu_unless_the_device_is_asked_for() -> None:
     scene = Scene(900, select="auto")
     scene.step()
-    assert not scene.row.extents[0].index.selects
+    assert not scene.row.extents[0].index.serving.selects

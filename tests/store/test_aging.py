@@ -8,7 +8,8 @@ import torch
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import LATEST, PROMPT, SPREAD, Aging
-from hybrid_kv.store.live_index import InlineRunner, LiveIndex
+from hybrid_kv.store.index_builder import InlineRunner
+from hybrid_kv.store.live_index import LiveIndex
 
 KEYS = PROMPT + LATEST + SPREAD
 

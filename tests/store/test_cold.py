@@ -167,7 +167,7 @@ def learn(cold: ColdStore, start: int, stop: int, runner: LaterRunner, row: int 
 def serving(cold: ColdStore, row: int = 0) -> str:
     index = cold.chains[row].spans[0].extent.index
     assert index is not None
-    return "stand-in" if index.is_building else "index"
+    return "stand-in" if index.builder.pending else "index"
 
 
 def test_a_row_is_served_while_its_index_is_built_and_after() -> None:

@@ -19,9 +19,10 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.rotary import Rotary, Samples
-from hybrid_kv.store import live_index
+from hybrid_kv.store import index_builder
 from hybrid_kv.store.aging import LATEST, SPREAD
-from hybrid_kv.store.live_index import InlineRunner, LiveIndex
+from hybrid_kv.store.index_builder import InlineRunner
+from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.transfer import ThreadExecutor
 from tests.index.oracle import check_result, clustered, recall
 from tests.index.test_graph import SETTINGS, attention_like
@@ -108,7 +109,7 @@ def test_a_build_that_is_done_at_once_needs_no_stand_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(Standing, "build", lambda *_: pytest.fail("a stand-in was built"))
     keys, queries = clustered(300)
     live = LiveIndex(Learning, keys, None, InlineRunner())
-    assert not live.is_building
+    assert live.builder.pending is None
     live.search(queries, 5)
     told = {"serves": "learned", "build": "done", "searches": 1, "searches_before": 0}
     assert live.describe() == [told | {"samples": None}]
@@ -143,7 +144,7 @@ def test_searches_go_on_in_two_threads_while_the_index_takes_over() -> None:
         live.settle(keys)
         swapped.set()
         found = [value for future in searching for value in future.result(PATIENCE)]
-    assert not live.is_building
+    assert live.builder.pending is None
     assert min(found) >= 0.99
 
 
@@ -159,7 +160,7 @@ def test_a_build_that_fails_later_warns_once_and_the_stand_in_serves_on() -> Non
     live.settle(more)
     assert live.describe()[0]["build"] == "failed: ConfigError: cap must be smaller"
     check_result(live.search(queries, 16), queries, more, 16)
-    assert len(live) == 320
+    assert len(live.serving) == 320
 
 
 def test_memory_that_runs_out_while_a_build_is_waited_for_is_survived() -> None:
@@ -232,7 +233,7 @@ def test_rebuilding_gives_up_the_build_and_forgets_its_failure() -> None:
     live = LiveIndex(Learning, keys, None, runner)
     live.rebuild(keys[:, :100])
     assert runner.held[0].future.cancelled()
-    assert (len(live), live.describe()[0]["build"]) == (100, "done")
+    assert (len(live.serving), live.describe()[0]["build"]) == (100, "done")
     check_result(live.search(queries, 16), queries, keys[:, :100], 16)
 
 
@@ -374,9 +375,9 @@ def test_an_index_learns_again_when_enough_keys_have_come() -> None:
     live, runner, keys, made = ageing()
     grown = torch.cat([keys, keys[:, :9] + 1], 1)
     live.add(grown[:, :308])
-    assert not live.is_building
+    assert live.builder.pending is None
     live.add(grown)
-    assert live.is_building
+    assert live.builder.pending is not None
     assert live.describe()[0]["build"] == "again in progress"
     queries = torch.randn(len(keys), 2, keys.shape[2])
     check_result(live.search(queries, 7), queries, grown, 7)  # by the one from before
@@ -437,7 +438,7 @@ def test_what_learning_again_has_freed_is_given_back(
 ) -> None:
     """The C library kept several times what a context had grown by."""
     FailingAgain.made, calls = 0, list[None]()
-    monkeypatch.setattr(live_index, "give_back_freed", lambda: calls.append(None))
+    monkeypatch.setattr(index_builder, "give_back_freed", lambda: calls.append(None))
     live, runner, keys, _ = ageing(kind)
     live.add(torch.cat([keys, keys[:, :9] + 1], 1))
     assert not calls
@@ -463,7 +464,7 @@ def test_an_index_over_other_keys_is_learned_again_from_the_prompt_alone() -> No
     live.rebuild(keys[:, :100])
     assert live.aging is not None
     assert not live.aging.asked
-    assert live.is_building
+    assert live.builder.pending is not None
     live.add(keys)
     runner.finish()
     live.settle(keys)
