@@ -38,6 +38,7 @@ __all__ = [
     "METHODS",
     "Attended",
     "BuildCancelled",
+    "DeviceIndex",
     "Entries",
     "Index",
     "Method",
@@ -62,7 +63,7 @@ class Index(ABC):
     exact: whether this instance always finds the best keys and scores every key; parameters may
         decide.
     page_tokens: keys are chosen by aligned runs of so many.
-    selects: keys are found and ranked where the queries are, by `candidates`, and attended there.
+    selects: keys are found where the queries are; see `DeviceIndex`.
     joint: the queries of one search choose together, as the query heads of one token do; for
         several tokens it is searched one by one.
     ranks: whether a search finds nearly all of the best keys one by one, so that those it leaves
@@ -201,39 +202,6 @@ class Index(ABC):
         """Bytes that `estimate` reads for M `queries` of each KV head, `found` entries of all."""
         return 0
 
-    def selection_bytes(self, queries: int, top_k: int) -> int:
-        """Bytes that `candidates` reads for M `queries` of each KV head: of this
-        index, and of the keys that it ranks. Asked in every step.
-        """
-        return 0
-
-    def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
-        """What the `top_k` best keys of each query are among; only where `selects` is true.
-
-        Nothing is asked of the device: no thread waits, and no shape hangs on what is found. What
-        was told to the device can be recorded and played for other queries, and for another length
-        after `see`, as long as `see` returns the same and the keys stay where they are.
-
-        Args:
-            queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.
-            keys: [Hkv, >= N, D] on the host, the known keys and the room behind them.
-            new: T.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
-
-    def see(self, length: int) -> Hashable:
-        """Tells the device that searches see the first so many keys; only where `selects` is true.
-
-        Returns:
-            What recorded searches hang on: where the index lies.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
-
-    @property
-    def seen(self) -> Tensor:
-        """[] int64 on the device, as `see` told it; only where `selects` is true."""
-        raise NotImplementedError(f"{type(self).__name__} is searched on the host; call search")
-
     @property
     def innermost(self) -> Index:
         """What answers searches: this index, or the one part that it hands all of them on to.
@@ -254,6 +222,46 @@ class Index(ABC):
     def describe(self) -> list[dict[str, Any]]:
         """What serves each KV head and why, JSON-ready; empty where there is nothing to say."""
         return []
+
+
+class DeviceIndex(Index):
+    """An index whose keys are found and ranked where the queries are, and attended there.
+
+    Nothing is asked of the device by `candidates` and `see`: no thread waits, and no shape hangs on
+    what is found. What was told to the device can be recorded and played for other queries, and for
+    another length after `see`, as long as `see` returns the same and the keys stay where they are.
+    """
+
+    selects = True
+
+    @abstractmethod
+    def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
+        """What the `top_k` best keys of each query are among.
+
+        Args:
+            queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.
+            keys: [Hkv, >= N, D] on the host, the known keys and the room behind them.
+            new: T.
+        """
+
+    @abstractmethod
+    def see(self, length: int) -> Hashable:
+        """Tells the device that searches see the first so many keys.
+
+        Returns:
+            What recorded searches hang on: where the index lies.
+        """
+
+    @property
+    @abstractmethod
+    def seen(self) -> Tensor:
+        """[] int64 on the device, as `see` told it."""
+
+    def selection_bytes(self, queries: int, top_k: int) -> int:
+        """Bytes that `candidates` reads for M `queries` of each KV head: of this
+        index, and of the keys that it ranks. Asked in every step.
+        """
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

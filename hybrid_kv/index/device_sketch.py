@@ -21,7 +21,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
 from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes, scratch_bytes
 from hybrid_kv.ops.upload import bus_copies, staged
-from hybrid_kv.plugins import Index
+from hybrid_kv.plugins import DeviceIndex
 from hybrid_kv.types import Candidates, SearchResult
 
 LATER_KEYS = 4096
@@ -50,13 +50,11 @@ def search_bytes(num_keys: int, num_heads: int, group: int) -> int:
     return scratch_bytes(with_room(num_keys), LATER_KEYS, num_heads, group)
 
 
-class DeviceSketch(Index):
+class DeviceSketch(DeviceIndex):
     """Codes of a layer's keys on the device of the queries; the keys stay in host memory.
 
     A search reads the codes there and ranks what they put first by the stored keys, which kernels
     read over the bus. Keys that come later are searched as they are, `LATER_KEYS` of them.
-
-    selects: always; see `Index.selects`.
 
     Args:
         ops: what searches.
@@ -66,8 +64,6 @@ class DeviceSketch(Index):
     """
 
     ranks = True
-
-    selects = True
 
     def __init__(
         self, ops: Ops, learned: Learned, dtype: torch.dtype, codes: Tensor | None = None
@@ -194,18 +190,18 @@ class DeviceSketch(Index):
         return self._keys
 
     def see(self, length: int) -> Hashable:
-        """See `Index.see`."""
+        """See `DeviceIndex.see`."""
         self._set_state(length, self._state[1])
         codes = self._codes.codes  # larger ones may come to lie where older ones were freed
         return codes.data_ptr(), codes.shape
 
     @property
     def seen(self) -> Tensor:
-        """See `Index.seen`."""
+        """See `DeviceIndex.seen`."""
         return self._codes.state[0]
 
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
-        """See `Index.candidates`."""
+        """See `DeviceIndex.candidates`."""
         times, width = self.learned.times(top_k), self.learned.width(top_k)
         return self._ops.find_by_sketch(
             self._codes, queries, keys, new=new, width=width, times=times
@@ -226,8 +222,8 @@ class DeviceSketch(Index):
         return SearchResult(ids, best.values.cpu(), scored, read_bytes=read)
 
     def selection_bytes(self, queries: int, top_k: int) -> int:
-        """See `Index.selection_bytes`: codes, some of them twice, later keys, and the keys that are
-        aimed at for ranking.
+        """See `DeviceIndex.selection_bytes`: codes, some of them twice, later keys, and the keys
+        that are aimed at for ranking.
         """
         codes, keys = self._codes, self._known
         count, coded = self._state

@@ -124,7 +124,7 @@ class PagesIndex(KeyIndex):
             torch.cat([part.ids for part in parts], 1),
             torch.cat([part.scores for part in parts], 1),
             sum(part.scored for part in parts),
-            read_bytes=self.selection_bytes(num_queries, count)
+            read_bytes=self._digests[:, : self._num_pages].nbytes  # which every choice reads
             + sum(part.read_bytes or 0 for part in parts),
         )
 
@@ -140,10 +140,6 @@ class PagesIndex(KeyIndex):
         read = self._key_bytes(int((~beyond).sum()))
         scores, ids = rank(scores, ids, count)
         return SearchResult(ids, scores, scored, read_bytes=read)
-
-    def selection_bytes(self, queries: int, top_k: int) -> int:
-        """Bytes of the digests, which every choice of pages reads."""
-        return self._digests[:, : self._num_pages].nbytes
 
     def _best_pages(self, queries: Tensor, wanted: int) -> Tensor:
         """[Hkv, M, wanted] pages with the highest bounds, unordered."""

@@ -63,7 +63,7 @@ def _device_selects(cache: KVCache) -> bool:
     """Whether a device finds cold entries by codes, and reads the host's rows over the bus."""
     spans = (span for layer in cache.stores.values() for span in layer.cold.spans())
     indexes = (span.extent.index for span in spans)
-    return any(index is not None and index.serving.selects for index in indexes)
+    return any(index is not None and index.selector is not None for index in indexes)
 
 
 def index_of(config: HybridConfig) -> IndexConfig | None:

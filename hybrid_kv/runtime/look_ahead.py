@@ -108,7 +108,7 @@ class LookAhead:
                     index.settle(span.extent.keys)
                 if index is None:
                     return False
-                if index.serving.selects:
+                if index.selector is not None:
                     standing.reason = "its device finds entries by itself"
                     return False
                 if index.serving.page_tokens > 1:

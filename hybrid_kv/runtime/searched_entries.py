@@ -39,7 +39,7 @@ class SearchedEntries(NamedTuple):
         spans, finders = tuple(row.chain.spans), []
         for span in spans:
             index = span.extent.index
-            if index is None or index.serving.selects:
+            if index is None or index.selector is not None:
                 return None
             finders.append(index)
         return cls(spans, finders, budget)

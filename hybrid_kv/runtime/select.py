@@ -23,7 +23,7 @@ from hybrid_kv.index.device_sketch import device_bytes, restored, sketch_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.plugins import Index, Placement
+from hybrid_kv.plugins import DeviceIndex, Index, Placement
 from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import LayerKV, Row, SelectFor, Span
@@ -230,8 +230,10 @@ def tell_selection(
     places: list[Hashable] = []
     for span in row.chain.spans:
         k, v = span.extent.k, span.extent.v
-        seen = _index_of(span).see(span.length)
-        work.select_bytes += _index_of(span).serving.selection_bytes(rows, budget.top_k)
+        live, index = _indexes_of(span)
+        live.note(None)
+        seen = index.see(span.length)
+        work.select_bytes += index.selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
     tails = [span.tail(device) for span in row.chain.spans] if budget.form else []
     work.estimate_bytes += sum(tail.nbytes for tail in tails)
@@ -267,9 +269,12 @@ def attend_told(
     return step.executor.repeat(row, signature, work, q)
 
 
-def _index_of(span: Span) -> LiveIndex:
-    assert span.extent.index is not None
-    return span.extent.index
+def _indexes_of(span: Span) -> tuple[LiveIndex, DeviceIndex]:
+    """The index of an extent, and what of it serves on the device."""
+    live = span.extent.index
+    assert live is not None
+    assert live.selector is not None
+    return live, live.selector
 
 
 def _search(
@@ -279,7 +284,9 @@ def _search(
     (none where nothing is estimated) what is left of it; and what the best are, if asked.
     """
     spans, top_k, form = row.chain.spans, budget.top_k, budget.form
-    found = [_index_of(s).serving.candidates(q, s.extent.k, step.new, top_k) for s in spans]
+    indexes = [_indexes_of(span)[1] for span in spans]
+    pairs = zip(indexes, spans, strict=True)
+    found = [index.candidates(q, s.extent.k, step.new, top_k) for index, s in pairs]
     scores = found[0].scores if len(found) == 1 else torch.cat([one.scores for one in found], -1)
     limit = step.ops.best_limit(scores, top_k)
     parts, lses, first = [], list[Tensor](), 0
@@ -288,7 +295,7 @@ def _search(
         if form is not None:
             own = slice(first, first + one.scores.shape[-1])
             out, lse, discount = step.ops.attend_unread(
-                *(tails[number], q, scores, limit, own, _index_of(span).serving.seen),
+                *(tails[number], q, scores, limit, own, indexes[number].seen),
                 scale=step.scale,
                 softcap=step.softcap,
                 form=form,

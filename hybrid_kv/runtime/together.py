@@ -159,7 +159,7 @@ def _asked_by_many(index: LiveIndex | None) -> bool:
     """Whether queries of several rows may be asked together: of an index that the engine can search
     by itself, which therefore remembers nothing of a row.
     """
-    if index is None or index.serving.selects:
+    if index is None or index.selector is not None:
         return False
     known = _by_many.get(index)
     if known is None or known[0] != index.revision:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable
 from concurrent.futures import wait
-from typing import Any
+from typing import Any, cast
 from warnings import warn
 
 from torch import Tensor
 
 from hybrid_kv.errors import IndexBuildWarning
-from hybrid_kv.plugins import Index
+from hybrid_kv.plugins import DeviceIndex, Index
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.index_builder import Build, BuildRunner, IndexBuilder, MakeIndex
@@ -36,6 +35,7 @@ class LiveIndex:
     queries that came since (`AskedQueries`), as if they were asked where decoding is now.
 
     serving: the index, or its stand-in. answers: what its searches come to, `Index.innermost`.
+    selector: the same index where it finds keys on a device; None where the host searches.
     revision: changes whenever what serves does. stamps: of plans that describe how it is searched;
     they are marked then, and when a build has ended that `settle` would let take over.
     builder: its builds; who finds one pending settles before it searches.
@@ -56,6 +56,7 @@ class LiveIndex:
 
     serving: Index
     answers: Index
+    selector: DeviceIndex | None
     aging: Aging | None
 
     def __init__(
@@ -120,13 +121,9 @@ class LiveIndex:
     def _serve(self, index: Index) -> None:
         # A search in another thread sees either of the two, and both are whole.
         self.serving, self.answers = index, index.innermost
+        self.selector = cast("DeviceIndex", index) if index.selects else None
         self.revision += 1
         self.stamps.mark("another index serves")
-
-    def see(self, length: int) -> Hashable:
-        """See `Index.see`; comes before every search that a device makes."""
-        self.searches += 1
-        return self.serving.see(length)
 
     def search(
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
@@ -136,7 +133,7 @@ class LiveIndex:
         return self.answers.search(queries, top_k, most, near)
 
     def note(self, queries: Tensor | None) -> None:
-        """Counts a search that is made here, or by the engine as `Index.plan` says.
+        """Counts a search that is made here, by the engine as `Index.plan` says, or by a device.
 
         Args:
             queries: [Hkv, M, D]; None is allowed where `aging` is None.

@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "the number of keys is baked into a recording",
         "runtime/select.py",
-        "scores, limit, own, _index_of(span).serving.seen),",
+        "scores, limit, own, indexes[number].seen),",
         "scores, limit, own, torch.full([], span.length, device=q.device)),",
         [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant(
         "a row searches what another row of the same extent sees",
         "runtime/select.py",
-        "        seen = _index_of(span).see(span.length)\n",
+        "        seen = index.see(span.length)\n",
         "        seen = 0\n",
         [f"{RECORDED}::test_forks_of_other_lengths_search_their_own_entries"],
     ),

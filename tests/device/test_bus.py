@@ -90,13 +90,14 @@ def beside(step: Taken) -> int:
 
 
 def ranked(kv: KVCache) -> int:
-    indexes = (span.extent.index for one in kv.stores.values() for span in one.cold.spans())
+    spans = (span for one in kv.stores.values() for span in one.cold.spans())
+    found = [span.extent.index and span.extent.index.selector for span in spans]
     top_k = getattr(getattr(kv.config.params, "cold", None), "top_k", 0)
     with_keys, without = GROUP, 0  # queries
     return sum(
-        one.serving.selection_bytes(with_keys, top_k) - one.serving.selection_bytes(without, top_k)
-        for one in indexes
-        if one is not None and one.serving.selects
+        index.selection_bytes(with_keys, top_k) - index.selection_bytes(without, top_k)
+        for index in found
+        if index is not None
     )
 
 

@@ -107,7 +107,7 @@ def played(way: str, config: hkv.HybridConfig, name: str = "") -> list[Tensor]:
 def selects(cache: hkv.HybridCache) -> set[bool]:
     """Whether the device finds cold entries, by what serves each extent."""
     spans = [span for store in cache.kv.stores.values() for span in store.cold.spans()]
-    return {bool(span.extent.index and span.extent.index.serving.selects) for span in spans}
+    return {bool(span.extent.index and span.extent.index.selector) for span in spans}
 
 
 def held_to_the_host(
