@@ -84,7 +84,7 @@ def test_what_is_cut_is_saved_with_its_index(
         opened = llm.open(tmp_path / "a.hkv")
         assert {head.get("serves") for head in described(opened)} == serves
         assert [len(index) for index in serving(opened)] == [it.length for it in extents(context)]
-        assert all(it.length < len(it.index) for it in extents(context))
+        assert all(it.length < len(it.index.serving) for it in extents(context))
         opened._cache.check_integrity()
         assert len(opened.ask("sea owl", max_new_tokens=4).token_ids) == 4
         agings = [extent.index.aging for extent in extents(opened)]
