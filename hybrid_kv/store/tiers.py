@@ -1,4 +1,4 @@
-"""What layers hold in each tier; what several of them share counts once."""
+"""Bytes that layers hold in each tier; what several of them share counts once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from hybrid_kv.store.extent import ColdExtent
 from hybrid_kv.store.layer import LayerKV
+from hybrid_kv.store.pool import PagePool
+from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import bytes_per_token
 
 
@@ -19,18 +21,34 @@ class TierBytes(NamedTuple):
 
 
 def tier_bytes(layers: Iterable[LayerKV]) -> TierBytes:
-    """Of layers of one cache, or of several that were forked from each other."""
-    device, pages, extents = 0, set[tuple[int, int]](), dict[int, ColdExtent]()
+    """Of layers of one cache, or of several that were forked from each other.
+
+    Tokens are counted as they come and go. Only pages of a pool in which some were shared are
+    looked at, for those that several rows list.
+    """
+    device, extents = 0, dict[int, ColdExtent]()
+    shared = dict[PagePool, list[PageTable]]()
     for layer in layers:
         each = bytes_per_token(layer.shape, layer.cold.dtype)
         for row in layer.rows:
-            pool, table = id(row.table.pool), row.table
-            new = [page for page in table.pages if (pool, page) not in pages]
-            pages.update((pool, page) for page in new)
-            room = row.page_size - table.tail_fill if new and new[-1] == table.pages[-1] else 0
-            device += each * (len(new) * row.page_size - room)
+            if row.table.pool.has_shared:
+                shared.setdefault(row.table.pool, []).append(row.table)
+            else:
+                device += each * row.table.num_tokens
             device += 0 if row.kept is None else row.kept.nbytes
         extents |= {id(span.extent): span.extent for span in layer.cold.spans()}
+    for pool, tables in shared.items():
+        device += bytes_per_token(pool.shape, pool.dtype) * _tokens_of(tables, pool.page_size)
     own = extents.values()
     host = sum(e.keys.nbytes + e.values.nbytes + 4 * e.length for e in own)
     return TierBytes(device, host, sum(e.index.memory_bytes for e in own if e.index is not None))
+
+
+def _tokens_of(tables: Iterable[PageTable], page_size: int) -> int:
+    """Tokens of all pages that are listed, each once; the last page of a table may not be full."""
+    pages, tails = set[int](), dict[int, int]()
+    for table in tables:
+        pages.update(table.pages)
+        if table.pages:
+            tails[table.pages[-1]] = table.tail_fill
+    return len(pages) * page_size - sum(page_size - fill for fill in tails.values())
