@@ -90,13 +90,13 @@ def beside(step: Taken) -> int:
 
 
 def ranked(kv: KVCache) -> int:
-    spans = (span for one in kv.stores.values() for span in one.cold.spans())
-    found = [span.extent.index and span.extent.index.selector for span in spans]
+    indexes = (span.extent.index for one in kv.stores.values() for span in one.cold.spans())
+    selectors = (index and index.selector for index in indexes)
     top_k = getattr(getattr(kv.config.params, "cold", None), "top_k", 0)
     with_keys, without = GROUP, 0  # queries
     return sum(
         index.selection_bytes(with_keys, top_k) - index.selection_bytes(without, top_k)
-        for index in found
+        for index in selectors
         if index is not None
     )
 
