@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -212,10 +213,13 @@ def tiers(owner: Any) -> TierBytes:
 
 
 def wait_for_builds(owner: Any) -> None:
-    """Returns when no stand-in serves any more."""
-    for extent in extents(owner):
-        if extent.has_index:
-            extent.index.wait(extent.stored_k)
+    """Returns when no index is being built any more, and all that were have taken over."""
+    building, end = [one for one in extents(owner) if one.has_index], monotonic() + 60
+    while building := [one for one in building if one.index.is_building]:
+        assert monotonic() < end, "an index is not built within a minute"
+        sleep(0.001)
+        for extent in building:
+            extent.index.settle(extent.stored_k)
 
 
 def kept_alive(owner: Any) -> dict[str, weakref.ref[Any]]:
