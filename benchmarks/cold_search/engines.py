@@ -182,9 +182,8 @@ class Own(Engine):
         They would learn the same, which at 16K keys took nine tenths of the run. Everything else of
         a build stays, such as the choice between the kinds.
         """
-        # `auto` learns by other indexes
-        for part in (index, *(getattr(index, name, None) for name in ("_sketcher", "_grapher"))):
-            if hasattr(part, "learn_head"):
+        for name in ("_learner", "_sketcher", "_grapher"):
+            if (part := getattr(index, name, None)) is not None:
                 part.learn_head = partial(self._learned_once, part.learn_head)
 
     def _learned_once(self, learn: Any, *arguments: Any, **options: Any) -> Any:

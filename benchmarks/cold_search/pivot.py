@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.cold_search.engines import Own
 from benchmarks.cold_search.heads import Prompt
-from hybrid_kv.index import graph as graph_index
+from hybrid_kv.index import _graph_learner as graph_learner
 from hybrid_kv.ops.graph_lists import pack_lists
 from hybrid_kv.ops.key_graph import KeyGraph
 
@@ -39,7 +39,7 @@ class PivotGraph(Own):
 
     def build(self, keys: torch.Tensor, prompt: Prompt) -> None:
         link(np.array([[1], [0]], np.int32), np.eye(2, dtype=np.float32), 2)  # compiles, not timed
-        with patch.object(graph_index._HeadEngine, "project", project):
+        with patch.object(graph_learner._HeadEngine, "project", project):
             super().build(keys, prompt)
 
 

@@ -72,7 +72,9 @@ def build(data: Decoding, count: int, samples: torch.Tensor, **params: Any) -> G
 def examine(index: GraphIndex, data: Decoding, position: int, first_beam: int) -> dict[str, Any]:
     """What a search finds and reads, as the index is and with the beam that it had at first."""
     watched = copy(index)
-    watched._growth = None  # an examination is no decoding
+    if index._walks is not None:
+        watched._walks = copy(index._walks)
+        watched._walks.growth = None  # an examination is no decoding
     as_it_is = measure(watched, data, position)
     watched.params = index.params.model_copy(update={"beam": first_beam})
     return {

@@ -16,6 +16,21 @@ from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.types import SearchResult
 
 
+class Cancellation:
+    """Whether a build shall give up; any thread may say so."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def check(self) -> None:
+        """Raises BuildCancelled once `set` was called."""
+        if self._is_set:
+            raise BuildCancelled
+
+
 class KeyIndex(Index):
     """An index that refers to the caller's key array.
 
@@ -25,7 +40,7 @@ class KeyIndex(Index):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self._known: Tensor | None = None
-        self._is_cancelled = False
+        self._cancellation = Cancellation()
 
     @property
     def _keys(self) -> Tensor:
@@ -112,13 +127,8 @@ class KeyIndex(Index):
         return self._plan(min(top_k, count), min(most, count)) if count else None
 
     def cancel(self) -> None:
-        """See `Index.cancel`; a kind whose `_rebuild` takes long looks with `_check_cancelled`."""
-        self._is_cancelled = True
-
-    def _check_cancelled(self) -> None:
-        """Raises BuildCancelled once `cancel` was called."""
-        if self._is_cancelled:
-            raise BuildCancelled
+        """See `Index.cancel`; a kind whose `_rebuild` takes long checks `_cancellation`."""
+        self._cancellation.set()
 
     @abstractmethod
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:

@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import thread_time
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hybrid_kv.index._base import Cancellation
 from hybrid_kv.index._saved import SavedReport
-from hybrid_kv.index._sketch_engine import TierSearcher
+from hybrid_kv.index._sketch_engine import TierSearcher, why_unread
 from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_maker import SketchMaker
-from hybrid_kv.index._sketch_plans import Layout
+from hybrid_kv.index._sketch_plans import Layout, layouts
 from hybrid_kv.index._trial import HeldOut, Trial, log_sums
 
 _MARGIN, _WIDER = 1.05, 1.25
@@ -57,6 +58,45 @@ class SketchReport(SavedReport):
     top_mass: float = 0.0
     effective_dim: float = 0.0
     learn_s: float = field(default=0.0, compare=False)
+
+
+class SketchLearner:
+    """Learns the sketches of heads, one after the other, and proves each of them.
+
+    Args:
+        params: of a sketch index.
+        cancellation: looked at between pieces of the work.
+    """
+
+    def __init__(self, params: Any, cancellation: Cancellation) -> None:
+        self.params, self._cancellation = params, cancellation
+
+    def why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
+        """Why no head can get a sketch, whatever its keys are; None if one can."""
+        if keys.shape[1] < self.params.min_keys:
+            return f"{keys.shape[1]} keys, a sketch takes {self.params.min_keys}"
+        if samples is None or samples.shape[2] == 0:
+            return "there are no prefill queries to learn from"
+        return why_unread(keys)
+
+    def learn(
+        self, keys: Tensor, samples: Tensor | None
+    ) -> tuple[tuple[SketchReport, ...], dict[int, HeadSketch]]:
+        """What shall serve each head of keys [Hkv, N, D], and the sketches by head."""
+        if (reason := self.why_flat(keys, samples)) is not None:
+            return tuple(SketchReport("flat", reason) for _ in keys), {}
+        assert samples is not None
+        learned = [self.learn_head(*head) for head in zip(keys, samples, strict=True)]
+        sketches = {n: sketch for n, (sketch, _) in enumerate(learned) if sketch is not None}
+        return tuple(report for _, report in learned), sketches
+
+    def learn_head(self, keys: Tensor, samples: Tensor) -> tuple[HeadSketch | None, SketchReport]:
+        """The sketch of a head's keys [N, D], if it reaches the goal; samples [G, M, D]."""
+        self._cancellation.check()
+        p = self.params
+        goal = SketchGoal(p.check_top_k, p.target_recall, p.target_mass, p.check_queries, p.gain)
+        choices = layouts(keys.shape[1], None if p.codes == "auto" else p.codes)
+        return learn(keys, samples, choices, goal, self._cancellation.check)
 
 
 def learn(

@@ -22,14 +22,15 @@ from hybrid_kv.index._choice import (
     mean_cost,
 )
 from hybrid_kv.index._file import refusing_what_is_damaged
+from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
 from hybrid_kv.index._graph_trials import GraphTrials, Payback, build_forecast, hoped
 from hybrid_kv.index._parts import joined, runs
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
-from hybrid_kv.index._sketch_learn import SketchReport
+from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.index.graph import GraphIndex, rows_of, walks_of_each
+from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
@@ -97,7 +98,9 @@ class AutoIndex(SavedIndex):
 
     def __init__(self, params: Any, before: Sketched | None = None) -> None:
         super().__init__(params)
-        self._sketcher, self._grapher = _kinds(params)
+        own = _params_of_kinds(params)
+        self._sketcher = SketchLearner(own[0], self._cancellation)
+        self._grapher = GraphLearner(own[1], self._cancellation)
         self._before = before
         self._sketched: Sketched | None = None  # what a successor begins with
         self._parts: tuple[Part, ...] = ()
@@ -127,22 +130,16 @@ class AutoIndex(SavedIndex):
             for head, one in part.index.sketched.items()
         }
 
-    @property
-    def code_bytes(self) -> int:
-        """See `SketchIndex.code_bytes`."""
-        sketches = [part.index for part in self._parts if isinstance(part.index, SketchIndex)]
-        return max((index.code_bytes for index in sketches), default=0)
-
     @classmethod
     def needs(cls, params: Any) -> Needs:
         return SketchIndex.needs(params)
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        sketch, graph = _kinds(params)
-        most = sketch.bytes_per_key(sketch.params, num_keys, head_dim)
+        sketch, graph = _params_of_kinds(params)
+        most = SketchIndex.bytes_per_key(sketch, num_keys, head_dim)
         if params.graph_tokens:
-            most = max(most, graph.bytes_per_key(graph.params, num_keys, head_dim))
+            most = max(most, GraphIndex.bytes_per_key(graph, num_keys, head_dim))
         return most
 
     @property
@@ -165,11 +162,6 @@ class AutoIndex(SavedIndex):
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
         return None if self._sketcher.why_flat(keys, samples) else StandIn()
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._sketcher.cancel()
-        self._grapher.cancel()
 
     def successor(self) -> AutoIndex | None:
         before, self._sketched = self._sketched, None
@@ -420,15 +412,15 @@ class AutoIndex(SavedIndex):
         return index
 
 
-def _kinds(params: Any) -> tuple[SketchIndex, GraphIndex]:
-    """Empty indexes of both kinds with their share of the parameters."""
+def _params_of_kinds(params: Any) -> tuple[BaseModel, BaseModel]:
+    """The share of the parameters that sketches have, and that graphs have."""
 
     def own(kind: type[BaseModel], **changed: Any) -> BaseModel:
         shared = {name: getattr(params, name) for name in kind.model_fields}
         return kind.model_validate(shared | changed)
 
     graph = own(GraphIndex.Params, target_mass=1.0, min_keys=params.graph_min_keys)
-    return SketchIndex(own(SketchIndex.Params)), GraphIndex(graph)
+    return own(SketchIndex.Params), graph
 
 
 def _part_of(

@@ -249,6 +249,12 @@ class DeviceSketch(DeviceIndex):
         ]
 
 
+def longest_code(index: SketchIndex | AutoIndex) -> int:
+    """Bytes of the longest code of a key that an index has; 0 where all heads are scanned."""
+    tiers = [tier for sketch, _ in index.sketched.values() for tier in sketch.tiers]
+    return max((tier.map.plan.code_bytes for tier in tiers), default=0)
+
+
 def restored(
     ops: Ops, index: SketchIndex | AutoIndex, device: torch.device, dtype: torch.dtype, goals: Any
 ) -> tuple[partial[DeviceSketch], partial[DeviceSketch]] | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.index.auto import AutoIndex
-from hybrid_kv.index.device_sketch import device_bytes, restored, sketch_of
+from hybrid_kv.index.device_sketch import device_bytes, longest_code, restored, sketch_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
@@ -145,7 +145,7 @@ class Selectors:
             if (
                 place.select == "auto"
                 and size is not None
-                and index.code_bytes > _scaled(size, layer)
+                and longest_code(index) > _scaled(size, layer)
             ):
                 return None
             makes = restored(pool.ops, index, pool.device, pool.dtype, goals)

@@ -31,6 +31,7 @@ from benchmarks.cold_search.quality import K, Quality, Truth, by_quarter
 from benchmarks.cold_search.rows import Knob, Row, chosen_rows, own, parse_rows
 from benchmarks.cold_search.targets import Target, find_points, ladder, parse_targets
 from hybrid_kv.index._choice import decoding_pace
+from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native.workers import default_pool
 from tests.tolerances import TOLERANCES
@@ -404,13 +405,13 @@ def test_copies_exceed_the_cache_within_the_limit(
 def test_copies_of_ours_are_heads_of_one_index_with_the_graph_learned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learn, learned = GraphIndex.learn_head, []
+    learn, learned = GraphLearner.learn_head, []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         learned.append(arguments)
         return learn(*arguments, **options)
 
-    monkeypatch.setattr(GraphIndex, "learn_head", counted)
+    monkeypatch.setattr(GraphLearner, "learn_head", counted)
     head = tiny_head()
     engine = own("graph", keys="f16", check_positions=7).make()
     assert isinstance(engine, Own)
@@ -438,9 +439,9 @@ def test_copies_of_a_sketch_are_learned_once_and_lie_apart() -> None:
     copies = engine.repeated(3)
     found = copies._index.search(head.test[:1].expand(3, -1, -1).contiguous(), K).ids
     assert np.array_equal(found.numpy(), np.stack([expected] * 3))
-    sketches = (*copies._index._sketches.values(), *engine._index._sketches.values())
+    sketches = (*copies._index._coded.sketches.values(), *engine._index._coded.sketches.values())
     assert len({sketch.tiers[0].codes.data_ptr() for sketch in sketches}) == 4
-    plan = engine._index._sketches[0].tiers[0].map.plan
+    plan = engine._index._coded.sketches[0].tiers[0].map.plan
     assert engine.code_bytes == len(head.keys) * plan.code_bytes
 
 
@@ -471,7 +472,7 @@ def test_copies_of_auto_have_the_graph_that_follows_its_sketch() -> None:
     engine.build(head.keys, head.prompt)
     copies = engine.repeated(2)
     assert engine._index.successor() is None
-    assert set(engine._learned) == {"SketchIndex.learn_head", "GraphIndex.learn_head"}
+    assert set(engine._learned) == {"SketchLearner.learn_head", "GraphLearner.learn_head"}
     told = engine.notes() + copies.notes()
     assert all("graph" in note["reason"] and " us (" in note["reason"] for note in told)
 

@@ -18,6 +18,7 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index import _auto_costs, _choice, auto
 from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace
 from hybrid_kv.index._file import read_arrays, write_arrays
+from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index._graph_trials import build_forecast
 from hybrid_kv.index._parts import runs
 from hybrid_kv.index.graph import GraphIndex
@@ -105,16 +106,16 @@ class Trials:
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     told = Trials()
-    learn_head, keys = GraphIndex.learn_head, heads()[0]
+    learn_head, keys = GraphLearner.learn_head, heads()[0]
 
-    def learn(self: GraphIndex, own: Tensor, *args: Any, **named: Any) -> Any:
+    def learn(self: GraphLearner, own: Tensor, *args: Any, **named: Any) -> Any:
         told.built += [head for head in range(HEADS) if torch.equal(own, keys[head])]
         return learn_head(self, own, *args, **named)
 
     def clock() -> float:
         return told.build_s * len(told.built)
 
-    monkeypatch.setattr(GraphIndex, "learn_head", learn)
+    monkeypatch.setattr(GraphLearner, "learn_head", learn)
     monkeypatch.setattr(auto, "core_clock", lambda: (clock, 1))
     return told
 

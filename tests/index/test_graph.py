@@ -332,7 +332,7 @@ def test_known_neighbours_give_the_same_graph_and_spare_the_search(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("they are known")
 
-    monkeypatch.setattr("hybrid_kv.index.graph._HeadEngine.nearest", refuse)
+    monkeypatch.setattr("hybrid_kv.index._graph_learner._HeadEngine.nearest", refuse)
     helped.build(keys, samples, exact_lists(keys, samples, 60))
     for one, other in zip(alone._graphs, helped._graphs, strict=True):
         assert torch.equal(one.keys_of, other.keys_of)

@@ -127,10 +127,10 @@ def test_tiers_hold_every_key_once_and_later_ones_by_their_potential() -> None:
     assert recall(index.search(before, 100), before, keys[:, :19_000], 100) > 0.94
     for stop in (19_010, 19_500, 20_000):
         index.add(keys[:, :stop])
-    tiers = index._sketches[0].tiers
+    tiers = index._coded.sketches[0].tiers
     ids = torch.cat([tier.ids for tier in tiers if tier.ids is not None])
     assert torch.equal(ids.sort().values, torch.arange(19_900, dtype=torch.int32)), "100 wait"
-    placing = index._sketches[0].placing
+    placing = index._coded.sketches[0].placing
     assert placing is not None
     tier_of = placing.of(keys[0])
     for number, tier in enumerate(tiers):
@@ -154,7 +154,7 @@ def test_each_later_key_is_found_from_the_moment_it_is_there() -> None:
         newest = query @ keys[:, stop - 1 : stop].transpose(1, 2)
         if bool((newest > found.scores[..., -1:]).all()):
             assert bool((found.ids == stop - 1).any(-1).all())
-        assert index._encoded == (700 if stop <= encoded else encoded + 1 - 300)
+        assert index._coded.encoded == (700 if stop <= encoded else encoded + 1 - 300)
     assert recall(index.search(query, 16), query, keys, 16) > 0.9
 
 
@@ -353,7 +353,7 @@ def test_a_shortened_index_finds_the_first_keys_alone() -> None:
     shorter = index.shortened(few)
     assert len(shorter) == 3001
     assert shorter.describe()[0]["coded_keys"] == 3001
-    again = SketchIndex.serving(index.params, few, shorter.reports, shorter._sketches)
+    again = SketchIndex.serving(index.params, few, shorter.reports, shorter._coded.sketches)
     found = again.search(flat(later), 37)
     check_result(found, flat(later), few, 37)
     assert recall(found, flat(later), few, 37) > 0.95

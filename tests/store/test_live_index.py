@@ -305,7 +305,7 @@ def test_a_graph_stands_in_only_where_it_can_be_learned() -> None:
 def test_a_cancelled_graph_gives_up_between_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, samples, _ = attention_like()
     index, asked = graph(), list[int]()
-    monkeypatch.setattr("hybrid_kv.index.graph._QUERIES_AT_ONCE", 100)
+    monkeypatch.setattr("hybrid_kv.index._graph_learner._QUERIES_AT_ONCE", 100)
     from hybrid_kv.ops.native.flat import FlatScan
 
     nearest = FlatScan.nearest

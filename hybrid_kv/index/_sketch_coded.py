@@ -1,0 +1,132 @@
+"""The keys of a layer whose heads have sketches: coded ones, and later ones that have no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hybrid_kv.index._sketch_engine import TierSearcher
+from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_later import SCANNED_KEYS, LaterKeys
+from hybrid_kv.ops.native.step import EngineSearch
+from hybrid_kv.ops.sketch_codes import pack_tiers
+from hybrid_kv.types import SearchReads, SearchResult
+
+
+class CodedKeys:
+    """Searches the keys of heads by their sketches, and the keys behind these one and all.
+
+    sketches: by KV head, ascending; at least one. encoded: the first keys, which have codes.
+
+    Args:
+        keys: [Hkv, N, D] of all heads.
+        kept: later keys that stay uncoded when there are twice as many and older ones get codes.
+        rerank: of later keys that are scanned, keys that are ranked exactly per result.
+    """
+
+    def __init__(
+        self, keys: Tensor, sketches: Mapping[int, HeadSketch], kept: int, rerank: float
+    ) -> None:
+        self.sketches, self._keys = dict(sorted(sketches.items())), keys
+        self._kept, self._rerank = kept, rerank
+        self.encoded = min(sketch.count for sketch in sketches.values())
+        # All codes of the layer on huge pages: a cold search of tiers is up to a quarter quicker.
+        pack_tiers(tier for sketch in sketches.values() for tier in sketch.tiers)
+        self._later: LaterKeys | None = None  # where they are many
+        self._searcher: TierSearcher | None = None
+        self._follow()
+
+    @property
+    def memory_bytes(self) -> int:
+        later = 0 if self._later is None else self._later.memory_bytes
+        return later + sum(sketch.memory_bytes for sketch in self.sketches.values())
+
+    def describe(self) -> dict[str, int]:
+        """How many keys have codes, and of the later ones how many are scored in 8 bits."""
+        later = self._keys.shape[1] - self.encoded
+        in_8_bits = 0 if self._later is None else later
+        return {
+            "coded_keys": self.encoded,
+            "later_in_8_bits": in_8_bits,
+            "later_exact": later - in_8_bits,
+        }
+
+    def first(self, count: int) -> CodedKeys:
+        """The same of the first `count` keys, to be saved; codes say nothing of each other."""
+        new = copy(self)
+        if self.encoded > count:
+            new.sketches = {head: sketch.first(count) for head, sketch in self.sketches.items()}
+            new.encoded = count
+        return new
+
+    def append(self, keys: Tensor) -> None:
+        """Takes the later rows of keys [Hkv, N, D]."""
+        self._keys = keys
+        if keys.shape[1] - self.encoded > 2 * self._kept:
+            self.encoded, self._later, self._searcher = keys.shape[1] - self._kept, None, None
+            for head, sketch in self.sketches.items():
+                sketch.append(keys[head, : self.encoded])
+        self._follow()
+
+    def _follow(self) -> None:
+        """Tells the engine where everything lies, after keys have moved or codes have grown."""
+        if self._later is not None:
+            self._later.append(self._keys)
+        elif self._keys.shape[1] - self.encoded >= SCANNED_KEYS:
+            self._later = LaterKeys(self._keys, self.sketches, self.encoded, self._rerank)
+        keys = [self._keys[head] for head in self.sketches]
+        if self._searcher is not None:  # most often: a page of keys has come
+            return self._searcher.follow(keys)
+        self._searcher = TierSearcher(keys, [sketch.tiers for sketch in self.sketches.values()])
+
+    def search(
+        self, queries: Tensor, count: int, most: int, num_rerank: Sequence[int]
+    ) -> SearchResult:
+        """What is found for these heads, with `rows_read`.
+
+        Args:
+            queries: [Hkv, M, D] of all heads.
+            num_rerank: candidates that each of these heads ranks exactly.
+        """
+        assert self._searcher is not None
+        effort = self._effort(most, num_rerank)
+        asked = queries if len(queries) == len(self.sketches) else queries[list(self.sketches)]
+        found = self._searcher.search(asked, count, **effort)
+        read = self._reads(**effort).of(queries.shape[1], found.scored)
+        found = found._replace(read_bytes=read)
+        if self._later is None:
+            return found
+        return self._later.merged(queries, found, self._keys.shape[1], count, most)
+
+    def plan(self, count: int, most: int, num_rerank: Sequence[int]) -> list[EngineSearch | None]:
+        """The same searches, for the engine; None for one that it cannot make."""
+        assert self._searcher is not None
+        effort = self._effort(most, num_rerank)
+        coded = self._searcher.plan(count, **effort)
+        if coded is not None:
+            coded = replace(coded.of(list(self.sketches)), reads=self._reads(**effort))
+        if self._later is None:
+            return [coded]
+        # Behind the codes, whose key is first among equals.
+        return [coded, *self._later.plan(self._keys.shape[1], count, most)]
+
+    def _effort(self, most: int, num_rerank: Sequence[int]) -> dict[str, Any]:
+        """How thoroughly the codes are searched; later keys exactly, where they are few."""
+        exact = self._keys.shape[1] - self.encoded if self._later is None else 0
+        return {"most": most, "num_rerank": num_rerank, "num_exact": exact}
+
+    def _reads(self, num_rerank: Sequence[int], num_exact: int, most: int) -> SearchReads:
+        """Of a search of the codes: codes, what turns queries into them, keys ranked exactly."""
+        tiers = [tier for sketch in self.sketches.values() for tier in sketch.tiers]
+        codes = sum(tier.count * tier.map.plan.code_bytes for tier in tiers)
+        maps = sum(tier.map.query_map.nbytes for tier in tiers)
+        heads, ranked = len(self.sketches), sum(num_rerank)
+        row = self._keys.shape[2] * self._keys.itemsize
+        later = heads * num_exact
+        scores = later + ranked + sum(tier.count for tier in tiers)
+        every = heads * self.encoded * row
+        return SearchReads(codes + maps + later * row, ranked * row, every, scores)
