@@ -18,11 +18,11 @@ find_compiler() {
     return 1
 }
 
-# build_native COMPILER ISA FOLDER [FLAG...]: FOLDER/run_tests, fuzz_search and engine_ISA.so, unless they
-# are there already; the flags come behind those of setup.py.
-build_native() (
-    compiler=$1 isa=$2 folder=$3
-    shift 3
+# compile COMPILER FOLDER SOURCES ISA [FLAG...]: FOLDER/*.o of native/SOURCES, unless they are there already;
+# the flags come behind those of setup.py.
+compile() (
+    compiler=$1 folder=$2 sources=$3 isa=$4
+    shift 4
     cd "$root"
     read -ra flags < <(native_flags "$isa")
     flags+=("-DHKV_ISA_NAME=\"$isa\"" -Inative/include -fPIC "$@")
@@ -30,14 +30,23 @@ build_native() (
         find native -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
     [[ -f $folder/key && $(<"$folder/key") == "$key" ]] && exit
     rm -rf "$folder"
-    mkdir -p "$folder/src" "$folder/tests"
-    (cd native && printf '%s\n' src/*.cpp tests/*.cpp) | xargs -P "$(nproc)" -I SOURCE \
-        "$compiler" "${flags[@]}" -c native/SOURCE -o "$folder/SOURCE.o" &&
-        "$compiler" -pthread "$@" "$folder"/src/*.o "$folder"/tests/{test_*,main}.cpp.o -o "$folder/run_tests" &&
-        "$compiler" -pthread "$@" "$folder"/src/*.o "$folder"/tests/fuzz_search.cpp.o -o "$folder/fuzz_search" &&
-        "$compiler" -pthread "$@" -shared "$folder"/src/*.o -o "$folder/engine_$isa.so" &&
+    mkdir -p "$folder"
+    (cd "native/$sources" && printf '%s\n' *.cpp) | xargs -P "$(nproc)" -I SOURCE \
+        "$compiler" "${flags[@]}" -c "native/$sources/SOURCE" -o "$folder/SOURCE.o" &&
         echo "$key" >"$folder/key"
 )
+
+# build_native COMPILER ISA FOLDER TESTS [FLAG...]: FOLDER/run_tests, fuzz_search and engine_ISA.so. The tests
+# know no instruction set: their objects lie in TESTS, which several folders may share.
+build_native() {
+    local compiler=$1 isa=$2 folder=$3 tests=$4
+    shift 4
+    compile "$compiler" "$tests" tests baseline "$@" &&
+        compile "$compiler" "$folder/src" src "$isa" "$@" &&
+        "$compiler" -pthread "$@" "$folder"/src/*.o "$tests"/{test_*,main}.cpp.o -o "$folder/run_tests" &&
+        "$compiler" -pthread "$@" "$folder"/src/*.o "$tests/fuzz_search.cpp.o" -o "$folder/fuzz_search" &&
+        "$compiler" -pthread "$@" -shared "$folder"/src/*.o -o "$folder/engine_$isa.so"
+}
 
 # buildable_isas COMPILER ISA...: those of the instruction sets that the compiler knows.
 buildable_isas() {
