@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -33,7 +34,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 pytest_plugins = ("tests.device.plugin",)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each collection looks at all modules and tests again
+
+
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for libraries that count what is left at the end
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
