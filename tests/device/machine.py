@@ -18,7 +18,6 @@ import random
 import sys
 import threading
 import warnings
-import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -205,6 +204,8 @@ def _named(address: int, places: list[tuple[int, int, int]]) -> object:
 
 Point = tuple["Queue", int]
 """A queue, and how many of its launches are over."""
+DeadBlock = tuple[Tensor, "Queue", "Pool | None", list[Point]]
+"""Memory that is free: whose it was, and where other streams must have got to."""
 
 
 class Queue:
@@ -269,9 +270,16 @@ class Block:
     memory: all of it, flat. pool: that of a capture that made it, which keeps it for replays.
     """
 
-    def __init__(self, memory: Tensor, queue: Queue, pool: Pool | None) -> None:
+    def __init__(
+        self, memory: Tensor, queue: Queue, pool: Pool | None, dead: deque[DeadBlock]
+    ) -> None:
         self.memory, self.queue, self.pool = memory, queue, pool
         self.users: list[Point] = []  # other streams that use it, as record_stream told
+        self._dead = dead
+
+    def __del__(self) -> None:
+        # In any thread at any time: it is noted, and the next call acts.
+        self._dead.append((self.memory, self.queue, self.pool, self.users))
 
 
 class Pool:
@@ -342,7 +350,7 @@ class Machine:
         self._local = threading.local()
         self._random = random.Random(schedule if isinstance(schedule, int) else 0)
         self._queried: Counter[int] = Counter()
-        self._dead: deque[tuple[Tensor, Queue, Pool | None, list[Point]]] = deque()
+        self._dead: deque[DeadBlock] = deque()
 
     # Streams and events.
 
@@ -541,7 +549,7 @@ class Machine:
         """
         with self.lock:
             self._bury()
-            with torch.inference_mode(False):
+            with torch._C._InferenceMode(False):
                 memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
             return memory, self.own(memory, device)
 
@@ -565,12 +573,7 @@ class Machine:
             if capture is not None and queue in capture.streams:
                 pool = capture.pool
                 capture.memory.append(whole)
-            block = Block(whole, queue, pool)
-            # Finalizers run in any thread at any time: they note, and the next call acts.
-            weakref.finalize(
-                block, self._dead.append, (whole, queue, pool, block.users)
-            ).atexit = False
-            return block
+            return Block(whole, queue, pool, self._dead)
 
     def _ran_out(self, num_bytes: int, device: int) -> str:
         """In torch's words, which others read."""

@@ -7,7 +7,7 @@ from running it on the "meta" device; its values are computed when the queue get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -56,7 +56,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: Block, index: int) -> DeviceTensor:
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             self: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 inner.size(),
@@ -101,16 +101,17 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """As `tree_leaves`."""
-    if isinstance(value, (tuple, list)):
-        for one in value:
-            yield from leaves_of(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from leaves_of(one)
-    else:
-        yield value
+def leaves_of(*values: Any) -> list[Any]:
+    """As `tree_leaves`, in a tenth of its time."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            found += leaves_of(*value)
+        elif isinstance(value, dict):
+            found += leaves_of(*value.values())
+        else:
+            found.append(value)
+    return found
 
 
 def value_of(value: object) -> object:
@@ -135,6 +136,11 @@ def empty_on_device(like: Tensor, index: int) -> DeviceTensor:
 
 def launch_like(name: str, results: Any, index: int, compute: Any, *operands: object) -> Any:
     """One launch that fills new tensors such as `results`, on "meta", with what `compute` gives."""
+    if isinstance(results, Tensor):
+        one = empty_on_device(results, index)
+        to = one.inner
+        running().launch(name, index, lambda: to.copy_(compute()), *operands, to)
+        return one
     shapes, spec = tree_flatten(results)
     made = [empty_on_device(t, index) if isinstance(t, Tensor) else t for t in shapes]
     targets = [m.inner if isinstance(m, DeviceTensor) else None for m in made]
@@ -155,7 +161,7 @@ def index_of(func: Any, args: Any, kwargs: Any) -> int:
         RuntimeError: its tensors lie on several.
     """
     found: set[int] = set()
-    for one in leaves_of((args, kwargs)):
+    for one in leaves_of(args, kwargs):
         if isinstance(one, DeviceTensor):
             found.add(one.index)
         elif isinstance(one, Tensor) and one.dim() and one.device.type == "cpu":
@@ -200,14 +206,15 @@ def _is_written(func: Any) -> bool:
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    base = next(t for t in leaves_of((args, kwargs)) if isinstance(t, DeviceTensor))
+    base = next(t for t in leaves_of(args, kwargs) if isinstance(t, DeviceTensor))
     out = func(*mapped(value_of, args), **mapped(value_of, kwargs))
     wrapped = mapped(
         lambda t: DeviceTensor(t, base.block, base.index) if isinstance(t, Tensor) else t, out
     )
-    if func is aten._unsafe_view.default:
-        return wrapped
-    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+    if func is not aten._unsafe_view.default:
+        for one in leaves_of(wrapped):  # as `return_and_correct_aliasing`, in a tenth of its time
+            torch._functionalize_unsafe_set(one, base)  # type: ignore[attr-defined]
+    return wrapped
 
 
 def _launched(func: Any, args: Any, kwargs: Any) -> Any:
@@ -216,7 +223,10 @@ def _launched(func: Any, args: Any, kwargs: Any) -> Any:
     plain, named = mapped(value_of, args), mapped(value_of, _at_home(kwargs))
     if _is_written(func):
         running().launch(str(func), index, lambda: run(*plain, **named), *plain)
-        return return_and_correct_aliasing(func, args, kwargs, _written(func, args, kwargs))
+        written = _written(func, args, kwargs)
+        if torch.Tag.inplace_view not in func.tags:
+            return written
+        return return_and_correct_aliasing(func, args, kwargs, written)  # which takes long
     shape = _shape_of(run, args, kwargs)
     return launch_like(str(func), shape, index, lambda: run(*plain, **named), *plain)
 
