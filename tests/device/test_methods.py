@@ -49,7 +49,7 @@ def test_what_is_offloaded_token_by_token_has_no_page_digests() -> None:
 def test_any_order_that_streams_allow_gives_the_same(select: str, seed: int) -> None:
     config = small("hybrid").replace(select=select)
     expected = logits_of(llama(), config, TURNS)
-    with emulated(schedule=seed):
+    with emulated(schedule=seed, kernels="defined"):
         found = logits_of(llama().to("cuda"), config, TURNS)  # type: ignore[arg-type]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=0)
@@ -62,7 +62,7 @@ def test_beams_attend_their_own_entries_under_selection_on_the_device() -> None:
     prompt, model = tokens(120), llama()
     with hkv.attach(model, config) as runtime:
         expected = model.generate(prompt, **passing(runtime.cache()), **asked).tolist()  # type: ignore[operator]
-    with emulated():
+    with emulated(kernels="defined"):
         model = llama().to("cuda")  # type: ignore[assignment, arg-type]
         with hkv.attach(model, config) as runtime:
             found = model.generate(prompt.cuda(), **passing(runtime.cache()), **asked)  # type: ignore[operator]
@@ -73,7 +73,7 @@ def test_forks_go_on_by_themselves_under_selection_on_the_device() -> None:
     config = small("hybrid").replace(select="device")
     found: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "cuda"):
-        with emulated(schedule="late"):
+        with emulated(schedule="late", kernels="defined"):
             model = llama().to(device)  # type: ignore[arg-type]
             with torch.inference_mode(), hkv.attach(model, config) as runtime:
                 cache, parts = runtime.cache(), []

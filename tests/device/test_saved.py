@@ -52,7 +52,7 @@ def test_saved_and_opened_on_a_device_it_answers_alike(
     kind: str, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_sketch, "LATER_KEYS", later)
-    with emulated(), loaded("cuda", kind) as llm:
+    with emulated(kernels="defined"), loaded("cuda", kind) as llm:
         context = llm.context(PROMPT)
         context.append(tokens(70, 9)[0].tolist())
         expected = answers(context)
@@ -68,7 +68,7 @@ def test_saved_and_opened_on_a_device_it_answers_alike(
 
 
 def test_saved_on_a_device_it_is_searched_by_the_same_codes_on_the_host(tmp_path: Path) -> None:
-    with emulated(), loaded("cuda") as llm:
+    with emulated(kernels="defined"), loaded("cuda") as llm:
         context = llm.context(PROMPT)
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
@@ -86,7 +86,7 @@ def test_a_context_of_the_host_goes_on_by_the_host_on_a_device(tmp_path: Path) -
         context = llm.context(PROMPT)
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
-    with emulated(), loaded("cuda", select="auto") as llm:
+    with emulated(kernels="defined"), loaded("cuda", select="auto") as llm:
         opened = llm.open(tmp_path / "a.hkv")
         assert "device sketch" not in served(opened)
         assert answers(opened) == expected
@@ -95,7 +95,7 @@ def test_a_context_of_the_host_goes_on_by_the_host_on_a_device(tmp_path: Path) -
 def test_where_the_codes_do_not_fit_the_host_searches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with emulated(), loaded("cuda") as llm:
+    with emulated(kernels="defined"), loaded("cuda") as llm:
         context = llm.context(PROMPT)
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
@@ -115,11 +115,11 @@ def test_where_the_codes_do_not_fit_the_host_searches(
 def test_by_itself_it_goes_to_a_device_that_has_room_for_its_codes(
     gib: int, serves: str, tmp_path: Path
 ) -> None:
-    with emulated(), loaded("cuda") as llm:
+    with emulated(kernels="defined"), loaded("cuda") as llm:
         context = llm.context(PROMPT)
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
-    with emulated(memory_bytes=gib << 30), loaded("cuda", select="auto") as llm:
+    with emulated(memory_bytes=gib << 30, kernels="defined"), loaded("cuda", select="auto") as llm:
         with torch.inference_mode():  # which the context outlives
             opened = llm.open(tmp_path / "a.hkv")
         assert serves in served(opened)
@@ -129,7 +129,7 @@ def test_by_itself_it_goes_to_a_device_that_has_room_for_its_codes(
 
 
 def test_a_fork_whose_later_entries_have_no_codes_yet_is_saved(tmp_path: Path) -> None:
-    with emulated(), loaded("cuda") as llm:
+    with emulated(kernels="defined"), loaded("cuda") as llm:
         context = llm.context(PROMPT)
         context.save(tmp_path / "a.hkv")
         forks = [llm.open(tmp_path / "a.hkv").fork(), context.fork()]
