@@ -182,9 +182,12 @@ class Own(Engine):
         They would learn the same, which at 16K keys took nine tenths of the run. Everything else of
         a build stays, such as the choice between the kinds.
         """
-        for name in ("_learner", "_sketcher", "_grapher"):
-            if (part := getattr(index, name, None)) is not None:
-                part.learn_head = partial(self._learned_once, part.learn_head)
+        learners = [getattr(index, "_learner", None)]
+        if (chooser := getattr(index, "_chooser", None)) is not None:
+            learners = [chooser.sketcher, chooser.grapher]
+        for learner in learners:
+            if learner is not None:
+                learner.learn_head = partial(self._learned_once, learner.learn_head)
 
     def _learned_once(self, learn: Any, *arguments: Any, **options: Any) -> Any:
         kind = learn.__qualname__

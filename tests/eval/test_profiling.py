@@ -23,7 +23,7 @@ from hybrid_kv.eval.profiling import steps as steps_module
 from hybrid_kv.eval.profiling.room import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
-from hybrid_kv.index import auto as auto_module
+from hybrid_kv.index import _auto_choice
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
@@ -493,7 +493,7 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
     kind: str, later: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "auto":  # whatever this machine would choose
-        monkeypatch.setattr(auto_module, "cheapest", lambda costs, pace: (costs[0].kind, "wanted"))
+        monkeypatch.setattr(_auto_choice, "cheapest", lambda costs, pace: (costs[0].kind, "wanted"))
         if engine_state().isa is None:
             pytest.skip("without an engine nothing is timed")
     always = {"min_keys": 1, "gain": 0, "target_recall": 1e-6, "target_mass": 1e-6}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _auto_costs, _choice, auto
+from hybrid_kv.index import _auto_choice, _auto_costs, _choice, auto
 from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_learner import GraphLearner
@@ -65,8 +65,8 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     def measured(trials: Mapping[tuple[str, int], Any], queries: Tensor) -> Any:
         return {name: Cost(name[0], seconds.get(name, seconds[name[0]]), 0) for name in trials}
 
-    monkeypatch.setattr(auto, "measured", measured)
-    monkeypatch.setattr(auto, "decoding_pace", lambda: Pace(1, 1e9))
+    monkeypatch.setattr(_auto_choice, "measured", measured)
+    monkeypatch.setattr(_auto_choice, "decoding_pace", lambda: Pace(1, 1e9))
     return seconds
 
 
@@ -116,7 +116,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
         return told.build_s * len(told.built)
 
     monkeypatch.setattr(GraphLearner, "learn_head", learn)
-    monkeypatch.setattr(auto, "core_clock", lambda: (clock, 1))
+    monkeypatch.setattr(_auto_choice, "core_clock", lambda: (clock, 1))
     return told
 
 
