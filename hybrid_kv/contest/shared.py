@@ -11,7 +11,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.models.hf_cache import HybridLayer, copied_state
+from hybrid_kv.models.cache_layers import HybridLayer, copied_state
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, TieredLayer
 from hybrid_kv.runtime.evidence import EvidenceCollector

@@ -18,7 +18,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hybrid_kv.attention import apply_sink
 from hybrid_kv.errors import BackendUnavailable, IntegrityError, UnsupportedModelError
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tiered_layers
+from hybrid_kv.models.cache_layers import HybridLayer, tiered_layers
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv_graph"
@@ -78,7 +79,7 @@ class CompiledSteps:
             seen = cache.get_seq_length()
             inputs = {**inputs, "position_ids": torch.full(ids.shape, seen, device=ids.device)}
         before, self._text._attn_implementation = self._text._attn_implementation, NAME
-        self._cache, cache.in_own_graph = cache, True
+        self._cache, cache.state.in_own_graph = cache, True
         try:
             return self._compiled(**{**inputs, "attention_mask": None})
         except Unsupported as error:
@@ -87,7 +88,7 @@ class CompiledSteps:
                 f"this model cannot be compiled into one graph: {reason}; set compile_decode=False"
             ) from error
         finally:
-            self._cache, cache.in_own_graph = None, False
+            self._cache, cache.state.in_own_graph = None, False
             self._text._attn_implementation = before
 
     def attend(

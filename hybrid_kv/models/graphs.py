@@ -2,7 +2,7 @@
 
 A graph records tensors, and a cache of ours is no tensor: what stores and attends must run each
 time. `compile_decode` makes a graph of its own, which a custom operator leads out of; while one of
-its steps is traced or runs, `TieredCache.in_own_graph` says so.
+its steps is traced or runs, `CacheState.in_own_graph` says so.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
+from hybrid_kv.models.cache_layers import SlidingLayer, layer_of
 from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.models.hf_cache import SlidingLayer, layer_of, seen_on_host, with_copy
+from hybrid_kv.models.shown_tokens import seen_on_host, with_copy
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import PartialAttention
@@ -125,7 +126,7 @@ def hybrid_attention(
         part = layer.attend(query, attention_mask, scale=scale, softcap=softcap)
     else:
         if layer is not None:
-            layer.is_pending = False
+            layer.pending = False
             sliding_window = layer.sliding_window
         window = sliding_window if sliding_window and sliding_window < key.shape[2] else None
         part = _attend_plain(query, key, value, attention_mask, scale, softcap, window, causal)

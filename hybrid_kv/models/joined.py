@@ -18,10 +18,11 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiered_layers
 from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache, tag, tiered_layers
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import text_config
-from hybrid_kv.runtime.together import attend_shared
+from hybrid_kv.runtime.together import JointRow, attend_shared
 from hybrid_kv.types import PartialAttention
 
 _log = logging.getLogger(__name__)
@@ -74,9 +75,9 @@ class JoinedLayer(CacheLayerMixin):
         )
 
     @property
-    def is_pending(self) -> bool:
+    def pending(self) -> bool:
         """Whether new tokens came that no attention has asked for yet."""
-        return any(row.is_pending for _, row in self._whole_rows())
+        return any(row.pending is not None for _, row in self._whole_rows())
 
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
@@ -86,7 +87,7 @@ class JoinedLayer(CacheLayerMixin):
         """
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        joint = {n: row.joint_row(q[n : n + 1]) for n, row in self._whole_rows()}
+        joint = {n: _joint_row(row, q[n : n + 1]) for n, row in self._whole_rows()}
         attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
         for number, row in self._whole_rows():
             own, shared = slice(number, number + 1), joint[number]
@@ -95,7 +96,7 @@ class JoinedLayer(CacheLayerMixin):
                 if part is None:
                     part = row.attend(q[own], None, scale=scale, softcap=softcap)
                 else:
-                    row.forget_pending()
+                    row.pending = None
                 out[own], lse[own] = part.out.to(q.dtype), part.lse
         return PartialAttention(out, lse)
 
@@ -111,7 +112,7 @@ class JoinedLayer(CacheLayerMixin):
         except Exception as error:
             _log.debug("row %d of a joined step failed: %s", number, error)
             self._errors[number] = error
-            self._rows[number].forget_pending()
+            self._rows[number].pending = None
 
     def get_seq_length(self) -> int:
         """Tokens of the longest row."""
@@ -139,9 +140,6 @@ class JoinedCache(Cache):
     Raises:
         ConfigError: a layer of one is not tiered.
     """
-
-    in_own_graph = False
-    """See `TieredCache`: such steps are not compiled."""
 
     def __init__(self, caches: Sequence[TieredCache], num_rows: int | None = None) -> None:
         self.caches = list(caches)
@@ -190,13 +188,20 @@ class JoinedCache(Cache):
                     self.errors[number] = error
 
 
+def _joint_row(layer: HybridLayer, q: Tensor) -> JointRow | None:
+    """A layer's part in a joint step of q [1, Hq, 1, D]; None where another layer stores for it."""
+    if layer.pending is None:
+        return None
+    return JointRow(layer.state.kv, layer.layer_idx, q, layer.pending)
+
+
 def _tiered_layers(cache: TieredCache) -> list[HybridLayer]:
     """All layers of a cache.
 
     Raises:
         ConfigError: one is not tiered.
     """
-    layers = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
+    layers = hybrid_layers(cache.layers)
     if len(layers) < len(cache.layers):
         raise ConfigError(
             "caches can be joined where all of their layers are tiered, got one of which "

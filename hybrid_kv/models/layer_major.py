@@ -130,7 +130,7 @@ class LayerMajorPrefill:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._cache is None or (torch.is_grad_enabled() and x.requires_grad):
                 return inner(x, *args, **kwargs)
-            serve = way if self._cache.in_own_graph else apart
+            serve = way if self._cache.state.in_own_graph else apart
             return serve(module, inner, x, *args, **kwargs)
 
         return forward

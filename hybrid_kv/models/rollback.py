@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
 
+from hybrid_kv.models.cache_layers import can_go_back
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import Demotion
@@ -14,12 +17,12 @@ from hybrid_kv.types import Demotion
 def rolled_back(cache: TieredCache) -> Iterator[None]:
     """A block after which the cache is as it was before."""
     with cache.in_use():
-        saved, states = Checkpoint.of(cache.kv.layers), cache.states()
+        saved, states = Checkpoint.of(cache.kv.layers), _states(cache)
         try:
             yield
         finally:
             saved.restore(cache.kv.layers)
-            cache.set_states(states)
+            _set_states(cache, states)
 
 
 class ReturnPoint:
@@ -32,7 +35,7 @@ class ReturnPoint:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache, self._num_tokens = cache, cache.get_seq_length()
-        self._states = cache.states()
+        self._states = _states(cache)
         self._was_open = any(store.placement is None for store in cache.kv.stores.values())
         places = [layer.placement for layer in cache.kv.stores.values()]
         moves = (Demotion.DROP, Demotion.ABSORB)
@@ -58,7 +61,7 @@ class ReturnPoint:
                 kv.layers[layer_idx].crop(store.rows[0].length - self._num_tokens)
         except (MemoryError, RuntimeError):
             return False
-        self._cache.set_states(self._states)
+        _set_states(self._cache, self._states)
         return True
 
     def keep(self) -> None:
@@ -66,3 +69,19 @@ class ReturnPoint:
         for layer_idx, layer in self._saved.stores.items() if self._saved is not None else ():
             if self._cache.kv.stores.get(layer_idx) is not layer:
                 layer.cold.release()
+
+
+def _states(cache: TieredCache) -> list[Any]:
+    """State of the layers beside the runtime's stores."""
+    # Layers of transformers' own are small, and written to in place: copy them.
+    return [layer.mark() if can_go_back(layer) else deepcopy(vars(layer)) for layer in cache.layers]
+
+
+def _set_states(cache: TieredCache, states: Sequence[Any]) -> None:
+    """Lets the layers hold that again; the runtime's stores have been put back, too."""
+    for layer, state in zip(cache.layers, states, strict=True):
+        if can_go_back(layer):
+            layer.go_back(state)
+        else:
+            vars(layer).update(state)
+    cache.state.is_unfinished = False

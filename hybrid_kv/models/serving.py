@@ -83,7 +83,7 @@ class Serving:
             cache = args[place] if place < len(args) else passed(kwargs)
             if isinstance(cache, (TieredCache, JoinedCache)):
                 kwargs = renamed(kwargs)
-                if cache.in_own_graph:
+                if isinstance(cache, TieredCache) and cache.state.in_own_graph:
                     return inner(*args, **kwargs)
                 # torch.compile of PyTorch 2.9 takes strict=False for strict.
                 inputs = {**dict(zip(names, args)), **kwargs}  # noqa: B905
@@ -113,7 +113,7 @@ class Serving:
             with self._turned_on(cache, inputs), self._inside(module):
                 plans: Sequence[DevicePlan] = ()
                 if isinstance(cache, TieredCache) and _is_one_token(inputs):
-                    plans = cache.advance()
+                    plans = _advanced(cache)
                 steps = self._steps
                 if (
                     steps is not None
@@ -156,7 +156,7 @@ class Serving:
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
         try:
-            mask = cache.mask_here if isinstance(cache, TieredCache) else None
+            mask = cache.state.shown.here if isinstance(cache, TieredCache) else None
             with (
                 cache.forward(),
                 self._as_prompt(cache, inputs),
@@ -213,7 +213,8 @@ class Serving:
         rows, new = source.shape[:2]
         mask = inputs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-            cache.accept_mask(mask, new)
+            seen, is_tiered = cache.get_seq_length(), bool(self.info.layers)
+            cache.state.shown.accept(mask, seen, new, is_tiered=is_tiered)
         check_context(self._text_config, cache.get_seq_length() + new)
         if new > 1:
             kv = rows * new * self.bytes_per_token(cache.kv.means.method, new)
@@ -255,6 +256,12 @@ def _is_one_token(inputs: dict[str, Any]) -> bool:
     """Whether a forward takes one new token of one row."""
     source = _source(inputs)
     return source is not None and source.shape[:2] == (1, 1)
+
+
+def _advanced(cache: TieredCache) -> list[DevicePlan]:
+    """Begins a step of one token of one row; see `Layers.advance`."""
+    kv = cache.kv
+    return [] if kv.more_prompt else kv.layers.advance(cache.get_seq_length())
 
 
 def _num_tokens(inputs: dict[str, Any]) -> int:

@@ -12,7 +12,8 @@ a graph takes for granted is compared before each replay; what it cannot say is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT
+from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers
 from hybrid_kv.models.early_queries import is_idle_on_devices
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.captures import CaptureBusyError
 from hybrid_kv.runtime import DevicePlan, PlanReason
 from hybrid_kv.store.memory import allocate
@@ -103,21 +105,22 @@ class StepGraphs:
             places = self._places(cache, inputs, {} if known is None else known.given)
             known = self._known[cache] = _StepGraph(granted, places)
             use.reason = _FIRST
-        if (read := self._read.get(cache.device)) is not None:
-            torch.cuda.current_stream(cache.device).wait_event(read)  # another thread's, perhaps
+        device = _device_of(cache)
+        if (read := self._read.get(device)) is not None:
+            torch.cuda.current_stream(device).wait_event(read)  # another thread's, perhaps
         step = self._prepared(known, inputs, inner)
         if use.reason is not None:
             return self._launched(cache, step)
         if known.replay is not None:
-            cache.note_launched()
+            _note_launched(cache)
         elif not self._captured(cache, known, step):
             return self._launched(cache, step)
         assert known.replay is not None
         known.replay()
         use.replays += 1
         output = _returned(known.kind, known.values, cache)
-        event = self._read[cache.device] = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(cache.device))
+        event = self._read[device] = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
         return output
 
     # What is refused ------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ class StepGraphs:
         return lambda: inner(**changed)
 
     def _recorder(self, cache: TieredCache) -> CudaRecorder:
-        device = cache.device
+        device = _device_of(cache)
         if device not in self._recorders:
             self._recorders[device] = CudaRecorder(device)
         return self._recorders[device]
@@ -231,7 +234,7 @@ class StepGraphs:
             known.rest -= 1
             return False
         try:
-            with cache.launched_again():
+            with _launched_again(cache):
                 known.replay, output = self._recorder(cache).capture(step)
         except CaptureBusyError as error:
             use.reason = PlanReason("busy", str(error))
@@ -246,6 +249,36 @@ class StepGraphs:
         known.kind, known.values = type(output), _values(output, cache)
         use.captures += 1
         return True
+
+
+def _note_launched(cache: TieredCache) -> None:
+    """A step that was advanced is launched without any layer being asked."""
+    for layer in hybrid_layers(cache.layers):
+        layer.go_back(layer.mark() + 1)
+    numbers = cache.kv.means.numbers
+    numbers.reserved.clear()
+    numbers.noted.clear()
+
+
+@contextmanager
+def _launched_again(cache: TieredCache) -> Iterator[None]:
+    """A block that launches a step which was advanced; if it fails, another one may."""
+    numbers, layers = cache.kv.means.numbers, hybrid_layers(cache.layers)
+    seen = [layer.mark() for layer in layers]
+    reserved, noted = set(numbers.reserved), set(numbers.noted)
+    try:
+        yield
+    except BaseException:
+        for layer, mark in zip(layers, seen, strict=True):
+            layer.go_back(mark)
+        numbers.reserved, numbers.noted = reserved, noted
+        raise
+
+
+def _device_of(cache: TieredCache) -> torch.device:
+    """Where the first layer computes, which has seen a token."""
+    device: torch.device = hybrid_layers(cache.layers)[0].device
+    return device
 
 
 def _why_not_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> PlanReason | None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.models.hf_cache import HybridLayer, SlidingLayer, TieredCache
+from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples

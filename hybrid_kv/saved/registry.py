@@ -30,7 +30,8 @@ from hybrid_kv.errors import (
     WriteError,
     said,
 )
-from hybrid_kv.models.hf_cache import HybridLayer, TieredCache
+from hybrid_kv.models.cache_layers import HybridLayer
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.chain import BLOCK_TOKENS, chain_of, common_tokens
 from hybrid_kv.saved.counters import RegistryCounters
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity

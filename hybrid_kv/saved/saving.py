@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.models.hf_cache import HybridLayer, SlidingLayer, TieredCache
+from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
+from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime import HeldExtent, HeldLayer
 from hybrid_kv.saved.blocks import BlockWriter, entries_tensors
