@@ -86,7 +86,7 @@ class CodedKeys:
     def search(
         self, queries: Tensor, count: int, most: int, num_rerank: Sequence[int]
     ) -> SearchResult:
-        """What is found for these heads, with `rows_read`.
+        """The best keys of these heads, with `rows_read`.
 
         Args:
             queries: [Hkv, M, D] of all heads.

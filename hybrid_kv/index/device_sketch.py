@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.index._device_keys import DeviceKeys
 from hybrid_kv.index._device_learn import Learned, Promise, SelectGoal, learn
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_engine import restored_tier
@@ -19,35 +19,9 @@ from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_codes import SketchMap, blocks_of, rows_of
-from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes, scratch_bytes
-from hybrid_kv.ops.upload import bus_copies, staged
+from hybrid_kv.ops.sketch_select import MARGIN, DeviceCodes
 from hybrid_kv.plugins import DeviceIndex
 from hybrid_kv.types import Candidates, SearchResult
-
-LATER_KEYS = 4096
-"""The newest keys that came after the prompt stay on the device as they are; older ones get codes.
-Codes that were learned from other keys lose a fifth of what is wanted of these (docs/lab.md)."""
-_LEAST_ROOM, _ROOM_SHARE = 256, 16
-_BLOCK_KEYS = 2**14
-_STAGED_BYTES = 2**20
-"""Up to here later keys of all heads go as one copy through staging memory."""
-
-
-def with_room(num_keys: int) -> int:
-    """Codes that are allocated for so many keys, so that those which follow move nothing."""
-    return num_keys + max(_LEAST_ROOM, num_keys // _ROOM_SHARE)
-
-
-def device_bytes(num_keys: int, num_heads: int, head_dim: int, itemsize: int, code: int) -> int:
-    """What a layer's codes of `code` bytes a key, its later keys and its maps take of a device."""
-    maps = 4 * head_dim * (2 * head_dim + 2)
-    later = LATER_KEYS * head_dim * itemsize
-    return num_heads * (with_room(num_keys) * code + later + maps)
-
-
-def search_bytes(num_keys: int, num_heads: int, group: int) -> int:
-    """What a search of a layer takes of a device for one token, and gives back behind it."""
-    return scratch_bytes(with_room(num_keys), LATER_KEYS, num_heads, group)
 
 
 class DeviceSketch(DeviceIndex):
@@ -70,91 +44,35 @@ class DeviceSketch(DeviceIndex):
     ) -> None:
         super().__init__(SketchIndex.Params())
         self._ops, self.learned, self._given = ops, learned, codes
-        capacity = with_room(0 if codes is None else codes.shape[1])
-        self._codes = learned.codes_for(capacity, LATER_KEYS, dtype)
+        self._there = DeviceKeys(ops, learned, dtype, 0 if codes is None else codes.shape[1])
         self._keys: Tensor | None = None
-        self._state = 0, 0  # as on the device: keys that are searched, keys that have a code
-
-    @property
-    def _device(self) -> torch.device:
-        return self.learned.key_map.device
 
     def __len__(self) -> int:
         return 0 if self._keys is None else self._keys.shape[1]
 
     @property
     def codes(self) -> DeviceCodes:
-        """What a search reads on the device; another one after it has outgrown its room."""
-        return self._codes
+        """The codes that a search reads; another value after they have outgrown their room."""
+        return self._there.codes
 
     @property
     def memory_bytes(self) -> int:
         """Host memory: none where the codes lie on a GPU."""
-        return self._codes.nbytes if self._device.type == "cpu" else 0
+        codes = self._there.codes
+        return codes.nbytes if codes.codes.device.type == "cpu" else 0
 
     @torch.no_grad()
     def build(self, keys: Tensor, samples: Tensor | None, nearest: Tensor | None = None) -> None:
         """See `Index.build`: codes that were given are those of the first keys."""
-        count = keys.shape[1]
         given, self._given = self._given, None
-        self._keys, coded = keys, 0
-        if given is not None and given.shape[1] <= count:
-            coded = given.shape[1]
-            self._codes.codes[:, :coded] = given
-        self._set_state(0, coded)
-        if count - coded > LATER_KEYS:
-            self._encode(coded, count - LATER_KEYS)
-        self._take_later(self._state[1])
+        self._keys = keys
+        self._there.fill(keys, given)
 
     @torch.no_grad()
     def add(self, keys: Tensor) -> None:
         """See `Index.add`."""
         known, self._keys = len(self), keys
-        coded = self._state[1]
-        if keys.shape[1] - coded > LATER_KEYS:  # seldom: half of the later ones at once
-            stop = max(coded, keys.shape[1] - LATER_KEYS // 2)
-            self._encode(coded, min(stop, keys.shape[1]))
-        self._take_later(known)
-
-    def _take_later(self, first: int) -> None:
-        """Brings the keys from `first` on that have no code to the device."""
-        keys, coded = self._known, self._state[1]
-        first, room = max(first, coded), LATER_KEYS
-        while first < keys.shape[1]:
-            place = first % room
-            stop = min(keys.shape[1], first + room - place)
-            self._copy(keys[:, first:stop], self._codes.recent[:, place : place + stop - first])
-            first = stop
-        self._set_state(keys.shape[1], coded)
-
-    def _encode(self, first: int, stop: int) -> None:
-        """Makes codes of the keys first..stop, which were read back from the host."""
-        keys = self._known
-        if stop > self._codes.codes.shape[1]:
-            codes = self._codes.codes
-            grown = codes.new_zeros(codes.shape[0], with_room(stop), codes.shape[2])
-            grown[:, :first] = codes[:, :first]
-            self._codes = replace(self._codes, codes=grown)
-        for begin in range(first, stop, _BLOCK_KEYS):
-            some = keys[:, begin : min(stop, begin + _BLOCK_KEYS)]
-            there = torch.empty(some.shape, dtype=some.dtype, device=self._device)
-            self._copy(some, there)
-            self._ops.encode_sketch(self._codes, there, begin)
-        self._set_state(self._state[0], stop)
-
-    def _copy(self, rows: Tensor, there: Tensor) -> None:
-        if rows.nbytes <= _STAGED_BYTES:
-            there.copy_(staged(rows, there.device))
-            return
-        for target, source in bus_copies(there, rows):
-            target.copy_(source, non_blocking=True)
-
-    def _set_state(self, count: int, coded: int) -> None:
-        """Tells the device, which is not waited for."""
-        for place, (old, new) in enumerate(zip(self._state, (count, coded), strict=True)):
-            if old != new:
-                self._codes.state[place].fill_(new)
-        self._state = count, coded
+        self._there.append(keys, known)
 
     def on_host(self, empty: SketchIndex | AutoIndex) -> SavedIndex:
         """The same codes, searched on the host and with a form in a file; the device is waited for.
@@ -162,8 +80,8 @@ class DeviceSketch(DeviceIndex):
         Args:
             empty: an index of the kind that is wanted, which stays as it is.
         """
-        learned, coded = self.learned, self._state[1]
-        plan, rows = learned.plan, self._codes.codes[:, :coded].cpu()
+        learned, coded = self.learned, self._there.coded
+        plan, rows = learned.plan, self._there.codes.codes[:, :coded].cpu()
         sketches, reports = {}, []
         for head, promise in enumerate(learned.promises):
             key_map, query_map, start, mean = (
@@ -191,20 +109,21 @@ class DeviceSketch(DeviceIndex):
 
     def see(self, length: int) -> Hashable:
         """See `DeviceIndex.see`."""
-        self._set_state(length, self._state[1])
-        codes = self._codes.codes  # larger ones may come to lie where older ones were freed
+        there = self._there
+        there.tell(length, there.coded)
+        codes = there.codes.codes  # larger ones may come to lie where older ones were freed
         return codes.data_ptr(), codes.shape
 
     @property
     def seen(self) -> Tensor:
         """See `DeviceIndex.seen`."""
-        return self._codes.state[0]
+        return self._there.codes.state[0]
 
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
         """See `DeviceIndex.candidates`."""
         times, width = self.learned.times(top_k), self.learned.width(top_k)
         return self._ops.find_by_sketch(
-            self._codes, queries, keys, new=new, width=width, times=times
+            self._there.codes, queries, keys, new=new, width=width, times=times
         )
 
     def search(
@@ -212,7 +131,7 @@ class DeviceSketch(DeviceIndex):
     ) -> SearchResult:
         """See `Index.search`: for queries on the host, that of the device, which is waited for."""
         top_k, heads = min(top_k, len(self)), len(queries)
-        there = queries.to(self._device)
+        there = queries.to(self.learned.key_map.device)
         self.see(len(self))
         found = self.candidates(there, self._known, queries.shape[1], max(1, top_k))
         best = found.scores.topk(min(top_k, found.scores.shape[-1]), -1)
@@ -225,8 +144,8 @@ class DeviceSketch(DeviceIndex):
         """See `DeviceIndex.selection_bytes`: codes, some of them twice, later keys, and the keys
         that are aimed at for ranking.
         """
-        codes, keys = self._codes, self._known
-        count, coded = self._state
+        codes, keys = self._there.codes, self._known
+        count, coded = self._there.count, self._there.coded
         sampled = min(codes.num_samples, coded)
         row, heads = keys.shape[2] * keys.itemsize, len(keys)
         width = self.learned.width(top_k)
@@ -237,7 +156,7 @@ class DeviceSketch(DeviceIndex):
         return int(scanned + maps + sum(ranked) * row)
 
     def describe(self) -> list[dict[str, Any]]:
-        lost = self._codes.lost.tolist()
+        lost = self._there.codes.lost.tolist()
         size = self.learned.plan.code_bytes
         return [
             {

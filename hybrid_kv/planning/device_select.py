@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.index.device_sketch import device_bytes, search_bytes
+from hybrid_kv.index._device_keys import device_bytes, search_bytes
 from hybrid_kv.ops.sketch_select import MARGIN
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.runtime.select import CODE_BYTES

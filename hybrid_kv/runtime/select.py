@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hybrid_kv.attention import empty_partial, merge_partials
 from hybrid_kv.errors import DeviceSelectWarning
+from hybrid_kv.index._device_keys import device_bytes
 from hybrid_kv.index.auto import AutoIndex
-from hybrid_kv.index.device_sketch import device_bytes, longest_code, restored, sketch_of
+from hybrid_kv.index.device_sketch import longest_code, restored, sketch_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail

@@ -193,9 +193,9 @@ MUTANTS = [
     ),
     Mutant(
         "codes of another head",
-        "index/device_sketch.py",
-        "            self._codes.codes[:, :coded] = given\n",
-        "            self._codes.codes[:, :coded] = given.flip(0)\n",
+        "index/_device_keys.py",
+        "            self.codes.codes[:, :coded] = codes\n",
+        "            self.codes.codes[:, :coded] = codes.flip(0)\n",
         [f"{SELECTION}::test_codes_of_each_head_find_the_best_of_its_keys"],
     ),
     Mutant(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hybrid_kv as hkv
-from hybrid_kv.index import device_sketch
+from hybrid_kv.index import _device_keys
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.ops import tail
 from tests.device import Machine, emulated
@@ -58,8 +58,8 @@ def test_what_a_recording_reads_may_grow_and_move(
     A page leaves between single steps, whose recording goes on where nothing that it reads has
     moved. Turns of several pages move all of it together.
     """
-    monkeypatch.setattr(device_sketch, "LATER_KEYS", later_keys)
-    monkeypatch.setattr(device_sketch, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(_device_keys, "LATER_KEYS", later_keys)
+    monkeypatch.setattr(_device_keys, "_LEAST_ROOM", 4)
     monkeypatch.setattr(tail, "_LEAST_GROWTH", growth)
     turns = [tokens(150), *STEPS, tokens(53, 9), *STEPS[:4], tokens(37, 8), *STEPS[4:7]]
     found, machine = on_device(turns)

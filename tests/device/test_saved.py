@@ -12,7 +12,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceSelectWarning
-from hybrid_kv.index import device_sketch
+from hybrid_kv.index import _device_keys
 from hybrid_kv.runtime.select import Selectors
 from tests.device import emulated
 from tests.device.models import llama, small, tokens
@@ -51,7 +51,7 @@ def served(context: hkv.Context) -> set[str]:
 def test_saved_and_opened_on_a_device_it_answers_alike(
     kind: str, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_sketch, "LATER_KEYS", later)
+    monkeypatch.setattr(_device_keys, "LATER_KEYS", later)
     with emulated(kernels="defined"), loaded("cuda", kind) as llm:
         context = llm.context(PROMPT)
         context.append(tokens(70, 9)[0].tolist())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
-from hybrid_kv.index import _device_learn, device_sketch
+from hybrid_kv.index import _device_keys, _device_learn, device_sketch
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
@@ -189,7 +189,7 @@ def test_most_of_the_best_are_found_by_their_codes(index: str) -> None:
 def test_later_keys_are_found_as_they_are_and_then_by_codes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_sketch, "LATER_KEYS", 2 * PAGE)
+    monkeypatch.setattr(_device_keys, "LATER_KEYS", 2 * PAGE)
     scene = Scene(5000)
     coded = []
     for _ in range(5):
