@@ -38,6 +38,17 @@ class _Room:
     def __init__(self, used: Iterable[int], ends: Iterable[int]) -> None:
         self.used, self.ends = list(used), tuple(ends)
 
+    @classmethod
+    def behind(cls, starts: Sequence[int], lengths: Sequence[int], room: int) -> _Room:
+        """Of memory of one's own: so many rows are written, and `room` more fit behind them."""
+        used = _ends(starts, lengths)
+        return cls(used, [end + room for end in used])
+
+    def fits(self, ends: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether nobody has written behind these ends, and so many rows may be."""
+        have = all(e + n <= last for e, n, last in zip(ends, counts, self.ends, strict=True))
+        return have and self.used == list(ends)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ragged:
@@ -112,7 +123,9 @@ class Ragged:
         _check_alike(self, more)
         lengths = tuple(n + m for n, m in zip(self.lengths, more.lengths, strict=True))
         room = self._room
-        if room is not None and self._fits(room, more):
+        ends = _ends(self.starts, self.lengths)
+        has_columns = more.columns.keys() <= self.columns.keys()
+        if room is not None and has_columns and room.fits(ends, more.lengths):
             new = self
         else:
             new, room = self._moved(lengths, more)
@@ -137,7 +150,7 @@ class Ragged:
                 mask [N_h] bool (also one tensor [Hkv, N] bool), all of them here or on the host.
             room: for so many more rows of every head without growing.
         """
-        ids, lengths = self._ids(chosen)
+        ids, lengths = _ids(chosen, self.lengths)
         sizes = [n + room for n in lengths]
         starts = _starts(sizes)
         if isinstance(ids, Tensor):  # [Hkv, K]
@@ -159,7 +172,8 @@ class Ragged:
             else column.new_zeros(len(where), *column.shape[1:])
             for name, column in self.columns.items()
         }
-        return self._owned(columns, starts, lengths, room)
+        memory = _Room.behind(starts, lengths, room)
+        return replace(self, columns=columns, starts=starts, lengths=lengths, _room=memory)
 
     def without_first(self, counts: Sequence[int]) -> Self:
         """Less so many rows at the front of every head; at once, for nothing moves.
@@ -179,7 +193,8 @@ class Ragged:
         for name, column in self.columns.items():
             columns[name] = column.new_zeros(sum(sizes), *column.shape[1:])
             _copy(column, self.starts, columns[name], starts, self.lengths)
-        return self._owned(columns, starts, self.lengths, room)
+        memory = _Room.behind(starts, self.lengths, room)
+        return replace(self, columns=columns, starts=starts, _room=memory)
 
     @property
     def nbytes(self) -> int:
@@ -197,12 +212,6 @@ class Ragged:
     def _device(self) -> torch.device:
         return next((column.device for column in self.columns.values()), torch.device("cpu"))
 
-    def _fits(self, room: _Room, more: Ragged) -> bool:
-        """Whether rows can be written behind these where they lie."""
-        ends = _ends(self.starts, self.lengths)
-        fits = all(e + n <= last for e, n, last in zip(ends, more.lengths, room.ends, strict=True))
-        return fits and room.used == ends and more.columns.keys() <= self.columns.keys()
-
     def _moved(self, lengths: Sequence[int], more: Ragged) -> tuple[Self, _Room]:
         """The same rows with the columns of `more` as well, where such lengths have room."""
         sizes = [n + max(_LEAST_ROOM, n // _ROOM_SHARE) for n in lengths]
@@ -214,38 +223,6 @@ class Ragged:
                 _copy(like, self.starts, columns[name], starts, self.lengths)
         room = _Room(starts, _ends(starts, sizes))
         return replace(self, columns=columns, starts=starts, _room=room), room
-
-    def _owned(
-        self,
-        columns: Mapping[str, Tensor],
-        starts: tuple[int, ...],
-        lengths: tuple[int, ...],
-        room: int,
-    ) -> Self:
-        used = _ends(starts, lengths)
-        memory = _Room(used, [end + room for end in used])
-        return replace(self, columns=columns, starts=starts, lengths=lengths, _room=memory)
-
-    def _ids(self, chosen: Chosen) -> tuple[Chosen, tuple[int, ...]]:
-        if len(chosen) != self.num_heads:
-            raise ShapeError(
-                f"chosen must be one list of ids or one mask for each of {self.num_heads} KV "
-                f"heads, got {len(chosen)}"
-            )
-        if isinstance(chosen, Tensor) and chosen.dtype != torch.bool:
-            return chosen.sort(-1).values, (chosen.shape[1],) * self.num_heads
-        ids = []
-        for head, (some, count) in enumerate(zip(chosen, self.lengths, strict=True)):
-            if some.dtype == torch.bool:
-                if some.shape != (count,):
-                    raise ShapeError(
-                        f"the mask of KV head {head} must be [{count}] as its rows, got "
-                        f"{list(some.shape)}"
-                    )
-                ids.append(some.nonzero()[:, 0])
-            else:
-                ids.append(some.sort().values)
-        return ids, tuple(map(len, ids))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -395,6 +372,33 @@ class Entries(Ragged):
     def _tensors(self) -> list[Tensor]:
         shared = [tensor for table in self.tables.values() for tensor in table._tensors()]
         return [*super()._tensors(), *shared, *self.state.values()]
+
+
+def _ids(chosen: Chosen, lengths: Sequence[int]) -> tuple[Chosen, tuple[int, ...]]:
+    """Chosen rows of heads of so many each as ascending ids, and how many each head has.
+
+    Raises:
+        ShapeError: a list or a mask is missing, or is of other rows.
+    """
+    if len(chosen) != len(lengths):
+        raise ShapeError(
+            f"chosen must be one list of ids or one mask for each of {len(lengths)} KV "
+            f"heads, got {len(chosen)}"
+        )
+    if isinstance(chosen, Tensor) and chosen.dtype != torch.bool:
+        return chosen.sort(-1).values, (chosen.shape[1],) * len(lengths)
+    ids = []
+    for head, (some, count) in enumerate(zip(chosen, lengths, strict=True)):
+        if some.dtype == torch.bool:
+            if some.shape != (count,):
+                raise ShapeError(
+                    f"the mask of KV head {head} must be [{count}] as its rows, got "
+                    f"{list(some.shape)}"
+                )
+            ids.append(some.nonzero()[:, 0])
+        else:
+            ids.append(some.sort().values)
+    return ids, tuple(map(len, ids))
 
 
 def _writable(column: Tensor) -> Tensor:
