@@ -172,10 +172,6 @@ def _page_locked(tensor: Tensor) -> Tensor:
 class Operators(TorchDispatchMode):
     """Factories inside composite operators."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operator passes through dynamo, which has nothing to skip
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if DeviceTensor in types:  # at once, without a second way through the dispatcher
