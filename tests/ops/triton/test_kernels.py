@@ -13,6 +13,7 @@ from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 from tests.ops.paged_data import SHAPES, Shape, copy_of, lists, newest_positions, pool, queries
 from tests.ops.triton.where import needs_kernels
+from tests.pairs import in_pairs
 from tests.tolerances import TOLERANCES, Tolerance
 
 FLOAT32 = TOLERANCES[torch.float32]
@@ -111,10 +112,11 @@ def test_one_key_is_its_own_attention(ops: Ops, device: str) -> None:
     torch.testing.assert_close(part.out, value, **FLOAT32)
 
 
-@pytest.mark.parametrize("lengths", [[150, 0, 5], [0, 0, 1]])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("count", [3, 70])
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "softcap", "biased", "count"),
+    in_pairs(list(TOLERANCES), ([150, 0, 5], [0, 0, 1]), (None, 3.0), (False, True), (3, 70)),
+    ids=str,
+)
 def test_ragged_rows_are_attended_as_defined(
     ops: Ops,
     device: str,

@@ -23,6 +23,7 @@ from hybrid_kv.planning import designs
 from hybrid_kv.types import Candidates, PartialAttention
 from tests.index.sketch_heads import seen_heads
 from tests.ops.triton.where import needs_kernels
+from tests.pairs import in_pairs
 from tests.tolerances import TOLERANCES, Tolerance
 
 needs_kernels()
@@ -61,7 +62,14 @@ def lists(ids: Tensor) -> list[list[int]]:
     return [sorted(row[row >= 0].tolist()) for row in ids.flatten(0, 1)]
 
 
-@pytest.mark.parametrize("size", [16, 24, 32, 48, 64])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((32, dtype) for dtype in TOLERANCES),
+        *((16, torch.bfloat16), (24, torch.float16), (48, torch.float32), (64, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_codes_of_keys_are_those_of_the_definition(
     ops: Ops, device: str, size: int, dtype: torch.dtype
 ) -> None:
@@ -80,8 +88,9 @@ def test_codes_of_keys_are_those_of_the_definition(
     assert float((mine != expected).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("new", [1, 2])
-@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize(
+    ("dtype", "size", "new"), in_pairs(list(TOLERANCES), (32, 48), (1, 2)), ids=str
+)
 def test_what_lies_above_the_limit_is_found(
     ops: Ops, device: str, size: int, new: int, dtype: torch.dtype
 ) -> None:
@@ -246,8 +255,9 @@ def test_the_limit_is_the_score_of_the_last_that_is_attended(
     assert torch.equal(ops.best_limit(scores.to(device), top_k).cpu(), expected)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "new", "softcap"), in_pairs(list(TOLERANCES), (1, 2), (None, 3.0)), ids=str
+)
 def test_the_best_are_attended_as_defined(
     ops: Ops,
     device: str,
