@@ -21,6 +21,7 @@ from tests.device import emulated
 from tests.device.machine import Counts
 from tests.device.models import llama, tokens
 from tests.device.step_counts import config_of
+from tests.kit import extents
 
 PROMPT, STEPS, PAGE = 300, 14, 16
 LEAVING, QUIET = 3, 10
@@ -90,8 +91,7 @@ def beside(step: Taken) -> int:
 
 
 def ranked(kv: KVCache) -> int:
-    indexes = (span.extent.index for one in kv.stores.values() for span in one.cold.spans())
-    selectors = (index and index.selector for index in indexes)
+    selectors = (extent.index.selector for extent in extents(kv) if extent.has_index)
     top_k = getattr(getattr(kv.config.params, "cold", None), "top_k", 0)
     with_keys, without = GROUP, 0  # queries
     return sum(

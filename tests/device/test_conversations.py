@@ -16,6 +16,7 @@ from tests.device.cuda import values
 from tests.device.machine import Schedule
 from tests.device.models import llama, small, tokens
 from tests.device.placement import device, placed
+from tests.kit import extents
 
 ROUNDING = 2e-4
 
@@ -106,8 +107,7 @@ def played(way: str, config: hkv.HybridConfig, name: str = "") -> list[Tensor]:
 
 def selects(cache: hkv.HybridCache) -> set[bool]:
     """Whether the device finds cold entries, by what serves each extent."""
-    spans = [span for store in cache.kv.stores.values() for span in store.cold.spans()]
-    return {bool(span.extent.index and span.extent.index.selector) for span in spans}
+    return {one.has_index and one.index.selector is not None for one in extents(cache)}
 
 
 def held_to_the_host(

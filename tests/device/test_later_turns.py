@@ -24,6 +24,7 @@ from tests.device.machine import Schedule
 from tests.device.models import llama, small, tokens
 from tests.device.placement import device, placed
 from tests.device.turn_counts import turns_of
+from tests.kit import every
 
 ROUNDING = 2e-4
 PROMPT, TURN = 403, 290
@@ -54,8 +55,7 @@ class Chat:
 
 def extents(cache: TieredCache) -> list[list[int]]:
     """Entries of each extent, by layer."""
-    chains = [store.rows[0].chain for store in cache.kv.stores.values()]
-    return [[span.length for span in chain.spans] for chain in chains]
+    return [[extent.length for extent in row.extents] for row in every(cache)]
 
 
 def played(config: hkv.HybridConfig, way: Callable[[Chat], None]) -> list[Tensor]:

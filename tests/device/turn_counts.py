@@ -21,6 +21,7 @@ from hybrid_kv.models.cache_argument import passing
 from tests.device.emulate import emulated
 from tests.device.machine import Counts
 from tests.device.models import llama, small, tokens
+from tests.kit import every
 
 PROMPT, TURN, TURNS = 400, 300, (0, 8, 30)
 SETTLED = 3
@@ -64,13 +65,12 @@ def turns_of(select: str, turns: int) -> TurnCounts:
                 forward(tokens(TURN, 2 + number).cuda())
             for number in range(SETTLED):
                 step = forward(tokens(1, 100 + number).cuda())
-            (store,) = cache.kv.stores.values()
-            extents = len(store.rows[0].chain.spans)
+            (row,) = every(cache)
             cache.check_integrity()
             launches = step.launches
             if step.replays:
                 launches += len(made[-1].launches) - step.replays
-            return TurnCounts(step, launches, extents, machine.allocated[0])
+            return TurnCounts(step, launches, len(row.extents), machine.allocated[0])
 
 
 def main() -> None:
