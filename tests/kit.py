@@ -234,6 +234,11 @@ def kept_alive(owner: Any) -> dict[str, weakref.ref[Any]]:
     return found
 
 
+def cache_of(owner: Any) -> Any:
+    """The `TieredCache` of a context or a conversation."""
+    return owner._cache
+
+
 def _stores(owner: Any, *, settled: bool = True) -> dict[int, LayerKV]:
     if isinstance(owner, LayerKV):
         return {0: owner}

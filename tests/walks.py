@@ -7,7 +7,8 @@ it follows values inside one file through names, loops, tuples, calls and what f
 line counts once. Tests in `OWN` are of these very classes, and no walk there is counted; nor is one
 in the kit.
 
-A *reach* is a line which reads a private attribute of anything but `self` and `cls`.
+A *reach* is a line which reads an attribute off anything but `self` and `cls` whose name begins
+with an underscore and is one of the package's own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent
+PACKAGE = ROOT.parent / "hybrid_kv"
 KIT = "kit.py"
 OWN = "store"
 PARTS = {
@@ -41,17 +44,25 @@ def walks(source: str) -> set[int]:
 
 
 def reaches(source: str) -> set[int]:
-    """The lines of a file which read what is private to another object."""
-    if re.search(r"(?<!self)(?<!cls)\._[a-z]", source) is None:
+    """The lines of a file which read what is private to an object of the package."""
+    names = _private_names()
+    if not any(name in names for name in re.findall(r"\.(_\w+)", source)):
         return set()
     return {
         node.lineno
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and node.attr in names
+        and getattr(node.value, "id", None) not in ("self", "cls")
     }
+
+
+@cache
+def _private_names() -> set[str]:
+    """Names with one underscore before them that the package's classes and modules use."""
+    own = re.compile(r"(?:\b(?:self|cls)\.|\bdef |^ *)(_[a-zA-Z]\w*)", re.MULTILINE)
+    sources = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    return {name for source in sources for name in own.findall(source)}
 
 
 class _Flow:

@@ -14,6 +14,7 @@ from hybrid_kv.api.template import ChatTemplate
 from hybrid_kv.errors import ConfigError
 from tests.api.chat_tokenizer import END, FORGETFUL, PLAIN, STRICT, chat_tokenizer
 from tests.contracts.architectures import build
+from tests.kit import cache_of
 
 TURNS = ["is an ear on it.", "  note: so, a tune?\n", "use one"]
 OPEN: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_a_turn_equals_a_fresh_prompt_of_all_messages(llm: hkv.LLM) -> None:
         assert answer.token_ids == fresh.token_ids
         assert answer.prompt_tokens == fresh.prompt_tokens
         assert answer.chat_template == fresh.chat_template != "none"
-        talk._cache.check_integrity()
+        cache_of(talk).check_integrity()
 
 
 def test_a_turn_computes_what_the_template_adds_and_no_more(plain: hkv.LLM) -> None:
@@ -132,7 +133,7 @@ def test_a_turn_computes_what_the_template_adds_and_no_more(plain: hkv.LLM) -> N
     talk.history[-1]["content"] = "note."
     again = tokenizer("note.", add_special_tokens=False)["input_ids"]
     talk._seen = talk._seen[: -len(first.token_ids)] + again[: len(first.token_ids)]
-    known = talk._cache.get_seq_length()
+    known = cache_of(talk).get_seq_length()
     layer: Any = plain.model.model.layers[0]
     hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     try:
@@ -151,11 +152,11 @@ def test_a_cache_that_dropped_entries_is_computed_anew_and_not_cropped(method: s
     with load(chat_tokenizer(FORGETFUL), **settings) as llm:
         talk = llm.conversation()
         talk.send("is an ear on it. " * 4, max_new_tokens=9)
-        old = talk._cache
+        old = cache_of(talk)
         talk.history[-1]["content"] = "e"
         fresh = llm.generate([*talk.history, user("two")], max_new_tokens=9)
         answer = talk.send("two", max_new_tokens=9)
-        assert (talk._cache is not old) == (method == "streaming_llm")
+        assert (cache_of(talk) is not old) == (method == "streaming_llm")
         if method != "hybrid":  # whose window is shorter after a crop, so that it retrieves others
             assert answer.token_ids == fresh.token_ids
 
@@ -189,14 +190,14 @@ def test_a_question_is_answered_as_the_end_of_the_message(
 ) -> None:
     """A pair may join what ends the text with what follows it."""
     context = llm.context([user(text)])
-    length = context._cache.get_seq_length()
+    length = cache_of(context).get_seq_length()
     assert length >= len(llm.encode([user(text)])[0]) - 6
     want = llm.generate([user(f"{text}\n\n{question}")], max_new_tokens=9)
     for _ in range(2):
         answer = context.ask(question, max_new_tokens=9)
         assert answer.token_ids == want.token_ids
         assert answer.chat_template == want.chat_template
-        assert context._cache.get_seq_length() == length
+        assert cache_of(context).get_seq_length() == length
 
 
 def test_a_context_that_its_template_renders_otherwise_later_is_refused() -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
+from tests.kit import cache_of
 from tests.models.folder import model, tokenizer
 
 SMALL: dict[str, Any] = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
@@ -39,7 +40,7 @@ def test_a_fork_answers_when_its_source_is_closed(llm: hkv.LLM) -> None:
         context.ask("fox owl")
     with pytest.raises(ConfigError, match="context must be open"):
         context.fork()
-    fork._cache.check_integrity()
+    cache_of(fork).check_integrity()
 
 
 QUESTIONS = ["fox owl", "ice", "sea sky", "owl", "bee bee elm"]
@@ -90,7 +91,7 @@ def test_a_chat_grows_by_questions_text_and_messages(
             assert answer.token_ids == llm.generate(asked, max_new_tokens=9).token_ids
             if keep:
                 messages[:] = [*asked, {"role": "assistant", "content": answer.text}]
-            context._cache.check_integrity()
+            cache_of(context).check_integrity()
 
         ask("fox owl", keep=False)
         ask("fox owl", keep=True)
@@ -123,7 +124,7 @@ def test_a_call_that_fails_leaves_the_context_as_it_was(
         expected = context.ask("fox owl", max_new_tokens=20).token_ids
         ids = context.ids.tolist()
         calls: list[int] = []
-        plain_attend = context._cache.kv.attend
+        plain_attend = cache_of(context).kv.attend
 
         def attend(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
@@ -136,10 +137,10 @@ def test_a_call_that_fails_leaves_the_context_as_it_was(
             "keep": lambda: context.ask("sea", keep=True, max_new_tokens=30),
         }
         with monkeypatch.context() as patch:
-            patch.setattr(context._cache.kv, "attend", attend)
+            patch.setattr(cache_of(context).kv, "attend", attend)
             with pytest.raises(hkv.errors.CapacityError):
                 grow[verb]()
-        context._cache.check_integrity()
+        cache_of(context).check_integrity()
         assert context.ids.tolist() == ids
         assert context.ask("fox owl", max_new_tokens=20).token_ids == expected
         untouched = llm.context(TEXT)
@@ -160,7 +161,7 @@ def test_a_cancelled_append_changes_nothing(llm: hkv.LLM) -> None:
 
     assert context.append("sea sky sun", on_prefill=report, cancel=cancel) == 0
     assert seen == [(3, 6)]
-    context._cache.check_integrity()
+    cache_of(context).check_integrity()
     assert context.ask("fox owl", max_new_tokens=20).token_ids == expected
 
 
@@ -168,7 +169,7 @@ def test_a_question_given_up_before_its_answer_is_not_kept(llm: hkv.LLM) -> None
     context, cancel = llm.context(TEXT), threading.Event()
     cancel.set()
     assert context.ask("fox", keep=True, cancel=cancel).token_ids == []
-    assert context.ids.shape[1] == context._cache.get_seq_length() == 17
+    assert context.ids.shape[1] == cache_of(context).get_seq_length() == 17
 
 
 def test_a_kept_answer_can_be_streamed_and_cut_short(llm: hkv.LLM) -> None:
@@ -182,7 +183,7 @@ def test_a_kept_answer_can_be_streamed_and_cut_short(llm: hkv.LLM) -> None:
     stream.close()
     kept = [*other.ids[0].tolist(), *llm.encode("ice")[0].tolist(), *stream.result.token_ids]
     assert context.ids[0].tolist() == kept
-    assert context._cache.get_seq_length() == len(kept)
+    assert cache_of(context).get_seq_length() == len(kept)
 
 
 @pytest.mark.parametrize("method", ["full", "hybrid"])
@@ -210,7 +211,7 @@ def test_what_cannot_be_appended_is_refused(llm: hkv.LLM) -> None:
         context.append([3] * 300)
     with pytest.raises(ConfigError, match="tokens must be at least 1, got 0"):
         context.truncate(0)
-    assert context.ids.shape[1] == context._cache.get_seq_length() == 17
+    assert context.ids.shape[1] == cache_of(context).get_seq_length() == 17
 
 
 def test_busy_models_refuse_and_change_nothing(llm: hkv.LLM) -> None:
@@ -226,4 +227,4 @@ def test_busy_models_refuse_and_change_nothing(llm: hkv.LLM) -> None:
         with pytest.raises(hkv.errors.BusyError):
             call()
     stream.close()
-    assert context.ids.shape[1] == context._cache.get_seq_length() == 17
+    assert context.ids.shape[1] == cache_of(context).get_seq_length() == 17

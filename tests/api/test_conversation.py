@@ -10,6 +10,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import PAD, VOCAB, build
+from tests.kit import cache_of
 from tests.models.folder import CONTEXT, model, tokenizer
 
 ALL: dict[str, Any] = {
@@ -61,7 +62,7 @@ def test_beams_and_single_answers_take_turns(llm: hkv.LLM, beams: tuple[int, ...
         whole = llm.generate(ids, max_new_tokens=5, num_beams=count)
         assert answer.token_ids == whole.token_ids
         ids += answer.token_ids
-    talk._cache.check_integrity()
+    cache_of(talk).check_integrity()
     assert [message["role"] for message in talk.history] == ["user", "assistant"] * 3
 
 
@@ -99,11 +100,11 @@ def test_the_largest_step_of_an_answer_is_its_own(plain: PreTrainedModel) -> Non
     ) as llm:
         talk = llm.conversation()
         first = talk.send(TURNS[0], max_new_tokens=5)
-        talk._cache.kv.work.most_retrieved = 1000
+        cache_of(talk).kv.work.most_retrieved = 1000
         second = talk.send(TURNS[1], max_new_tokens=5)
         assert 0 < second.work.most_retrieved < 10
-        assert talk._cache.work.most_retrieved == 1000
-        assert talk._cache.work.steps == first.work.steps + second.work.steps
+        assert cache_of(talk).work.most_retrieved == 1000
+        assert cache_of(talk).work.steps == first.work.steps + second.work.steps
 
 
 TEMPLATE = (
@@ -174,14 +175,14 @@ def test_asking_leaves_no_trace(plain: PreTrainedModel, method: str) -> None:
     config = hkv.HybridConfig(method=method, page_size=4, **LOSSY[method])
     with hkv.load(plain, tokenizer=tokenizer(), config=config) as llm:
         context = llm.context(" ".join(TURNS))
-        length = context._cache.get_seq_length()
+        length = cache_of(context).get_seq_length()
         first = context.ask("fox owl", max_new_tokens=30)
         other = context.ask("ice", max_new_tokens=30)
         again = context.ask("fox owl", max_new_tokens=30)
         assert again.token_ids == first.token_ids
         assert again.work == first.work
-        assert context._cache.get_seq_length() == length == 17
-        context._cache.check_integrity()
+        assert cache_of(context).get_seq_length() == length == 17
+        cache_of(context).check_integrity()
         untouched = llm.context(" ".join(TURNS))
         assert untouched.ask("ice", max_new_tokens=30).token_ids == other.token_ids
 
@@ -200,7 +201,7 @@ def test_a_question_that_failed_leaves_no_trace(
     context = llm.context(" ".join(TURNS))
     first = context.ask("fox owl", max_new_tokens=20)
     calls: list[int] = []
-    plain = context._cache.kv.attend
+    plain = cache_of(context).kv.attend
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -209,10 +210,10 @@ def test_a_question_that_failed_leaves_no_trace(
         return plain(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(context._cache.kv, "attend", attend)
+        patch.setattr(cache_of(context).kv, "attend", attend)
         with pytest.raises(MemoryError):
             context.ask("fox owl", max_new_tokens=20)
-    context._cache.check_integrity()
+    cache_of(context).check_integrity()
     assert context.ask("fox owl", max_new_tokens=20).token_ids == first.token_ids
 
 

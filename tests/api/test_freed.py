@@ -26,7 +26,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.watch.audit import Look
-from tests.kit import kept_alive, wait_for_builds
+from tests.kit import cache_of, kept_alive, wait_for_builds
 from tests.models.folder import model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"
@@ -103,8 +103,8 @@ def test_a_dropped_conversation_is_gone(llm: hkv.LLM) -> None:
     talk = llm.conversation()
     talk.send(TEXT, max_new_tokens=5)
     talk.send("fox owl", max_new_tokens=5)
-    settle(talk._cache.kv)
-    refs = {"conversation": weakref.ref(talk), **parts(talk._cache)}
+    settle(cache_of(talk).kv)
+    refs = {"conversation": weakref.ref(talk), **parts(cache_of(talk))}
     del talk
     assert alive(refs) == []
 
@@ -114,12 +114,12 @@ def test_a_dropped_context_is_gone_with_the_branch_of_a_question(llm: hkv.LLM) -
     branch: dict[str, weakref.ref[Any]] = {}
 
     def look(done: int, total: int) -> None:
-        seen = parts(contexts[0]._cache).items()
+        seen = parts(cache_of(contexts[0])).items()
         branch.update({f"branch {name}": ref for name, ref in seen})
 
     contexts[0].ask("fox owl", max_new_tokens=5, on_prefill=look)
-    settle(contexts[0]._cache.kv)
-    refs = parts(contexts[0]._cache)
+    settle(cache_of(contexts[0]).kv)
+    refs = parts(cache_of(contexts[0]))
     kept = {id(ref()) for ref in refs.values()}
     assert [n for n, ref in branch.items() if ref() is not None and id(ref()) not in kept] == []
     contexts.clear()
@@ -167,8 +167,8 @@ def test_a_conversation_is_gone_after_a_turn_for_which_memory_ran_out(llm: hkv.L
         pytest.fail("no error came")
     finally:
         hook.remove()
-    settle(talk._cache.kv)
-    refs = {"conversation": weakref.ref(talk), **parts(talk._cache)}
+    settle(cache_of(talk).kv)
+    refs = {"conversation": weakref.ref(talk), **parts(cache_of(talk))}
     del talk
     assert alive(refs) == []
 
@@ -186,7 +186,11 @@ def test_a_dropped_stream_ends_and_is_gone(llm: hkv.LLM, pieces: int | None) -> 
         next(stream)
     if pieces is None:
         list(stream)
-    refs = {"stream": weakref.ref(stream), "conversation": weakref.ref(talk), **parts(talk._cache)}
+    refs = {
+        "stream": weakref.ref(stream),
+        "conversation": weakref.ref(talk),
+        **parts(cache_of(talk)),
+    }
     del talk, stream
     assert "stream" not in alive(refs)
     while any(thread.name == "hybrid-kv-generate" for thread in threading.enumerate()):

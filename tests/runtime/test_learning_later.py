@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
-from tests.kit import extents
+from tests.kit import cache_of, extents
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 KINDS = ["sketch", "graph", "auto"]
@@ -50,7 +50,7 @@ def test_a_context_that_began_short_is_learned(
         for extent in extents(context):
             assert extent.index.aging is not None
             assert len(extent.index.aging.asked) > 64
-        context._cache.check_integrity()
+        cache_of(context).check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["sketch", "graph"])
@@ -79,7 +79,7 @@ def test_a_context_that_was_cut_is_learned_again(plain: PreTrainedModel, kind: s
         context.append(" ".join(TEXT.split()[:100]))
         assert served(context) == {kind}
         assert extents(context)[0].length > 500
-        context._cache.check_integrity()
+        cache_of(context).check_integrity()
 
 
 def test_queries_of_appended_text_are_noted_where_they_were_asked(plain: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.saved import verify_context
+from tests.kit import cache_of
 from tests.saved.killed import in_child
 from tests.saved.scene import SMALL, TEXT, loaded, long_model
 
@@ -61,7 +62,7 @@ class Growing:
         found = verify_context(self.root).manifest.num_tokens
         assert found in (saved, about), (saved, about, found)
         with self.llm.open(self.root) as context:
-            context._cache.check_integrity()
+            cache_of(context).check_integrity()
             assert context.ids.shape[1] == found
             assert len(context.ask("sea", max_new_tokens=1).token_ids) == 1
         what = "between saves" if saved == about else "new" if found == about else "old"

@@ -25,7 +25,7 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.saved import ContextRegistry, verify_context
 from hybrid_kv.saved.shelf import num_bytes
-from tests.kit import every
+from tests.kit import cache_of, every
 from tests.saved.killed import dying_at, in_child
 from tests.saved.scene import SMALL, TEXT, loaded, long_model
 
@@ -52,7 +52,7 @@ class Scene:
         return ContextRegistry(self.folder, self.limit if limit is None else limit)
 
     def add(self, registry: ContextRegistry, context: hkv.Context) -> bool:
-        return registry.add(context._cache, context.ids, self.llm, prefill_s=1.0)
+        return registry.add(cache_of(context), context.ids, self.llm, prefill_s=1.0)
 
     def there(self) -> list[str]:
         """The contexts in the folder, every byte of which is right; used last at the end."""
@@ -136,7 +136,7 @@ def together(scene: Scene, rounds: int) -> dict[str, Any]:
     """Two processes that leave and take contexts in one folder, which has no room for all."""
     scene.begin()
     scene.registry()
-    keys = [_keys(context._cache) for context in scene.contexts]
+    keys = [_keys(cache_of(context)) for context in scene.contexts]
     children = [_child(_worker(scene, keys, seed, rounds)) for seed in (1, 2)]
     codes = [os.waitpid(child, 0)[1] for child in children]
     counters = scene.registry().counters

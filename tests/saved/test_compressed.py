@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.rounding import relative_error, rounded, unrounded
-from tests.kit import held
+from tests.kit import cache_of, held
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 
@@ -55,7 +55,7 @@ def test_a_compressed_context_is_opened(
         context.save(tmp_path / "a.hkv", compress="int8")
         manifest = verify_context(tmp_path / "a.hkv").manifest
         opened, exact = llm.open(tmp_path / "a.hkv"), llm.open(tmp_path / "plain.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         assert len(opened.ask("oak", max_new_tokens=6).token_ids) == 6
         for saved in manifest.layers:
             assert saved.int8 is not None

@@ -15,7 +15,7 @@ from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Needs
 from tests.contracts.test_generate_matrix import _parameters_of
-from tests.kit import extents
+from tests.kit import cache_of, extents
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 
 BUILT_AGAIN = {"loki", "magic_pig"}
@@ -55,7 +55,7 @@ def test_a_grown_context_answers_the_same_from_its_file(
             return
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         assert torch.equal(opened.ids, context.ids)
         if method in BUILT_AGAIN:
             assert len(opened.ask("sea owl", max_new_tokens=3).token_ids) == 3
@@ -85,7 +85,7 @@ def test_what_is_cut_is_saved_with_its_index(
         assert {head.get("serves") for head in described(opened)} == serves
         assert [len(index) for index in serving(opened)] == [it.length for it in extents(context)]
         assert all(it.length < len(it.index.serving) for it in extents(context))
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         assert len(opened.ask("sea owl", max_new_tokens=4).token_ids) == 4
         agings = [extent.index.aging for extent in extents(opened)]
         assert all((aging is None) == (kind == "blocks") for aging in agings)
@@ -105,7 +105,7 @@ def test_a_context_that_was_cut_is_saved(plain: PreTrainedModel, tmp_path: Path)
         context.truncate(300)
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         fresh = llm.context(" ".join(TEXT.split()[:300]))
         expected = fresh.ask("sea owl", max_new_tokens=20).token_ids
         assert opened.ask("sea owl", max_new_tokens=20).token_ids == expected

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from tests.contracts.architectures import build
 from tests.contracts.edges.test_forks import drawn
+from tests.kit import cache_of
 from tests.models.folder import tokenizer
 from tests.saved.scene import SMALL, TEXT, long_model
 
@@ -92,7 +93,7 @@ def test_a_context_begins_with_what_is_there(
         found = []
         for count in (900, 500, 901):
             context = llm.context(text(count))
-            context._cache.check_integrity()
+            cache_of(context).check_integrity()
             found.append(context.ask("oak fox", max_new_tokens=8).token_ids)
         counters = llm.prefixes.registry.counters
     assert found == expected

@@ -15,7 +15,7 @@ from hybrid_kv.saved import verify_context
 from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import build
 from tests.contracts.edges.test_forks import drawn
-from tests.kit import extents, tiers
+from tests.kit import cache_of, extents, tiers
 from tests.saved.scene import (
     INDEXES,
     SMALL,
@@ -65,7 +65,7 @@ def test_an_opened_context_answers_as_the_one_that_was_saved(
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         assert answers(opened) == expected
         assert answers(opened) == expected  # an ask leaves no trace
         assert answers(context) == expected  # nor does saving
@@ -106,7 +106,7 @@ def test_odd_lengths(plain: PreTrainedModel, method: str, length: int, tmp_path:
         expected = answers(context)
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         assert answers(opened) == expected
 
 
@@ -264,7 +264,7 @@ def test_sliding_windows_are_saved(architecture: str, length: int, tmp_path: Pat
         context.ask([5], keep=True, max_new_tokens=2)
         context.save(tmp_path / "a.hkv")
         opened = llm.open(tmp_path / "a.hkv")
-        opened._cache.check_integrity()
+        cache_of(opened).check_integrity()
         for more in ([9, 8], [7] * 14):  # the second one moves the whole window on
             assert opened.append(more) == context.append(more)
             expected = context.ask([3, 4], max_new_tokens=5).token_ids
@@ -293,7 +293,7 @@ def test_a_window_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_layers_that_no_file_holds_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
     with loaded(plain, "full") as llm:
         context = llm.context("oak")
-        context._cache.layers[1] = LinearAttentionLayer()
+        cache_of(context).layers[1] = LinearAttentionLayer()
         with pytest.raises(ConfigError, match=r"layer 1 must be .* got a LinearAttentionLayer"):
             context.save(tmp_path / "a.hkv")
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import build, build_on_host, strict_torch
 from tests.contracts.edges.test_forks import CELLS, drawn
+from tests.kit import cache_of
 
 NEW = 5
 
@@ -60,8 +61,8 @@ def test_what_a_context_grows_by_counts_as_if_it_had_been_there(
             assert answer == fresh(architecture, (*ids, *question))[:new]
             ids = [*ids, *question, *answer] if keep else ids
             assert context.ids[0].tolist() == ids
-            assert context._cache.get_seq_length() == len(ids)
-            context._cache.check_integrity()
+            assert cache_of(context).get_seq_length() == len(ids)
+            cache_of(context).check_integrity()
 
         ask(1, keep=True)
         more = drawn(2, 23)[0].tolist()
@@ -73,7 +74,7 @@ def test_what_a_context_grows_by_counts_as_if_it_had_been_there(
         ids.append(5)
         ask(3, keep=False)
         fork = context.fork()
-        if context._cache.can_crop:
+        if cache_of(context).can_crop:
             context.truncate(len(ids) - 21)
             del ids[-21:]
             ask(6, keep=True)
@@ -83,4 +84,4 @@ def test_what_a_context_grows_by_counts_as_if_it_had_been_there(
         else:
             with pytest.raises(ConfigError, match="must still have what came before token"):
                 context.truncate(5)
-        fork._cache.check_integrity()
+        cache_of(fork).check_integrity()
