@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -110,6 +111,16 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """A block at whose end the plug-ins that were registered in it are forgotten."""
+        import_module(self._provider)
+        before = dict(self._plugins)
+        try:
+            yield
+        finally:
+            self._plugins = before
 
     def has_of(self, module: str) -> bool:
         """Whether a plug-in of this module, or of one inside of it, is registered."""

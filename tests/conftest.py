@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import torch
 
 from hybrid_kv.methods.locret import Locret
 from hybrid_kv.methods.retaining_heads import RetainingHeads
+from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.types import ModelInfo
 from tests.tolerances import TOLERANCES, Tolerance
 from tests.trained_heads import draw_heads
@@ -48,6 +50,13 @@ def _fixed_seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_plugins() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    with METHODS.scope(), INDEXES.scope():
+        yield
 
 
 @pytest.fixture

@@ -198,3 +198,12 @@ def test_a_plugin_that_cannot_be_loaded_is_refused(
     for _ in range(2):
         with pytest.raises(ConfigError, match=text):
             load_plugin(where)
+
+
+def test_what_is_registered_in_a_scope_is_forgotten(registry: Registry[Base]) -> None:
+    registry.register("lamp")(type("Lamp", (Base,), {}))
+    for kind in ("One", "Another"):  # the name is free again
+        with registry.scope():
+            registry.register("rug")(type(kind, (Base,), {}))
+            assert list(registry) == ["lamp", "rug"]
+        assert list(registry) == ["lamp"]

@@ -13,11 +13,7 @@ from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.testing import check_index, check_method
 from hybrid_kv.types import SearchResult
 
-
-@pytest.fixture(autouse=True)
-def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (METHODS, INDEXES):
-        monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
+pytestmark = pytest.mark.usefixtures("own_plugins")
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv", "h2o", "kivi", "quest", "streaming_llm"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.plugins import INDEXES, METHODS
+from hybrid_kv.plugins import METHODS
 from hybrid_kv.registry import load_plugin
 from hybrid_kv.testing import check_index, check_method
 from tests.contracts.architectures import build
@@ -22,10 +21,8 @@ TEXT = (Path(__file__).parents[1] / "docs/writing-a-method.md").read_text()
 
 
 @pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def code(tmp_path: Path, own_plugins: None) -> str:
     found = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    for registry in (METHODS, INDEXES):
-        monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     for name, text in zip(("my_method", "my_index"), found, strict=True):
         path = tmp_path / f"{name}.py"
         path.write_text(text)

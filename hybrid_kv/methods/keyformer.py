@@ -61,7 +61,7 @@ class Keyformer(RecentShare):
         at = torch.arange(seen.num_tokens)
 
         def noisy(weights: Tensor, asked: Tensor) -> Tensor:
-            z = self._noise(layer_idx, num_kv_heads, at.to(weights.device))
+            z = self.noise(layer_idx, num_kv_heads, at.to(weights.device))
             raised = self._raised(weights, z[:, None, None], self.params.first_temperature)
             return raised / raised.sum(-1, keepdim=True).clamp_min(_LEAST)
 
@@ -79,15 +79,13 @@ class Keyformer(RecentShare):
         kept = attended.kept[row]
         near, positions = attended.window_weights(row)
         temperature = self._temperature(attended.lengths[row], kept)
-        near = self._raised(
-            near, self._noise(layer_idx, len(near), positions)[:, None], temperature
-        )
+        near = self._raised(near, self.noise(layer_idx, len(near), positions)[:, None], temperature)
         far = None
         total = near.sum(-1, keepdim=True)
         if kept is not None:
             at = torch.stack(kept.split("positions"))
             far = torch.stack(list(attended.weights(row)))
-            far = self._raised(far, self._noise(layer_idx, len(at), at)[:, None], temperature)
+            far = self._raised(far, self.noise(layer_idx, len(at), at)[:, None], temperature)
             total = total + far.sum(-1, keepdim=True)
         total = total.clamp_min(_LEAST)
         masses = near.new_zeros(0 if kept is None else len(kept.positions))
@@ -107,7 +105,7 @@ class Keyformer(RecentShare):
         share: Tensor = ((end - kept.state["prompt"]) / self.params.answer_tokens).clamp(0, 1)
         return share * float(last - first) + float(first)
 
-    def _noise(self, layer_idx: int, num_kv_heads: int, positions: Tensor) -> Tensor:
+    def noise(self, layer_idx: int, num_kv_heads: int, positions: Tensor) -> Tensor:
         """[Hkv, N] standard Gumbel numbers of tokens at positions [N] or [Hkv, N].
 
         A hash of the position, so that forks, crops and checkpoints see the same.

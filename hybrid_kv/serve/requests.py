@@ -207,6 +207,12 @@ class Ticket:
 
     # The reader's side ---------------------------------------------------------------------------
 
+    @property
+    def happened(self) -> list[Happening]:
+        """Events so far; waits for none."""
+        with self._changed:
+            return list(self._happened)
+
     def events(self) -> Iterator[Happening]:
         """All events up to `Finished`; waits for each."""
         place = 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.plugins import METHODS
 from tests.cli.support import TINY, call, refused, run_of
 
 METHOD = """
@@ -30,8 +29,7 @@ class Everything(Method):
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
+def plugin(tmp_path: Path, own_plugins: None) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(METHOD)
     return path

@@ -80,10 +80,8 @@ class Unbudgeted(StreamingLLM):
     at_budget = classmethod(Method.at_budget.__func__)  # type: ignore[attr-defined]
 
 
-def test_who_takes_no_budget_is_named_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(METHODS, "_plugins", dict(METHODS._plugins))
+@pytest.mark.usefixtures("own_plugins")
+def test_who_takes_no_budget_is_named_and_the_others_go_on() -> None:
     METHODS.register("unbudgeted")(Unbudgeted)
     found = asked(methods=("unbudgeted", "locret", "quest"))
     assert [one.name for one in found.contenders(4096)] == ["full", "quest"]

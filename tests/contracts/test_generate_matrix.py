@@ -28,7 +28,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.plugins import METHODS, Plugin
+from hybrid_kv.plugins import METHODS
 from tests.contracts.architectures import (
     ARCHITECTURES,
     PAD,
@@ -250,6 +250,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.usefixtures("own_plugins")
 @pytest.mark.parametrize(
     ("sample", "call", "architecture"),
     [
@@ -261,11 +262,10 @@ SAMPLES = {
     ],
 )
 def test_methods_that_keep_entries_equal_eager_attention(
-    architecture: str, call: str, sample: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, call: str, sample: str
 ) -> None:
     kind, further = SAMPLES[sample]
-    plugin = Plugin("sample", kind, kind.Params, "", "")
-    monkeypatch.setitem(METHODS._plugins, "sample", plugin)
+    METHODS.register("sample")(kind)
     expected = reference(architecture, call)
     model = build(architecture)
     config = hkv.HybridConfig(method="sample", **SMALL, **further)

@@ -16,7 +16,7 @@ SETTINGS = {"window_tokens": WINDOW, "sampled_queries": PROMPT, "answer_tokens":
 
 
 def noise_of(tested: Keyformer, heads: int) -> Array:
-    return tested._noise(0, heads, torch.arange(PROMPT + NEW)).double().numpy()
+    return tested.noise(0, heads, torch.arange(PROMPT + NEW)).double().numpy()
 
 
 def scores_of(logits: Array, noise: Array, temperature: float) -> Array:
@@ -69,12 +69,12 @@ def test_keyformer_keeps_the_highest_sums_of_a_noisy_softmax(
 
 def test_the_noise_is_gumbels() -> None:
     tested = method("keyformer")
-    noise = tested._noise(3, 4, torch.arange(50_000)).double()
+    noise = tested.noise(3, 4, torch.arange(50_000)).double()
     assert noise.mean() == pytest.approx(0.57722, abs=0.01)
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.03)
     assert abs(np.corrcoef(noise)[0, 1:]).max() < 0.02
     assert abs(torch.corrcoef(torch.stack([noise[0, 1:], noise[0, :-1]]))[0, 1]) < 0.02
     few = torch.arange(9)
-    for other in (tested._noise(4, 4, few), method("keyformer", seed=1)._noise(3, 4, few)):
+    for other in (tested.noise(4, 4, few), method("keyformer", seed=1).noise(3, 4, few)):
         assert (other.double() != noise[:, :9]).all()
-    torch.testing.assert_close(tested._noise(3, 4, torch.arange(7, 9)).double(), noise[:, 7:9])
+    torch.testing.assert_close(tested.noise(3, 4, torch.arange(7, 9)).double(), noise[:, 7:9])

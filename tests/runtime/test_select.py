@@ -23,7 +23,7 @@ from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.transfer.recorded import Recording
+from hybrid_kv.transfer.recorded import Recording, WorkRecorder
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.index.sketch_heads import seen_heads
 from tests.kit import Held, held
@@ -40,7 +40,12 @@ class Scene:
     """A cache whose device selects, and everything it ever stored."""
 
     def __init__(
-        self, prompt: int = 3000, lane: LateLane | None = None, backend: str = "auto", **cold: Any
+        self,
+        prompt: int = 3000,
+        lane: LateLane | None = None,
+        backend: str = "auto",
+        recorder: WorkRecorder | None = None,
+        **cold: Any,
     ) -> None:
         cold = {"top_k": 20, "select": "device", "index": {"kind": "sketch"}, **cold}
         config = HybridConfig(
@@ -51,7 +56,7 @@ class Scene:
             backend=backend,
             cold=cold,
         )
-        moving = CudaExecutor(SyncExecutor(), lambda device: lane)
+        moving = CudaExecutor(SyncExecutor(), lambda device: lane, lambda device: recorder)
         self.cache = KVCache(ModelInfo((SHAPE,)), config, moving)
         keys, samples, later = seen_heads(HEADS, prompt, dim=DIM, group=GROUP, positions=prompt)
         self.k, self.v = keys, torch.randn(HEADS, prompt, DIM)
@@ -302,9 +307,8 @@ def test_a_recorded_step_is_played_for_the_steps_that_follow(estimate: str) -> N
     recorder, outputs = Played(), []
     for records in (False, True):
         torch.manual_seed(7)
-        scene = Scene(1200, backend="reference", estimate=estimate)  # all of it is torch's
-        if records:
-            scene.cache.means.executor._make_recorder = lambda device: recorder
+        given = recorder if records else None
+        scene = Scene(1200, backend="reference", recorder=given, estimate=estimate)
         before = scene.step()
         first = len(scene.row.cold)
         outputs.append([before[1], *(scene.step()[1] for _ in range(3 * PAGE))])
@@ -322,8 +326,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_with_one_sentence() -> None:
         def record(self, work: Any, given: Tensor) -> Recording:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    scene = Scene(900)
-    scene.cache.means.executor._make_recorder = lambda device: Refuses()
+    scene = Scene(900, recorder=Refuses())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -345,8 +348,7 @@ def test_after_work_that_could_not_be_recorded_other_work_still_is() -> None:
 
     recorder = RefusesOnce()
     recorder.refused = False  # type: ignore[attr-defined]
-    scene = Scene(900, backend="reference", estimate="gaussian")
-    scene.cache.means.executor._make_recorder = lambda device: recorder
+    scene = Scene(900, backend="reference", recorder=recorder, estimate="gaussian")
 
     def steps() -> None:
         for _ in range(4):

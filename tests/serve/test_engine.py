@@ -102,13 +102,13 @@ def test_prompts_are_computed_between_steps_of_others(one: hkv.LLM) -> None:
     limits = Limits(prefill_chunk_tokens=20, prefix_bytes=0)
     with slow(one, 0.002), Engine(one, limits) as engine:
         first = engine.submit(asked(30, max_new_tokens=60))
-        until(lambda: any(isinstance(event, Token) for event in first._happened))
+        until(lambda: any(isinstance(event, Token) for event in first.happened))
         second = engine.submit(asked(400))
         read(second)
-        between = [e for e in first._happened if isinstance(e, Token)]
+        between = [e for e in first.happened if isinstance(e, Token)]
         assert len(between) >= 20, "one token for each piece of the other prompt"
         assert not first.is_finished
-        pieces = [event.done for event in second._happened if isinstance(event, Prefilled)]
+        pieces = [event.done for event in second.happened if isinstance(event, Prefilled)]
         assert max(b - a for a, b in zip([0, *pieces], pieces, strict=False)) <= 20
         assert pieces[-1] == 400
         read(first)
@@ -234,8 +234,8 @@ def test_cancelling_in_prefill_and_in_decode_ends_that_request_only(one: hkv.LLM
         decoding = engine.submit(asked(20, max_new_tokens=500))
         prefilling = engine.submit(asked(900))
         waiting = engine.submit(asked(901))
-        until(lambda: any(isinstance(event, Token) for event in decoding._happened))
-        until(lambda: prefilling._happened)
+        until(lambda: any(isinstance(event, Token) for event in decoding.happened))
+        until(lambda: prefilling.happened)
         for ticket in (decoding, prefilling, waiting):
             ticket.cancel()
         ends = [read(ticket) for ticket in (decoding, prefilling, waiting)]
@@ -467,7 +467,7 @@ def test_closing_during_work_cancels_everything(one: hkv.LLM) -> None:
     with slow(one, 0.01):
         engine = Engine(one, Limits(max_running=2, prefill_chunk_tokens=16))
         tickets = [engine.submit(asked(n, max_new_tokens=500)) for n in (20, 400, 30)]
-        until(lambda: any(isinstance(event, Token) for event in tickets[0]._happened))
+        until(lambda: any(isinstance(event, Token) for event in tickets[0].happened))
         engine.close()
     assert [read(ticket)[1].reason for ticket in tickets] == ["cancelled"] * 3
     engine.close()
@@ -478,7 +478,7 @@ def test_a_bug_in_the_loop_leaves_nobody_waiting(
 ) -> None:
     with slow(one, 0.01), Engine(one) as engine:
         ticket = engine.submit(asked(20, max_new_tokens=500))
-        until(lambda: ticket._happened)
+        until(lambda: ticket.happened)
 
         def fail() -> None:
             raise KeyError("a bug")

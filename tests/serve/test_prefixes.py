@@ -45,7 +45,7 @@ def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
 
 
 def answering(ticket: Ticket) -> bool:
-    return any(isinstance(event, Token) for event in ticket._happened)
+    return any(isinstance(event, Token) for event in ticket.happened)
 
 
 @pytest.mark.parametrize("method", METHODS)

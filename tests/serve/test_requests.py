@@ -69,6 +69,15 @@ def test_every_reader_gets_every_event() -> None:
     assert own.is_finished
 
 
+def test_what_has_happened_so_far_is_asked_without_waiting() -> None:
+    own = ticket()
+    assert own.happened == []
+    own.put(STORY[0])
+    so_far = own.happened
+    own.put(STORY[1])
+    assert (so_far, own.happened) == (STORY[:1], STORY[:2])
+
+
 def test_events_reach_asyncio_from_another_thread() -> None:
     own = ticket()
 

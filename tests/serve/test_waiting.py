@@ -41,7 +41,7 @@ def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
 
 
 def tokens_of(ticket: Ticket) -> int:
-    return sum(isinstance(event, Token) for event in ticket._happened)
+    return sum(isinstance(event, Token) for event in ticket.happened)
 
 
 class Gate:
@@ -83,7 +83,7 @@ def test_streams_go_on_while_a_context_is_opened(
         assert gate.entered.wait(60)
         before = tokens_of(stream)
         until(lambda: tokens_of(stream) > before + 20)
-        assert not opening._happened
+        assert not opening.happened
         gate.open.set()
         tokens, end = read(opening)
         stream.cancel()
@@ -192,7 +192,7 @@ def test_short_prompts_pass_long_ones_and_none_waits_for_ever(llm: hkv.LLM) -> N
     limits = Limits(max_running=3, prefill_chunk_tokens=16, prefix_bytes=0)
     with slow(llm, 0.005), Engine(llm, limits) as engine:
         long = engine.submit(asked(960))
-        until(lambda: long._happened)
+        until(lambda: long.happened)
         ends = [read(engine.submit(asked(40, seed=seed, max_new_tokens=2))) for seed in range(3)]
         assert {end.reason for _, end in ends} == {"length"}
         assert not tokens_of(long)
@@ -217,7 +217,7 @@ def test_a_prompt_waits_for_the_one_that_computes_what_it_begins_with(llm: hkv.L
 def test_a_prompt_whose_leader_is_cancelled_computes_for_itself(llm: hkv.LLM) -> None:
     with slow(llm, 0.005), Engine(llm, Limits(prefill_chunk_tokens=32)) as engine:
         first, second = (engine.submit(asked(600)) for _ in range(2))
-        until(lambda: first._happened)
+        until(lambda: first.happened)
         first.cancel()
         tokens, end = read(second)
     assert tokens == alone(llm, asked(600))
@@ -253,7 +253,7 @@ def test_waits_beyond_the_bound_are_counted(llm: hkv.LLM) -> None:
         other = engine.submit(asked(300, max_new_tokens=1))
         read(other)
         until(lambda: engine.stats().late_stalls)
-        pieces = [event.done for event in other._happened if isinstance(event, Prefilled)]
+        pieces = [event.done for event in other.happened if isinstance(event, Prefilled)]
         stream.cancel()
     assert len(pieces) > 3
 

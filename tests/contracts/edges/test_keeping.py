@@ -12,7 +12,7 @@ import hybrid_kv as hkv
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.plugins import METHODS, Method, Plugin
+from hybrid_kv.plugins import METHODS, Method
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import CLOSE, expected, greedy, prompt
 from tests.kit import every
@@ -21,8 +21,11 @@ from tests.runtime.keeping import Absorbs, KeepsHeaviest
 SMALL = {"page_size": 4, "sink_tokens": 4, "window_tokens": 8}
 
 
-def config(patch: pytest.MonkeyPatch, kind: type[Method], **settings: Any) -> hkv.HybridConfig:
-    patch.setitem(METHODS._plugins, "sample", Plugin("sample", kind, kind.Params, "", ""))
+pytestmark = pytest.mark.usefixtures("own_plugins")
+
+
+def config(kind: type[Method], **settings: Any) -> hkv.HybridConfig:
+    METHODS.register("sample")(kind)
     return hkv.HybridConfig(method="sample", **SMALL, **settings)
 
 
@@ -37,12 +40,10 @@ class FailsOnce(Absorbs):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_method_that_raises_in_mid_answer_costs_the_token_alone(
-    monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_a_method_that_raises_in_mid_answer_costs_the_token_alone(rows: int) -> None:
     model = build("llama")
     ids, exact = prompt(rows, 50), DynamicCache(config=build("llama").config)
-    with hkv.attach(model, config(monkeypatch, FailsOnce)) as runtime:
+    with hkv.attach(model, config(FailsOnce)) as runtime:
         cache = runtime.cache()
         failures: list[str] = []
         for at in (slice(0, 30), *(slice(n, n + 1) for n in range(30, 50))):
@@ -73,9 +74,9 @@ class ForgetsInLayerOne(KeepsHeaviest):
             self.params = given
 
 
-def test_a_crop_that_one_layer_refuses_changes_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crop_that_one_layer_refuses_changes_no_layer() -> None:
     model = build("llama")
-    with hkv.attach(model, config(monkeypatch, ForgetsInLayerOne)) as runtime:
+    with hkv.attach(model, config(ForgetsInLayerOne)) as runtime:
         cache = runtime.cache()
         greedy(model, prompt(), cache, max_new_tokens=24)
         seen = cache.get_seq_length()
@@ -89,10 +90,10 @@ def test_a_crop_that_one_layer_refuses_changes_no_layer(monkeypatch: pytest.Monk
         assert not cache.can_crop
 
 
-def test_a_draft_model_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_changes_nothing() -> None:
     model, draft = build("llama"), build("qwen2")
     tokens = expected(model, prompt(), max_new_tokens=30)
-    with hkv.attach(model, config(monkeypatch, KeepsHeaviest).opened()) as runtime:
+    with hkv.attach(model, config(KeepsHeaviest).opened()) as runtime:
         cache = runtime.cache()
         found = greedy(model, prompt(), cache, max_new_tokens=30, assistant_model=draft)
         assert torch.equal(found, tokens)
