@@ -215,7 +215,7 @@ def tiers(owner: Any) -> TierBytes:
 def wait_for_builds(owner: Any) -> None:
     """Returns when no index is being built any more, and all that were have taken over."""
     building, end = [one for one in extents(owner) if one.has_index], monotonic() + 60
-    while building := [one for one in building if "progress" in one.index.describe()[0]["build"]]:
+    while building := [one for one in building if one.index.builder.pending is not None]:
         assert monotonic() < end, "an index is not built within a minute"
         sleep(0.001)
         for extent in building:
