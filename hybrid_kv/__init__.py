@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     )
     from hybrid_kv.attended import Attended
     from hybrid_kv.config import HybridConfig, IndexConfig, Params
-    from hybrid_kv.entries import Entries, Ragged
+    from hybrid_kv.entries import Entries
     from hybrid_kv.errors import HybridKVError, MethodError
     from hybrid_kv.plugins import INDEXES, METHODS, Index, Method, Placement
+    from hybrid_kv.ragged import Ragged
     from hybrid_kv.types import (
         Demotion,
         Evidence,
@@ -66,7 +67,7 @@ _HOME = {
     "Attended": "hybrid_kv.attended",
     "Params": "hybrid_kv.config",
     "Entries": "hybrid_kv.entries",
-    "Ragged": "hybrid_kv.entries",
+    "Ragged": "hybrid_kv.ragged",
     "MethodError": "hybrid_kv.errors",
     "Placement": "hybrid_kv.plugins",
     "Demotion": "hybrid_kv.types",

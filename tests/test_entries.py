@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ShapeError
+from hybrid_kv.ragged import Ragged
 
 HEADS, DIM = 3, 72
 

@@ -10,11 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv.config import Tokens
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import Kept, Seen
 from hybrid_kv.methods.kivi import CodedEntries, Kivi
 from hybrid_kv.methods.outliers import outliers, put_back
 from hybrid_kv.plugins import METHODS
+from hybrid_kv.ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

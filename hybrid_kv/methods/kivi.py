@@ -8,10 +8,11 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from hybrid_kv.config import Count, parse_count
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import Codec, CodecParams, Kept, Seen
 from hybrid_kv.ops.low_bits import decode, encode
 from hybrid_kv.plugins import METHODS
+from hybrid_kv.ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
 from hybrid_kv.ops.low_bits import pack, unpack
+from hybrid_kv.ragged import Ragged
 
 _BITS, _MOST = 2, 15
 _MIDDLE = 1.5

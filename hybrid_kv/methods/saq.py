@@ -10,10 +10,11 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from hybrid_kv.config import Tokens, parse_count
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import CodecParams, Kept, LearnedCodec, Seen
 from hybrid_kv.methods.planes import PlaneEntries, channel_sizes
 from hybrid_kv.plugins import METHODS
+from hybrid_kv.ragged import Ragged
 
 
 @METHODS.register("saq", paper="Li 2024, arXiv:2410.18441, section on SAQ")

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from hybrid_kv.entries import Entries, Ragged
+from hybrid_kv.entries import Entries
+from hybrid_kv.ragged import Ragged
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.saved.manifest import Block
 
