@@ -39,14 +39,14 @@ BINDING = (
 
 def walks(source: str) -> set[int]:
     """The lines of a file which walk through a cache."""
-    begins = (".stores", ".layers[", ".layer.", *TYPES)
-    return _Flow(ast.parse(source)).walks() if any(word in source for word in begins) else set()
+    begins = rf"\.stores\b|\.layers\[.*\]\.(store|held)\b|\.layer\.|\b({'|'.join(TYPES)})\b"
+    return _Flow(ast.parse(source)).walks() if re.search(begins, source) else set()
 
 
 def reaches(source: str) -> set[int]:
     """The lines of a file which read what is private to an object of the package."""
     names = _private_names()
-    if not any(name in names for name in re.findall(r"\.(_\w+)", source)):
+    if names.isdisjoint(re.findall(r"(?<!\bself)(?<!\bcls)\.(_\w+)", source)):
         return set()
     return {
         node.lineno
