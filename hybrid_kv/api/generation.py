@@ -30,11 +30,12 @@ class Generation:
     phases_s: where the time after the first token went (with beams: all of it). work: of this call.
     device_kv_bytes: K and V in the resident tier at the end; host_kv_bytes, host_index_bytes: what
     the cold tier held then. backends: what computed each op of the cache at last. index: what
-    served each layer and KV head at the end, and why; with `build` ("done", "in progress",
-    "failed: ..."), the `searches` of the cache so far and those before the index was built. audit:
-    what was found to be missing during this call, None without `audit_every`. look_ahead: by layer
-    whether it is searched ahead ("on", "trial" or "off", with the reason), at which factor, and
-    what of a search's softmax mass its trial lost; empty for methods that never do. steps: by layer
+    served each layer and KV head at the end, and why; with the `entries` of the extent, the `build`
+    ("done", "in progress", "failed: ..."), the `searches` of the cache so far and those before the
+    index was built. audit: what was found to be missing during this call, None without
+    `audit_every`. look_ahead: by layer whether it is searched ahead ("on", "trial" or "off", with
+    the reason), at which factor, and what of a search's softmax mass its trial lost; empty for
+    methods that never do. steps: by layer
     whether its last decode step was one call of the engine, and why not ("reason", and "code", one
     of a fixed set; None where there was no step), and how many "plans" its steps took; with
     `capture_decode` also "graph": "captures" and "replays" of whole steps, and why the last forward

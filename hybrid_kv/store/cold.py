@@ -306,9 +306,12 @@ class ColdStore:
         return sum(extent.length * 4 for extent in self._extents())
 
     def describe_indexes(self) -> list[dict[str, Any]]:
-        """What serves each row, extent and KV head; see `Index.describe`."""
+        """What serves each row, extent and KV head; see `Index.describe`.
+
+        entries: of the extent, as the row sees it.
+        """
         return [
-            {"row": row, "extent": number, "kv_head": head, **what}
+            {"row": row, "extent": number, "entries": span.length, "kv_head": head, **what}
             for row, chain in enumerate(self.chains)
             for number, span in enumerate(chain.spans)
             if span.extent.index is not None

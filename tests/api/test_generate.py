@@ -106,6 +106,8 @@ def test_what_serves_each_head_is_told_with_its_reason(plain: PreTrainedModel) -
         (layer, head) for layer in range(2) for head in range(2)
     ]
     assert {head["serves"] for head in answer.index} == {"flat"}
+    cold = (len(IDS) + 2 - 8) // 4 * 4 - 4  # all but sinks and window, in pages
+    assert {head["entries"] for head in answer.index} == {cold}
     assert "keys, a graph takes 16384" in answer.index[0]["reason"]
 
 
