@@ -153,6 +153,8 @@ class SyntheticHead:
         weight_seed: the model: embeddings, projections, offsets.
         text_seed: the text: tokens, noise, what queries look for.
 
+    targets: by query head the positions [T] that its queries look for.
+
     Raises:
         ConfigError: a size is out of range.
 
@@ -185,7 +187,7 @@ class SyntheticHead:
         self._make_weights()
         self._make_text()
         self._latent = self._make_latent()
-        self._targets = [self._draw_targets(head) for head in range(num_q_heads)]
+        self.targets = [self._draw_targets(head) for head in range(num_q_heads)]
         self._head_weights = [self._make_head_weights(head) for head in range(num_q_heads)]
         self._keys = self._make_keys()
 
@@ -392,7 +394,7 @@ class SyntheticHead:
         mix = rng.dirichlet([_MIX] * 3, _BLOCK)[place].astype(np.float32)
         rotation, offset = self._head_weights[head]
 
-        wanted = mix[:, :1] * self._latent[self._targets[head][positions]]
+        wanted = mix[:, :1] * self._latent[self.targets[head][positions]]
         wanted += mix[:, 1:2] * self._topic_vectors[self._topics[positions]]
         wanted += mix[:, 2:] * self._latent[positions]
         wanted = _to_norm(wanted)

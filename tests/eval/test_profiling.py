@@ -133,7 +133,7 @@ def test_time_in_the_model_and_around_it_is_told_apart(monkeypatch: pytest.Monke
 def test_warm_up_is_apart(measurements: list[row_module.RowMeasurement]) -> None:
     rows = rows_of(contexts=(100,), methods=("full",), warmup_tokens=3, new_tokens=6, audit_every=0)
     row = rows["full", 100]
-    steps, work = measurements[0]._steps, measurements[0]._work
+    steps, work = measurements[0].steps, measurements[0].work
     assert steps is not None
     assert work is not None
     assert len(steps.times_s) == 1 + 3 + 6
@@ -189,7 +189,7 @@ def test_the_audit_takes_no_part_in_the_times(
     assert with_looks.audit is not None
     assert len(with_looks.step_ms) == 5
     assert with_looks.audit.looks == 5
-    work = measurements[0]._work
+    work = measurements[0].work
     assert work is not None
     assert work.steps == 5 * 2 * 6
 
@@ -579,7 +579,7 @@ def test_a_device_has_times_of_its_own(
         {**TINY, **SMALL, "contexts": (200,), "methods": ("full",), "audit_every": 0}
     )
     row = next(iter(sweep(open_bench(asked), keep=lambda *_: None)))
-    steps = measurements[0]._steps
+    steps = measurements[0].steps
     assert steps is not None
     device = steps.device_phases_s()
     assert row.device_phases_ms.merge == 1e3 * device["merge"]

@@ -102,7 +102,7 @@ def test_a_query_looks_for_its_target() -> None:
     params = replace(STRESS, drift=0.0, sharpness=6.0, sharpness_sd=0.0)
     head = SyntheticHead(params, 5003, num_q_heads=1)
     rows = torch.arange(2000, 5003, 7)
-    targets = torch.from_numpy(head._targets[0])[rows + 4] - 4
+    targets = torch.from_numpy(head.targets[0])[rows + 4] - 4
     kept = targets >= 0
     scores = head.build_queries(0, rows[kept]) @ head.keys.T
     rank = (scores > scores.gather(1, targets[kept, None])).float().mean(1)
@@ -110,7 +110,7 @@ def test_a_query_looks_for_its_target() -> None:
 
 
 def test_targets_lie_before_the_query() -> None:
-    targets = torch.from_numpy(made("paper")._targets[0])
+    targets = torch.from_numpy(made("paper").targets[0])
     assert bool((targets[1:] < torch.arange(1, len(targets))).all())
     assert bool((targets >= 0).all())
     near = (torch.arange(len(targets)) - targets < 2000)[8000:].float().mean()

@@ -65,7 +65,8 @@ class RowMeasurement:
         config: of the row's method.
         context: the made-up KV; None where a prompt is computed.
 
-    spans: of a pass of its own, where they are wanted.
+    spans: of a pass of its own, where they are wanted. steps, work: times of its steps and what
+    they have touched; None before they were measured.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class RowMeasurement:
         self._around, self.row, self._config, self._context = around, row, config, context
         self._asked, self._model = around.asked, around.model
         self.spans: list[TraceSpan] = []
-        self._steps: Steps | None = None
-        self._work: Work | None = None
+        self.steps: Steps | None = None
+        self.work: Work | None = None
         self._audit: Audit | None = None
         self._measuring_s = 0.0
         self._begin = perf_counter()
@@ -174,7 +175,7 @@ class RowMeasurement:
         self._measuring_s = self._cost_of_measuring()
         watch = StepWatch(self._model, cache, asked.warmup_tokens, self._recorder())
         cache.kv.means.reserve(row.context_tokens + asked.steps)
-        self._steps, self._work = watch.steps, watch.work
+        self.steps, self.work = watch.steps, watch.work
         count, begin = 1 + asked.warmup_tokens + asked.new_tokens, perf_counter()
         waited = cache.kv.phases.seconds[INDEX_BUILD]
         ids = self._prompt()
@@ -263,11 +264,11 @@ class RowMeasurement:
         row.backends = dict(kv.ops.served)
         row.steps = tuple(kv.describe_steps())
         row.index = tuple(kv.layers.describe_indexes())
-        if self._steps is not None and self._work is not None:
+        if self.steps is not None and self.work is not None:
             read = bytes_per_step(
                 self._around.facts,
                 kv,
-                self._work,
+                self.work,
                 on_device=self._model.device.type != "cpu",
             )
             row.bytes_per_token = BytesPerToken(**read)
@@ -282,10 +283,10 @@ class RowMeasurement:
         if device.type == "cuda":
             peaks["device_peak"] = torch.cuda.max_memory_allocated(device)
         row.memory_bytes = row.memory_bytes.model_copy(update=peaks)
-        if self._steps is not None:
-            self._tell_times(self._steps)
-        if self._work is not None:
-            row.work = WorkReport.of(self._work, self._audit)
+        if self.steps is not None:
+            self._tell_times(self.steps)
+        if self.work is not None:
+            row.work = WorkReport.of(self.work, self._audit)
         if self._audit is not None:
             row.audit = AuditReport.of(self._audit)
 
