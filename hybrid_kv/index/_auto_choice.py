@@ -33,7 +33,7 @@ Report: TypeAlias = SketchReport | HeadReport
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What shall serve a layer: a report of each head, and sketches and graphs by head.
+    """Choice for a layer: a report of each head, and sketches and graphs by head.
 
     Heads with neither are scanned. group_size: query heads that a graph was learned from, 0 for
     none.

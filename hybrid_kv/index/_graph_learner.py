@@ -1,4 +1,4 @@
-"""How a head's graph is learned: from prefill queries, by the native engine."""
+"""Learning of a head's graph from prefill queries, by the native engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GraphLearner:
 
     @property
     def build_params(self) -> BuildParams:
-        """How graphs are built, and grow."""
+        """Parameters by which graphs are built, and grow."""
         p = self.params
         return BuildParams(
             max_degree=p.max_degree, cap=p.cap, candidates=p.candidates, alpha=p.alpha
@@ -86,7 +86,7 @@ class GraphLearner:
 
 
 class _HeadEngine:
-    """What learning one head takes, from the native engine; keys [N, D] are quantised once.
+    """Native engine of one head that is learned; keys [N, D] are quantised once.
 
     Args:
         check_cancelled: called between pieces of the work.
@@ -134,7 +134,7 @@ class _HeadEngine:
 
 
 def walks_of_each(num_heads: int) -> int:
-    """How many walks share a head's queries, so that so many heads keep the threads busy.
+    """Number of walks that share a head's queries, so that so many heads keep all threads busy.
 
     Two walks take some .6 of the time of one; more were not seen to pay.
     """
@@ -144,7 +144,7 @@ def walks_of_each(num_heads: int) -> int:
 
 
 def rows_of(keys: Tensor, graph: KeyGraph) -> QuantisedKeys:
-    """What searches of one head's graph read, its nodes."""
+    """Rows that searches of one head's graph read: its nodes."""
     return _quantise(keys[None]).take(0, graph.keys_of.long())
 
 

@@ -46,7 +46,7 @@ class CodedKeys:
         return later + sum(sketch.memory_bytes for sketch in self.sketches.values())
 
     def describe(self) -> dict[str, int]:
-        """How many keys have codes, and of the later ones how many are scored in 8 bits."""
+        """Numbers of keys with a code, and of later ones that are scored in 8 bits and exactly."""
         later = self._keys.shape[1] - self.encoded
         in_8_bits = 0 if self._later is None else later
         return {
@@ -115,7 +115,7 @@ class CodedKeys:
         return [coded, *self._later.plan(self._keys.shape[1], count, most)]
 
     def _effort(self, most: int, num_rerank: Sequence[int]) -> dict[str, Any]:
-        """How thoroughly the codes are searched; later keys exactly, where they are few."""
+        """Arguments of a search of the codes; later keys are ranked by it where they are few."""
         exact = self._keys.shape[1] - self.encoded if self._later is None else 0
         return {"most": most, "num_rerank": num_rerank, "num_exact": exact}
 

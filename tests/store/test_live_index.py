@@ -65,6 +65,10 @@ class Standing(FlatIndex):
         return [{"serves": "stand-in"}]
 
 
+class Selecting(Learning):
+    selects = True
+
+
 class Failing(Learning):
     error = CapacityError("out of memory in the middle")
 
@@ -113,6 +117,16 @@ def test_a_build_that_is_done_at_once_needs_no_stand_in(monkeypatch: pytest.Monk
     live.search(queries, 5)
     told = {"serves": "learned", "build": "done", "searches": 1, "searches_before": 0}
     assert live.describe() == [told | {"samples": None}]
+
+
+def test_a_device_searches_what_serves_there_and_no_stand_in_of_the_host() -> None:
+    keys, _ = clustered(300)
+    runner = LaterRunner()
+    live = LiveIndex(Selecting, keys, None, runner)
+    assert live.selector is None
+    runner.finish()
+    live.settle(keys)
+    assert live.selector is live.serving
 
 
 def test_a_kind_without_a_stand_in_is_waited_for() -> None:
