@@ -2,10 +2,10 @@
 
 A *walk* is a line which reads a part of a cache (`PARTS`: stores, rows, chains, tables, pools,
 spans, extents) off something that comes from a cache or a layer. It begins where `kv.stores` is
-read, the `store` or `held` of a layer of `kv.layers`, or a `LayerKV`, made or annotated; from there
-it follows values inside one file through names, loops, tuples, calls and what functions return. A
-line counts once. Tests in `OWN` are of these very classes, and no walk there is counted; nor is one
-in the kit.
+read, the `store` or `held` of a layer of `kv.layers`, or one of `TYPES` is made or annotated; from
+there it follows values inside one file through names, loops, tuples, calls and what functions
+return. A line counts once. Tests in `OWN` are of these very classes, and no walk there is counted;
+nor is one in the kit.
 
 A *reach* is a line which reads an attribute off anything but `self` and `cls` whose name begins
 with an underscore and is one of the package's own.
@@ -69,18 +69,14 @@ class _Flow:
     """Which expressions of a file come from inside a cache.
 
     names: of variables that do, by the function they belong to, and of functions, attributes and
-    properties, by None. asked: functions of the kit.
+    properties, by None. asked: functions of the kit. types: classes of the store.
     """
 
     def __init__(self, tree: ast.Module) -> None:
         self.names: set[tuple[ast.AST | None, str]] = set()
         self.tree, self.scope_of = tree, dict(_scopes(tree, tree))
-        self.asked = {
-            alias.asname or alias.name
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom) and node.module == "tests.kit"
-            for alias in node.names
-        }
+        self.asked = _imported(tree, "tests.kit")
+        self.types = _imported(tree, "hybrid_kv.store") & TYPES
         binding = [node for node in self.scope_of if isinstance(node, BINDING)]
         before = -1
         while before < len(self.names):
@@ -119,7 +115,7 @@ class _Flow:
             return self._begins(node) or (None, node.attr) in self.names
         if isinstance(node, ast.Name):
             own = (self.scope_of[node], node.id) in self.names
-            return own or node.id == "LayerKV" or (None, node.id) in self.names
+            return own or node.id in self.types or (None, node.id) in self.names
         return False
 
     def _follow(self, node: ast.AST) -> None:
@@ -127,7 +123,7 @@ class _Flow:
         for target, value in _bindings(node):
             if self._comes(value):
                 self._bind(target)
-        if isinstance(node, ast.arg) and _names(node.annotation) & TYPES:
+        if isinstance(node, ast.arg) and _names(node.annotation) & self.types:
             self.names.add((self.scope_of[node], node.arg))
         if isinstance(node, ast.Return | ast.Yield) and self._comes(node.value):
             scope = self.scope_of[node]
@@ -160,6 +156,16 @@ def _bindings(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
             yield target, value
         case ast.withitem(context_expr=value, optional_vars=target) if target is not None:
             yield target, value
+
+
+def _imported(tree: ast.Module, module: str) -> set[str]:
+    """Names that a file has of a module, or of one inside of it."""
+    return {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{module}.")
+        for alias in node.names
+    }
 
 
 def _names(annotation: ast.AST | None) -> set[str]:

@@ -11,25 +11,25 @@ from torch import Tensor
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.runtime.cold import counted
 from hybrid_kv.runtime.retrieve import Retrieved, retrieve
-from hybrid_kv.store import ColdStore
+from hybrid_kv.store import ColdChain
 from hybrid_kv.types import LayerShape, TokenBudget
 
 SHAPE = LayerShape(0, 6, 2, 12)
 SCALE = 0.4
 
 
-def store(lengths: list[int], **index: Any) -> tuple[ColdStore, Tensor]:
-    """Row 0 in one extent per length, and its keys [Hkv, N, D]."""
-    cold = ColdStore(SHAPE, torch.float32, 1)
-    keys = torch.randn(2, sum(lengths), 12)
-    start = 0
-    for length in lengths:
-        part = keys[:, start : start + length]
-        positions = torch.arange(start, start + length)
-        cold.chains[0].append(part, part, positions, IndexConfig(**index).build)
-        cold.fork([0, 0])  # shared from now on, so that the next part begins a new extent
-        start += length
-    return cold, keys
+def stored(
+    lengths: list[int], keys: Tensor | None = None, **index: Any
+) -> tuple[ColdChain, Tensor]:
+    """A row in one extent per length, and its keys [Hkv, N, D], drawn where none are given."""
+    chain, others = ColdChain(SHAPE, torch.float32), list[ColdChain]()
+    keys = torch.randn(2, sum(lengths), 12) if keys is None else keys
+    for part, positions in zip(
+        keys.split(lengths, 1), torch.arange(sum(lengths)).split(lengths), strict=True
+    ):
+        chain.append(part, part, positions, IndexConfig(**index).build)
+        others.append(chain.shared())  # read by others now, so that the next part begins an extent
+    return chain, keys
 
 
 def attended(found: Retrieved, lengths: list[int]) -> list[list[set[int]]]:
@@ -78,12 +78,10 @@ def expected(
 def test_shares_count_what_is_attended_beside(
     lengths: list[int], min_share: float | None, softcap: float | None, weight: float | None
 ) -> None:
-    cold, keys = store(lengths, kind="flat")
+    chain, keys = stored(lengths, kind="flat")
     queries, budget = torch.randn(2, 5, 12), TokenBudget(31, 60, min_share)
     near = None if weight is None else weight + torch.randn(2, 5)
-    found = retrieve(
-        cold.chains[0], queries, budget, scale=SCALE, softcap=softcap, near=lambda: near
-    )
+    found = retrieve(chain, queries, budget, scale=SCALE, softcap=softcap, near=lambda: near)
     wanted = expected(queries, keys, budget, softcap, near)
     assert attended(found, lengths) == wanted
     counts = [len(ids) for of_head in wanted for ids in of_head]
@@ -96,10 +94,10 @@ def test_shares_count_what_is_attended_beside(
 def test_heads_that_share_attend_the_best_of_all_of_them(
     lengths: list[int], min_share: float | None, most: int | None
 ) -> None:
-    cold, keys = store(lengths, kind="flat")
+    chain, keys = stored(lengths, kind="flat")
     queries, near = torch.randn(2, 3, 12), torch.tensor([[0.0, 9, 3], [5, -torch.inf, 2]])
     budget = TokenBudget(12, most, min_share, shared=True)
-    found = retrieve(cold.chains[0], queries, budget, scale=SCALE, near=lambda: near)
+    found = retrieve(chain, queries, budget, scale=SCALE, near=lambda: near)
     assert attended(found, lengths) == expected(queries, keys, budget, near=near)
     total, largest = counted(found.parts)
     assert total <= 12 * 6
@@ -112,28 +110,27 @@ def test_heads_that_share_attend_the_best_of_all_of_them(
 
 
 def test_new_tokens_do_not_share_with_each_other() -> None:
-    cold, _ = store([97], kind="flat")
+    chain, _ = stored([97], kind="flat")
     queries, near = torch.randn(2, 6, 12), 4 * torch.randn(2, 6)  # three heads of two tokens
     budget = TokenBudget(7, shared=True)
-    both = retrieve(cold.chains[0], queries, budget, scale=SCALE, new=2, near=lambda: near)
+    both = retrieve(chain, queries, budget, scale=SCALE, new=2, near=lambda: near)
     for token in range(2):
         own = slice(token, None, 2)
         alone = retrieve(
-            cold.chains[0], queries[:, own], budget, scale=SCALE, near=lambda own=own: near[:, own]
+            chain, queries[:, own], budget, scale=SCALE, near=lambda own=own: near[:, own]
         )
         assert attended(both, [97])[0][own] == attended(alone, [97])[0]
         assert attended(both, [97])[1][own] == attended(alone, [97])[1]
 
 
 def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
-    cold, keys = store([97], kind="flat")
-    queries = torch.randn(2, 1, 12)
-    keys_of_row = keys[:, :60]
-    cold.chains[0].spans[0].extent.k[:, 80] = 50 * queries[:, 0]
-    cold.chains[0].truncate(60)
+    queries, keys = torch.randn(2, 1, 12), torch.randn(2, 97, 12)
+    keys[:, 80] = 50 * queries[:, 0]
+    chain, _ = stored([97], keys, kind="flat")
+    chain.truncate(60)
     budget = TokenBudget(20, 40, 0.01)
-    found = retrieve(cold.chains[0], queries, budget, scale=SCALE)
-    assert attended(found, [60]) == expected(queries, keys_of_row, budget)
+    found = retrieve(chain, queries, budget, scale=SCALE)
+    assert attended(found, [60]) == expected(queries, keys[:, :60], budget)
 
 
 @pytest.mark.parametrize(
@@ -142,23 +139,23 @@ def test_entries_that_the_row_has_lost_do_not_count_as_the_best() -> None:
 def test_the_search_widens_until_the_bound_or_the_last_entry_that_weighs(
     index: dict[str, Any],
 ) -> None:
-    cold, keys = store([397], **index)
+    chain, keys = stored([397], **index)
     queries = torch.randn(2, 3, 12)
     all_of_them = TokenBudget(2, 397, 0.0)
-    found = retrieve(cold.chains[0], queries, all_of_them, scale=SCALE)
+    found = retrieve(chain, queries, all_of_them, scale=SCALE)
     assert attended(found, [397]) == expected(queries, keys, all_of_them)
-    bounded = retrieve(cold.chains[0], queries, TokenBudget(2, 90, 0.0), scale=SCALE)
+    bounded = retrieve(chain, queries, TokenBudget(2, 90, 0.0), scale=SCALE)
     assert counted(bounded.parts) == (6 * 90, 90)
-    once = retrieve(cold.chains[0], queries, TokenBudget(2, 397, 0.9), scale=SCALE)
+    once = retrieve(chain, queries, TokenBudget(2, 397, 0.9), scale=SCALE)
     assert counted(once.parts)[1] <= 1
     assert once.scored < bounded.scored < found.scored
 
 
 def test_a_fixed_budget_searches_once() -> None:
-    cold, _ = store([397], kind="flat", precision="int8")
+    chain, _ = stored([397], kind="flat", precision="int8")
     queries = torch.randn(2, 3, 12)
-    fixed = retrieve(cold.chains[0], queries, TokenBudget(9), scale=SCALE)
-    whole = retrieve(cold.chains[0], queries, TokenBudget(9, 397), scale=SCALE)
+    fixed = retrieve(chain, queries, TokenBudget(9), scale=SCALE)
+    whole = retrieve(chain, queries, TokenBudget(9, 397), scale=SCALE)
     assert counted(fixed.parts) == (6 * 9, 9)
     assert counted(whole.parts) == (6 * 41, 41), "9 and the 32 that are ranked to be safe"
     assert whole.scored == fixed.scored
@@ -167,7 +164,7 @@ def test_a_fixed_budget_searches_once() -> None:
 def test_log_weights_of_what_was_found_count_in_its_shares() -> None:
     """A sample that stands for many entries weighs as much as they do."""
     index = {"kind": "lsh", "num_bits": 4, "num_tables": 9}
-    cold, keys = store([97], **index)
+    chain, keys = stored([97], **index)
     queries = torch.randn(2, 5, 12)
     sampled = IndexConfig(**index).build()
     sampled.build(keys, None)
@@ -175,7 +172,7 @@ def test_log_weights_of_what_was_found_count_in_its_shares() -> None:
     shares = (SCALE * result.scores + result.bias).softmax(-1)
     lighter = (SCALE * result.scores).softmax(-1)
     assert not torch.equal(shares >= 0.05, lighter >= 0.05)
-    found = retrieve(cold.chains[0], queries, TokenBudget(60, 97, 0.05), scale=SCALE)
+    found = retrieve(chain, queries, TokenBudget(60, 97, 0.05), scale=SCALE)
     ids = found.parts[0].ids
     assert torch.equal(ids, result.ids.masked_fill(shares < 0.05, -1))
     assert found.parts[0].bias is not None
