@@ -40,7 +40,7 @@ def graph_of(cache: TieredCache) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "count"), [("full", 40), ("quest", 40), ("streaming_llm", 150), ("hybrid", 150)]
+    ("method", "count"), [("full", 40), ("quest", 40), ("streaming_llm", 90), ("hybrid", 90)]
 )
 def test_replayed_steps_are_those_of_eager_ones(method: str, count: int) -> None:
     """Pages begin and leave, pool and table are outgrown; a fork and a crop go on. A step's logits

@@ -1,0 +1,42 @@
+"""Every kind of index searched by the host for an emulated device: what is found on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hybrid_kv as hkv
+from hybrid_kv.plugins import INDEXES
+from tests.device import emulated
+from tests.device.models import llama, small, tokens
+from tests.device.placement import placed
+
+PROMPT, QUESTION = tokens(171)[0].tolist(), tokens(21, 5)[0].tolist()
+"""With the question pages leave the window, which an index takes in."""
+
+
+def answered(kind: str) -> dict[str, Any]:
+    """An answer, what finds its cold entries, and how many are looked at and attended."""
+    few = {"min_keys": 1} if "min_keys" in INDEXES[kind].params.model_fields else {}
+    changes = {
+        **{"select": "host", "look_ahead": "never", "estimate": "none"},
+        "cold.index": {"kind": kind, **few},
+    }
+    model = placed(llama(layers=1))
+    with hkv.load(model, config=small("hybrid").replace(**changes)) as llm:
+        answer = llm.context(PROMPT).ask(QUESTION, max_new_tokens=4)
+    return {
+        "tokens": answer.token_ids,
+        "serves": sorted({head["serves"] for head in answer.index}),
+        "scored": answer.work.scored,
+        "attended": answer.work.attended,
+    }
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_the_host_finds_for_a_device_what_it_finds_on_a_cpu(kind: str) -> None:
+    expected = answered(kind)
+    with emulated(schedule="late", kernels="defined"):
+        assert answered(kind) == expected
+    assert expected["scored"] > 0
