@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,7 @@ _FACTORIES = {
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _LOOKS = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 """What a tensor says of itself on a device as in host memory; half of all calls."""
+_OF_TORCH = ("aten", "prim", "prims")
 
 
 def _index(device: object) -> int | None:
@@ -174,6 +176,9 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace not in _OF_TORCH and (own := OPDEFS.get(func._schema.name)) is not None:
+            with Operators(), Functions():  # Python's, which a device runs as it is
+                return own._init_fn(*args, **kwargs)
         if DeviceTensor in types:  # at once, without a second way through the dispatcher
             return DeviceTensor.__torch_dispatch__(func, types, args, kwargs)
         index = _index(kwargs.get("device")) if "device" in kwargs else None
