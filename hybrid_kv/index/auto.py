@@ -66,7 +66,6 @@ class AutoIndex(PartedIndex):
         self._chooser = KindChooser(params, sketcher, grapher)
         self._before = before
         self._sketched: Sketched | None = None  # what a successor begins with
-        self._chosen_keys = 0
 
     @classmethod
     def serving(
@@ -78,7 +77,7 @@ class AutoIndex(PartedIndex):
     ) -> AutoIndex:
         """See `SketchIndex.serving`; no graph is tried."""
         index = cls(params)
-        index._known, index._chosen_keys = keys, keys.shape[1]
+        index._known = keys
         index._serve(Chosen(reports, sketches))
         return index
 
@@ -97,10 +96,7 @@ class AutoIndex(PartedIndex):
     @property
     def relearn_keys(self) -> int:
         horizon = int(self.params.horizon_tokens)
-        waits = [keys for part in self._parts if (keys := part.index.relearn_keys)]
-        if waits or not self._parts:
-            return min(waits, default=horizon)
-        return max(self._chosen_keys, horizon) if horizon else 0
+        return min((part.index.relearn_keys for part in self._parts), default=horizon)
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
         return None if self._chooser.sketcher.why_flat(keys, samples) else StandIn()
@@ -113,7 +109,6 @@ class AutoIndex(PartedIndex):
         return AutoIndex(self.params, replace(before, sketches=copies))
 
     def _rebuild(self, samples: Tensor | None, nearest: Tensor | None) -> None:
-        self._chosen_keys = len(self)
         if self._before is None:
             chosen, self._sketched = self._chooser.without_graphs(self._keys, samples)
         else:
@@ -135,8 +130,7 @@ class AutoIndex(PartedIndex):
             heads = list(range(len(self._keys))[part.heads])
             parts.append({"kind": part.index.file_kind, "heads": heads, "meta": meta})
             arrays |= {f"{number}/{name}": array for name, array in own.items()}
-        meta = {"params": self.params.model_dump(mode="json"), "parts": parts}
-        return {**meta, "chosen_keys": self._chosen_keys}, arrays
+        return {"params": self.params.model_dump(mode="json"), "parts": parts}, arrays
 
     @classmethod
     def from_file(
@@ -146,7 +140,7 @@ class AutoIndex(PartedIndex):
         with refusing_what_is_damaged(path):
             known = {n: meta["params"][n] for n in cls.Params.model_fields if n in meta["params"]}
             index = cls(cls.Params.model_validate(known))  # older files have `remember`
-            index._known, index._chosen_keys = keys, int(meta["chosen_keys"])
+            index._known = keys
             index._parts = tuple(
                 part_of_file(path, number, part, arrays, keys)
                 for number, part in enumerate(meta["parts"])
