@@ -236,7 +236,7 @@ class DeviceIndex(Index):
 
     @abstractmethod
     def candidates(self, queries: Tensor, keys: Tensor, new: int, top_k: int) -> Candidates:
-        """What the `top_k` best keys of each query are among.
+        """Keys that the `top_k` best of each query are among.
 
         Args:
             queries: [Hkv, M, D] on the model's device, M = G * T with row g * T + t.

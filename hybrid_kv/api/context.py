@@ -137,7 +137,7 @@ class Context:
 
     @classmethod
     def opened(cls, llm: Model, path: str | Path, *, verify: bool | None = None) -> Context:
-        """What `save` wrote; see `LLM.open`."""
+        """Opens a context that `save` wrote; see `LLM.open`."""
         with _new_cache(llm) as cache:
             made_with = llm.model, llm.tokenizer, llm.runtime.device
             opened = open_context(path, cache, *made_with, verify=verify)
@@ -354,7 +354,7 @@ class Context:
     def _with_more(
         self, more: str | Sequence[int] | Tensor | Sequence[Message]
     ) -> tuple[Tensor, AskedMessages | None]:
-        """What the context is with more of its text."""
+        """Token ids [1, tokens] and messages of the context with more of its text."""
         if self._messages is None:
             if is_chat(more):
                 raise ConfigError(
@@ -378,7 +378,7 @@ class Context:
     def _with_answer(
         self, question: str | Sequence[int] | Tensor, asked: Tensor, answer: Generation
     ) -> tuple[Tensor, AskedMessages | None]:
-        """What the context is with a question, asked [1, tokens] with all before it, and answer."""
+        """The same with a question, asked [1, tokens] with all before it, and its answer."""
         if self._messages is None:
             return torch.cat([asked, torch.tensor([answer.token_ids]).to(asked)], 1), None
         assert isinstance(question, str)

@@ -1,4 +1,4 @@
-"""What one generation produced, and the objects that watch it happen."""
+"""The result of one generation, and the objects that watch it happen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid_kv.watch.audit import Audit
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one call of `generate` produced, and what it cost.
+    """The result of one call of `generate`, and its cost.
 
     token_ids: the new tokens, without the prompt. token_times_s: when each came, seconds after the
     call. ttft_s: time to the first, NaN if none came; prefill_s: the same without the index builds

@@ -118,7 +118,7 @@ class Turn:
 
     @contextmanager
     def _own_work(self) -> Iterator[Work]:
-        """What is counted inside, which the cache's counters take up at the end."""
+        """Counters of a block, which the cache's own take up at its end."""
         before, own = self.cache.kv.work, Work()
         self.cache.kv.work = own
         try:
@@ -204,7 +204,7 @@ class Turn:
         return {} if known is not None or "pad_token_id" in self._options else {"pad_token_id": 0}
 
     def _ends(self) -> dict[str, list[int]]:
-        """What the model's own settings lack: the token by which its template ends an answer."""
+        """Settings that the model's own lack: the token by which its template ends an answer."""
         if self._template is None or "eos_token_id" in self._options:
             return {}
         settings = self._options.get("generation_config") or self._llm.model.generation_config

@@ -25,7 +25,7 @@ class _OpenLayer(TieredLayer):
         """Nothing: more of the prompt may come, however short."""
 
     def watched(self) -> Sequence[EvidenceCollector]:
-        """What has been collected so far, to go back to."""
+        """Evidence that has been collected so far, to go back to."""
         return self.prompt.mark()
 
     def unwatch(self, before: Sequence[EvidenceCollector]) -> None:

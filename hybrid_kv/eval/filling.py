@@ -132,7 +132,7 @@ class SyntheticContext:
         return k, v
 
     def evidence(self, layer_idx: int, needs: Needs, dtype: torch.dtype) -> Evidence:
-        """What a prefill of the text would have left of the queries that `needs` names."""
+        """Evidence that a prefill of the text would have left of the queries that `needs` names."""
         total = self.num_tokens
         spread = min(needs.sampled_queries, total)
         last = min(needs.last_queries, total)

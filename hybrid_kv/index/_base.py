@@ -151,5 +151,5 @@ class KeyIndex(Index):
         return self._find(queries, count, most)
 
     def _plan(self, count: int, most: int) -> Sequence[EngineSearch] | None:
-        """What the engine makes of `_find` by itself; None where it cannot."""
+        """Searches of the engine in the place of `_find`; None where there are none."""
         return None

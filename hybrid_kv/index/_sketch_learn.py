@@ -39,7 +39,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class SketchReport(SavedReport):
-    """What serves one KV head, and why.
+    """The search that serves one KV head, and the reason.
 
     serves: "sketch" or "flat". num_rerank: candidates that a query ranks exactly. recall, mass: the
     promise: shares of their exact top keys, and of the softmax mass of these, that held-out queries
@@ -82,7 +82,7 @@ class SketchLearner:
     def learn(
         self, keys: Tensor, samples: Tensor | None
     ) -> tuple[tuple[SketchReport, ...], dict[int, HeadSketch]]:
-        """What shall serve each head of keys [Hkv, N, D], and the sketches by head."""
+        """A report for each head of keys [Hkv, N, D], and the sketches by head."""
         if (reason := self.why_flat(keys, samples)) is not None:
             return tuple(SketchReport("flat", reason) for _ in keys), {}
         assert samples is not None

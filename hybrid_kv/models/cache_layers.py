@@ -67,7 +67,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return tag(k.view_as(k), self), v
 
     def mark(self) -> dict[str, Any]:
-        """What it holds; its tensors are replaced, never written to."""
+        """State to go back to; its tensors are replaced, never written to."""
         return dict(vars(self))
 
     def go_back(self, mark: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def new_layers(state: CacheState, model_config: PreTrainedConfig) -> list[Any]:
 
 
 def hybrid_layers(layers: Iterable[Any]) -> list[HybridLayer]:
-    """Those of some layers that are tiered."""
+    """The tiered ones of some layers."""
     return [layer for layer in layers if isinstance(layer, HybridLayer)]
 
 

@@ -86,7 +86,7 @@ class ShownTokens:
             self._shown = self._shown.repeat_interleave(repeats, dim=0)
 
     def forked(self) -> ShownTokens:
-        """Those of a fork of the cache."""
+        """The shown tokens of a fork of the cache."""
         new = ShownTokens()
         new._shown = self._shown  # replaced, never written to
         return new
