@@ -8,27 +8,15 @@ import copy
 import os
 import platform
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
-ISAS = {
-    "baseline": [],
-    "avx2": [*AVX2],
-    "avxvnni": [*AVX2, "-mavxvnni"],
-    "avx512": [
-        *(*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-        "-mprefer-vector-width=512",
-    ],
-}
-FLAGS = [
-    *("-std=c++17", "-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra", "-pthread", "-g0"),
-]
 NATIVE = Path("native")
+FLAGS = tomllib.loads((NATIVE / "flags.toml").read_text())
 
 
 def engine(isa: str) -> Extension:
@@ -39,7 +27,7 @@ def engine(isa: str) -> Extension:
         depends=sorted(str(path) for path in NATIVE.rglob("*.h")),
         include_dirs=[str(NATIVE / "include")],
         define_macros=[("HKV_ISA_NAME", f'"{isa}"')],
-        extra_compile_args=[*FLAGS, *ISAS[isa]],
+        extra_compile_args=[*FLAGS["all"], *FLAGS["isas"][isa]],
         extra_link_args=["-pthread"],
         language="c++",
         optional=True,
@@ -66,8 +54,7 @@ class BuildEngine(build_ext):
         super(BuildEngine, own).build_extension(ext)
 
 
-if __name__ == "__main__":  # scripts/_native.sh only reads the flags
-    setup(
-        ext_modules=[engine(isa) for isa in (ISAS if X86 else ["baseline"])],
-        cmdclass={"build_ext": BuildEngine},
-    )
+setup(
+    ext_modules=[engine(isa) for isa in (FLAGS["isas"] if X86 else ["baseline"])],
+    cmdclass={"build_ext": BuildEngine},
+)

@@ -63,7 +63,7 @@ import hashlib, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 project = tomllib.loads((root / "pyproject.toml").read_text())
 native = sorted(str(path.relative_to(root)) for path in (root / "native").rglob("*.[hc]*"))
-names = ("setup.cfg", "setup.py", "scripts/_env.sh", *native)
+names = ("setup.cfg", "setup.py", "native/flags.toml", "scripts/_env.sh", *native)
 texts = [(root / name).read_text() for name in names]
 parts = [sys.version, *sys.argv[1:], *texts, repr((project["build-system"], project["project"]))]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())

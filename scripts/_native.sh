@@ -1,11 +1,15 @@
 # Sourced after _env.sh, not run. Builds the native engine with its tests, apart from the package.
 
-# native_flags ISA: how setup.py compiles the engine for an instruction set.
+# native_flags ISA: how setup.py compiles the engine for an instruction set. Any Python reads them: there
+# may be no .venv yet.
 native_flags() {
-    "$python" - "$root/setup.py" "$1" <<'PY'
-import runpy, sys
-built = runpy.run_path(sys.argv[1])
-print(*built["FLAGS"], *built["ISAS"][sys.argv[2]])
+    local reader=$python
+    "$reader" -c '' 2>/dev/null || reader=$(find_python)
+    "$reader" - "$root/native/flags.toml" "$1" <<'PY'
+import sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    flags = tomllib.load(file)
+print(*flags["all"], *flags["isas"][sys.argv[2]])
 PY
 }
 
@@ -19,7 +23,7 @@ find_compiler() {
 }
 
 # compile COMPILER FOLDER SOURCES ISA [FLAG...]: FOLDER/*.o of native/SOURCES, unless they are there already;
-# the flags come behind those of setup.py.
+# the flags come behind those of native/flags.toml.
 compile() (
     compiler=$1 folder=$2 sources=$3 isa=$4
     shift 4
