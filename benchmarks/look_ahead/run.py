@@ -34,8 +34,8 @@ from hybrid_kv.eval import prefilled
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import foreseen
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.transfer.cuda import Copies
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import Copies, CudaExecutor
 
 FACTORS = (1, 2, 4)
 

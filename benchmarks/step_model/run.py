@@ -37,7 +37,8 @@ from hybrid_kv.ops.native import library
 from hybrid_kv.planning.designs import HOST_COSTS
 from hybrid_kv.report import probe_environment
 from hybrid_kv.runtime import KVCache, decode
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 
 SHAPE = LayerShape(0, 32, 8, 128)

@@ -19,7 +19,6 @@ from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.outputs import find_outputs
 from hybrid_kv.models.rotary import find_rotary
 from hybrid_kv.models.serving import Serving
 from hybrid_kv.models.support import (
@@ -119,6 +118,8 @@ class Attachment:
         if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
         if needs.outputs and not self.info.outputs:
+            from hybrid_kv.models.outputs import find_outputs
+
             self.info = replace(self.info, outputs=find_outputs(self.model, self.info))
         if early and self.info.unforeseen is None:
             unforeseen = self._serving.compute_early_queries(self.info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy, deepcopy
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from transformers.cache_utils import (
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_state import CacheState
 from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.runtime import HeldLayer, TieredLayer
+from hybrid_kv.runtime import TieredLayer
 from hybrid_kv.types import Evidence, PartialAttention
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.held import HeldLayer
 
 
 class AttendingLayer(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,21 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT, passed, renamed
-from hybrid_kv.models.compiled import CompiledSteps
-from hybrid_kv.models.early_queries import EarlyQueries
 from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.graphs import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
-from hybrid_kv.models.step_graphs import StepGraphs
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime import DevicePlan, check_host_memory
+from hybrid_kv.runtime import check_host_memory
 from hybrid_kv.types import ModelInfo, bytes_per_token
+
+if TYPE_CHECKING:
+    from hybrid_kv.models.compiled import CompiledSteps
+    from hybrid_kv.models.early_queries import EarlyQueries
+    from hybrid_kv.models.step_graphs import StepGraphs
+    from hybrid_kv.runtime.device_plan import DevicePlan
 
 
 class Serving:
@@ -46,8 +49,8 @@ class Serving:
         self._entered: set[nn.Module] = set()  # whose forwards run with it
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         hf_attention.register()
-        self._steps = CompiledSteps(model, self._text_config) if config.compile_decode else None
-        self._graphs = StepGraphs(model) if config.capture_decode else None
+        self._steps = _compiled_steps(model) if config.compile_decode else None
+        self._graphs = _step_graphs(model) if config.capture_decode else None
         chunk, states = config.prefill_chunk_tokens, config.prefill_states
         self._prefill = LayerMajorPrefill(model, chunk, states)
         self._early: EarlyQueries | None = None
@@ -62,6 +65,8 @@ class Serving:
             By tiered layer why it is not; empty where it is.
         """
         if self._early is None:
+            from hybrid_kv.models.early_queries import EarlyQueries
+
             compiled = self._steps is not None
             self._early = EarlyQueries(self._model, info, compiled=compiled)
         return self._early.unforeseen
@@ -244,6 +249,18 @@ class Serving:
                 self._early.close()
             if self._steps is not None:
                 self._steps.close()
+
+
+def _compiled_steps(model: PreTrainedModel) -> CompiledSteps:
+    from hybrid_kv.models.compiled import CompiledSteps
+
+    return CompiledSteps(model, text_config(model))
+
+
+def _step_graphs(model: PreTrainedModel) -> StepGraphs:
+    from hybrid_kv.models.step_graphs import StepGraphs
+
+    return StepGraphs(model)
 
 
 def _source(inputs: dict[str, Any]) -> Tensor | None:

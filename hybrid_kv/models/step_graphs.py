@@ -29,7 +29,8 @@ from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers
 from hybrid_kv.models.early_queries import is_idle_on_devices
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.captures import CaptureBusyError
-from hybrid_kv.runtime import DevicePlan, PlanReason
+from hybrid_kv.runtime import PlanReason
+from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.store.memory import allocate
 from hybrid_kv.transfer.recorded import CudaRecorder
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.pinned import locked_end, pinned_empty
-
 _KEPT = 64
 
 
@@ -22,6 +20,8 @@ def staged(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cpu" or not tensor.is_cpu:
         return tensor.to(device)
+    from hybrid_kv.ops.pinned import pinned_empty
+
     return pinned_empty(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
@@ -47,6 +47,8 @@ def _num_in_one_range(host: Tensor) -> int:
     """The number of first rows of a contiguous host tensor that lie in one locked range."""
     if not host.numel():
         return len(host)
+    from hybrid_kv.ops.pinned import locked_end
+
     address, row_bytes = host.data_ptr(), host.nbytes // len(host) if host.ndim else host.nbytes
     end = locked_end(address)
     count = len(host) if host.ndim else 1

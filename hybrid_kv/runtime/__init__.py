@@ -8,15 +8,10 @@ from hybrid_kv.runtime.capacity import (
     memory_errors,
     spare_host_memory,
 )
-from hybrid_kv.runtime.device_plan import DevicePlan
-from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.reasons import PlanReason
 
 __all__ = [
-    "DevicePlan",
-    "HeldExtent",
-    "HeldLayer",
     "KVCache",
     "PlanReason",
     "Stage",

@@ -16,13 +16,19 @@ def new_store(shape: LayerShape, means: Means, k: Tensor) -> LayerKV:
     capacity = max(means.reserved_tokens, k.shape[2])
     return LayerKV(
         *(shape, means.page_size, k.shape[0], k.dtype, k.device, capacity, means.ops),
-        pinned=means.pinned if k.device.type == "cuda" else None,
+        pinned=means.pinned_on(k.device),
     )
 
 
 def stores_as_is(method: Method) -> bool:
     """Whether a method stores keys and values as the model gives them."""
     return type(method).write is Method.write
+
+
+def reads_alike(method: Method) -> bool:
+    """Whether a method reads the same in every step, as the class that defines `read` says."""
+    owner = next(one for one in type(method).__mro__ if "read" in vars(one))
+    return bool(vars(owner).get("reads_alike", False))
 
 
 def append(

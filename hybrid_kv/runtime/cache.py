@@ -6,26 +6,22 @@ import weakref
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.builds import IndexBuilds
-from hybrid_kv.runtime.device_plan import take_back_reserved
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.numbers import StepNumbers
+from hybrid_kv.runtime.numbers import StepNumbers, take_back_reserved
 from hybrid_kv.runtime.reasons import GraphUse
-from hybrid_kv.runtime.select import Selectors
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
-from hybrid_kv.store.ahead import PinnedAhead
-from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor, ThreadExecutor
+from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Evidence,
     LayerShape,
@@ -34,8 +30,10 @@ from hybrid_kv.types import (
     TokenBudget,
     Work,
 )
-from hybrid_kv.watch.auditor import Auditor
 from hybrid_kv.watch.phases import ATTENTION, Phases
+
+if TYPE_CHECKING:
+    from hybrid_kv.watch.auditor import Auditor
 
 
 class StepWatcher(Protocol):
@@ -82,12 +80,12 @@ class KVCache:
             finite=self.finite,
             phases=self.phases,
             page_size=config.page_size,
-            pinned=PinnedAhead(),
             audits=config.audit_every > 0,
             **self._of_one_conversation(),
         )
         self.layers = Layers(map(self._new_layer, info.layers), self.means)
         self.watchers: list[StepWatcher] = []
+        self._auditor: Auditor | None = None
         self.auditor = make_auditor(config, info)
         self.check_source: Callable[[], None] | None = None
         self.graph_use = GraphUse()
@@ -96,16 +94,17 @@ class KVCache:
         """The means that the layers share until `reset`."""
         method = self.config.build()
         method.open(self.info)
-        wanted, known = method.foresight, self.info.unforeseen
-        ahead = None if wanted is None else LookAhead(self.executor, wanted, known)
         return {
             "method": method,
             "method_name": self.config.method,
             "work": Work(),
             "builds": new_builds(self),
-            "look_ahead": ahead,
-            "selectors": Selectors(len(self.info.layers)),
+            "foresight": method.foresight,
+            "unforeseen": self.info.unforeseen,
+            "look_ahead": None,
             "numbers": StepNumbers(self.info.layers),
+            "num_layers": len(self.info.layers),
+            "_selectors": None,
         }
 
     def _new_layer(self, shape: LayerShape) -> TieredLayer:
@@ -128,11 +127,12 @@ class KVCache:
     @property
     def auditor(self) -> Auditor | None:
         """Looks at some steps beside decoding; another one may take its place, or none."""
-        return next((one for one in self.watchers if isinstance(one, Auditor)), None)
+        return self._auditor
 
     @auditor.setter
     def auditor(self, auditor: Auditor | None) -> None:
-        others = [one for one in self.watchers if not isinstance(one, Auditor)]
+        others = [one for one in self.watchers if one is not self._auditor]
+        self._auditor = auditor
         self.watchers = others if auditor is None else [auditor, *others]
 
     def look_every(self, steps: int) -> None:
@@ -222,7 +222,7 @@ class KVCache:
         Args:
             predict: gives the layer's queries [B, Hq, 1, D], not turned by position yet.
         """
-        ahead, layer = self.means.look_ahead, self.layers[layer_idx]
+        ahead, layer = self.means.searches_ahead(), self.layers[layer_idx]
         if ahead is None or not ahead.wants(layer):
             return
         queries = predict()
@@ -273,7 +273,7 @@ class KVCache:
         new.means = means = replace(
             self.means,
             phases=new.phases,
-            pinned=PinnedAhead(),
+            pinned=None,
             builds=new_builds(new),
             work=Work(),
             look_ahead=None if ahead is None else ahead.fork(),
@@ -287,7 +287,7 @@ class KVCache:
     def start_over(self) -> None:
         """Forgets all tokens, but no counter; a method may remember something, too."""
         kept = {"work": self.work, "builds": self.means.builds}
-        self.means.pinned.clear()
+        self._give_up_pinned()
         self.means = replace(self.means, **{**self._of_one_conversation(), **kept})
         self.layers = Layers(map(self._new_layer, self.info.layers), self.means)
 
@@ -306,13 +306,18 @@ class KVCache:
         for layer in self.layers.values():
             if layer.store is not None:
                 layer.store.cold.cancel_builds()
-        self.means.pinned.clear()
+        self._give_up_pinned()
         # Another thread may still look at the old ones.
         self.layers = Layers(map(self._new_layer, self.info.layers), self.means)
         if self.auditor is not None:
             self.auditor.close()
         if self._owns_executor:
             self.executor.close()
+
+    def _give_up_pinned(self) -> None:
+        """Memory that was made for layers to come."""
+        if self.means.pinned is not None:
+            self.means.pinned.clear()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""
@@ -335,6 +340,8 @@ def make_auditor(config: HybridConfig, info: ModelInfo) -> Auditor | None:
     """An auditor of a cache under these settings; None for none."""
     if not config.audit_every:
         return None
+    from hybrid_kv.watch.auditor import Auditor
+
     # Where findings change what is attended and tokens shall repeat, they must not come late.
     inline = config.index_build == "wait" and config.audit.action != "warn"
     runner = SyncExecutor() if inline else ThreadExecutor(1)
@@ -348,4 +355,8 @@ def make_executor(config: HybridConfig, device_type: str = "cpu") -> Executor:
         ConfigError: HYBRID_KV_BUILD_THREADS is no number of threads.
     """
     builds = ThreadExecutor() if config.index_build == "background" else SyncExecutor()
-    return CudaExecutor(builds) if device_type == "cuda" else builds
+    if device_type != "cuda":
+        return builds
+    from hybrid_kv.transfer.cuda import CudaExecutor
+
+    return CudaExecutor(builds)

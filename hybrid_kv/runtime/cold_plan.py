@@ -7,15 +7,19 @@ what was found in the place of a search. `EnginePlan` makes whole steps.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, SearchResult
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.foreseen import Foreseen
 
 
 class ColdPlan:

@@ -12,7 +12,6 @@ from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.kept import attend_kept
-from hybrid_kv.runtime.select import attend_selected
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
@@ -39,6 +38,8 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     if place is not None and place.rest is Demotion.ABSORB:
         parts += attend_kept(step)
     if cold is not None and by_device:
+        from hybrid_kv.runtime.select import attend_selected
+
         parts.append(attend_selected(step, cold))
     elif cold is not None and asked is not None:
         weighs = isinstance(cold, TokenBudget) and cold.weighs

@@ -9,40 +9,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.decode import pinned_pages
-from hybrid_kv.runtime.numbers import CHOSEN, NEWEST, PAGES, PLACE, POSITION, StepNumbers
+from hybrid_kv.runtime.numbers import (
+    CHOSEN,
+    NEWEST,
+    PAGES,
+    PLACE,
+    POSITION,
+    StepNumbers,
+    store_reserved,
+)
 from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import LayerKV
 from hybrid_kv.types import PartialAttention, Read, Work
-
-
-def reads_alike(method: Method) -> bool:
-    """Whether a method reads the same in every step, as the class that defines `read` says."""
-    owner = next(one for one in type(method).__mro__ if "read" in vars(one))
-    return bool(vars(owner).get("reads_alike", False))
-
-
-def store_reserved(step: Step, numbers: StepNumbers) -> None:
-    """Stores a step's token in the place that it has, whatever plan serves it."""
-    row, index = step.layer.rows[0], step.layer.shape.layer_idx
-    assert step.unstored is not None
-    assert row.table.listed.there is not None
-    (k, v), step.unstored = step.unstored, None
-    mine = numbers.on(step.q.device)[index]
-    step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, row.table.listed.there)
-    numbers.reserved.discard(index)
-
-
-def take_back_reserved(store: LayerKV | None, numbers: StepNumbers) -> None:
-    """Gives up the place of a token that was not stored in it."""
-    if store is not None and store.shape.layer_idx in numbers.reserved:
-        (row,) = store.rows
-        numbers.reserved.discard(store.shape.layer_idx)
-        row.length -= 1
-        row.table.truncate(row.table.num_tokens - 1)
 
 
 class DevicePlan:
@@ -65,6 +45,10 @@ class DevicePlan:
         window = 1 if place is None else max(1, place.window_tokens)
         self._oldest = 0 if place is None else place.sink_tokens // size
         self._pinned = self._oldest + 1 + -(-(window - 1) // size)
+
+    @property
+    def by_numbers(self) -> DevicePlan:
+        return self
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         """Whether a token can be stored: always, by numbers."""

@@ -30,7 +30,7 @@ class EnginePlan:
         is_whole: whether all of them are attended instead.
     """
 
-    reason = None
+    reason = by_numbers = None
 
     def __init__(
         self,

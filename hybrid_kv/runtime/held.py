@@ -104,7 +104,7 @@ class HeldLayer:
         room = count - self.num_cold
         store = LayerKV(
             *(layer.shape, means.page_size, 1, self.k.dtype, device, room, means.ops),
-            pinned=means.pinned if device.type == "cuda" else None,
+            pinned=means.pinned_on(device),
         )
         (row,) = store.rows
         for start, stop, position in (

@@ -142,7 +142,7 @@ class TieredLayer:
         means, pool = self.means, store.resident.pool
         if placement.rest is Demotion.ABSORB:
             self.steps.keeper = Keeper(self.method, self.shape, pool.dtype, pool.device)
-        store.select = means.selectors.of(store)
+        store.select = means.select_for(store)
 
     def take(self, store: LayerKV, placement: Placement) -> None:
         """Goes on from a sealed store of another cache, in the place of its own prompt.
@@ -221,7 +221,7 @@ class TieredLayer:
         new.steps.keeper = self.steps.keeper
         if self.store is not None:
             new.store = self.store.forked()
-            new.store.select = means.selectors.of(new.store)
+            new.store.select = means.select_for(new.store)
         return new
 
     def go_on_from(self, store: LayerKV) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.runtime.capacity import spare_host_memory
-from hybrid_kv.runtime.device_plan import DevicePlan, take_back_reserved
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.numbers import POSITION
+from hybrid_kv.runtime.numbers import POSITION, take_back_reserved
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.device_plan import DevicePlan
 
 _log = logging.getLogger(__name__)
 
@@ -60,15 +62,15 @@ class Layers(dict[int, TieredLayer]):
             wait: until they have left, so that no two layers' prompts share a GPU's memory.
         """
         self.settle()
-        pinned = self._means.pinned
-        pinned.begin()
+        if (pinned := self._means.pinned) is not None:
+            pinned.begin()
         self[layer_idx].seal(evidence)
         if wait:
             self[layer_idx].settle()
-        if self._unsealed():
-            pinned.repeat()
-        else:
-            pinned.clear()
+        is_last = not self._unsealed()
+        if (pinned := self._means.pinned) is not None:
+            pinned.clear() if is_last else pinned.repeat()
+        if is_last:
             told = self._means.method_name, len(self), self[layer_idx].held.longest
             _log.info("prompt ended: method %s, %d layers, %d tokens", *told)
 
@@ -156,7 +158,7 @@ class Layers(dict[int, TieredLayer]):
 
     def describe_look_ahead(self) -> list[dict[str, Any]]:
         """By layer what came of it; see `LookAhead.describe`."""
-        ahead = self._means.look_ahead
+        ahead = self._means.searches_ahead()
         return [] if ahead is None else [ahead.describe(layer_idx) for layer_idx in self]
 
     def end_step(self, layer: TieredLayer) -> None:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.finite import FiniteGuard
-from hybrid_kv.runtime.look_ahead import LookAhead
 from hybrid_kv.runtime.numbers import StepNumbers
-from hybrid_kv.runtime.select import Selectors
-from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store import LayerKV, SelectFor
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import Needs, Work
+from hybrid_kv.types import Foresight, Needs, Work
 from hybrid_kv.watch.phases import Phases
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.look_ahead import LookAhead
+    from hybrid_kv.runtime.select import Selectors
+    from hybrid_kv.store.ahead import PinnedAhead
 
 
 @dataclass(slots=True)
 class Means:
     """The policy of a cache, what computes and moves for it, and where it counts.
 
-    finite: looks at what is stored. numbers: tell devices of steps.
+    finite: looks at what is stored. numbers: tell devices of steps. num_layers: tiered ones.
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
-    look_ahead: searches layers before their queries are known; None where the method wants none.
+    foresight, unforeseen: how the method wants layers to be searched before their queries are
+    known, and why some cannot be; see `ModelInfo`. look_ahead: does so; None until somebody asks
+    for it, by `searches_ahead`.
+    pinned: page-locked memory for GPUs; None until one asks for it, by `pinned_on`.
     """
 
     ops: Ops
@@ -33,18 +43,59 @@ class Means:
     finite: FiniteGuard
     phases: Phases
     page_size: int
-    pinned: PinnedAhead
     method: Method
     method_name: str
     builds: IndexBuilds
-    selectors: Selectors
     work: Work
     numbers: StepNumbers
+    num_layers: int
     watched: Needs = Needs()
     reserved_tokens: int = 0
     audits: bool = False
+    foresight: Foresight | None = None
+    unforeseen: Mapping[int, str] | None = None
     look_ahead: LookAhead | None = None
+    pinned: PinnedAhead | None = None
+    _selectors: Selectors | None = None
 
     def reserve(self, num_tokens: int) -> None:
         """Announces how many tokens will come in a row."""
         self.reserved_tokens = max(self.reserved_tokens, num_tokens)
+
+    # What few steps need is loaded when the first of them asks ------------------------------------
+
+    def searches_ahead(self) -> LookAhead | None:
+        """The searches that run ahead; None where the method wants none."""
+        if self.look_ahead is None and self.foresight is not None:
+            from hybrid_kv.runtime.look_ahead import LookAhead
+
+            self.look_ahead = LookAhead(self.executor, self.foresight, self.unforeseen)
+        return self.look_ahead
+
+    def pinned_on(self, device: torch.device) -> PinnedAhead | None:
+        """What makes the host memory of layers on a device; None for plain memory."""
+        if device.type != "cuda":
+            return None
+        if self.pinned is None:
+            from hybrid_kv.store.ahead import PinnedAhead
+
+            self.pinned = PinnedAhead()
+        return self.pinned
+
+    def select_for(self, layer: LayerKV) -> SelectFor | None:
+        """Makes the indexes of a layer that selects on its device; None where the host does."""
+        place, device = layer.placement, layer.resident.pool.device
+        if place is None or place.index is None or place.select == "host":
+            return None
+        if place.select == "auto" and device.type != "cuda":
+            return None
+        return self.selectors.of(layer)
+
+    @property
+    def selectors(self) -> Selectors:
+        """Chooses for the layers of this cache; see `select_for`."""
+        if self._selectors is None:
+            from hybrid_kv.runtime.select import Selectors
+
+            self._selectors = Selectors(self.num_layers)
+        return self._selectors

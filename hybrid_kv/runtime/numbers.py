@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.pinned import pinned_empty
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import LayerKV
 from hybrid_kv.store.memory import allocate
 from hybrid_kv.types import LayerShape
 
@@ -53,8 +54,30 @@ class StepNumbers:
 
     def send(self) -> None:
         """Copies the numbers to all devices that read them; no thread waits."""
+        from hybrid_kv.ops.pinned import pinned_empty
+
         # Torch's pool of page-locked memory gives a block out again when its copy has been made.
         staged = pinned_empty(self.here.shape, torch.int64)
         staged.numpy()[:] = self.here
         for there in self._there.values():
             there.copy_(staged, non_blocking=True)
+
+
+def store_reserved(step: Step, numbers: StepNumbers) -> None:
+    """Stores a step's token in the place that it has, whatever plan serves it."""
+    row, index = step.layer.rows[0], step.layer.shape.layer_idx
+    assert step.unstored is not None
+    assert row.table.listed.there is not None
+    (k, v), step.unstored = step.unstored, None
+    mine = numbers.on(step.q.device)[index]
+    step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, row.table.listed.there)
+    numbers.reserved.discard(index)
+
+
+def take_back_reserved(store: LayerKV | None, numbers: StepNumbers) -> None:
+    """Gives up the place of a token that was not stored in it."""
+    if store is not None and store.shape.layer_idx in numbers.reserved:
+        (row,) = store.rows
+        numbers.reserved.discard(store.shape.layer_idx)
+        row.length -= 1
+        row.table.truncate(row.table.num_tokens - 1)

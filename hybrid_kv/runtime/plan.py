@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
 from hybrid_kv.runtime.cold import reads_all
 from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.decode import decode
-from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.numbers import StepNumbers
 from hybrid_kv.runtime.reasons import PlanReason
@@ -33,6 +32,9 @@ from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import Demotion, PartialAttention, Read
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.device_plan import DevicePlan
 
 CHECK_PLANS = "HYBRID_KV_CHECK_PLANS"
 """Environment variable: "1" compares, before each step, what a plan was made from with what is."""
@@ -51,6 +53,11 @@ class StepPlan(Protocol):
         """Whose list of pages it reads in place; None where each step asks for it."""
         ...
 
+    @property
+    def by_numbers(self) -> DevicePlan | None:
+        """This plan where its steps can be advanced before their queries are known; else None."""
+        ...
+
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         """Whether `attend` stores a step's tokens k, v [B, Hkv, T, D] by itself."""
         ...
@@ -66,7 +73,7 @@ class OpsPlan:
     cold: by row its cold entries as one call of the engine; None where ops attend them.
     """
 
-    table = None
+    table = by_numbers = None
 
     def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
         self.reason, self._read, self._cold = reason, read, cold
@@ -98,15 +105,14 @@ class CompiledStep:
         """The plan of the next step of these rows where it can be advanced before its queries are
         known; else None.
         """
-        plan = self.plan
         holds = not self.stamp.reason and rows is self._rows
-        return plan if holds and isinstance(plan, DevicePlan) else None
+        return self.plan.by_numbers if holds else None
 
     def next_shape(self, rows: Sequence[Row]) -> tuple[torch.Size, torch.dtype] | None:
         """Shape and dtype of the queries of the next step of these rows, where a device plan made
         the last one; else None.
         """
-        known = rows is self._rows and isinstance(self.plan, DevicePlan)
+        known = rows is self._rows and self.plan.by_numbers is not None
         return (self._shape, self._dtype) if known else None
 
     def serves(self, step: Step, read: Read) -> bool:
@@ -197,6 +203,8 @@ def _planned(
     if isinstance(found, EnginePlan):
         return found
     if numbers is not None and _is_told_by_numbers(step, read):
+        from hybrid_kv.runtime.device_plan import DevicePlan
+
         table = step.layer.rows[0].table
         table.listed.stay_in_place(table.pages)
         return DevicePlan(step, read, numbers, found)

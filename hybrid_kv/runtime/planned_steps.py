@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.absorb import Keeper
-from hybrid_kv.runtime.append import append, stores_as_is
-from hybrid_kv.runtime.device_plan import DevicePlan, reads_alike, store_reserved
+from hybrid_kv.runtime.append import append, reads_alike, stores_as_is
 from hybrid_kv.runtime.following import follow
-from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
 from hybrid_kv.runtime.step import Found, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.types import LayerShape, PartialAttention, Read, SearchResult
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.device_plan import DevicePlan
+    from hybrid_kv.runtime.foreseen import Foreseen
 
 
 class PlannedSteps:
@@ -122,10 +125,11 @@ class PlannedSteps:
         if compiled is None or not compiled.stamp.reason:
             return
         shape = compiled.next_shape(store.rows)
-        if shape is not None and isinstance(compiled.plan, DevicePlan):
+        plan = compiled.plan.by_numbers
+        if shape is not None and plan is not None:
             q = torch.empty(shape[0], dtype=shape[1], device=store.resident.pool.device)
             step = self.make(store, q, scale, softcap)  # of which only the shape counts
-            self._compiled = compile_step(step, compiled.plan.read, self._means.numbers)
+            self._compiled = compile_step(step, plan.read, self._means.numbers)
             self._num_plans += 1
 
     def drop(self) -> None:

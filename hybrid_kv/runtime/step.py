@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.foreseen import Foreseen
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.foreseen import Foreseen
 
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 """By row what a step has retrieved, and under which budget."""

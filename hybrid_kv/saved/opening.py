@@ -20,7 +20,8 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
-from hybrid_kv.runtime import HeldExtent, HeldLayer, KVCache
+from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
 from hybrid_kv.saved.identity import check_identity, ids_hash
 from hybrid_kv.saved.in_use import OpenFiles

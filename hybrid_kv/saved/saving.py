@@ -19,7 +19,7 @@ from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
-from hybrid_kv.runtime import HeldExtent, HeldLayer
+from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.saved.blocks import BlockWriter, entries_tensors
 from hybrid_kv.saved.folder import replacing
 from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity

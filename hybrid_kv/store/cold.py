@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
-from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, SearchResult
+
+if TYPE_CHECKING:
+    from hybrid_kv.store.ahead import PinnedAhead
 
 _WHOLE_BYTES = 2**20
 """Up to here K or V is checked in one go, which takes a byte for each of its elements."""

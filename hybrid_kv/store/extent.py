@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.ops.pinned_rows import PinnedRows
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, PartialAttention, SearchResult
+
+if TYPE_CHECKING:
+    from hybrid_kv.ops.pinned_rows import PinnedRows
+    from hybrid_kv.store.ahead import PinnedAhead
 
 
 def pinned_room(count: int) -> int:

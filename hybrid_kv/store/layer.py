@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store.ahead import PinnedAhead
 from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.integrity import check_row
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
 from hybrid_kv.types import Demotion, LayerShape
+
+if TYPE_CHECKING:
+    from hybrid_kv.store.ahead import PinnedAhead
 
 SelectFor: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[MakeIndex, MakeIndex] | None]
 """Makes what finds keys [Hkv, N, D] on their device, and those that follow, from a look at them, at
@@ -48,6 +50,8 @@ class LayerKV:
             shape, page_size, num_rows, dtype, device, capacity_tokens, ops
         )
         if pinned is None and device.type == "cuda":
+            from hybrid_kv.store.ahead import PinnedAhead
+
             pinned = PinnedAhead()
         self.cold = ColdStore(shape, dtype, num_rows, pinned=pinned)
         tiers = zip(self.resident.tables, self.cold.chains, strict=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, host_array, host_zeros
-from hybrid_kv.ops.pinned import pinned_array
 
 
 def allocate(
@@ -38,6 +37,8 @@ def allocate(
     with torch.inference_mode(False):
         if device.type == "cpu":
             if pinned:
+                from hybrid_kv.ops.pinned import pinned_array
+
                 require_free(math.prod(size) * dtype.itemsize)
                 array = pinned_array(size, dtype)
                 return array if fill is None else array.fill_(fill)

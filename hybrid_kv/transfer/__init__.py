@@ -1,8 +1,10 @@
-"""Moving entries between tiers and running work beside the device, behind one protocol."""
+"""Moving entries between tiers and running work beside the device, behind one protocol.
 
-from hybrid_kv.transfer.cuda import CudaExecutor
+The executor of a GPU is `transfer.cuda`, which is loaded where there is one.
+"""
+
 from hybrid_kv.transfer.executor import Executor, Parcel
 from hybrid_kv.transfer.sync import SyncExecutor
 from hybrid_kv.transfer.threads import ThreadExecutor
 
-__all__ = ["CudaExecutor", "Executor", "Parcel", "SyncExecutor", "ThreadExecutor"]
+__all__ = ["Executor", "Parcel", "SyncExecutor", "ThreadExecutor"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.transfer.recorded import Work
 from hybrid_kv.types import PartialAttention
+
+Work: TypeAlias = Callable[[Tensor], PartialAttention]
+"""What a device is told: attention by queries."""
 
 
 class Parcel(Protocol):

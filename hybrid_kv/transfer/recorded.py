@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 from warnings import warn
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.ops.captures import CaptureBusyError, captures
+from hybrid_kv.transfer.executor import Work
 from hybrid_kv.types import PartialAttention
 
 T = TypeVar("T")
-Work: TypeAlias = Callable[[Tensor], PartialAttention]
 
 
 class Recording(NamedTuple):

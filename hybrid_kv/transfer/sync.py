@@ -11,8 +11,7 @@ from torch import Tensor
 from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
-from hybrid_kv.transfer.executor import Arrived, Parcel
-from hybrid_kv.transfer.recorded import Work
+from hybrid_kv.transfer.executor import Arrived, Parcel, Work
 from hybrid_kv.types import PartialAttention
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hybrid_kv.ops import pinned
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import PartialAttention
 from tests.device import emulated
 from tests.device.cuda import values

@@ -23,7 +23,7 @@ from transformers import (
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import IntegrityError, UnsupportedModelError
-from hybrid_kv.models import compiled, serving
+from hybrid_kv.models import compiled
 from hybrid_kv.models.cache_argument import passing
 
 SHAPE: dict[str, Any] = {
@@ -54,7 +54,7 @@ class Graphs:
         def make(model: PreTrainedModel, text: Any) -> Any:
             return made(model, text, self._counter)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(serving, "CompiledSteps", make)
+        monkeypatch.setattr(compiled, "CompiledSteps", make)
 
     @property
     def made(self) -> int:

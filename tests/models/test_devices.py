@@ -14,7 +14,8 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import BackendUnavailable, BackendWarning
 from hybrid_kv.models import attach as attaching
 from hybrid_kv.models.support import check_backend, devices_of
-from hybrid_kv.transfer import CudaExecutor, ThreadExecutor
+from hybrid_kv.transfer import ThreadExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from tests.models.folder import model
 from tests.ops.fake_machine import Machine, fake_machine
 

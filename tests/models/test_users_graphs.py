@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hybrid_kv as hkv
-from hybrid_kv.models import serving
+from hybrid_kv.models import compiled
 from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import ARCHITECTURES
 from tests.contracts.edges.calls import CLOSE, fresh, greedy, prompt
@@ -155,8 +155,8 @@ def test_compiled_again_it_is_still_served(want: list[Tensor]) -> None:
 def test_compiled_steps_of_ours_are_told_from_the_users(
     way: Callable[..., Any], order: str, want: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = serving.CompiledSteps
-    monkeypatch.setattr(serving, "CompiledSteps", lambda *args: made(*args, "aot_eager"))
+    made = compiled.CompiledSteps
+    monkeypatch.setattr(compiled, "CompiledSteps", lambda *args: made(*args, "aot_eager"))
     model: Any = fresh(ARCHITECTURES["llama"]())
     call = way(model, backend="eager") if order == "before" else None
     with hkv.attach(model, {**METHODS["hybrid"], "compile_decode": True}) as runtime:

@@ -11,7 +11,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import ModelInfo
 from tests.kit import held, kept_alive
 from tests.runtime import test_look_ahead as look_ahead

@@ -21,7 +21,8 @@ from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.foreseen import MOST_LOST, TRIAL_LOOKS
 from hybrid_kv.store import ColdChain
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.kit import held
 from tests.tolerances import TOLERANCES

@@ -22,7 +22,8 @@ from hybrid_kv.runtime import KVCache, select
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
 from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.transfer.recorded import Recording, WorkRecorder
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.index.sketch_heads import seen_heads

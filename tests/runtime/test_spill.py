@@ -20,7 +20,8 @@ from hybrid_kv.runtime.leaving import find_by
 from hybrid_kv.runtime.spill import Departure
 from hybrid_kv.store import ColdChain, LayerKV
 from hybrid_kv.store.index_builder import InlineRunner
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import Demotion, LayerShape, ModelInfo
 from tests.drive_method import ROTARY
 from tests.kit import every, held

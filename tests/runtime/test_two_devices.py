@@ -18,8 +18,8 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.store import PageTable
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
-from hybrid_kv.transfer.cuda import Copies
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import Copies, CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import held
 

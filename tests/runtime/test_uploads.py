@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid_kv.ops import upload
+from hybrid_kv.ops import pinned
 from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from tests.runtime.test_two_devices import DEVICES, MetaLane, _no_values, made
 
 META = torch.device("meta")
@@ -46,14 +47,14 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Addresses of the staging memory that index arrays passed through."""
     addresses: set[int] = set()
     kept: list[Tensor] = []
-    plain = upload.pinned_empty
+    plain = pinned.pinned_empty
 
     def pinned_empty(*arguments: Any) -> Tensor:
         kept.append(plain(*arguments))
         addresses.add(kept[-1].data_ptr())
         return kept[-1]
 
-    monkeypatch.setattr(upload, "pinned_empty", pinned_empty)
+    monkeypatch.setattr(pinned, "pinned_empty", pinned_empty)
     return addresses
 
 

@@ -5,7 +5,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from hybrid_kv.transfer import CudaExecutor, SyncExecutor
+from hybrid_kv.transfer import SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import PartialAttention
 from tests.transfer.late import LateLane
 

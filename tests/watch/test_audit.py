@@ -14,7 +14,8 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.retrieve import Retrieved
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import CudaExecutor, Executor, SyncExecutor
+from hybrid_kv.transfer import Executor, SyncExecutor
+from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
 from hybrid_kv.watch.audit import Audit, Estimate, Finding, Look, Target
 from tests.kit import held
