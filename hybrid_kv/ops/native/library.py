@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError, NonFiniteError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 ISAS = ("baseline", "avx2", "avxvnni", "avx512")
 """From the slowest to the fastest; which of them a CPU runs, only the CPU can say."""
 _ANYWHERE = "baseline"
