@@ -6,13 +6,15 @@
 #include <vector>
 
 #include "error.h"
+#include "packed_panels.h"
 #include "packed_rows.h"
 #include "pool.h"
 
 namespace hkv {
 namespace {
 
-constexpr int64_t kItemBytes = 128 * 1024;  // of weights that a worker takes at a time
+// What a worker takes at a time: as many bytes of weights, in whole panels.
+constexpr int64_t kItemBytes = 128 * 1024, kItemRows = 64;
 
 struct PackedLayer {
   const uint8_t *weight;
@@ -22,43 +24,94 @@ struct PackedLayer {
   const uint8_t *row(int64_t output) const { return weight + output * stride; }
 };
 
-/// out [tokens, num_outputs]: the sum of a token's columns, and the bias.
-template <typename Element>
+/// out [tokens, num_outputs]: the sums of a token's columns, and the bias.
 struct Outputs {
-  Element *out;
+  void *out;
+  int32_t dtype;
   const PackedLayer &layer;
-  int64_t tokens;
   int parts;
 
-  /// totals: of one output, a column every `stride` floats.
-  void store(int64_t output, const float *totals, int64_t stride) const {
-    for (int64_t token = 0; token < tokens; ++token) {
-      float sum = totals[token * parts * stride];
-      if (parts == 2) sum += totals[(token * parts + 1) * stride];
-      round_to(layer.bias == nullptr ? sum : sum + layer.bias[output],
-               out[token * layer.num_outputs + output]);
-    }
+  /// Stores `count` outputs of the columns' tokens; totals: [columns, stride].
+  void store(int64_t first, int64_t count, int64_t column, int64_t columns, const float *totals,
+             int64_t stride) const {
+    const float *bias = layer.bias == nullptr ? nullptr : layer.bias + first;
+    with_dtype(dtype, [&](auto *element) {
+      using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+      for (int64_t at = 0; at < columns; at += parts) {
+        const float *one = totals + at * stride, *rest = one + stride;
+        Element *to = static_cast<Element *>(out) + (column + at) / parts * layer.num_outputs + first;
+        for (int64_t i = 0; i < count; ++i) {
+          const float sum = parts == 2 ? one[i] + rest[i] : one[i];
+          round_to(bias == nullptr ? sum : sum + bias[i], to[i]);
+        }
+      }
+    });
   }
 };
 
-template <typename Kind, typename Element>
-void multiply(hkv_pool *pool, const PackedLayer &layer, int64_t tokens, const Element *from,
-              bool exact, Element *out) {
-  RoundedInputs inputs(tokens, layer.num_inputs, exact, Kind::kScaleValues);
-  parallel_for(tokens > 4 ? pool : nullptr, tokens, [&](int64_t token, int) {
-    inputs.round_token(token, from + token * layer.num_inputs);
-  });
-  const Outputs<Element> outputs{out, layer, tokens, inputs.parts};
-  const int64_t row_bytes = std::max<int64_t>(1, layer.num_inputs / Kind::kValues * Kind::kBytes);
-  const int64_t rows = std::max<int64_t>(1, kItemBytes / row_bytes);
-  parallel_for(pool, (layer.num_outputs + rows - 1) / rows, [&](int64_t item, int) {
-    std::vector<float> totals(static_cast<size_t>(inputs.columns));
-    const int64_t first = item * rows;
-    for (int64_t output = first; output < std::min(layer.num_outputs, first + rows); ++output) {
+/// Rows [first, last), each with all columns.
+template <typename Kind>
+void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs,
+                   const Outputs &outputs, int64_t first, int64_t last) {
+  std::vector<float> totals(static_cast<size_t>(inputs.columns));
+  for (int64_t output = first; output < last; ++output) {
+    std::fill(totals.begin(), totals.end(), 0.0f);
+    add_row<Kind>(layer.row(output), inputs, totals.data());
+    outputs.store(output, 1, 0, inputs.columns, totals.data(), 1);
+  }
+}
+
+#if defined(__AVX2__)
+
+constexpr int64_t kMinColumns = 5;      // from which on panels are faster than rows
+constexpr int64_t kManyColumns = 64;    // for which a panel is high
+constexpr int64_t kHighPanel = 64;      // rows; their sums share the level-2 cache with the inputs
+constexpr int64_t kColumnBlock = 512;
+
+/// As `multiply_rows`, in panels.
+template <typename Kind>
+void multiply_panels(const PackedLayer &layer, const RoundedInputs &inputs,
+                     const Outputs &outputs, int64_t first, int64_t last) {
+  const int64_t height = inputs.columns < kManyColumns ? kTileRows : kHighPanel;
+  const int64_t block = std::min(kColumnBlock, inputs.columns);
+  std::vector<float> totals(static_cast<size_t>(height * block));
+  for (int64_t row = first; row < last; row += height)
+    for (int64_t column = 0; column < inputs.columns; column += block) {
+      const int64_t rows = std::min(height, last - row);
+      const int64_t columns = std::min(block, inputs.columns - column);
+      const int64_t padded = (rows + kTileRows - 1) / kTileRows * kTileRows;
       std::fill(totals.begin(), totals.end(), 0.0f);
-      add_row_portable<Kind>(layer.row(output), inputs, totals.data());
-      outputs.store(output, totals.data(), 1);
+      add_panel<Kind>(layer.row(row), layer.stride, rows, inputs, column, column + columns,
+                      totals.data(), padded);
+      outputs.store(row, rows, column, columns, totals.data(), padded);
     }
+}
+
+#endif
+
+template <typename Kind>
+void multiply(hkv_pool *pool, const PackedLayer &layer, const RoundedInputs &inputs,
+              const Outputs &outputs) {
+  const int64_t row_bytes = std::max<int64_t>(1, layer.num_inputs / Kind::kValues * Kind::kBytes);
+  const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
+  parallel_for(pool, (layer.num_outputs + rows - 1) / rows, [&](int64_t item, int) {
+    const int64_t first = item * rows, last = std::min(layer.num_outputs, first + rows);
+#if defined(__AVX2__)
+    if (inputs.columns >= kMinColumns)
+      return multiply_panels<Kind>(layer, inputs, outputs, first, last);
+#endif
+    multiply_rows<Kind>(layer, inputs, outputs, first, last);
+  });
+}
+
+/// inputs: [tokens, num_inputs], of the dtype.
+void round_inputs(hkv_pool *pool, int32_t dtype, int64_t tokens, const void *from,
+                  RoundedInputs &inputs) {
+  with_dtype(dtype, [&](auto *element) {
+    const auto *first = static_cast<decltype(element)>(from);
+    parallel_for(tokens > 4 ? pool : nullptr, tokens, [&](int64_t token, int) {
+      inputs.round_token(token, first + token * inputs.num_inputs);
+    });
   });
 }
 
@@ -88,18 +141,17 @@ extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outpu
       hkv::require(stride >= hkv::array_size(num_inputs / Kind::kValues, Kind::kBytes),
                    "stride must be at least the bytes of a row");
       hkv::array_size(num_outputs, stride);
-      hkv::with_dtype(dtype, [&](auto *element) {
-        using Pointer = decltype(element);
-        using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
-        if (tokens == 0 || num_outputs == 0) return;
-        hkv::require(out != nullptr, "out must not be NULL");
-        hkv::require(num_inputs == 0 || (weight != nullptr && inputs != nullptr),
-                     "arrays must not be NULL");
-        hkv::multiply<Kind, Element>(
-            pool,
-            {static_cast<const uint8_t *>(weight), num_outputs, num_inputs, stride, bias}, tokens,
-            static_cast<Pointer>(inputs), exact != 0, static_cast<Element *>(out));
-      });
+      hkv::require(dtype >= HKV_F32 && dtype <= HKV_BF16,
+                   "dtype must be float32 (0), float16 (1) or bfloat16 (2)");
+      if (tokens == 0 || num_outputs == 0) return;
+      hkv::require(out != nullptr, "out must not be NULL");
+      hkv::require(num_inputs == 0 || (weight != nullptr && inputs != nullptr),
+                   "arrays must not be NULL");
+      const hkv::PackedLayer layer{static_cast<const uint8_t *>(weight), num_outputs, num_inputs,
+                                   stride, bias};
+      hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues);
+      hkv::round_inputs(pool, dtype, tokens, inputs, rounded);
+      hkv::multiply<Kind>(pool, layer, rounded, {out, dtype, layer, rounded.parts});
     });
   });
 }

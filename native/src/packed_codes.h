@@ -1,0 +1,313 @@
+// Codes, scales and offsets of packed weights in vectors of AVX2: of one row, and of eight rows side
+// by side.
+//
+// Products of unsigned with signed bytes are what there is. Where they are added in 32 bits (VNNI),
+// signed codes are multiplied plus 128, which the offset makes good. AVX2 alone adds pairs of them in
+// 16 bits, which saturate, so that signed codes lend their signs to the inputs.
+#pragma once
+
+#if defined(__AVX2__)
+
+#include <immintrin.h>
+
+#include "packed_kinds.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define HKV_PACKED_VNNI 1
+#else
+#define HKV_PACKED_VNNI 0
+#endif
+
+namespace hkv {
+
+template <typename Kind>
+constexpr bool kBiased = HKV_PACKED_VNNI && Kind::kSigned;
+template <typename Kind>
+constexpr bool kWithOffset = Kind::kHasOffset || kBiased<Kind>;
+
+inline __m256i load_32(const void *at) { return _mm256_loadu_si256(static_cast<const __m256i *>(at)); }
+inline __m128i load_16(const void *at) { return _mm_loadu_si128(static_cast<const __m128i *>(at)); }
+inline __m256i bytes_of(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, bytes_of(15)); }
+inline __m256i high_nibbles(__m256i bytes) {
+  return low_nibbles(_mm256_srli_epi16(bytes, 4));
+}
+/// The lower two halves of a byte in the lower and the upper 16 bytes.
+inline __m256i both_nibbles(const uint8_t *at) {
+  const __m128i bytes = load_16(at);
+  return low_nibbles(_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1));
+}
+/// Bit `Bit` of each byte, as 16 or 0.
+template <int Bit>
+inline __m256i fifth_bits(__m256i bytes) {
+  const __m256i moved = Bit <= 4 ? _mm256_slli_epi16(bytes, Bit <= 4 ? 4 - Bit : 0)
+                                 : _mm256_srli_epi16(bytes, Bit > 4 ? Bit - 4 : 0);
+  return _mm256_and_si256(moved, bytes_of(16));
+}
+/// Bits `Shift` and the next of each byte, as 0, 16, 32 or 48.
+template <int Shift>
+inline __m256i upper_bits(__m256i bytes) {
+  const __m256i moved = Shift <= 4 ? _mm256_slli_epi16(bytes, Shift <= 4 ? 4 - Shift : 0)
+                                   : _mm256_srli_epi16(bytes, Shift > 4 ? Shift - 4 : 0);
+  return _mm256_and_si256(moved, bytes_of(48));
+}
+inline __m256i levels_of(__m256i nibbles) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_16(IQ4_NL::kLevels)), nibbles);
+}
+
+// ---- One row.
+
+template <typename Kind>
+struct RowCodes;
+
+/// The halves at the beginning of `count` blocks, and at `place` in them.
+template <typename Kind>
+inline __m256 halves_of(const uint8_t *blocks, int count, int place) {
+  const auto at = [&](int block) {
+    uint16_t bits;
+    std::memcpy(&bits, blocks + block * Kind::kBytes + place, sizeof bits);
+    return static_cast<short>(bits);
+  };
+  if (count == 8)
+    return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
+  alignas(16) int16_t some[8] = {};
+  for (int block = 0; block < count; ++block) some[block] = at(block);
+  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i *>(some)));
+}
+
+/// What all kinds with blocks of 32 values have in common.
+template <typename Kind>
+struct ShortRow {
+  static constexpr int kVectors = 1;  // of scales, for a chunk
+  static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
+    scales[0] = halves_of<Kind>(blocks, count, 0);
+    if constexpr (Kind::kHasMin)
+      offsets[0] = halves_of<Kind>(blocks, count, 2);
+    else if constexpr (Kind::kHasOffset)
+      offsets[0] = scales[0] * _mm256_set1_ps(-Kind::kMid);
+  }
+};
+
+template <int Kind, int Bits, bool HasMin>
+struct RowCodes<Simple<Kind, Bits, HasMin>> : ShortRow<Simple<Kind, Bits, HasMin>> {
+  using Of = Simple<Kind, Bits, HasMin>;
+  template <int>
+  static __m256i codes(const uint8_t *block) {
+    const __m256i low = both_nibbles(block + Of::kLow);
+    if constexpr (Bits == 4) return low;
+    int32_t bits;
+    std::memcpy(&bits, block + Of::kHigh, sizeof bits);
+    const __m256i spread = _mm256_shuffle_epi8(
+        _mm256_set1_epi32(bits), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                                    0x0303030303030303));
+    const __m256i mask = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask);
+    return _mm256_or_si256(low, _mm256_and_si256(is_set, bytes_of(16)));
+  }
+};
+
+template <>
+struct RowCodes<Q8_0> : ShortRow<Q8_0> {
+  template <int>
+  static __m256i codes(const uint8_t *block) {
+    return load_32(block + 2);
+  }
+};
+
+template <>
+struct RowCodes<IQ4_NL> : ShortRow<IQ4_NL> {
+  template <int>
+  static __m256i codes(const uint8_t *block) {
+    return levels_of(both_nibbles(block + 2));
+  }
+};
+
+template <int Kind, int Bits>
+struct RowCodes<Parts<Kind, Bits>> {
+  using Of = Parts<Kind, Bits>;
+  static constexpr int kVectors = 1;
+  static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
+    alignas(8) uint8_t of_scales[8], of_minima[8];
+    unpack_parts(block + 4, of_scales, of_minima);
+    const auto wide = [](const uint8_t *bytes) {
+      return _mm256_cvtepi32_ps(
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes))));
+    };
+    scales[0] = wide(of_scales) * _mm256_set1_ps(half_at(block));
+    offsets[0] = wide(of_minima) * _mm256_set1_ps(-half_at(block + 2));
+  }
+  template <int Part>
+  static __m256i codes(const uint8_t *block) {
+    const __m256i bytes = load_32(block + Of::kLow + Part / 2 * 32);
+    const __m256i low = Part % 2 == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+    if constexpr (Bits == 4) return low;
+    return _mm256_or_si256(low, fifth_bits<Part>(load_32(block + Of::kHigh)));
+  }
+};
+
+template <>
+struct RowCodes<Q6_K> {
+  static constexpr int kVectors = 2;
+  static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
+    const __m128i bytes = load_16(block + Q6_K::kScales);
+    const __m256 scale = _mm256_set1_ps(half_at(block + Q6_K::kScale));
+    scales[0] = scale * _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    scales[1] = scale * _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
+    for (int i = 0; i < 2; ++i) offsets[i] = scales[i] * _mm256_set1_ps(-Q6_K::kMid);
+  }
+  template <int Part>
+  static __m256i codes(const uint8_t *block) {
+    const __m256i bytes = load_32(block + Part / 4 * 64 + Part % 2 * 32);
+    const __m256i low = Part % 4 < 2 ? low_nibbles(bytes) : high_nibbles(bytes);
+    const __m256i high = load_32(block + Q6_K::kHigh + Part / 4 * 32);
+    return _mm256_or_si256(low, upper_bits<Part % 4 * 2>(high));
+  }
+};
+
+/// As `RowCodes::scales`, with what biased codes need.
+template <typename Kind>
+inline void row_scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
+  RowCodes<Kind>::scales(blocks, count, scales, offsets);
+  if constexpr (kBiased<Kind>) offsets[0] = scales[0] * _mm256_set1_ps(-128.0f);
+}
+
+template <typename Kind, int Part>
+inline __m256i row_codes(const uint8_t *block) {
+  const __m256i codes = RowCodes<Kind>::template codes<Part>(block);
+  return kBiased<Kind> ? _mm256_xor_si256(codes, bytes_of(128)) : codes;
+}
+
+// ---- Eight rows. In a vector lie four codes of each.
+
+/// 16 bytes of eight rows, in four vectors.
+inline void load_quads(const uint8_t *const rows[8], int64_t place, __m256i quads[4]) {
+  __m256i both[4];  // a row and the fourth behind it
+  for (int i = 0; i < 4; ++i)
+    both[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(rows[i] + place)),
+                                      load_16(rows[i + 4] + place), 1);
+  const __m256i low01 = _mm256_unpacklo_epi32(both[0], both[1]);
+  const __m256i high01 = _mm256_unpackhi_epi32(both[0], both[1]);
+  const __m256i low23 = _mm256_unpacklo_epi32(both[2], both[3]);
+  const __m256i high23 = _mm256_unpackhi_epi32(both[2], both[3]);
+  quads[0] = _mm256_unpacklo_epi64(low01, low23);
+  quads[1] = _mm256_unpackhi_epi64(low01, low23);
+  quads[2] = _mm256_unpacklo_epi64(high01, high23);
+  quads[3] = _mm256_unpackhi_epi64(high01, high23);
+}
+
+/// 4 bytes of eight rows.
+inline __m256i load_words(const uint8_t *const rows[8], int64_t place) {
+  const auto at = [&](int row) {
+    int32_t word;
+    std::memcpy(&word, rows[row] + place, sizeof word);
+    return word;
+  };
+  return _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+}
+
+/// Calls put(quad, codes) for the quads of one block; quad: a value's place over four.
+template <typename Kind>
+struct PanelCodes;
+
+template <int Kind, int Bits, bool HasMin>
+struct PanelCodes<Simple<Kind, Bits, HasMin>> {
+  using Of = Simple<Kind, Bits, HasMin>;
+
+  /// Bits 4 quad to 4 quad + 3 of each word, as 16 or 0 in its bytes.
+  static __m256i fifth(__m256i words, int quad) {
+    const __m256i first = _mm256_broadcastsi128_si256(
+        _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+    const __m256i spread = _mm256_shuffle_epi8(words, _mm256_add_epi8(first, bytes_of(quad / 2)));
+    const __m256i mask = _mm256_set1_epi32(quad % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask);
+    return _mm256_and_si256(is_set, bytes_of(16));
+  }
+
+  template <typename Put>
+  HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
+    __m256i quads[4];
+    load_quads(rows, at + Of::kLow, quads);
+    if constexpr (Bits == 4) {
+      for (int i = 0; i < 4; ++i) put(i, low_nibbles(quads[i]));
+      for (int i = 0; i < 4; ++i) put(i + 4, high_nibbles(quads[i]));
+    } else {
+      const __m256i words = load_words(rows, at + Of::kHigh);
+      for (int i = 0; i < 4; ++i) put(i, _mm256_or_si256(low_nibbles(quads[i]), fifth(words, i)));
+      for (int i = 0; i < 4; ++i)
+        put(i + 4, _mm256_or_si256(high_nibbles(quads[i]), fifth(words, i + 4)));
+    }
+  }
+};
+
+template <>
+struct PanelCodes<Q8_0> {
+  template <typename Put>
+  HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
+    for (int half = 0; half < 2; ++half) {
+      __m256i quads[4];
+      load_quads(rows, at + 2 + half * 16, quads);
+      for (int i = 0; i < 4; ++i) put(half * 4 + i, quads[i]);
+    }
+  }
+};
+
+template <>
+struct PanelCodes<IQ4_NL> {
+  template <typename Put>
+  HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
+    __m256i quads[4];
+    load_quads(rows, at + 2, quads);
+    for (int i = 0; i < 4; ++i) put(i, levels_of(low_nibbles(quads[i])));
+    for (int i = 0; i < 4; ++i) put(i + 4, levels_of(high_nibbles(quads[i])));
+  }
+};
+
+template <int Kind, int Bits>
+struct PanelCodes<Parts<Kind, Bits>> {
+  using Of = Parts<Kind, Bits>;
+  template <typename Put>
+  HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
+    for (int half = 0; half < 2; ++half) {
+      __m256i high[4], low[4];
+      if constexpr (Bits == 5) load_quads(rows, at + Of::kHigh + half * 16, high);
+      for (int pair = 0; pair < 4; ++pair) {
+        load_quads(rows, at + Of::kLow + pair * 32 + half * 16, low);
+        for (int i = 0; i < 4; ++i) {
+          __m256i first = low_nibbles(low[i]), second = high_nibbles(low[i]);
+          if constexpr (Bits == 5) {
+            first = _mm256_or_si256(first, _mm256_slli_epi16(_mm256_and_si256(high[i], bytes_of(1)), 4));
+            second = _mm256_or_si256(second, _mm256_slli_epi16(_mm256_and_si256(high[i], bytes_of(2)), 3));
+            high[i] = _mm256_srli_epi16(high[i], 2);
+          }
+          put(pair * 16 + half * 4 + i, first);
+          put(pair * 16 + 8 + half * 4 + i, second);
+        }
+      }
+    }
+  }
+};
+
+template <>
+struct PanelCodes<Q6_K> {
+  template <typename Put>
+  HKV_INLINE static void codes(const uint8_t *const rows[8], int64_t at, const Put &put) {
+    for (int quarter = 0; quarter < 4; ++quarter) {  // 16 bytes of upper bits: of 64 values
+      const int first = quarter / 2 * 32 + quarter % 2 * 4;  // quad
+      __m256i high[4], low[4];
+      load_quads(rows, at + Q6_K::kHigh + quarter * 16, high);
+      for (int odd = 0; odd < 2; ++odd) {
+        load_quads(rows, at + quarter / 2 * 64 + odd * 32 + quarter % 2 * 16, low);
+        for (int i = 0; i < 4; ++i) {
+          put(first + odd * 8 + i, _mm256_or_si256(low_nibbles(low[i]), upper_bits<0>(high[i])));
+          put(first + 16 + odd * 8 + i,
+              _mm256_or_si256(high_nibbles(low[i]), upper_bits<4>(high[i])));
+          high[i] = _mm256_srli_epi16(high[i], 2);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hkv
+
+#endif

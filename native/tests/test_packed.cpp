@@ -1,0 +1,175 @@
+// Products of packed weights, against blocks that are decoded here once more, value by value.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "arrays.h"
+#include "hybrid_kv_packed.h"
+
+namespace {
+
+struct Kind {
+  int32_t number;
+  int64_t values, bytes;
+};
+constexpr Kind kKinds[] = {
+    {HKV_Q4_0, 32, 18},   {HKV_Q4_1, 32, 20},   {HKV_Q5_0, 32, 22},
+    {HKV_Q5_1, 32, 24},   {HKV_Q8_0, 32, 34},   {HKV_Q4_K, 256, 144},
+    {HKV_Q5_K, 256, 176}, {HKV_Q6_K, 256, 210}, {HKV_IQ4_NL, 32, 18},
+};
+
+double half_of(const uint8_t *at) {
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  return static_cast<double>(Rows::float_of(bits));
+}
+
+/// Value `i` of a block, as the format defines it.
+double value_of(const Kind &kind, const uint8_t *block, int i) {
+  const double scale = half_of(block);
+  const auto nibble = [&](const uint8_t *from) {
+    return i < 16 ? from[i] & 15 : from[i - 16] >> 4;
+  };
+  const auto fifth = [&](const uint8_t *from) { return (from[i / 8] >> i % 8 & 1) * 16; };
+  static const int levels[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
+  switch (kind.number) {
+    case HKV_Q4_0: return scale * (nibble(block + 2) - 8);
+    case HKV_Q4_1: return scale * nibble(block + 4) + half_of(block + 2);
+    case HKV_Q5_0: return scale * (nibble(block + 6) + fifth(block + 2) - 16);
+    case HKV_Q5_1: return scale * (nibble(block + 8) + fifth(block + 4)) + half_of(block + 2);
+    case HKV_Q8_0: return scale * static_cast<int8_t>(block[2 + i]);
+    case HKV_IQ4_NL: return scale * levels[nibble(block + 2)];
+    case HKV_Q6_K: {
+      const int part = i / 32 % 4, at = i / 128 * 64 + part % 2 * 32 + i % 32;
+      const int low = block[at] >> part / 2 * 4 & 15;
+      const int high = block[128 + i / 128 * 32 + i % 32] >> part * 2 & 3;
+      return half_of(block + 208) * static_cast<int8_t>(block[192 + i / 16]) *
+             (low + high * 16 - 32);
+    }
+    default: {
+      const int part = i / 32;
+      const uint8_t *packed = block + 4;
+      const auto six = [&](int first) {
+        return part < 4 ? packed[first + part] & 63
+                        : (packed[4 + part] >> (first == 0 ? 0 : 4) & 15) |
+                              (packed[first + part - 4] >> 6) << 4;
+      };
+      const bool is_five = kind.number == HKV_Q5_K;
+      const uint8_t *low = block + (is_five ? 48 : 16) + part / 2 * 32;
+      const int code = (low[i % 32] >> part % 2 * 4 & 15) +
+                       (is_five ? (block[16 + i % 32] >> part & 1) * 16 : 0);
+      return scale * six(0) * code - half_of(block + 2) * six(4);
+    }
+  }
+}
+
+/// Random blocks whose memory begins at an odd address and ends with the last row.
+class Weight {
+ public:
+  Weight(const Kind &kind, int64_t rows, int64_t columns, int64_t gap, uint64_t seed)
+      : kind_(kind),
+        row_bytes_(columns / kind.values * kind.bytes),
+        stride_(row_bytes_ + gap),
+        bytes_(new uint8_t[static_cast<size_t>(1 + (rows - 1) * stride_ + row_bytes_)]) {
+    Random random(seed);
+    std::fill_n(bytes_.get(), 1 + (rows - 1) * stride_ + row_bytes_, uint8_t{0xff});
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t at = 0; at < row_bytes_; at += kind.bytes) {
+        uint8_t *block = bytes_.get() + 1 + row * stride_ + at;
+        for (int64_t i = 0; i < kind.bytes; ++i) block[i] = static_cast<uint8_t>(random.bits());
+        const bool has_two = kind.number == HKV_Q4_1 || kind.number == HKV_Q5_1 ||
+                             kind.number == HKV_Q4_K || kind.number == HKV_Q5_K;
+        uint8_t *scale = block + (kind.number == HKV_Q6_K ? 208 : 0);
+        for (int i = 0; i <= has_two; ++i) {  // of 2^-7 to 2^-6, of both signs
+          scale[2 * i] = static_cast<uint8_t>(random.bits());
+          scale[2 * i + 1] = static_cast<uint8_t>(0x20 | (random.bits() & 0x83));
+        }
+      }
+  }
+
+  const uint8_t *data() const { return bytes_.get() + 1; }
+  int64_t stride() const { return stride_; }
+  double at(int64_t row, int64_t column) const {
+    return value_of(kind_, data() + row * stride_ + column / kind_.values * kind_.bytes,
+                    static_cast<int>(column % kind_.values));
+  }
+
+ private:
+  const Kind &kind_;
+  int64_t row_bytes_, stride_;
+  std::unique_ptr<uint8_t[]> bytes_;
+};
+
+/// Products of random inputs, whose error must be a share of the outputs' root mean square.
+void check_product(const Kind &kind, int64_t rows, int64_t columns, int64_t tokens, bool exact,
+                   int64_t gap = 0, hkv_pool *pool = nullptr) {
+  const Weight weight(kind, rows, columns, gap, static_cast<uint64_t>(rows + columns));
+  const std::vector<float> inputs = random_floats(tokens * columns, 2), bias = random_floats(rows, 3);
+  std::vector<float> out(static_cast<size_t>(tokens * rows), NAN);
+  CHECK_OK(hkv_packed_linear(pool, kind.number, rows, columns, weight.data(), weight.stride(),
+                             bias.data(), HKV_F32, tokens, inputs.data(), exact, out.data()));
+  double squares = 0, errors = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < columns; ++i) values.push_back(weight.at(row, i));
+    for (int64_t token = 0; token < tokens; ++token) {
+      double sum = static_cast<double>(bias[static_cast<size_t>(row)]);
+      for (int64_t i = 0; i < columns; ++i)
+        sum += values[static_cast<size_t>(i)] *
+               static_cast<double>(inputs[static_cast<size_t>(token * columns + i)]);
+      const double error = static_cast<double>(out[static_cast<size_t>(token * rows + row)]) - sum;
+      squares += sum * sum;
+      errors += error * error;
+    }
+  }
+  CHECK(std::sqrt(errors / squares) < (exact ? 1e-4 : 1e-2));
+}
+
+int refusal(int64_t num_outputs, int64_t num_inputs, int64_t stride, int64_t tokens,
+            int32_t kind = HKV_Q4_0, int32_t dtype = HKV_F32, bool has_arrays = true) {
+  static const uint8_t weight[18 * 2] = {};
+  static const float inputs[32] = {};
+  static float out[2];
+  return hkv_packed_linear(nullptr, kind, num_outputs, num_inputs, has_arrays ? weight : nullptr,
+                           stride, nullptr, dtype, tokens, inputs, 0, out);
+}
+
+}  // namespace
+
+CLAIM(packed_weights_are_multiplied_as_their_format_says) {
+  for (const Kind &kind : kKinds) {
+    for (const int64_t tokens : {1, 2, 3, 4, 5, 7, 17})
+      check_product(kind, 19, kind.values == 32 ? 320 : 512, tokens, true);
+    check_product(kind, 1, kind.values, 1, true);
+    check_product(kind, 3, kind.values, 9, false, 5);
+  }
+}
+
+CLAIM(threads_share_the_rows_of_packed_weights) {
+  const ScopedPool pool(3);
+  for (const Kind &kind : kKinds)
+    for (const int64_t tokens : {1, 9}) check_product(kind, 517, 256, tokens, false, 0, pool.get());
+}
+
+CLAIM(prompts_of_packed_weights_come_in_blocks) { check_product(kKinds[5], 70, 256, 530, false); }
+
+CLAIM(packed_products_refuse_what_cannot_be) {
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  CHECK_OK(refusal(2, 32, 18, 1));
+  CHECK_OK(refusal(0, 32, 18, 1));
+  CHECK_OK(refusal(2, 32, 18, 0));
+  CHECK_REFUSED(refusal(2, 32, 18, 1, 10), "kind must be Q4_0");
+  CHECK_REFUSED(refusal(2, 32, 18, 1, HKV_Q4_0, 3), "dtype");
+  CHECK_REFUSED(refusal(2, 33, 18, 1), "multiple");
+  CHECK_REFUSED(refusal(2, 32, 17, 1), "stride");
+  CHECK_REFUSED(refusal(2, 32, -18, 1), "stride");
+  CHECK_REFUSED(refusal(-1, 32, 18, 1), "at least 0");
+  CHECK_REFUSED(refusal(2, -32, 18, 1), "at least 0");
+  CHECK_REFUSED(refusal(2, 32, 18, -1), "at least 0");
+  CHECK_REFUSED(refusal(2, 32, 18, 1, HKV_Q4_0, HKV_F32, false), "NULL");
+  CHECK_REFUSED(refusal(kHuge, 32, 18, 1), "sizes");
+  CHECK_REFUSED(refusal(2, kHuge, 18, 1), "sizes");
+  CHECK_REFUSED(refusal(2, 32, 18, kHuge), "sizes");
+  CHECK_REFUSED(refusal(2, 32, kHuge, 1), "sizes");
+}
