@@ -25,6 +25,8 @@ class LoadOptions(TypedDict, total=False):
     dtype: str | torch.dtype | None
     layers: int | None
     quantization_config: Any
+    dequantize: bool
+    exact_products: bool
     seed: int
 
 
@@ -121,6 +123,9 @@ def check_load_options(given: Mapping[str, Any]) -> None:
     if given.get("layers") is not None:
         whole_number("layers", given["layers"])
     random_seed(given.get("seed"))
+    for name in ("dequantize", "exact_products"):
+        if not isinstance(given.get(name, False), bool):
+            raise ConfigError(f"{name} must be True or False, got {said(given[name])}")
 
 
 def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:

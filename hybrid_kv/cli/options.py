@@ -129,6 +129,22 @@ class ModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize",
+            help="Unpack the weights of a GGUF file. [dim]default: they stay packed, on the CPU[/]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
+    exact_products: Annotated[
+        bool,
+        typer.Option(
+            "--exact-products",
+            help="Multiply packed weights as exactly as plain ones, some 8% slower.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,16 @@ def opened(
     # Bars of a download are the hub's own; a spinner would draw over them.
     local = model in ("needle", "smollm2") or model.startswith("random:") or Path(model).exists()
     with waiting(f"loading {model}", output) if local else _nothing(), told_in_a_line(output):
-        own = {"device": options.device, "dtype": options.dtype, "layers": layers, **more}
-        llm = load(model, config=config, **own)
+        llm = load(
+            model,
+            config=config,
+            device=options.device,
+            dtype=options.dtype,
+            layers=layers,
+            dequantize=options.dequantize,
+            exact_products=options.exact_products,
+            **more,
+        )
     with llm:
         yield llm
 

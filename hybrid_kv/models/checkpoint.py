@@ -37,13 +37,13 @@ def read_config(name: str, path: str, **where: Any) -> PreTrainedConfig:
     Raises:
         ModelNotFoundError: it cannot be read; the message says why.
     """
-    with _said(name, "be loaded"):
+    with one_sentence(name, "be loaded"):
         return AutoConfig.from_pretrained(path, **where)  # type: ignore[no-any-return]
 
 
 def read_tokenizer(name: str, path: str, **where: Any) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint's weights; arguments and errors as `read_config`."""
-    with _said(name, "give its tokenizer"):
+    with one_sentence(name, "give its tokenizer"):
         return AutoTokenizer.from_pretrained(path, **where)
 
 
@@ -68,7 +68,7 @@ def read_model(
     """
     if quantization_config is not None:  # None would overrule what the checkpoint's config says
         where["quantization_config"] = quantization_config
-    with _said(name, "be loaded"), _no_report(), memory_errors(lambda: "load"):
+    with one_sentence(name, "be loaded"), _no_report(), memory_errors(lambda: "load"):
         read: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype or "auto",
@@ -80,12 +80,12 @@ def read_model(
             **where,
         )
     model, info = read
-    _check_tensors(name, info)
+    check_tensors(name, info)
     return model.eval()  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _said(name: str, what: str) -> Iterator[None]:
+def one_sentence(name: str, what: str) -> Iterator[None]:
     """Turns whatever transformers raises over a model into one sentence; ours pass as they are."""
     try:
         yield
@@ -121,7 +121,7 @@ def _no_report() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _check_tensors(name: str, info: dict[str, Any]) -> None:
+def check_tensors(name: str, info: dict[str, Any]) -> None:
     """Raises ModelNotFoundError unless the files hold the model's tensors and nothing else.
 
     transformers fills what is missing with random numbers, and has left out already what a model

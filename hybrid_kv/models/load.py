@@ -21,7 +21,7 @@ from transformers import (
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
-from hybrid_kv.models.gguf import SMOLLM2, is_gguf, read_gguf, smollm2_file, where_of
+from hybrid_kv.models.gguf import SMOLLM2, GgufOptions, is_gguf, smollm2_file
 from hybrid_kv.models.hub import hub_path
 from hybrid_kv.models.shapes import random_config
 from hybrid_kv.runtime import memory_errors
@@ -77,6 +77,8 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
     quantization_config: Any = None,
+    dequantize: bool = False,
+    exact_products: bool = False,
     seed: int = 0,
 ) -> PreTrainedModel:
     """Loads a causal language model.
@@ -84,28 +86,40 @@ def load_model(
     Args:
         spec: a folder, a GGUF file, a hub id, 'needle', 'smollm2' (extra smollm2), or
             'random:SHAPE' (random weights, no tokenizer).
-        dtype: of the weights; None keeps the stored one (bfloat16 for random weights and GGUF).
+        dtype: of the weights; None keeps the stored one (bfloat16 for random weights). Of a GGUF
+            file, what the model computes in: bfloat16 for None.
         layers: number of layers of a random shape.
         quantization_config: handed to `from_pretrained` as it is.
+        dequantize: unpack the weights of a GGUF file to `dtype`; else they stay packed in the
+            mapped file, on the CPU.
+        exact_products: multiply packed weights by activations in 8 bits and the 8-bit remainder,
+            with errors below those of bfloat16 in place of about 1%, and some 8% dearer.
         seed: of random weights.
 
     Raises:
         ModelNotFoundError: the folder or id cannot be read, or its weights are not those of its
             configuration; the message says what is missing.
-        ConfigError: unknown shape, dtype or device.
+        ConfigError: unknown shape, dtype or device, packed weights for a GPU, or an option of GGUF
+            files for another model.
+        BackendUnavailable: packed weights, and no engine here to multiply them.
         DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
 
     Warns:
-        GgufWarning: how much memory the weights of a GGUF file take when they are unpacked.
+        GgufWarning: how much memory weights of a GGUF file take that are unpacked.
     """
+    options = GgufOptions(dequantize, exact_products)
     target, wanted, begin = resolve_device(device), resolve_dtype(dtype), perf_counter()
     with memory_errors(lambda: "load"):
         if (shape := _shape_of(spec)) is not None:
+            _check_is_gguf(spec, options)
             model = _random(shape, target, wanted, layers, seed)
+        elif is_gguf(path := _path_of(spec, layers)):
+            from hybrid_kv.models.gguf_load import read_gguf
+
+            model = read_gguf(str(spec), path, target, wanted, quantization_config, options)
         else:
-            name, path = str(spec), _path_of(spec, layers)
-            read = read_gguf if is_gguf(path) else read_model
-            model = read(name, path, target, wanted, quantization_config)
+            _check_is_gguf(spec, options)
+            model = read_model(str(spec), path, target, wanted, quantization_config)
     kind, taken = type(model).__name__, perf_counter() - begin
     _log.info("loaded %s (%s, %s) to %s in %.1f s", spec, kind, model.dtype, target, taken)
     return model
@@ -119,28 +133,39 @@ def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase | None:
     """
     if _shape_of(spec) is not None:
         return None
-    folder, where = _where_of(spec)
-    return read_tokenizer(str(spec), folder, **where)
+    path = _path_of(spec)
+    if is_gguf(path):
+        from hybrid_kv.models.gguf_load import read_gguf_tokenizer
+
+        return read_gguf_tokenizer(str(spec), path)
+    return read_tokenizer(str(spec), path)
 
 
 def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig:
     """The configuration of what `load_model` would load; raises as it does."""
     if (shape := _shape_of(spec)) is not None:
         return random_config(shape, layers)
-    folder, where = _where_of(spec, layers)
-    return read_config(str(spec), folder, **where)
+    path = _path_of(spec, layers)
+    if is_gguf(path):
+        from hybrid_kv.models.gguf_load import read_gguf_config
+
+        return read_gguf_config(str(spec), path)
+    return read_config(str(spec), path)
+
+
+def _check_is_gguf(spec: str | Path, options: GgufOptions) -> None:
+    """Raises ConfigError where options of GGUF files are set for another model."""
+    for name in ("dequantize", "exact_products"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name} is for packed weights in GGUF files, got MODEL '{spec}'; leave it out"
+            )
 
 
 def _shape_of(spec: str | Path) -> str | None:
     """The name of the shape where random weights are asked for."""
     name = str(spec)
     return name.removeprefix(_RANDOM) if name.startswith(_RANDOM) else None
-
-
-def _where_of(spec: str | Path, layers: int | None = None) -> tuple[str, dict[str, str]]:
-    """The folder or hub id of a model, and the file in it that transformers is told of."""
-    path = _path_of(spec, layers)
-    return where_of(str(spec), path) if is_gguf(path) else (path, {})
 
 
 def _path_of(spec: str | Path, layers: int | None = None) -> str:

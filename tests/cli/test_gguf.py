@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from tests.cli.support import words_of_ours
-from tests.models.test_gguf import write
+from tests.models.gguf_files import write
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,13 @@ def generate(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def test_the_memory_that_a_gguf_file_takes_is_one_line(file: Path) -> None:
-    lines = generate(file).stderr.splitlines()
+def test_packed_weights_are_no_news(file: Path) -> None:
+    assert words_of_ours(generate(file, "--quiet").stderr) == ""
+
+
+def test_the_memory_that_unpacked_weights_take_is_one_line(file: Path) -> None:
+    lines = generate(file, "--dequantize").stderr.splitlines()
     said = [line for line in lines if "unpacked from GGUF to bfloat16" in line]
     assert len(said) == 1
     assert said[0].startswith("hybrid-kv: the weights of ")
-
-
-def test_quiet_is_quiet(file: Path) -> None:
-    assert words_of_ours(generate(file, "--quiet").stderr) == ""
+    assert words_of_ours(generate(file, "--dequantize", "--quiet").stderr) == ""

@@ -217,7 +217,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 @pytest.mark.parametrize("verb", ["generate", "profile"])
 def test_no_bar_is_drawn_where_stderr_is_no_terminal(verb: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
-    from tests.models.test_gguf import write
+    from tests.models.gguf_files import write
 
     file = write(tmp_path / "tiny.gguf")
     words = {

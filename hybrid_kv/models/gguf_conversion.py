@@ -1,0 +1,305 @@
+"""What transformers makes of a GGUF file: its configuration, its names of tensors, their values.
+
+llama.cpp writes some matrices in another order of rows than transformers has them, some norms less
+one, some kernels flat. transformers knows all of it, for whole matrices of numbers. Here its own
+functions are applied to numbers of rows: where these come out as rows in another order, a packed
+matrix can be put into that order by whole rows; where they do not, its values are unpacked first.
+
+transformers has two of these knowledges, for some architectures a newer one than for the others.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from hybrid_kv.errors import ModelNotFoundError
+from hybrid_kv.models.checkpoint import one_sentence, read_config
+from hybrid_kv.models.gguf_file import MAGIC, GgufFile, GgufTensor
+
+try:
+    from transformers.integrations.gguf.gguf_config_mapping import (
+        GGUF_CONFIG_ARCHS,
+        get_gguf_config,
+    )
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
+except ImportError:  # before transformers 5.24
+    GGUF_ARCHS, GGUF_CONFIG_ARCHS = {}, {}
+
+_VOCABULARY = "tokenizer.ggml.tokens"
+_TEXT_LIMIT = 2**16
+"""Bytes of a key that the configuration could be read from; a vocabulary has more."""
+_DEPTH = 2
+"""Modules in modules whose names a file may leave out, as those of `transformer.` in Bloom's."""
+
+
+# The configuration ------------------------------------------------------------------------------
+
+
+def gguf_config(name: str, file: GgufFile) -> PreTrainedConfig:
+    """The configuration of a file's model.
+
+    Raises:
+        ModelNotFoundError: transformers does not know the architecture, or misses something.
+    """
+    layers = file.values.get(f"{file.architecture}.block_count", 0)
+    if not isinstance(layers, int) or layers > len(file.tensors):
+        raise ModelNotFoundError(
+            f"model '{name}' cannot be loaded: its header counts {layers:,} layers and "
+            f"{len(file.tensors):,} tensors; check that the download is complete"
+        )
+    if file.architecture in GGUF_CONFIG_ARCHS:
+        return _by_keys(name, file)
+    with TemporaryDirectory() as folder:
+        short = Path(folder, "short.gguf")
+        short.write_bytes(_without_vocabulary(file))
+        config = read_config(name, folder, gguf_file=short.name)
+    config.name_or_path = str(file.path)
+    return config
+
+
+def _by_keys(name: str, file: GgufFile) -> PreTrainedConfig:
+    with one_sentence(name, "be loaded"):
+        found: Any = get_gguf_config(dict(file.values), tuple(file.tensors))
+        return AutoConfig.for_model(**found)
+
+
+def _without_vocabulary(file: GgufFile) -> bytes:
+    """A file with the same keys and the names of the same tensors, in some KiB.
+
+    transformers' reader takes a vocabulary apart in seconds, of which a configuration has use for
+    the size alone.
+    """
+    keys = [file.raw(key) for key in file.values if len(file.raw(key)) <= _TEXT_LIMIT]
+    size, count = f"{file.architecture}.vocab_size", file.values.get(_VOCABULARY)
+    if size not in file.values and isinstance(count, int):
+        keys.append(_text(size) + struct.pack("<II", 4, count))
+    # One number for all tensors: who reads a configuration looks at their names only.
+    tensors = [_text(name) + struct.pack("<IQIQ", 1, 1, 0, 0) for name in file.tensors]
+    head = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    body = b"".join((head, *keys, *tensors))
+    return body.ljust(-(-len(body) // 2**12) * 2**12 + 2**12, b"\0")
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+# Tensors ----------------------------------------------------------------------------------------
+
+
+class RowOrder(NamedTuple):
+    """How the packed rows of a matrix become those of the model.
+
+    rows: by row of the model, which row of the file it is; None for the same. columns: by column of
+    the file, which input of the model it is for; None for the same.
+    """
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+class Conversion(Protocol):
+    """From the tensors of a file to those of its model."""
+
+    def name_of(self, tensor: GgufTensor) -> str | None:
+        """The model's name for a tensor; None where it has no use for it."""
+        ...
+
+    def row_order(self, tensor: GgufTensor) -> RowOrder | None:
+        """The order of a matrix's rows; None where its rows become something else."""
+        ...
+
+    def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
+        """Puts what becomes of a tensor's values to those of the others, by the model's names."""
+        ...
+
+
+def conversion_of(file: GgufFile, model: PreTrainedModel) -> Conversion:
+    """What transformers knows of a file's architecture; of `model` the names count."""
+    if file.architecture in GGUF_ARCHS:
+        return _ByConverters(file, model)
+    return _ByProcessor(file, model)
+
+
+class _ByProcessor:
+    """One function of transformers for all tensors of an architecture; most have this."""
+
+    def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
+        kind = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor: Any = kind(config=model.config.to_dict())
+        self._names = _names(file, model, self._processor)
+
+    def name_of(self, tensor: GgufTensor) -> str | None:
+        # Stacked experts are no modules, and have no '.weight' in the model.
+        return self._names.get(tensor.name) or self._names.get(tensor.name.removesuffix(".weight"))
+
+    def row_order(self, tensor: GgufTensor) -> RowOrder | None:
+        if len(tensor.shape) != 2:
+            return None
+        count, width = tensor.shape
+        # One column does for what moves whole rows; who looks at the columns needs all of them.
+        for columns in (1, width):
+            numbers = np.broadcast_to(np.arange(count)[:, None], (count, columns))
+            with suppress(Exception):  # of whatever a shape that does not fit leads to
+                name, made = self._process(tensor.name, numbers, {})
+                return None if name is None else _order_in(made, numbers)
+        return None
+
+    def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
+        source = tensor.values()
+        plain = source.float() if source.dtype == torch.bfloat16 else source  # numpy has none
+        name, made = self._process(tensor.name, plain.numpy(), values)
+        target = None if name is None else self._names.get(name)
+        if target is not None:
+            values[target] = torch.from_numpy(np.ascontiguousarray(made)).to(source.dtype)
+
+    def _process(
+        self, name: str, weights: np.ndarray[Any, Any], values: MutableMapping[str, Tensor]
+    ) -> tuple[str | None, np.ndarray[Any, Any]]:
+        """The name that the processor gives, None where it has put the values where they belong."""
+        done = self._processor.process(
+            weights=weights,
+            name=name,
+            tensor_key_mapping=self._names,
+            parsed_parameters={"tensors": values},
+        )
+        return done.name, done.weights
+
+
+def _order_in(made: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> RowOrder | None:
+    """The order of rows, from what became of a matrix whose values are the numbers of its rows."""
+    if made.shape != numbers.shape:
+        return None
+    order = made[:, 0]
+    if (made != order[:, None]).any() or (np.sort(order) != numbers[:, 0]).any():
+        return None
+    same = bool((order == numbers[:, 0]).all())
+    return RowOrder(rows=None if same else torch.from_numpy(np.ascontiguousarray(order)))
+
+
+class _Names(NamedTuple):
+    """What transformers asks a model for when it maps names: no more than these.
+
+    It would take seconds to ask a model itself, down to its last module.
+    """
+
+    config: PreTrainedConfig
+    keys: Iterable[str]
+
+    def state_dict(self) -> Iterable[str]:
+        return self.keys
+
+    def named_children(self) -> tuple[()]:
+        return ()
+
+
+def _names(file: GgufFile, model: PreTrainedModel, processor: Any) -> dict[str, str]:
+    """The model's names by the file's, of outer modules before those of inner ones."""
+    found: dict[str, str] = {}
+    keys = list(model.state_dict())
+    for prefix in _prefixes(model):
+        inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        asked = _Names(model.config, inner)
+        found = get_gguf_hf_weights_map(asked, processor, qual_name=prefix) | found
+        if file.tensors.keys() <= found.keys():
+            break
+    return found
+
+
+def _prefixes(model: nn.Module) -> Iterator[str]:
+    modules = [name for name, module in model.named_modules() if any(module.children())]
+    depths = {name: name.count(".") + 1 for name in modules if name}
+    yield ""
+    yield from (
+        f"{name}." for name in sorted(depths, key=depths.__getitem__) if depths[name] <= _DEPTH
+    )
+
+
+class _ByConverters:
+    """transformers' newer knowledge: a list of renamings, and of operations on tensors."""
+
+    def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
+        mapping = deepcopy(get_gguf_conversion_mapping(file.architecture, model.config))
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        renamings: list[Any] = [
+            entry for entry in mapping if not isinstance(entry, WeightConverter)
+        ]
+        known = set(model.state_dict())
+        self._names: dict[str, str] = {}
+        self._by_name: dict[str, tuple[Any, str]] = {}
+        for name in file.tensors:
+            target, pattern = rename_source_key(name, renamings, converters)
+            if target not in known:
+                continue
+            self._names[name] = target
+            for converter in converters:
+                if pattern is not None and pattern in converter.source_patterns:
+                    self._by_name[name] = converter, pattern
+        self._gathered: dict[str, dict[str, Tensor]] = {}
+
+    def name_of(self, tensor: GgufTensor) -> str | None:
+        return self._names.get(tensor.name)
+
+    def row_order(self, tensor: GgufTensor) -> RowOrder | None:
+        if len(tensor.shape) != 2:
+            return None
+        converter, pattern = self._by_name.get(tensor.name, (None, ""))
+        if converter is None:
+            return RowOrder()
+        operations = converter.operations
+        of_inputs = [one.input_permutation for one in operations if _permutes_inputs(one)]
+        others = [one for one in operations if not _permutes_inputs(one)]
+        if len(converter.source_patterns) > 1 or len(of_inputs) > 1:
+            return None
+        numbers = torch.arange(tensor.shape[0])[:, None]
+        with suppress(Exception):  # of operations that one column is too few for
+            made = _operated(others, converter, {pattern: numbers})
+            order = _order_in(made.numpy(), numbers.numpy())
+            return order and order._replace(columns=of_inputs[0] if of_inputs else None)
+        return None
+
+    def add_values(self, tensor: GgufTensor, values: MutableMapping[str, Tensor]) -> None:
+        target = self._names.get(tensor.name)
+        if target is None:
+            return
+        converter, pattern = self._by_name.get(tensor.name, (None, ""))
+        if converter is None:
+            values[target] = tensor.values()
+            return
+        gathered = self._gathered.setdefault(target, {})
+        gathered[pattern] = tensor.values()
+        if len(gathered) == len(converter.source_patterns):
+            values[target] = _operated(converter.operations, converter, self._gathered.pop(target))
+
+
+def _permutes_inputs(operation: Any) -> bool:
+    return getattr(operation, "input_permutation", None) is not None
+
+
+def _operated(operations: Iterable[Any], converter: Any, tensors: dict[str, Tensor]) -> Tensor:
+    """What a converter's operations make of its sources, by their patterns."""
+    patterns = converter.source_patterns, converter.target_patterns
+    for operation in operations:
+        tensors = operation.convert(
+            tensors, source_patterns=patterns[0], target_patterns=patterns[1]
+        )
+    (made,) = tensors.values()
+    return made

@@ -1,0 +1,197 @@
+"""Loads GGUF files: packed as they lie, or unpacked to plain weights by transformers.
+
+A file's weights of 4 to 8 bits stay packed on a CPU, mapped and not read. `dequantize=True` unpacks
+them to layers of transformers' own, which takes several times the memory of the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from warnings import warn
+
+import torch
+import transformers
+from transformers import (
+    TOKENIZER_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from hybrid_kv.errors import BackendUnavailable, ConfigError, GgufWarning, ModelNotFoundError
+from hybrid_kv.models.checkpoint import one_sentence, read_model
+from hybrid_kv.models.gguf import GgufOptions, check_package
+from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
+from hybrid_kv.models.gguf_file import GgufFile, open_gguf
+from hybrid_kv.models.gguf_model import PackedPlan, empty_model, fill, plan_of
+from hybrid_kv.ops.native.library import engine_state
+from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.runtime import check_weights_memory
+
+
+def read_gguf_config(name: str, path: str) -> PreTrainedConfig:
+    """The configuration of a file's model.
+
+    Args:
+        name: what the user called the model; for messages.
+
+    Raises:
+        ModelNotFoundError: no such file, or it is none that can be read.
+    """
+    return gguf_config(name, _file(name, path))
+
+
+def read_gguf_tokenizer(name: str, path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a file; arguments and errors as `read_gguf_config`."""
+    file = _file(name, path)
+    # AutoTokenizer would take the vocabulary apart twice, once for the configuration.
+    kind: Any = TOKENIZER_MAPPING.get(type(gguf_config(name, file)), None)
+    if kind is None or not issubclass(kind, PreTrainedTokenizerFast):
+        kind = PreTrainedTokenizerFast
+    with one_sentence(name, "give its tokenizer"):
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            str(file.path.parent), gguf_file=file.path.name
+        )
+
+
+def read_gguf(
+    name: str,
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    quantization_config: Any,
+    options: GgufOptions,
+) -> PreTrainedModel:
+    """The model of a GGUF file, which computes in bfloat16 if `dtype` is None.
+
+    Arguments and errors as `read_model`; what transformers cannot read is an architecture as well.
+
+    Raises:
+        ConfigError: packed weights on a device other than the CPU, or a configuration for others.
+        BackendUnavailable: there is no engine to multiply packed weights.
+
+    Warns:
+        GgufWarning: how much memory weights take that were unpacked.
+    """
+    file, dtype = _file(name, path), dtype or torch.bfloat16
+    config = gguf_config(name, file)
+    is_packed = any(tensor.dtype is None for tensor in file.tensors.values())
+    if options.dequantize or (quantization_config is not None and not is_packed):
+        return _read_plain(name, file, config, device, dtype, quantization_config)
+    if is_packed:
+        _check_can_stay_packed(name, config, device, dtype, quantization_config)
+    model = empty_model(name, config, dtype)
+    with one_sentence(name, "be loaded"):
+        conversion = conversion_of(file, model)
+        plan = plan_of(file, model, conversion)
+        _check_kinds(name, plan)
+        check_weights_memory(plan.num_bytes(dtype), name)
+        _tell_of_unpacked(name, plan, dtype)
+        fill(name, model, plan, conversion, dtype, exact=options.exact_products)
+    return model.to(device).eval()  # type: ignore[no-any-return, arg-type]
+
+
+def _file(name: str, path: str) -> GgufFile:
+    check_package(name)
+    return open_gguf(path)
+
+
+# Packed -----------------------------------------------------------------------------------------
+
+
+def _check_can_stay_packed(
+    name: str,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization_config: Any,
+) -> None:
+    """Raises ConfigError or BackendUnavailable where nothing multiplies packed weights."""
+    unpacked = f"dequantize=True for weights in {_word(dtype)}"
+    if device.type != "cpu":
+        raise ConfigError(
+            f"the weights of '{name}' are packed, which is for the CPU, got device '{device}'; "
+            f"pass device='cpu', or {unpacked}, {_plain_bytes(config, dtype) / 2**20:,.0f} MiB"
+        )
+    if quantization_config is not None:
+        raise ConfigError(
+            f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
+            "or add dequantize=True"
+        )
+    if (state := engine_state()).isa is None:
+        raise BackendUnavailable(
+            f"the weights of '{name}' are packed, which needs the native engine ({state.detail}); "
+            f"pass {unpacked}, {_plain_bytes(config, dtype) / 2**20:,.0f} MiB"
+        )
+
+
+def _check_kinds(name: str, plan: PackedPlan) -> None:
+    for tensor in plan.unpacked:
+        if tensor.kind not in PACKED_KINDS:
+            raise ModelNotFoundError(
+                f"tensor '{tensor.name}' of model '{name}' is of kind {tensor.kind}, and only "
+                f"{', '.join(PACKED_KINDS)} are multiplied as they lie; take a file in one of "
+                "these, or pass dequantize=True"
+            )
+
+
+def _tell_of_unpacked(name: str, plan: PackedPlan, dtype: torch.dtype) -> None:
+    if not plan.unpacked:
+        return
+    packed = sum(tensor.data.nbytes for tensor in plan.unpacked)
+    taken = sum(torch.Size(tensor.shape).numel() for tensor in plan.unpacked) * dtype.itemsize
+    first = plan.unpacked[0]
+    _warn(
+        f"{len(plan.unpacked)} tensors of '{name}' ({first.name} of kind {first.kind}, for one) "
+        f"cannot stay packed in this architecture: in {_word(dtype)} they take "
+        f"{taken / 2**20:,.0f} MiB, {packed / 2**20:,.0f} MiB in the file"
+    )
+
+
+# Unpacked ---------------------------------------------------------------------------------------
+
+
+def _read_plain(
+    name: str,
+    file: GgufFile,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization_config: Any,
+) -> PreTrainedModel:
+    if file.num_parts > 1:
+        raise ConfigError(
+            f"model '{name}' is split into {file.num_parts} files, which transformers does not "
+            "unpack; join them with llama.cpp's llama-gguf-split --merge, or leave out dequantize"
+        )
+    size = _plain_bytes(config, dtype)
+    if device.type == "cpu":
+        check_weights_memory(size, name)
+    _warn(
+        f"the weights of '{name}' are unpacked from GGUF to {_word(dtype)} and take "
+        f"{size / 2**20:,.0f} MiB, {file.num_bytes / 2**20:,.0f} MiB in the file"
+    )
+    if quantization_config is None and hasattr(transformers, "GgufConfig"):
+        quantization_config = transformers.GgufConfig(dequantize=True)
+    where: dict[str, Any] = {"gguf_file": file.path.name, "config": config}
+    model: Any = read_model(
+        name, str(file.path.parent), device, dtype, quantization_config, **where
+    )
+    return model.to(dtype)  # type: ignore[no-any-return]
+
+
+def _plain_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights in a dtype, without making them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(int(weight.numel()) for weight in model.parameters()) * dtype.itemsize
+
+
+def _warn(text: str) -> None:
+    warn(text, GgufWarning, stacklevel=6)  # whoever called hybrid_kv.load
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

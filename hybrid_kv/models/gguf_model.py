@@ -1,0 +1,192 @@
+"""A model of transformers whose matrices are those of a GGUF file, packed and where they lie.
+
+It is made of its configuration, without weights. Then its linear layers and embeddings give way to
+packed ones; what is small, or whose packed rows are no rows of the model, gets plain values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hybrid_kv.models.checkpoint import check_tensors, one_sentence
+from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
+from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
+from hybrid_kv.ops.native.packed import PACKED_KINDS
+
+
+def empty_model(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A configuration's model, its parameters on the meta device and its buffers made.
+
+    Raises:
+        ModelNotFoundError: transformers cannot make it.
+    """
+    with one_sentence(name, "be loaded"), init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor of a file, and the module of the model that can hold it packed."""
+
+    tensor: GgufTensor
+    target: str
+    order: RowOrder
+
+
+@dataclass(slots=True)
+class PackedPlan:
+    """Which tensors of a file stay packed in a model.
+
+    packed: these. unpacked: those of packed kinds whose values it needs. others: plain numbers.
+    ignored: those that the model has no use for.
+    """
+
+    packed: list[Placed] = field(default_factory=list)
+    unpacked: list[GgufTensor] = field(default_factory=list)
+    others: list[GgufTensor] = field(default_factory=list)
+    ignored: list[GgufTensor] = field(default_factory=list)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of all weights, with what is not packed in a dtype."""
+        plain = sum(_numel(tensor) for tensor in (*self.unpacked, *self.others))
+        return sum(one.tensor.data.nbytes for one in self.packed) + plain * dtype.itemsize
+
+
+def plan_of(file: GgufFile, model: PreTrainedModel, conversion: Conversion) -> PackedPlan:
+    """Looks for the module of each tensor, and whether it can hold packed rows."""
+    plan = PackedPlan()
+    for tensor in file.tensors.values():
+        target = conversion.name_of(tensor)
+        if target is None:
+            plan.ignored.append(tensor)
+        elif tensor.dtype is not None:
+            plan.others.append(tensor)
+        elif (order := _order(model, target, tensor, conversion)) is not None:
+            plan.packed.append(Placed(tensor, target, order))
+        else:
+            plan.unpacked.append(tensor)
+    return plan
+
+
+def _order(
+    model: PreTrainedModel, target: str, tensor: GgufTensor, conversion: Conversion
+) -> RowOrder | None:
+    name, _, leaf = target.rpartition(".")
+    if tensor.kind not in PACKED_KINDS or leaf != "weight":
+        return None
+    module = model.get_submodule(name)
+    order = conversion.row_order(tensor)
+    if type(module) is nn.Linear:
+        return order
+    return order if _is_table(module) and order is not None and order.columns is None else None
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Embeddings as torch has them, and those that a model multiplies by one number."""
+    if type(module) is nn.Embedding:
+        return module.max_norm is None
+    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+
+
+def fill(
+    name: str,
+    model: PreTrainedModel,
+    plan: PackedPlan,
+    conversion: Conversion,
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+) -> None:
+    """Gives an empty model the tensors of a file.
+
+    Args:
+        name: what the user called the model; for messages.
+        dtype: of what is plain, and of embeddings.
+        exact: see `PackedLinear`.
+
+    Raises:
+        ModelNotFoundError: tensors are missing, or of another shape.
+    """
+    wrong: list[tuple[str, tuple[int, ...], torch.Size]] = []
+    for placed in plan.packed:
+        wanted = model.get_parameter(placed.target).shape
+        if placed.tensor.shape != wanted:
+            wrong.append((placed.target, placed.tensor.shape, wanted))
+            continue
+        owner = placed.target.rpartition(".")[0]
+        model.set_submodule(owner, _packed(model.get_submodule(owner), placed, dtype, exact))
+    for target, values in _values((*plan.unpacked, *plan.others), conversion):
+        owner, _, leaf = target.rpartition(".")
+        module = model.get_submodule(owner)
+        own: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+        wanted = own[leaf].shape
+        if values.shape != wanted:
+            wrong.append((target, tuple(values.shape), wanted))
+            continue
+        plain = values.to(dtype)
+        own[leaf] = nn.Parameter(plain, requires_grad=False) if own is module._parameters else plain
+    _tie(model, dtype, exact)
+    missing = [key for key, weight in model.named_parameters() if weight.is_meta]
+    check_tensors(name, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": ()})
+
+
+def _packed(module: nn.Module, placed: Placed, dtype: torch.dtype, exact: bool) -> nn.Module:
+    """The module that takes the place of a linear layer or an embedding."""
+    tensor, (rows, columns) = placed.tensor, placed.order
+    blocks = tensor.rows()
+    if rows is not None:
+        blocks = blocks.index_select(0, rows)
+    if isinstance(module, nn.Linear):
+        bias = module.bias
+        return PackedLinear(
+            *(tensor.kind, blocks, module.in_features, bias), exact=exact, columns_in=columns
+        )
+    assert isinstance(module, nn.Embedding)
+    scale = getattr(module, "embed_scale", None)
+    return PackedEmbedding(
+        *(tensor.kind, blocks, module.embedding_dim, dtype),
+        scale=None if scale is None else float(scale),
+        padding_idx=module.padding_idx,
+    )
+
+
+def _values(tensors: Iterable[GgufTensor], conversion: Conversion) -> Iterable[tuple[str, Tensor]]:
+    """The model's plain tensors by name, each as soon as all that it is made of has been seen."""
+    waiting = Counter(conversion.name_of(tensor) for tensor in tensors)
+    values: dict[str, Tensor] = {}
+    for tensor in tensors:
+        conversion.add_values(tensor, values)
+        target = conversion.name_of(tensor)
+        waiting[target] -= 1
+        if target in values and not waiting[target]:
+            yield target, values.pop(target)
+    yield from values.items()
+
+
+def _tie(model: PreTrainedModel, dtype: torch.dtype, exact: bool) -> None:
+    """Gives the modules whose weight is another module's that weight, packed or not."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, origin = (model.get_submodule(key.rpartition(".")[0]) for key in (target, source))
+        if not getattr(owner, "weight", None).is_meta:  # type: ignore[union-attr]
+            continue
+        if isinstance(origin, PackedEmbedding) and type(owner) is nn.Linear:
+            packed = PackedLinear(
+                *(origin.kind, origin.weight.detach(), origin.columns, owner.bias), exact=exact
+            )
+            packed.weight = origin.weight
+            model.set_submodule(target.rpartition(".")[0], packed)
+        else:
+            owner._parameters["weight"] = origin._parameters["weight"]
+
+
+def _numel(tensor: GgufTensor) -> int:
+    return torch.Size(tensor.shape).numel()

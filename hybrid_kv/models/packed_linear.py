@@ -1,0 +1,173 @@
+"""Linear layers and embeddings whose weights stay packed in blocks, as a GGUF file holds them.
+
+A weight is a parameter of bytes, [rows, bytes of a row], mostly in a mapped file. The engine
+multiplies straight from it; nothing is ever unpacked but the rows of an embedding asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.gguf_file import unpacked
+from hybrid_kv.ops.native.packed import PackedWeight, packed_linear
+from hybrid_kv.ops.native.workers import pool_here
+
+_WAY_OUT = "load the model with dequantize=True"
+_PIECE_BYTES = 2**20
+"""Of packed rows that are unpacked at a time, where values are asked for."""
+
+
+class _Packed(nn.Module):
+    """A module with a packed weight [rows, columns] of one kind.
+
+    weight: its blocks, uint8 [rows, bytes of a row], without gradients.
+
+    Args:
+        kind: a name in PACKED_KINDS.
+    """
+
+    def __init__(self, kind: str, blocks: Tensor, columns: int) -> None:
+        super().__init__()
+        self.kind, self.columns = kind, columns
+        self.weight = nn.Parameter(blocks, requires_grad=False)
+        self._packed: PackedWeight | None = None
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as the engine takes it."""
+        known, blocks = self._packed, self._parameters["weight"]
+        if known is None or known.blocks is not blocks:
+            assert blocks is not None
+            known = self._packed = PackedWeight(self.kind, blocks, self.columns)
+        return known
+
+    def unpacked(self) -> Tensor:
+        """All values [rows, columns] in float32, a copy."""
+        return unpacked(self.weight.detach(), self.kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made again: copies and pickles hold the blocks once."""
+        return {**self.__dict__, "_packed": None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Moves and casts what is no packed weight; blocks stay what and where they are.
+
+        Raises:
+            ConfigError: they are to go to another device.
+        """
+        tried = fn(self.weight.new_empty(0))
+        if tried.device.type not in ("cpu", "meta") or tried.dtype != torch.uint8:
+            raise ConfigError(
+                f"weights packed in {self.kind} must stay bytes on the CPU, got {tried.dtype} on "
+                f"'{tried.device}'; {_WAY_OUT} for plain weights"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Raises ConfigError: no checkpoint holds weights in this form."""
+        raise ConfigError(
+            f"a model whose weights are packed in {self.kind} has no state_dict; copy its GGUF "
+            f"file, or {_WAY_OUT} to save plain weights"
+        )
+
+
+class PackedLinear(_Packed):
+    """`nn.Linear` with a packed weight [out_features, in_features].
+
+    Args:
+        bias: [out_features], a parameter in the dtype that the model computes in, or None.
+        exact: multiply activations in 8 bits and the 8-bit remainder, with errors of 5e-5 in place
+            of 1e-2 of a product's root mean square; 8% dearer for one token.
+        columns_in: [in_features] of int64: which input each column of the weight is for; None
+            where they are in order.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        blocks: Tensor,
+        in_features: int,
+        bias: nn.Parameter | None = None,
+        *,
+        exact: bool = False,
+        columns_in: Tensor | None = None,
+    ) -> None:
+        super().__init__(kind, blocks, in_features)
+        self.in_features, self.out_features, self.exact = in_features, len(blocks), exact
+        self.register_parameter("bias", bias)
+        self.register_buffer("columns_in", columns_in, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of x [..., in_features] with the weight, [..., out_features] in x's dtype.
+
+        Raises:
+            ConfigError: gradients are asked for.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(
+                f"weights packed in {self.kind} give no gradients; {_WAY_OUT} to train, or compute "
+                "under torch.no_grad()"
+            )
+        order = self._buffers["columns_in"]
+        x = x if order is None else x.index_select(-1, order)
+        bias = self._parameters["bias"]
+        return packed_linear(x, self.packed, bias, exact=self.exact, pool=pool_here())
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, kind={self.kind}, exact={self.exact}"
+        )
+
+
+class PackedEmbedding(_Packed):
+    """`nn.Embedding` with a packed table: the rows asked for are unpacked.
+
+    Args:
+        dtype: of what it gives.
+        scale: what every row is multiplied by, in that dtype, as some models have it; None for 1.
+    """
+
+    embed_scale: Tensor
+
+    def __init__(
+        self,
+        kind: str,
+        blocks: Tensor,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        *,
+        scale: float | None = None,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(kind, blocks, embedding_dim)
+        self.num_embeddings, self.embedding_dim = len(blocks), embedding_dim
+        self.padding_idx = padding_idx
+        factor = torch.tensor(1.0 if scale is None else scale, dtype=dtype)
+        self.register_buffer("embed_scale", factor, persistent=False)  # follows `.to(dtype)`
+        self.is_scaled = scale is not None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Rows [..., embedding_dim] of ids [...]."""
+        scale = self.embed_scale
+        flat = input_ids.reshape(-1)
+        out = torch.empty(len(flat), self.embedding_dim, dtype=scale.dtype)
+        size = max(1, _PIECE_BYTES // self.weight.shape[1])
+        for start in range(0, len(flat), size):
+            rows = self.weight.index_select(0, flat[start : start + size])
+            out[start : start + size] = unpacked(rows, self.kind)
+        out = out.view(*input_ids.shape, self.embedding_dim)
+        return out * scale if self.is_scaled else out
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
+
+
+def packed_modules(model: nn.Module) -> Iterator[_Packed]:
+    """The modules of a model whose weights are packed."""
+    return (module for module in model.modules() if isinstance(module, _Packed))
