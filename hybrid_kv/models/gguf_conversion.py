@@ -143,8 +143,8 @@ class _ByProcessor:
     """One function of transformers for all tensors of an architecture; most have this."""
 
     def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
-        kind = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor: Any = kind(config=model.config.to_dict())
+        kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor = kind(config=model.config.to_dict())
         self._names = _names(file, model, self._processor)
 
     def name_of(self, tensor: GgufTensor) -> str | None:
