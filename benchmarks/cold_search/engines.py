@@ -184,7 +184,8 @@ class Own(Engine):
         """
         learners = [getattr(index, "_learner", None)]
         if (chooser := getattr(index, "_chooser", None)) is not None:
-            learners = [chooser.sketcher, chooser.grapher]
+            graphs = getattr(index, "_graphs", None)
+            learners = [chooser.sketcher, None if graphs is None else graphs.learner]
         for learner in learners:
             if learner is not None:
                 learner.learn_head = partial(self._learned_once, learner.learn_head)

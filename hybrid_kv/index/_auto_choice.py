@@ -1,29 +1,34 @@
-"""Choice of the kind of search for each head of a layer: what is learned is timed."""
+"""Choice between sketch and scan for each head of a layer: what is learned is timed.
+
+Where a graph is forecast to pay, `_graph_choice` goes on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from hybrid_kv.index._auto_costs import GraphTrial, ScanTrial, SketchTrial, TimedSearch, measured
+from hybrid_kv.index._auto_costs import ScanTrial, SketchTrial, TimedSearch, measured
 from hybrid_kv.index._choice import (
     Cost,
     Pace,
+    Payback,
+    build_forecast,
     cheapest,
-    core_clock,
     decoding_pace,
+    hoped,
     mean_cost,
 )
-from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
-from hybrid_kv.index._graph_trials import GraphTrials, Payback, build_forecast, hoped
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import engine_state
+
+if TYPE_CHECKING:
+    from hybrid_kv.ops.key_graph import KeyGraph
 
 _TIMED_SCANS = 2
 """Heads whose scan is timed; all cost the same."""
@@ -59,16 +64,16 @@ class Sketched:
 
 
 class KindChooser:
-    """Chooses the kind of search for each head of a layer: sketch or scan first, graphs later.
+    """Chooses between sketch and scan for each head of a layer, and the heads that try a graph.
 
-    sketcher, grapher: what learns them.
+    sketcher: learns sketches.
 
     Args:
         params: of an auto index.
     """
 
-    def __init__(self, params: Any, sketcher: SketchLearner, grapher: GraphLearner) -> None:
-        self._params, self.sketcher, self.grapher = params, sketcher, grapher
+    def __init__(self, params: Any, sketcher: SketchLearner) -> None:
+        self._params, self.sketcher = params, sketcher
 
     def without_graphs(
         self, keys: Tensor, samples: Tensor | None
@@ -145,80 +150,3 @@ class KindChooser:
             )
         is_wanted, why = Payback(tokens, pace).wins(served, hoped(served), build_s)
         return is_wanted, f"by forecast {why}"
-
-    def with_graphs(
-        self, before: Sketched, keys: Tensor, samples: Tensor, nearest: Tensor | None
-    ) -> Chosen:
-        """The same with graphs for the heads that shall try one, where they are the fastest then.
-
-        Args:
-            samples: [Hkv, G, M, D]. nearest: as for `Index.build`.
-        """
-        told: list[Report] = list(before.reports)
-        graphs: dict[int, KeyGraph] = {}
-        trials: dict[tuple[str, int], TimedSearch] = {}
-        reports: dict[int, HeadReport] = {}
-        pace = decoding_pace()
-        dims = {head: before.reports[head].effective_dim for head in before.wanted}
-        payback = Payback(self._params.graph_tokens, pace)
-        tried = GraphTrials(before.costs, dims, payback, self._params.graph_trial_seconds)
-        clock, threads = core_clock()
-        for head in tried.order(before.wanted):
-            if (why_not := tried.why_not(head)) is not None:
-                told[head] = _said(told[head], why_not)
-                continue
-            begin = clock()
-            graph, reports[head] = self.grapher.learn_head(
-                keys[head],
-                samples[head],
-                None if nearest is None else nearest[head],
-                before.sketches.get(head),
-                walks_of_each(len(before.wanted)),
-            )
-            build_s = threads * (clock() - begin)
-            if graph is None:
-                tried.note(head, None, build_s)
-                told[head] = _said(told[head], reports[head].reason)
-                continue
-            graphs[head] = graph
-            own = self._graph_and_served(before, head, keys, graph, reports[head], samples.shape[1])
-            found = measured(own, samples)
-            served = found[before.costs[head].kind, head]
-            tried.note(head, found["graph", head], build_s, served)
-            trials |= own
-        costs = measured(trials, samples) if trials else {}
-        for head in list(graphs):
-            kind, why = cheapest(
-                [costs[what, head] for what in ("graph", before.costs[head].kind)], pace
-            )
-            if kind == "graph":
-                told[head] = _said(reports[head], why)
-            else:
-                told[head] = _said(told[head], why)
-                del graphs[head]
-        return Chosen(told, before.sketches, graphs, samples.shape[1])
-
-    def _graph_and_served(
-        self,
-        before: Sketched,
-        head: int,
-        keys: Tensor,
-        graph: KeyGraph,
-        served: HeadReport,
-        group: int,
-    ) -> dict[tuple[str, int], TimedSearch]:
-        """A head's search by graph, and by what serves it now."""
-        own, top_k = keys[head : head + 1], min(self._params.check_top_k, keys.shape[1])
-        trials: dict[tuple[str, int], TimedSearch] = {
-            ("graph", head): GraphTrial(own, graph, rows_of(own[0], graph), served, top_k)
-        }
-        if (sketch := before.sketches.get(head)) is not None:
-            trials["sketch", head] = SketchTrial(own, sketch, group, top_k)
-        else:
-            trials["flat", head] = ScanTrial(own, group, top_k)
-        return trials
-
-
-def _said(report: Report, why: str) -> Report:
-    """A report with a further reason."""
-    return replace(report, reason=f"{report.reason}; {why}")

@@ -15,16 +15,13 @@ from torch import Tensor
 from hybrid_kv.index._choice import Cost, work_s
 from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index._sketch_head import HeadSketch
-from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.flat import FlatScan
-from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.sketch import SketchSearcher
 
-_RERANK = 1.5
+RERANK = 1.5
 """Keys that scan and graph rank exactly per result."""
 _ROUNDS = 15
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -54,8 +51,8 @@ class ScanTrial:
         quantised = QuantisedKeys(1, keys.shape[2])
         quantised.build(keys)
         self._scan = FlatScan(keys, quantised)
-        self._top_k, self._ranked = top_k, num_candidates(_RERANK, top_k, keys.shape[1])
-        self.read_bytes = quantised.memory_bytes + _ranked_bytes(keys, group * self._ranked)
+        self._top_k, self._ranked = top_k, num_candidates(RERANK, top_k, keys.shape[1])
+        self.read_bytes = quantised.memory_bytes + ranked_bytes(keys, group * self._ranked)
 
     def search(self, queries: Tensor) -> Any:
         return self._scan.search(queries, self._top_k, rerank=self._ranked)
@@ -69,42 +66,10 @@ class SketchTrial:
         self._searcher = SketchSearcher([keys[0]], [tiers])
         self._top_k, self._ranked = top_k, min(sketch.num_rerank, keys.shape[1])
         codes = sum(tier.count * tier.map.plan.code_bytes for tier in sketch.tiers)
-        self.read_bytes = codes + _ranked_bytes(keys, group * self._ranked)
+        self.read_bytes = codes + ranked_bytes(keys, group * self._ranked)
 
     def search(self, queries: Tensor) -> Any:
         return self._searcher.search(queries, self._top_k, num_rerank=[self._ranked])
-
-
-class GraphTrial:
-    """A graph over its keys [1, N, D]; read_bytes are those of the latest search."""
-
-    def __init__(
-        self,
-        keys: Tensor,
-        graph: KeyGraph,
-        rows: QuantisedKeys,
-        served: HeadReport,
-        top_k: int,
-    ) -> None:
-        self._searcher = GraphSearcher(keys, [rows], [graph])
-        self._keys, self._graph, self._rows = keys, graph, rows
-        self._served, self._top_k = served, top_k
-        self._ranked = num_candidates(_RERANK, top_k, keys.shape[1])
-        self.read_bytes = 0.0
-
-    def search(self, queries: Tensor) -> Any:
-        found = self._searcher.search(
-            queries,
-            self._top_k,
-            beam=self._served.beam,
-            walks=self._served.walks,
-            pool_size=self._ranked,
-        )
-        group = queries.shape[1]
-        scored = found.rows_visited * (self._rows.row_bytes + 1)
-        expanded = group * self._served.beam * self._graph.lists.shape[1]
-        self.read_bytes = scored + expanded + _ranked_bytes(self._keys, group * self._ranked)
-        return found
 
 
 def measured(
@@ -151,5 +116,6 @@ def last_cache_bytes() -> int:
     return min(max(sizes, default=_USUAL_CACHE), _LARGEST_CACHE)
 
 
-def _ranked_bytes(keys: Tensor, count: int) -> int:
+def ranked_bytes(keys: Tensor, count: int) -> int:
+    """Of keys [1, N, D], so many of which are ranked exactly."""
     return count * keys.shape[2] * keys.itemsize

@@ -22,6 +22,15 @@ from hybrid_kv.ops.native.workers import default_pool, pool_here
 
 _STREAMED_BYTES = 2**27
 _STREAMS = 3
+_HOPED = 0.5
+"""What a graph is hoped to take of the time of what serves, before one was tried."""
+_SKETCH_LISTS, _SCAN_LISTS = 0.6, 0.25
+"""Of a search, what one sampled position takes where lists are made so: many share what is read."""
+_COPIES = 128
+"""Scans in whose time a head is copied and the self-check is answered exactly."""
+_PROJECTED_S = 1.5e-4
+"""Of one sampled query in the projection and the trials, which hardly grow with the keys: 8e-5 on
+heads of few dimensions and 2.8e-4 on those of many (docs/lab.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +111,43 @@ def decoding_pace() -> Pace:
 
 def _streaming_s(part: torch.Tensor) -> float:
     return work_s(partial(native_flat.stream, part))
+
+
+# Whether a graph pays ---------------------------------------------------------------------------
+
+
+def build_forecast(served: Cost, scan: Cost, group: int, positions: int) -> float:
+    """Core-seconds that a head's first graph takes: only its lists and copies grow with the keys.
+
+    Args:
+        served: a search of what makes the lists.
+        scan: a search of all keys in 8 bits.
+        group: query heads.
+        positions: that are sampled of each.
+    """
+    share = _SKETCH_LISTS if served.kind == "sketch" else _SCAN_LISTS
+    lists = share * positions * served.work_s
+    return lists + _COPIES * scan.work_s + _PROJECTED_S * group * positions
+
+
+def hoped(served: Cost) -> Cost:
+    """A search by graph, where nothing was tried."""
+    return Cost("graph", _HOPED * served.work_s, _HOPED * served.read_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Payback:
+    """When a graph wins back its build: within so many decoded tokens, at the pace of decoding."""
+
+    tokens: int
+    pace: Pace
+
+    def wins(self, served: Cost, graph: Cost, build_s: float) -> tuple[bool, str]:
+        """Whether it does, and the figures."""
+        graph_s = graph.seconds(self.pace)
+        saved_s = (served.seconds(self.pace) - graph_s) * self.pace.threads * self.tokens
+        verb = "wins" if saved_s > build_s else "does not win"
+        return saved_s > build_s, (
+            f"a graph ({1e6 * graph_s:.0f} us, {build_s:.1f} core-seconds to build) {verb} that "
+            f"back in {self.tokens} tokens"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 from pydantic import BaseModel
@@ -17,11 +17,13 @@ from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import Index
 from hybrid_kv.types import SearchResult
+
+if TYPE_CHECKING:
+    from hybrid_kv.index.graph import GraphIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ def composed(
         own = range(len(reports))[heads]
         told = [report for n in own if isinstance(report := reports[n], HeadReport)]
         mine = [graphs[n] for n in own]
-        index = GraphIndex.serving(graph_params, keys[heads], told, mine, chosen.group_size)
+        graph = _graph_index()
+        index = graph.serving(graph_params, keys[heads], told, mine, chosen.group_size)
         parts.append(Part(heads, index))
     for heads in runs(n for n in range(len(reports)) if n not in graphs):
         own = range(len(reports))[heads]
@@ -154,7 +157,16 @@ def part_of_file(
         for name, array in arrays.items()
         if name.startswith(f"{number}/")
     }
-    classes: tuple[type[SketchIndex | GraphIndex], ...] = (SketchIndex, GraphIndex)
-    kinds = {kind.file_kind: kind for kind in classes}
-    index = kinds[what["kind"]].from_file(path, what["meta"], own, keys[found[0]])
-    return Part(found[0], index)
+    kind: type[SketchIndex | GraphIndex] = SketchIndex
+    if what["kind"] != kind.file_kind:
+        kind = _graph_index()
+    if what["kind"] != kind.file_kind:
+        raise ValueError(f"part {number} is of kind {what['kind']!r}")
+    return Part(found[0], kind.from_file(path, what["meta"], own, keys[found[0]]))
+
+
+def _graph_index() -> type[GraphIndex]:
+    """Loaded for the first head that a graph serves."""
+    from hybrid_kv.index.graph import GraphIndex
+
+    return GraphIndex

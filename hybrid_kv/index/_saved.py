@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._file import read_arrays, write_arrays
 
 
 class SavedIndex(KeyIndex):
@@ -45,6 +44,8 @@ class SavedIndex(KeyIndex):
         Raises:
             OSError: the file cannot be written.
         """
+        from hybrid_kv.index._file import write_arrays
+
         write_arrays(Path(path), self.file_kind, *self.to_file())
 
     @classmethod
@@ -55,6 +56,8 @@ class SavedIndex(KeyIndex):
             FileFormatError: the file is damaged, foreign or was made for other keys.
             OSError: it cannot be read.
         """
+        from hybrid_kv.index._file import read_arrays
+
         path = Path(path)
         return cls.from_file(path, *read_arrays(path, cls.file_kind), keys)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel
 from torch import Tensor
 
+from hybrid_kv.errors import FileFormatError
+from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.index._sketch_engine import restored_tier
 from hybrid_kv.index._sketch_head import HeadSketch, Placing
+from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._sketch_potential import Potential
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, SketchTier
 
@@ -19,7 +25,62 @@ _MAP = ("key_map", "key_offset", "query_map")
 _POTENTIAL = ("of_keys", "weights", "scale", "thresholds")
 
 
-def arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
+def written(
+    params: BaseModel,
+    reports: Sequence[SketchReport],
+    sketches: Mapping[int, HeadSketch],
+    keys: Tensor,
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """See `SavedIndex.to_file`: codes, maps and reports.
+
+    Args:
+        keys: [Hkv, N, D], those that have codes.
+    """
+    arrays = {
+        f"{head}.{name}": array.numpy()
+        for head, sketch in sketches.items()
+        for name, array in _arrays_of(sketch).items()
+    }
+    meta = {
+        "params": params.model_dump(mode="json"),
+        "reports": [report.to_dict() for report in reports],
+        "codes": CODES,
+        "keys": fingerprint(keys, keys.shape[1]),
+        "sketches": {str(head): _described(sketch) for head, sketch in sketches.items()},
+    }
+    return meta, arrays
+
+
+def read(
+    path: Path,
+    kind: type[BaseModel],
+    meta: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    keys: Tensor,
+) -> tuple[BaseModel, tuple[SketchReport, ...], dict[int, HeadSketch]]:
+    """Parameters of a kind, reports and sketches by head, as a file has them for these keys.
+
+    Raises:
+        FileFormatError: it is damaged, of another version, or was made for other keys.
+    """
+    with refusing_what_is_damaged(path):
+        if meta["codes"] != CODES:
+            raise FileFormatError(
+                f"{path} has codes of version {meta['codes']}, this package reads {CODES}; build "
+                "the index again or use the package that wrote it"
+            )
+        params = kind.model_validate(meta["params"])
+        reports = tuple(SketchReport.from_dict(report) for report in meta["reports"])
+        sketches = {
+            int(head): _sketch_of(head, what, arrays) for head, what in meta["sketches"].items()
+        }
+        saved = int(meta["keys"]["shape"][1])
+        check_fingerprint(path, meta["keys"], keys, saved)
+        _check(sketches, len(reports), keys, saved)
+    return params, reports, sketches
+
+
+def _arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
     """The arrays of one head, by their names in docs/index-file.md."""
     arrays: dict[str, Tensor] = {}
     for number, tier in enumerate(sketch.tiers):
@@ -35,13 +96,13 @@ def arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
     return arrays
 
 
-def describe(sketch: HeadSketch) -> dict[str, Any]:
+def _described(sketch: HeadSketch) -> dict[str, Any]:
     """What of one head is no array."""
     tiers = [{"groups": tier.map.plan.groups, "count": tier.count} for tier in sketch.tiers]
     return {"num_rerank": sketch.num_rerank, "tiers": tiers}
 
 
-def sketch_of(head: str, what: Mapping[str, Any], arrays: Mapping[str, Any]) -> HeadSketch:
+def _sketch_of(head: str, what: Mapping[str, Any], arrays: Mapping[str, Any]) -> HeadSketch:
     """One head's sketch as a file holds it; raises whatever is wrong with it by itself."""
     own = {
         name.removeprefix(f"{head}."): torch.from_numpy(array)
@@ -57,7 +118,7 @@ def sketch_of(head: str, what: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     return HeadSketch(tiers, num_rerank, _placing_of(own) if len(tiers) > 1 else None, mean)
 
 
-def check(sketches: Mapping[int, HeadSketch], num_reports: int, keys: Tensor, count: int) -> None:
+def _check(sketches: Mapping[int, HeadSketch], num_reports: int, keys: Tensor, count: int) -> None:
     """Raises ValueError unless the sketches are of the first `count` keys [Hkv, N, D]."""
     if num_reports != len(keys) or not all(0 <= head < len(keys) for head in sketches):
         raise ValueError(f"{num_reports} reports and sketches of {list(sketches)}")

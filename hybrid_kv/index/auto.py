@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
@@ -13,16 +13,17 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._auto_choice import Chosen, KindChooser, Sketched
-from hybrid_kv.index._file import refusing_what_is_damaged
-from hybrid_kv.index._graph_learner import GraphLearner
+from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._parted import PartedIndex, composed, part_of_file
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._stand_in import StandIn
-from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs
+
+if TYPE_CHECKING:
+    from hybrid_kv.index._graph_choice import GraphChooser
 
 
 @INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
@@ -44,7 +45,7 @@ class AutoIndex(PartedIndex):
 
     file_kind = "auto"
 
-    class Params(SketchIndex.Params, GraphIndex.Params):
+    class Params(SketchIndex.Params, GraphParams):
         """graph_tokens: decoded tokens in which a head's graph has to win back its build, 0 for no
         graphs; graph_min_keys: no graph is tried with fewer keys; target_recall: of a graph too;
         target_mass: of sketches only; max_scanned: of graphs; graph_trial_seconds: of a core, that
@@ -61,10 +62,13 @@ class AutoIndex(PartedIndex):
     def __init__(self, params: Any, before: Sketched | None = None) -> None:
         super().__init__(params)
         sketch, graph = _params_of_kinds(params)
-        sketcher = SketchLearner(sketch, self._cancellation)
-        grapher = GraphLearner(graph, self._cancellation)
-        self._chooser = KindChooser(params, sketcher, grapher)
-        self._before = before
+        self._chooser = KindChooser(params, SketchLearner(sketch, self._cancellation))
+        self._before, self._graph_params = before, graph
+        self._graphs: GraphChooser | None = None  # of what follows sketches
+        if before is not None:
+            from hybrid_kv.index._graph_choice import GraphChooser
+
+            self._graphs = GraphChooser(params, graph, self._cancellation)
         self._sketched: Sketched | None = None  # what a successor begins with
 
     @classmethod
@@ -90,7 +94,7 @@ class AutoIndex(PartedIndex):
         sketch, graph = _params_of_kinds(params)
         most = SketchIndex.bytes_per_key(sketch, num_keys, head_dim)
         if params.graph_tokens:
-            most = max(most, GraphIndex.bytes_per_key(graph, num_keys, head_dim))
+            most = max(most, bytes_per_key(graph, num_keys, head_dim))
         return most
 
     @property
@@ -113,13 +117,14 @@ class AutoIndex(PartedIndex):
             chosen, self._sketched = self._chooser.without_graphs(self._keys, samples)
         else:
             assert samples is not None
-            chosen = self._chooser.with_graphs(self._before, self._keys, samples, nearest)
+            assert self._graphs is not None
+            chosen = self._graphs.choose(self._before, self._keys, samples, nearest)
             self._before = None
         self._serve(chosen)
 
     def _serve(self, chosen: Chosen) -> None:
-        chooser = self._chooser
-        self._parts = composed(chosen, self._keys, chooser.sketcher.params, chooser.grapher.params)
+        sketch_params = self._chooser.sketcher.params
+        self._parts = composed(chosen, self._keys, sketch_params, self._graph_params)
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: what serves the heads, part by part."""
@@ -137,6 +142,8 @@ class AutoIndex(PartedIndex):
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> AutoIndex:
         """See `SavedIndex`."""
+        from hybrid_kv.index._file import refusing_what_is_damaged
+
         with refusing_what_is_damaged(path):
             known = {n: meta["params"][n] for n in cls.Params.model_fields if n in meta["params"]}
             index = cls(cls.Params.model_validate(known))  # older files have `remember`
@@ -158,5 +165,5 @@ def _params_of_kinds(params: Any) -> tuple[BaseModel, BaseModel]:
         shared = {name: getattr(params, name) for name in kind.model_fields}
         return kind.model_validate(shared | changed)
 
-    graph = own(GraphIndex.Params, target_mass=1.0, min_keys=params.graph_min_keys)
+    graph = own(GraphParams, target_mass=1.0, min_keys=params.graph_min_keys)
     return own(SketchIndex.Params), graph

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv import config
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._file import (
     check_fingerprint,
@@ -24,18 +22,17 @@ from hybrid_kv.index._file import (
 )
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan, num_candidates, planned
 from hybrid_kv.index._graph_learner import GraphLearner, walks_of_each
+from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._graph_walks import GraphWalks
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.ops.graph_lists import list_bytes
 from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
 
-_ROW_ALIGNMENT = 64
 _RERANK = 1.5
 """Keys that a search ranks exactly per key that it is asked for."""
 _ARRAYS = ("keys_of", "lists", "entries")
@@ -59,41 +56,7 @@ class GraphIndex(SavedIndex):
 
     file_kind = "graph"
 
-    class Params(config.Params):
-        """max_degree: longest list of neighbours; list_length: keys that a sampled query names;
-        candidates, cap: neighbours considered per key, and the queries they are taken from; alpha:
-        how much nearer one neighbour must be to stand for another; sampled_queries,
-        recent_queries: prefill queries per query head to learn from, spread evenly (up to twice as
-        many) and from the prompt's end; horizon_tokens: they are turned to so many positions behind
-        the prompt (RoPE), and the graph is learned again, in the background, when so many further
-        keys have come; 0 for neither; min_keys: fewer are scanned; beam: keys expanded per query,
-        "auto" for what the self-check found; target_recall, target_mass: goals of the self-check,
-        one of which has to be reached; check_positions: held out for it; check_top_k: the best keys
-        that it asks for; max_scanned: largest share of the keys that a search may score; link_keys:
-        later keys that are linked together, 0 for never; link_positions: the latest positions whose
-        searches link them.
-        """
-
-        max_degree: int = Field(default=64, ge=2, le=256)
-        list_length: config.Count = 100
-        candidates: config.Count = 512
-        cap: int = Field(default=32, ge=2, le=255)
-        alpha: float = Field(default=1.2, gt=0)
-        sampled_queries: config.Tokens = 2048
-        recent_queries: config.Tokens = 2048
-        horizon_tokens: config.Tokens = 4096
-        min_keys: config.Count = 16384
-        beam: config.Count | Literal["auto"] = "auto"
-        target_recall: float = Field(default=0.95, gt=0, le=1)
-        target_mass: float = Field(default=0.999, gt=0)
-        check_positions: config.Count = 128
-        check_top_k: config.Count = 100
-        max_scanned: float = Field(default=0.12, gt=0, le=1)
-        link_keys: config.Tokens = 0
-        link_positions: config.Count = 1024
-
-        def without_effect(self) -> dict[str, str]:
-            return {} if self.link_keys else {"link_positions": "with link_keys 0"}
+    Params = GraphParams
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -112,10 +75,7 @@ class GraphIndex(SavedIndex):
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
-        codes = -(-head_dim // _ROW_ALIGNMENT) * _ROW_ALIGNMENT + 1
-        if num_keys < params.min_keys:
-            return codes
-        return codes + list_bytes(int(params.max_degree), num_keys) + 4  # if all keys are nodes
+        return bytes_per_key(params, num_keys, head_dim)
 
     @property
     def relearn_keys(self) -> int:

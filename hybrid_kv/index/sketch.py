@@ -16,13 +16,6 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _sketch_file
-from hybrid_kv.index._file import (
-    check_fingerprint,
-    fingerprint,
-    refusing_what_is_damaged,
-)
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._parts import joined
 from hybrid_kv.index._saved import SavedIndex
@@ -216,42 +209,18 @@ class SketchIndex(SavedIndex):
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: codes, maps and reports."""
+        from hybrid_kv.index import _sketch_file
+
         saved = len(self) if self._coded is None else self._coded.encoded
-        arrays = {
-            f"{head}.{name}": array.numpy()
-            for head, (sketch, _) in self.sketched.items()
-            for name, array in _sketch_file.arrays_of(sketch).items()
-        }
-        meta = {
-            "params": self.params.model_dump(mode="json"),
-            "reports": [report.to_dict() for report in self.reports],
-            "codes": _sketch_file.CODES,
-            "keys": fingerprint(self._keys, saved),
-            "sketches": {
-                str(head): _sketch_file.describe(sketch)
-                for head, (sketch, _) in self.sketched.items()
-            },
-        }
-        return meta, arrays
+        sketches = {head: sketch for head, (sketch, _) in self.sketched.items()}
+        return _sketch_file.written(self.params, self.reports, sketches, self._keys[:, :saved])
 
     @classmethod
     def from_file(
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> SketchIndex:
         """See `SavedIndex`."""
-        with refusing_what_is_damaged(path):
-            if meta["codes"] != _sketch_file.CODES:
-                raise FileFormatError(
-                    f"{path} has codes of version {meta['codes']}, this package reads "
-                    f"{_sketch_file.CODES}; build the index again or use the package that wrote it"
-                )
-            params = cls.Params.model_validate(meta["params"])
-            reports = tuple(SketchReport.from_dict(report) for report in meta["reports"])
-            sketches = {
-                int(head): _sketch_file.sketch_of(head, what, arrays)
-                for head, what in meta["sketches"].items()
-            }
-            saved = int(meta["keys"]["shape"][1])
-            check_fingerprint(path, meta["keys"], keys, saved)
-            _sketch_file.check(sketches, len(reports), keys, saved)
+        from hybrid_kv.index import _sketch_file
+
+        params, reports, sketches = _sketch_file.read(path, cls.Params, meta, arrays, keys)
         return cls.serving(params, keys, reports, sketches)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _auto_choice, _auto_costs, _choice, auto
-from hybrid_kv.index._choice import Cost, Pace, cheapest, decoding_pace
+from hybrid_kv.index import _auto_choice, _auto_costs, _choice, _graph_choice, auto
+from hybrid_kv.index._choice import Cost, Pace, build_forecast, cheapest, decoding_pace
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_learner import GraphLearner
-from hybrid_kv.index._graph_trials import build_forecast
 from hybrid_kv.index._parts import runs
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
@@ -65,8 +64,9 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     def measured(trials: Mapping[tuple[str, int], Any], queries: Tensor) -> Any:
         return {name: Cost(name[0], seconds.get(name, seconds[name[0]]), 0) for name in trials}
 
-    monkeypatch.setattr(_auto_choice, "measured", measured)
-    monkeypatch.setattr(_auto_choice, "decoding_pace", lambda: Pace(1, 1e9))
+    for chooser in (_auto_choice, _graph_choice):
+        monkeypatch.setattr(chooser, "measured", measured)
+        monkeypatch.setattr(chooser, "decoding_pace", lambda: Pace(1, 1e9))
     return seconds
 
 
@@ -116,7 +116,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
         return told.build_s * len(told.built)
 
     monkeypatch.setattr(GraphLearner, "learn_head", learn)
-    monkeypatch.setattr(_auto_choice, "core_clock", lambda: (clock, 1))
+    monkeypatch.setattr(_graph_choice, "core_clock", lambda: (clock, 1))
     return told
 
 
