@@ -10,8 +10,7 @@ import torch
 from hybrid_kv.cli.display import human_bytes
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.load import NEEDLE_PATH
-from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend
-from hybrid_kv.ops.chosen import why_unavailable
+from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory

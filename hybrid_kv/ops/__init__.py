@@ -1,7 +1,6 @@
 """Arithmetic back ends behind one dispatch function; `reference` defines the meaning of each op."""
 
-from hybrid_kv.ops.choice import BACKENDS, choose_backend
-from hybrid_kv.ops.chosen import device_of
+from hybrid_kv.ops.choice import BACKENDS, choose_backend, device_of
 from hybrid_kv.ops.dispatch import Ops, get_ops
 
 __all__ = ["BACKENDS", "Ops", "choose_backend", "device_of", "get_ops"]

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops import flashinfer, native, reference, torch_cpu, torch_cuda
-from hybrid_kv.ops.chosen import NATIVE, ChosenBackend, chosen
+from hybrid_kv.ops import native, reference, torch_cpu
+from hybrid_kv.ops.choice import NATIVE, ChosenBackend, chosen
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on
 from hybrid_kv.ops.native import workers
-from hybrid_kv.ops.native.append import PageWriter
+from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.native.workers import pool_here
@@ -42,13 +42,15 @@ class AttentionOps(ChosenBackend):
         here = ("native",) if native.serves(k, v) else ()
         few = bias is None and _is_few(q)
         pairs = q.shape[2] * k.shape[2]
-        plain = softcap is None and (q.device.type != "cuda" or torch_cuda.expresses(q, bias))
+        plain = softcap is None and _is_expressed(q, bias)
         name = self._choose("attend", q, here=here, plain=plain, pairs=pairs, few=few)
         if name == "native":
             return native.attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool_here())
         if name == "torch_cpu":
             return torch_cpu.attend(q, k, v, scale=scale, bias=bias)
         if name == "torch_cuda":
+            from hybrid_kv.ops import torch_cuda
+
             return torch_cuda.attend(q, k, v, scale=scale)
         return reference.attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
 
@@ -102,12 +104,14 @@ class AttentionOps(ChosenBackend):
     ) -> PartialAttention:
         square = q.shape[2] == k.shape[2]
         plain = square and softcap is None and window is None
-        plain = plain and (q.device.type != "cuda" or torch_cuda.expresses(q, None))
+        plain = plain and _is_expressed(q, None)
         pairs = q.shape[2] * k.shape[2]
         name = self._choose("attend_causal", q, plain=plain, pairs=pairs)
         if name == "torch_cpu":
             return torch_cpu.attend_causal(q, k, v, scale=scale)
         if name == "torch_cuda":
+            from hybrid_kv.ops import torch_cuda
+
             return torch_cuda.attend_causal(q, k, v, scale=scale)
         return reference.attend_causal(q, k, v, scale=scale, softcap=softcap, window=window)
 
@@ -207,9 +211,15 @@ class AttentionOps(ChosenBackend):
             tail_fill: filled tokens in the last page of every list, for back ends that go by
                 lengths instead of positions; with one new token the other pages are full.
         """
-        plain = count is None and flashinfer.expresses(q, pages, slots)
+        plain = False
+        if self.backend == "flashinfer" and count is None:
+            from hybrid_kv.ops import flashinfer
+
+            plain = flashinfer.expresses(q, pages, slots)
         name = self._choose("attend_pages", q, here=self._here(q), plain=plain)
         if name == "flashinfer":
+            from hybrid_kv.ops import flashinfer
+
             return flashinfer.attend_pages(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
         if name == "triton":
             from hybrid_kv.ops.triton import paged
@@ -273,6 +283,15 @@ class AttentionOps(ChosenBackend):
         if self._choose("plan_step", q, here=here, few=q.dtype in DTYPES) != "native":
             return None
         return LayerPlan(q.shape[1], resident, cold, whole=whole, writer=writer)
+
+
+def _is_expressed(q: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch has fused kernels for such queries, on a GPU."""
+    if q.device.type != "cuda":
+        return True
+    from hybrid_kv.ops import torch_cuda
+
+    return torch_cuda.expresses(q, bias)
 
 
 def _is_few(q: Tensor) -> bool:

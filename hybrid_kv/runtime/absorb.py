@@ -17,6 +17,8 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import HybridKVError, MethodError
 from hybrid_kv.plugins import Method
+from hybrid_kv.store import LayerKV
+from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape
 
 T = TypeVar("T")
@@ -26,6 +28,8 @@ _MOST_BYTES = 2
 """Times the K and V of all that ever left the window: more than that no method needs of it."""
 _FREE_BYTES = 2**20
 """Which count for nothing: scores and tables of a short context."""
+_FOLLOWED_TOKENS = 128
+"""Tokens of a long later turn that a method is told of at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,68 @@ class Keeper:
                 self._check(who, new, none if old is None else old.lengths)
                 self._check_bytes(who, new, gone)
         return answer
+
+    def follow(
+        self,
+        executor: Executor,
+        store: LayerKV,
+        q: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        ago: int = 0,
+    ) -> None:
+        """Tells the method what was attended; it may keep something else from now on.
+
+        Args:
+            q: [B, Hq, T, D]. lse: [B, Hq, T]. ago: so many tokens have been stored after these.
+        """
+        rows = store.rows
+        attended = Attended(
+            *(q, lse, [row.kept for row in rows], [row.length - ago for row in rows]),
+            *(scale, softcap),
+            lambda row: rows[row].resident_keys(),
+        )
+        answer = self.after(attended, [row.gone_tokens for row in rows])
+        if answer is None:
+            return
+        for row, new in zip(rows, answer, strict=True):
+            old, positions = row.kept, None
+            if new is old:
+                continue
+            if row.placement is not None and row.placement.offloads and new is not None:
+                if old is not None and new.same_rows(old):
+                    row.kept = new
+                    continue
+                positions = executor.send(new.positions).open()
+            row.keep(new, positions)
+
+    def follow_turn(
+        self,
+        executor: Executor,
+        store: LayerKV,
+        q: Tensor,
+        lse: Tensor,
+        valid: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Follows a long later turn, some tokens at a time: their weights take memory.
+
+        Args:
+            q: [B, Hq, T, D]. lse: [B, Hq, T]. valid: [B, T] bool, False for padding; None for none.
+        """
+        if valid is not None:  # padding to the front, where it weighs nothing
+            order = valid.int().argsort(dim=1, stable=True)[:, None]
+            q, lse = q.take_along_dim(order[..., None], 2), lse.take_along_dim(order, 2)
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        count = q.shape[2]
+        for start in range(0, count, _FOLLOWED_TOKENS):
+            some = slice(start, min(count, start + _FOLLOWED_TOKENS))
+            part = q[:, :, some], lse[:, :, some]
+            self.follow(executor, store, *part, scale=scale, softcap=softcap, ago=count - some.stop)
 
     def _check(self, who: str, new: object, most: Sequence[int]) -> None:
         """Raises MethodError unless `new` is None or entries, of at most so many in each head."""

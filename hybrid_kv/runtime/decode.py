@@ -11,7 +11,6 @@ from torch import Tensor
 from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.kept import attend_kept
 from hybrid_kv.runtime.step import Step, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
@@ -36,6 +35,8 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     parts = [attend_resident(step, chosen)]
     place = step.layer.placement
     if place is not None and place.rest is Demotion.ABSORB:
+        from hybrid_kv.runtime.kept import attend_kept
+
         parts += attend_kept(step)
     if cold is not None and by_device:
         from hybrid_kv.runtime.select import attend_selected

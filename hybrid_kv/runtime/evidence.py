@@ -1,4 +1,4 @@
-"""What the prefill leaves behind for methods and indexes: queries, and how they weighed keys."""
+"""What prompts and later turns leave behind for methods and indexes: queries, and their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.masses import causal_masses
+from hybrid_kv.store import LayerKV
 from hybrid_kv.types import Evidence, Needs
+
+_NOTED_TOKENS = 64
+"""Queries of a chunk of a long later turn that are kept, spread evenly, to learn from."""
 
 
 class EvidenceCollector:
@@ -74,3 +78,20 @@ class EvidenceCollector:
         # After a halving the first sample is still position 0, and the stride the distance.
         positions = torch.arange(count) * self._stride
         return Evidence(self._seen, sampled, self._last, positions, self._sums, scale, softcap)
+
+
+def note_queries(store: LayerKV, q: Tensor) -> None:
+    """Lets indexes learn later from some queries of q [B, Hq, T, D], those of a long later turn."""
+    count, heads = q.shape[2], store.shape.num_kv_heads
+    step = max(1, count // _NOTED_TOKENS)
+    some = range((count - 1) % step, count, step)
+    for row in store.rows:
+        indexes = [span.extent.index for span in row.chain.spans]
+        known = [index.aging for index in indexes if index is not None]
+        agings = [aging for aging in known if aging is not None]
+        if not agings:
+            continue
+        asked = q[row.number][:, some.start :: step].unflatten(0, (heads, -1)).cpu()
+        for place, token in enumerate(some):
+            for aging in agings:
+                aging.ask(asked[:, :, place].clone(), row.length - count + token)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
 from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.kept import attend_entries
 from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention
@@ -66,6 +65,8 @@ def _attend_row(
     # What the method keeps of offloaded entries are copies: the originals are attended.
     offloads = row.placement is not None and row.placement.offloads and not row.shadows
     if row.kept is not None and not offloads:
+        from hybrid_kv.runtime.kept import attend_entries
+
         kept = row.kept.seen_from(row.length - q.shape[1])
         part = attend_entries(ops, grouped[0], kept, scale, softcap)
         shape = parts[0].out.shape

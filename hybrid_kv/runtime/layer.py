@@ -12,11 +12,9 @@ from torch import Tensor
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.append import append, new_store
-from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.evidence import EvidenceCollector, note_queries
 from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.following import follow_turn, note_queries
 from hybrid_kv.runtime.layer_prompt import LayerPrompt
 from hybrid_kv.runtime.leaving import Finder, Leaving, nearest_finder
 from hybrid_kv.runtime.means import Means
@@ -110,8 +108,8 @@ class TieredLayer:
         if valid is None:
             note_queries(store, q)
         if keeper is not None and keeper.follows:
-            told = keeper, means.executor, store, q, part.lse, valid
-            follow_turn(*told, scale=scale, softcap=softcap)
+            told = means.executor, store, q, part.lse, valid
+            keeper.follow_turn(*told, scale=scale, softcap=softcap)
         return part
 
     # The prompt's end -----------------------------------------------------------------------------
@@ -141,6 +139,8 @@ class TieredLayer:
         """Makes what serves the entries of a sealed store as they leave its window."""
         means, pool = self.means, store.resident.pool
         if placement.rest is Demotion.ABSORB:
+            from hybrid_kv.runtime.absorb import Keeper
+
             self.steps.keeper = Keeper(self.method, self.shape, pool.dtype, pool.device)
         store.select = means.select_for(store)
 

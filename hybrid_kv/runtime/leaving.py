@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -12,12 +12,14 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Rotary, Samples
-from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.layer_prompt import LayerPrompt
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
 from hybrid_kv.store import LayerKV, Overflow, Row
 from hybrid_kv.types import Evidence
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.absorb import Keeper
 
 Finder: TypeAlias = Callable[[Method, Means, LayerKV], FindNearest | None]
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime.absorb import Keeper
 from hybrid_kv.runtime.append import append, reads_alike, stores_as_is
-from hybrid_kv.runtime.following import follow
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
@@ -19,6 +17,7 @@ from hybrid_kv.store import LayerKV
 from hybrid_kv.types import LayerShape, PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.absorb import Keeper
     from hybrid_kv.runtime.device_plan import DevicePlan
     from hybrid_kv.runtime.foreseen import Foreseen
 
@@ -111,8 +110,8 @@ class PlannedSteps:
             self._num_plans += 1
         part, keeper = compiled.plan.attend(step), self.keeper
         if keeper is not None and keeper.follows:
-            told = keeper, self._means.executor, step.layer, step.q, part.lse
-            follow(*told, scale=step.scale, softcap=step.softcap)
+            told = self._means.executor, step.layer, step.q, part.lse
+            keeper.follow(*told, scale=step.scale, softcap=step.softcap)
         return part
 
     def device_plan(self, store: LayerKV) -> DevicePlan | None:

@@ -17,7 +17,6 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
-from hybrid_kv.runtime.absorb import finite_flag
 from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
 from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
@@ -142,6 +141,8 @@ class _Absorbed:
         count, device = len(overflow.positions), overflow.k.device
         first = int(overflow.positions[0]) if count else 0
         at = torch.arange(first, first + count, device=device)
+        from hybrid_kv.runtime.absorb import finite_flag
+
         left = Entries.borrowed(overflow.k, overflow.v, at)
         entries = absorb(row, left)
         flag = finite_flag(entries, row.kept)

@@ -11,8 +11,7 @@ from hybrid_kv.attention import (
 )
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import get_ops
-from hybrid_kv.ops.choice import BACKENDS
-from hybrid_kv.ops.chosen import why_unavailable
+from hybrid_kv.ops.choice import BACKENDS, why_unavailable
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import get_ops, reference
-from hybrid_kv.ops.choice import BACKENDS
-from hybrid_kv.ops.chosen import why_unavailable
+from hybrid_kv.ops.choice import BACKENDS, why_unavailable
 from hybrid_kv.types import HIDDEN
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import TOLERANCES, Tolerance

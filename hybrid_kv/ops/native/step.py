@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.append import PagesStruct, PageWriter
 from hybrid_kv.ops.native.attend import KVStruct, described
-from hybrid_kv.ops.native.pages import DigestStruct
+from hybrid_kv.ops.native.pages import DigestStruct, PagesStruct, PageWriter
 from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.tail import MOMENTS, Form, Tail
