@@ -14,7 +14,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.cache_layers import HybridLayer, copied_state
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, TieredLayer
-from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.layer_prompt import EvidenceCollector
 from hybrid_kv.types import Evidence, LayerShape, Needs
 
 

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from hybrid_kv.index._auto_costs import ScanTrial, SketchTrial, TimedSearch, measured
-from hybrid_kv.index._choice import (
+from hybrid_kv.index._auto_costs import (
     Cost,
     Pace,
     Payback,
+    ScanTrial,
+    SketchTrial,
+    TimedSearch,
     build_forecast,
     cheapest,
     decoding_pace,
     hoped,
     mean_cost,
+    measured,
 )
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport

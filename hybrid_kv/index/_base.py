@@ -1,16 +1,18 @@
-"""The template of the built-in indexes: checks and empty cases once, three hooks per kind."""
+"""The template of the built-in indexes: checks and empty cases once, three hooks per kind.
+
+Nothing that is checked reads all keys at search time.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import IntegrityError
-from hybrid_kv.index import _checks
+from hybrid_kv.errors import ConfigError, IntegrityError, NonFiniteError, ShapeError
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.types import SearchResult
@@ -64,12 +66,12 @@ class KeyIndex(Index):
             ShapeError: keys, samples or nearest do not fit.
             NonFiniteError: a key is NaN or infinite; the index is as before.
         """
-        _checks.check_keys(keys)
+        check_keys(keys)
         if samples is not None:
-            _checks.check_samples(samples, keys)
+            check_samples(samples, keys)
         if nearest is not None:
-            _checks.check_nearest(nearest, samples, keys)
-        _checks.check_finite(keys)
+            check_nearest(nearest, samples, keys)
+        check_finite(keys)
         self._known = keys
         self._rebuild(samples, nearest)
 
@@ -77,8 +79,8 @@ class KeyIndex(Index):
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; raises as `build`."""
         known = self._keys
-        _checks.check_appended(keys, known)
-        _checks.check_finite(keys, known.shape[1])
+        check_appended(keys, known)
+        check_finite(keys, known.shape[1])
         self._known = keys
         if keys.shape[1] > known.shape[1]:
             self._append(known.shape[1])
@@ -103,7 +105,7 @@ class KeyIndex(Index):
             alike = near.shape[:2] == queries.shape[:2]
             fits = near.dim() == 3 and alike and near.dtype is torch.int64
         if not fits or not 1 <= top_k <= most:
-            _checks.refuse_search(queries, keys, top_k, most, near)
+            refuse_search(queries, keys, top_k, most, near)
         size = (*queries.shape[:2], min(top_k, keys.shape[1]))
         if 0 in size:
             return SearchResult(
@@ -153,3 +155,114 @@ class KeyIndex(Index):
     def _plan(self, count: int, most: int) -> Sequence[EngineSearch] | None:
         """Searches of the engine in the place of `_find`; None where there are none."""
         return None
+
+
+def check_keys(keys: Tensor) -> None:
+    """Raises ShapeError unless keys are [Hkv, N, D]."""
+    if keys.dim() != 3:
+        raise ShapeError(f"keys must be [Hkv, N, D], got shape {list(keys.shape)}")
+
+
+def check_appended(keys: Tensor, known: Tensor) -> None:
+    """Raises ShapeError unless keys hold the known rows, or more, for the same heads."""
+    check_keys(keys)
+    heads, rows, dim = known.shape
+    if (keys.shape[0], keys.shape[2]) != (heads, dim) or keys.shape[1] < rows:
+        raise ShapeError(
+            f"keys must be [{heads}, N >= {rows}, {dim}], got shape {list(keys.shape)}; "
+            "add takes the whole array, known rows first"
+        )
+
+
+def refuse_search(
+    queries: Tensor, keys: Tensor, top_k: int, most: int, near: Tensor | None
+) -> NoReturn:
+    """Says what is wrong with a search.
+
+    Raises:
+        ShapeError: queries [Hkv, M, D] do not fit keys [Hkv, N, D], or near is not [Hkv, M, W]
+            int64 for them.
+        ConfigError: not 1 <= top_k <= most.
+    """
+    heads, _, dim = keys.shape
+    if queries.dim() != 3 or (queries.shape[0], queries.shape[2]) != (heads, dim):
+        raise ShapeError(
+            f"queries must be [{heads}, M, {dim}] as the keys have {heads} KV heads of "
+            f"head_dim {dim}, got shape {list(queries.shape)}"
+        )
+    if top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")
+    if most < top_k:
+        raise ConfigError(f"most must be at least top_k {top_k}, got {most}; leave it out")
+    got = "none" if near is None else f"{near.dtype} of shape {list(near.shape)}"
+    raise ShapeError(
+        f"near must be int64 {[*queries.shape[:2], 'W']} as the queries are, got {got}; leave it "
+        "out for other queries"
+    )
+
+
+def check_samples(samples: Tensor, keys: Tensor) -> None:
+    """Raises ShapeError unless samples [Hkv, G, M, D] fit keys [Hkv, N, D]."""
+    heads, _, dim = keys.shape
+    if samples.dim() != 4 or (samples.shape[0], samples.shape[3]) != (heads, dim):
+        raise ShapeError(
+            f"samples must be [{heads}, G, M, {dim}] as the keys have {heads} KV heads of "
+            f"head_dim {dim}, got shape {list(samples.shape)}"
+        )
+
+
+def check_nearest(nearest: Tensor, samples: Tensor | None, keys: Tensor) -> None:
+    """Raises ShapeError unless nearest [Hkv, G, M, K] int32 belong to samples and name keys."""
+    given = None if samples is None else samples.shape[:3]
+    if nearest.dim() != 4 or nearest.shape[:3] != given or nearest.dtype != torch.int32:
+        expected = "absent without samples" if given is None else f"int32 {[*given, 'K']}"
+        raise ShapeError(
+            f"nearest must be {expected}, got {nearest.dtype} of shape {list(nearest.shape)}"
+        )
+    if nearest.numel() and not 0 <= int(nearest.min()) <= int(nearest.max()) < keys.shape[1]:
+        raise ShapeError(
+            f"nearest must name rows 0..{keys.shape[1] - 1} of the keys, got "
+            f"{int(nearest.min())}..{int(nearest.max())}"
+        )
+
+
+def check_finite(keys: Tensor, first_row: int = 0) -> None:
+    """Raises NonFiniteError naming the first KV head and row >= first_row with NaN or infinity.
+
+    Two reductions (both carry NaN) replace a mask as large as the keys.
+    """
+    new = keys[:, first_row:]
+    if new.numel() == 0 or bool(torch.isfinite(torch.stack([new.amin(), new.amax()])).all()):
+        return
+    head, row = (~torch.isfinite(new).all(-1)).nonzero()[0].tolist()
+    raise NonFiniteError(
+        f"keys of KV head {head}, row {row + first_row} are not finite; "
+        "check the model's weights and dtype"
+    )
+
+
+def runs(heads: Iterable[int]) -> list[slice]:
+    """Ascending heads as few slices with even steps, so that `keys[slice]` is a view."""
+    found: list[list[int]] = []
+    for head in heads:
+        last = found[-1] if found else []
+        if last and (len(last) == 1 or head - last[-1] == last[-1] - last[-2]):
+            last.append(head)
+        else:
+            found.append([head])
+    return [slice(run[0], run[-1] + 1, run[1] - run[0] if len(run) > 1 else 1) for run in found]
+
+
+def joined(
+    queries: Tensor, parts: Sequence[tuple[slice | list[int], SearchResult]], rows_read: int | None
+) -> SearchResult:
+    """What was found for some heads each, for queries [Hkv, M, D]; narrower results are padded."""
+    width = max(found.ids.shape[2] for _, found in parts)
+    ids = torch.full((*queries.shape[:2], width), -1, dtype=torch.int64)
+    scores = torch.full(ids.shape, -torch.inf)
+    for heads, found in parts:
+        ids[heads, :, : found.ids.shape[2]] = found.ids
+        scores[heads, :, : found.ids.shape[2]] = found.scores
+    scored = sum(found.scored for _, found in parts)
+    read = sum(found.read_bytes or 0 for _, found in parts)
+    return SearchResult(ids, scores, scored, rows_read, read_bytes=read)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index._sketch_learn import hold_out_block
-from hybrid_kv.index._sketch_plans import plan_of
-from hybrid_kv.index._sketch_space import QuerySpace, sketch_map
+from hybrid_kv.index._sketch_space import QuerySpace, plan_of, sketch_map
 from hybrid_kv.ops.sketch_codes import MAX_DIMS, SketchPlan
 from hybrid_kv.ops.sketch_select import DeviceCodes, QueryCodes, code_scores, encode, quantise
 

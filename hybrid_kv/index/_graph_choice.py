@@ -16,14 +16,18 @@ from torch import Tensor
 from hybrid_kv.index._auto_choice import Chosen, Report, Sketched
 from hybrid_kv.index._auto_costs import (
     RERANK,
+    Cost,
+    Payback,
     ScanTrial,
     SketchTrial,
     TimedSearch,
+    cheapest,
+    core_clock,
+    decoding_pace,
     measured,
     ranked_bytes,
 )
 from hybrid_kv.index._base import Cancellation
-from hybrid_kv.index._choice import Cost, Payback, cheapest, core_clock, decoding_pace
 from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
 from hybrid_kv.index._trial import HeadReport

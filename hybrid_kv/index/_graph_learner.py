@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.index._base import Cancellation
 from hybrid_kv.index._learn import BEAMS, DRIFT, learn
-from hybrid_kv.index._sketch_engine import TierSearcher
-from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
 from hybrid_kv.index._trial import Goal, HeadReport
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native import engine_state

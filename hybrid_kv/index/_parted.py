@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from hybrid_kv.index._auto_choice import Chosen
-from hybrid_kv.index._parts import joined, runs
+from hybrid_kv.index._base import joined, runs
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchReport

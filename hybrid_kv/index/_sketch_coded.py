@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybrid_kv.index._sketch_engine import TierSearcher
-from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
 from hybrid_kv.index._sketch_later import SCANNED_KEYS, LaterKeys
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import pack_tiers

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
-from hybrid_kv.index._sketch_engine import restored_tier
-from hybrid_kv.index._sketch_head import HeadSketch, Placing
+from hybrid_kv.index._sketch_head import HeadSketch, Placing, Potential, restored_tier
 from hybrid_kv.index._sketch_learn import SketchReport
-from hybrid_kv.index._sketch_potential import Potential
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, SketchTier
 
 CODES = 1

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hybrid_kv.index._base import runs
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
-from hybrid_kv.index._parts import runs
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.types import SearchResult
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from hybrid_kv.index._device_keys import DeviceKeys
 from hybrid_kv.index._device_learn import Learned, Promise, SelectGoal, learn
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.index._sketch_engine import restored_tier
-from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
 from hybrid_kv.index._sketch_learn import SketchReport, TierReport
 from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.sketch import SketchIndex

@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from hybrid_kv import config
+from hybrid_kv.index._base import joined
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
-from hybrid_kv.index._parts import joined
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_coded import CodedKeys
 from hybrid_kv.index._sketch_head import HeadSketch

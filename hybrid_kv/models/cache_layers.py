@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_state import CacheState
-from hybrid_kv.models.graphs import outside_graphs
+from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.runtime import TieredLayer
 from hybrid_kv.types import Evidence, PartialAttention
 

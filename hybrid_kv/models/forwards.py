@@ -1,12 +1,27 @@
-"""Replaces the forwards of modules for a while."""
+"""Forwards of modules: replaced for a while, and kept out of graphs.
+
+A graph that somebody else makes of the model with torch.compile is cut around what stores and
+attends: it records tensors, and a cache of ours is no tensor. `compile_decode` makes a graph of its
+own, which a custom operator leads out of; while one of its steps is traced or runs,
+`CacheState.in_own_graph` says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+REASON = (
+    "a forward with a cache of hybrid_kv cannot be part of another graph; call torch.compile "
+    "without fullgraph=True, or leave it out and attach with compile_decode=True"
+)
 
 
 def pass_on(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,3 +50,9 @@ def replaced(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterat
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = previous
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, which no graph has inside: it is called as it is, with all that it calls."""
+    apart: Callable[_P, _R] = torch.compiler.disable(function, reason=REASON)
+    return apart

@@ -19,8 +19,8 @@ from transformers.masking_utils import causal_mask_function, flash_attention_mas
 from hybrid_kv.attention import apply_sink, attend, attend_causal, group_queries
 from hybrid_kv.errors import ConfigError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import SlidingLayer, layer_of
-from hybrid_kv.models.graphs import outside_graphs
-from hybrid_kv.models.shown_tokens import seen_on_host, with_copy
+from hybrid_kv.models.cache_state import seen_on_host, with_copy
+from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.ops import get_ops
 from hybrid_kv.ops.upload import staged
 from hybrid_kv.types import PartialAttention

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiered_layers
-from hybrid_kv.models.graphs import outside_graphs
+from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.together import JointRow, attend_shared

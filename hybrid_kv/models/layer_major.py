@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import pass_on, replaced
-from hybrid_kv.models.graphs import outside_graphs
+from hybrid_kv.models.forwards import outside_graphs, pass_on, replaced
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.prompt_states import (
     StatesPlace,

@@ -18,7 +18,7 @@ from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT, passed, renamed
 from hybrid_kv.models.few_tokens import FewTokens
-from hybrid_kv.models.graphs import outside_graphs
+from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.forwards import pass_on, replaced
-from hybrid_kv.models.graphs import outside_graphs
+from hybrid_kv.models.forwards import outside_graphs, pass_on, replaced
 from hybrid_kv.models.layer_major import decoder_stacks
 
 

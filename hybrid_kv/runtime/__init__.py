@@ -9,7 +9,7 @@ from hybrid_kv.runtime.capacity import (
     spare_host_memory,
 )
 from hybrid_kv.runtime.layer import TieredLayer
-from hybrid_kv.runtime.reasons import PlanReason
+from hybrid_kv.runtime.step import PlanReason
 
 __all__ = [
     "KVCache",

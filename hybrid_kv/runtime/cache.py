@@ -18,8 +18,7 @@ from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.layers import Layers
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.numbers import StepNumbers, take_back_reserved
-from hybrid_kv.runtime.reasons import GraphUse
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import GraphUse, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (

@@ -19,9 +19,8 @@ from hybrid_kv.runtime.numbers import (
     StepNumbers,
     store_reserved,
 )
-from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import PlanReason, Step
 from hybrid_kv.types import PartialAttention, Read, Work
 
 

@@ -1,17 +1,105 @@
-"""A layer's prompt: the evidence that is collected while it is computed, for the layer's method."""
+"""A layer's prompt and its evidence: queries that are collected for methods and indexes, and what
+they weighed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
 
+import torch
 from torch import Tensor
 
+from hybrid_kv.masses import causal_masses
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
-from hybrid_kv.runtime.evidence import EvidenceCollector
-from hybrid_kv.store import Row
+from hybrid_kv.store import LayerKV, Row
 from hybrid_kv.types import Evidence, LayerShape, Needs
+
+_NOTED_TOKENS = 64
+"""Queries of a chunk of a long later turn that are kept, spread evenly, to learn from."""
+
+
+class EvidenceCollector:
+    """Samples one row's queries evenly over a prompt whose length is not known in advance.
+
+    Keeps every stride-th query and doubles the stride when twice the wanted number is held, so the
+    sample stays even, deterministic and bounded.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._stride = 1
+        self._seen = 0
+        self._sampled: list[Tensor] = []
+        self._last: Tensor | None = None
+        self._sums: Tensor | None = None
+
+    @property
+    def wants_sums(self) -> bool:
+        """Whether `add_masses` is to be called for what is observed."""
+        return self._needs.column_sums
+
+    def observe(self, q: Tensor) -> None:
+        """Takes the queries [Hq, T, D] of the next T prompt tokens of the row."""
+        count = q.shape[1]
+        if self._needs.sampled_queries:
+            first = -self._seen % self._stride
+            self._sampled.append(q[:, first :: self._stride].clone())
+            while sum(part.shape[1] for part in self._sampled) >= 2 * self._needs.sampled_queries:
+                self._sampled = [
+                    torch.cat(self._sampled, 1)[:, ::2].clone()
+                ]  # a view would keep all
+                self._stride *= 2
+        if self._needs.last_queries:
+            joined = q if self._last is None else torch.cat([self._last, q], 1)
+            self._last = joined[:, -self._needs.last_queries :].clone()
+        self._seen += count
+
+    def add_masses(
+        self, q: Tensor, lse: Tensor, keys: Tensor, *, scale: float, softcap: float | None
+    ) -> None:
+        """Adds the weights that queries observed gave to all keys so far.
+
+        Args:
+            q: [Hq, T, D], lse: [Hq, T] of their attention.
+            keys: [Hkv, N, D], those of the T tokens last.
+        """
+        sums = causal_masses(q, keys, scale=scale, softcap=softcap, lse=lse)
+        if self._sums is not None:
+            sums[:, : self._sums.shape[1]] += self._sums
+        self._sums = sums
+
+    def branch(self) -> EvidenceCollector:
+        """One that has seen the same, and goes on alone."""
+        other = copy(self)  # tensors are replaced, never written to
+        other._sampled = list(self._sampled)
+        return other
+
+    def evidence(self, scale: float = 1.0, softcap: float | None = None) -> Evidence:
+        """What was seen so far, of queries whose scores become logits in this way."""
+        sampled = torch.cat(self._sampled, 1) if self._sampled else None
+        count = 0 if sampled is None else sampled.shape[1]
+        # After a halving the first sample is still position 0, and the stride the distance.
+        positions = torch.arange(count) * self._stride
+        return Evidence(self._seen, sampled, self._last, positions, self._sums, scale, softcap)
+
+
+def note_queries(store: LayerKV, q: Tensor) -> None:
+    """Lets indexes learn later from some queries of q [B, Hq, T, D], those of a long later turn."""
+    count, heads = q.shape[2], store.shape.num_kv_heads
+    step = max(1, count // _NOTED_TOKENS)
+    some = range((count - 1) % step, count, step)
+    for row in store.rows:
+        indexes = [span.extent.index for span in row.chain.spans]
+        known = [index.aging for index in indexes if index is not None]
+        agings = [aging for aging in known if aging is not None]
+        if not agings:
+            continue
+        asked = q[row.number][:, some.start :: step].unflatten(0, (heads, -1)).cpu()
+        for place, token in enumerate(some):
+            for aging in agings:
+                aging.ask(asked[:, :, place].clone(), row.length - count + token)
 
 
 class LayerPrompt:

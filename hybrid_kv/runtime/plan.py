@@ -24,9 +24,8 @@ from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.numbers import StepNumbers
-from hybrid_kv.runtime.reasons import PlanReason
 from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import PlanReason, Step
 from hybrid_kv.store import Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps

@@ -1,10 +1,10 @@
-"""What one decode step of one layer works with."""
+"""One decode step of one layer: what it works with, and why it is not made in the fastest way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from hybrid_kv.watch.phases import Phases
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.foreseen import Foreseen
+
 
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 """By row what a step has retrieved, and under which budget."""
@@ -76,3 +77,31 @@ def stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
     return PartialAttention(
         torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
     )
+
+
+# Why a step is not made in the fastest way --------------------------------------------------------
+
+
+class PlanReason(NamedTuple):
+    """Why a step is no single call. code: one of a fixed set; text: in words."""
+
+    code: str
+    text: str
+
+
+@dataclass(slots=True)
+class GraphUse:
+    """What became of the last forward as one graph.
+
+    reason: why it was not a replay; None where it was. captures, replays: so far.
+    """
+
+    reason: PlanReason | None = None
+    captures: int = 0
+    replays: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready."""
+        code, text = self.reason or ("", "")
+        counts = {"captures": self.captures, "replays": self.replays}
+        return {"code": code, "reason": text, **counts}

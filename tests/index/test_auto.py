@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _auto_choice, _auto_costs, _choice, _graph_choice, auto
-from hybrid_kv.index._choice import Cost, Pace, build_forecast, cheapest, decoding_pace
+from hybrid_kv.index import _auto_choice, _auto_costs, _graph_choice, auto
+from hybrid_kv.index._auto_costs import Cost, Pace, build_forecast, cheapest, decoding_pace
+from hybrid_kv.index._base import runs
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_learner import GraphLearner
-from hybrid_kv.index._parts import runs
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.native import engine_state
@@ -465,6 +465,6 @@ def test_waiting_for_a_core_is_no_lack_of_bandwidth(monkeypatch: pytest.MonkeyPa
     ticks = (
         count()
     )  # of a thread that works for half a second from one look at its clock to another
-    monkeypatch.setattr(_choice, "default_pool", lambda: SimpleNamespace(threads=1))
-    monkeypatch.setattr(_choice, "thread_time", lambda: next(ticks) / 2)
-    assert decoding_pace.__wrapped__() == Pace(1, _choice._STREAMED_BYTES / 0.5)
+    monkeypatch.setattr(_auto_costs, "default_pool", lambda: SimpleNamespace(threads=1))
+    monkeypatch.setattr(_auto_costs, "thread_time", lambda: next(ticks) / 2)
+    assert decoding_pace.__wrapped__() == Pace(1, _auto_costs._STREAMED_BYTES / 0.5)

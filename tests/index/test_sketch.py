@@ -13,11 +13,10 @@ from torch import Tensor
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.eval.synthetic import PAPER, SyntheticHead
-from hybrid_kv.index import _sketch_engine
+from hybrid_kv.index import _sketch_head
 from hybrid_kv.index._file import read_arrays, write_arrays
-from hybrid_kv.index._sketch_head import HeadSketch, Placing
+from hybrid_kv.index._sketch_head import HeadSketch, Placing, SketchMaker
 from hybrid_kv.index._sketch_later import SCANNED_KEYS
-from hybrid_kv.index._sketch_maker import SketchMaker
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.sketch_codes import SketchPlan
 from hybrid_kv.plugins import BuildCancelled
@@ -254,7 +253,7 @@ def test_a_build_is_given_up_between_heads() -> None:
 def test_the_portable_twin_makes_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, samples, later = seen_heads(2, 3000)
     index = sketch(keys, samples)
-    monkeypatch.setattr(_sketch_engine, "engine", lambda: None)
+    monkeypatch.setattr(_sketch_head, "engine", lambda: None)
     twin = sketch(keys, samples)
     assert [head["tiers"] for head in twin.describe()] == [h["tiers"] for h in index.describe()]
     assert equal(index.search(flat(later)[:, :5], 37), twin.search(flat(later)[:, :5], 37))
@@ -286,7 +285,7 @@ def test_an_engine_reads_what_another_wrote(
     keys, samples, later = seen_heads(1, 3000)
     index = sketch(keys, samples)
     index.save(tmp_path / "index.hkv")
-    monkeypatch.setattr(_sketch_engine, "engine", lambda: None)
+    monkeypatch.setattr(_sketch_head, "engine", lambda: None)
     twin = SketchIndex.load(tmp_path / "index.hkv", keys)
     assert equal(index.search(flat(later)[:, :5], 37), twin.search(flat(later)[:, :5], 37))
 

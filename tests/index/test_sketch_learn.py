@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from hybrid_kv.index import _sketch_learn
-from hybrid_kv.index._sketch_engine import TierSearcher
-from hybrid_kv.index._sketch_forecast import Forecast, SketchGoal, forecasts
-from hybrid_kv.index._sketch_learn import held_out, hold_out_block, learn
-from hybrid_kv.index._sketch_maker import SketchMaker
-from hybrid_kv.index._sketch_plans import Layout, layouts, plan_of
-from hybrid_kv.index._sketch_potential import Potential
-from hybrid_kv.index._sketch_space import QuerySpace, sketch_map
+from hybrid_kv.index._sketch_head import Potential, SketchMaker, TierSearcher
+from hybrid_kv.index._sketch_learn import (
+    Forecast,
+    SketchGoal,
+    forecasts,
+    held_out,
+    hold_out_block,
+    learn,
+)
+from hybrid_kv.index._sketch_space import Layout, QuerySpace, layouts, plan_of, sketch_map
 from tests.index.oracle import SCORE_TOLERANCE
 from tests.index.sketch_heads import seen_head
 

@@ -10,7 +10,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.nearest import SCRATCH_BYTES
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.layer_prompt import EvidenceCollector
 from hybrid_kv.types import LayerShape, Needs
 
 LLAMA = LayerShape(0, 32, 8, 128)

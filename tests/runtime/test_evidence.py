@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.rotary import UNKNOWN
-from hybrid_kv.runtime.evidence import EvidenceCollector
+from hybrid_kv.runtime.layer_prompt import EvidenceCollector
 from hybrid_kv.types import Evidence, Needs
 
 NEEDS = Needs(sampled_queries=10, last_queries=6)
