@@ -8,13 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel
 from torch import Tensor
 
-from hybrid_kv.attended import Attended
-from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, NoBudgetError
 from hybrid_kv.registry import Plugin, Registry
 from hybrid_kv.types import (
@@ -31,15 +29,17 @@ from hybrid_kv.types import (
     Tiers,
 )
 
+if TYPE_CHECKING:
+    from hybrid_kv.attended import Attended
+    from hybrid_kv.entries import Entries
+
 Select: TypeAlias = Literal["auto", "host", "device"]
 
 __all__ = [
     "INDEXES",
     "METHODS",
-    "Attended",
     "BuildCancelled",
     "DeviceIndex",
-    "Entries",
     "Index",
     "Method",
     "Placement",

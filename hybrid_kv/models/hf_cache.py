@@ -128,7 +128,11 @@ def _is_empty(layer: Any) -> bool:
     return seen == 0 and not any(states.values())
 
 
-class TieredCache(Cache):
+class ServedCache(Cache):
+    """A cache with which an attached model attends: of one conversation, or of several joined."""
+
+
+class TieredCache(ServedCache):
     """The cache of one conversation; full-attention layers are tiered, others are not.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiered_layers
 from hybrid_kv.models.forwards import outside_graphs
-from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.together import JointRow, attend_shared
 from hybrid_kv.types import PartialAttention
@@ -125,7 +125,7 @@ class JoinedLayer(CacheLayerMixin):
         return -1
 
 
-class JoinedCache(Cache):
+class JoinedCache(ServedCache):
     """The cache of one decode step [B, 1] of several caches of one row each.
 
     Pass `position_ids` [B, 1] with it, see `positions`: rows differ in length.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT, passed, renamed
 from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.forwards import outside_graphs
-from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.joined import JoinedCache
+from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
@@ -30,6 +29,7 @@ from hybrid_kv.types import ModelInfo, bytes_per_token
 if TYPE_CHECKING:
     from hybrid_kv.models.compiled import CompiledSteps
     from hybrid_kv.models.early_queries import EarlyQueries
+    from hybrid_kv.models.joined import JoinedCache
     from hybrid_kv.models.step_graphs import StepGraphs
     from hybrid_kv.runtime.device_plan import DevicePlan
 
@@ -86,7 +86,7 @@ class Serving:
         @wraps(inner, updated=())
         def forward(*args: Any, **kwargs: Any) -> Any:
             cache = args[place] if place < len(args) else passed(kwargs)
-            if isinstance(cache, (TieredCache, JoinedCache)):
+            if _is_served(cache):
                 kwargs = renamed(kwargs)
                 if isinstance(cache, TieredCache) and cache.state.in_own_graph:
                     return inner(*args, **kwargs)
@@ -153,10 +153,10 @@ class Serving:
                 "the model is computing already in this thread; call it again when that forward "
                 "has returned"
             )
-        if isinstance(cache, JoinedCache):
-            self._check_joined(cache, inputs)
-        else:
+        if isinstance(cache, TieredCache):
             self._check(cache, inputs)
+        else:
+            self._check_joined(cache, inputs)
         text = self._text_config
         previous, text._attn_implementation = text._attn_implementation, hf_attention.NAME
         self._set_cache(cache)
@@ -175,7 +175,7 @@ class Serving:
     def _as_prompt(
         self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        if isinstance(cache, JoinedCache):  # a joined step is no prompt
+        if not isinstance(cache, TieredCache):  # a joined step is no prompt
             return nullcontext()
         source = _source(inputs)
         shape = None if source is None else (source.shape[0], source.shape[1])
@@ -187,7 +187,7 @@ class Serving:
         self._cache = cache
         if self._early is not None:
             # Rows of a joined step are not searched ahead.
-            self._early.cache = None if isinstance(cache, JoinedCache) else cache
+            self._early.cache = cache if isinstance(cache, TieredCache) else None
 
     def _check_joined(self, cache: JoinedCache, inputs: dict[str, Any]) -> None:
         for row in cache.caches:
@@ -251,6 +251,10 @@ class Serving:
                 self._steps.close()
 
 
+def _is_served(cache: object) -> TypeGuard[TieredCache | JoinedCache]:
+    return isinstance(cache, ServedCache)
+
+
 def _compiled_steps(model: PreTrainedModel) -> CompiledSteps:
     from hybrid_kv.models.compiled import CompiledSteps
 
@@ -299,7 +303,7 @@ def _watch_logits(cache: TieredCache | JoinedCache, output: Any) -> None:
     if isinstance(values, Tensor) and values.numel():
         # The largest: a token that a model rules out by minus infinity is no error.
         are_finite = torch.isfinite(values[:, -1].amax(-1))
-        if isinstance(cache, JoinedCache):
-            cache.watch_logits(are_finite)
-        else:
+        if isinstance(cache, TieredCache):
             cache.kv.finite.watch("logits", are_finite.all())
+        else:
+            cache.watch_logits(are_finite)

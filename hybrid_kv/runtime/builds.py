@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from hybrid_kv.ops.captures import device_in_use
 from hybrid_kv.transfer import Executor
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
@@ -36,15 +35,15 @@ class IndexBuilds:
 
     def here(self, build: Callable[[], None]) -> None:
         """Runs a build that is waited for."""
-        with self._phases.measure(INDEX_BUILD), self.clock.running(), device_in_use():
+        with self._phases.measure(INDEX_BUILD), self.clock.running(), self._executor.building():
             build()
 
     def beside(self, build: Callable[[], None], holds: int = 0) -> Future[None]:
         """Begins a build that need not be waited for."""
-        clock = self.clock
+        clock, building = self.clock, self._executor.building
 
         def measured() -> None:
-            with clock.running(), device_in_use():
+            with clock.running(), building():
                 build()
 
         with self._phases.measure(INDEX_BUILD):

@@ -13,8 +13,12 @@ from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.append import append, new_store
-from hybrid_kv.runtime.exact import attend_exact
-from hybrid_kv.runtime.layer_prompt import EvidenceCollector, LayerPrompt, note_queries
+from hybrid_kv.runtime.layer_prompt import (
+    EvidenceCollector,
+    LayerPrompt,
+    attend_exact,
+    note_queries,
+)
 from hybrid_kv.runtime.leaving import Finder, Leaving, nearest_finder
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.planned_steps import PlannedSteps

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from hybrid_kv.entries import Entries
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Rotary, Samples
@@ -19,6 +18,7 @@ from hybrid_kv.store import LayerKV, Overflow, Row
 from hybrid_kv.types import Evidence
 
 if TYPE_CHECKING:
+    from hybrid_kv.entries import Entries
     from hybrid_kv.runtime.absorb import Keeper
 
 Finder: TypeAlias = Callable[[Method, Means, LayerKV], FindNearest | None]

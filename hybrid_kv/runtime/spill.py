@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
@@ -21,8 +20,11 @@ from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
 from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
 
+if TYPE_CHECKING:
+    from hybrid_kv.entries import Entries
+
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Absorb: TypeAlias = Callable[[Row, Entries], Entries | None]
+Absorb: TypeAlias = "Callable[[Row, Entries], Entries | None]"
 """What the method keeps of a row when these entries have left its window."""
 
 
@@ -141,6 +143,7 @@ class _Absorbed:
         count, device = len(overflow.positions), overflow.k.device
         first = int(overflow.positions[0]) if count else 0
         at = torch.arange(first, first + count, device=device)
+        from hybrid_kv.entries import Entries
         from hybrid_kv.runtime.absorb import finite_flag
 
         left = Entries.borrowed(overflow.k, overflow.v, at)

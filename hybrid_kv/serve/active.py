@@ -21,7 +21,7 @@ from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, T
 from hybrid_kv.serve.room import Needed
 from hybrid_kv.serve.sampling import Sampler
 from hybrid_kv.serve.text import AnswerText
-from hybrid_kv.store import tier_bytes
+from hybrid_kv.store.tiers import tier_bytes
 from hybrid_kv.watch.places import Places
 
 _PLACES = 64

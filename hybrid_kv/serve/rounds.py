@@ -39,7 +39,7 @@ from hybrid_kv.serve.requests import (
 )
 from hybrid_kv.serve.room import Needed, check, fits, needed_bytes
 from hybrid_kv.serve.tally import EngineTally
-from hybrid_kv.store import tier_bytes
+from hybrid_kv.store.tiers import tier_bytes
 
 _log = logging.getLogger(__name__)
 

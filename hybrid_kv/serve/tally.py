@@ -8,7 +8,7 @@ from statistics import fmean
 
 from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.requests import EngineStats, Finished
-from hybrid_kv.store import TierBytes
+from hybrid_kv.store.tiers import TierBytes
 
 _SHARE = 0.2
 """Of a new request's time in the mean of all."""

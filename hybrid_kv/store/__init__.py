@@ -15,7 +15,6 @@ from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row, RowMark
 from hybrid_kv.store.table import PageTable
-from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
 __all__ = [
     "ColdChain",
@@ -31,9 +30,7 @@ __all__ = [
     "RowMark",
     "SelectFor",
     "Span",
-    "TierBytes",
     "all_finite",
     "best_of",
     "check_finite",
-    "tier_bytes",
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.pool import PagePool, arena_of
 from hybrid_kv.store.row import Row
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN
@@ -49,6 +51,27 @@ def _check_kept(row: Row, kept: Entries, absent: set[int], far: Sequence[int]) -
                 f"row {row.number}: KV head {head} keeps other entries than the cold tier "
                 "leaves out"
             )
+
+
+def check_resident(pool: PagePool, tables: Sequence[PageTable], *, has_forked: bool) -> None:
+    """Raises IntegrityError unless counts, fills, order claims and digests are true."""
+    counted = np.zeros_like(pool.refs).reshape(-1)
+    for table in (table for one in pool.stores for table in one.tables):
+        np.add.at(counted, pool.slots(table.pages), 1)
+    if (counted != pool.refs.reshape(-1)).any():
+        raise IntegrityError("page reference counts differ from the page tables")
+    for arena in range(len(tables)):
+        used = int((pool.refs[arena] > 0).sum())
+        if used + len(pool.free[arena]) != pool.high[arena]:
+            raise IntegrityError(
+                f"arena {arena}: {used} used and {len(pool.free[arena])} free pages do not "
+                f"make up the {pool.high[arena]} ever taken"
+            )
+    foreign = any(arena_of(p) != row for row, t in enumerate(tables) for p in t.pages)
+    if foreign and not has_forked:
+        raise IntegrityError("a row reads another row's arena, yet no fork was recorded")
+    for table in tables:
+        check_table(table)
 
 
 def check_table(table: PageTable) -> None:

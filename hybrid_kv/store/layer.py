@@ -13,7 +13,6 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdStore
 from hybrid_kv.store.index_builder import MakeIndex
-from hybrid_kv.store.integrity import check_row
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row
 from hybrid_kv.types import Demotion, LayerShape
@@ -167,6 +166,8 @@ class LayerKV:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner."""
+        from hybrid_kv.store.integrity import check_row
+
         self.resident.check_integrity()
         self.cold.check_integrity()
         for row in self.rows:

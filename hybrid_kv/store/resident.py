@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops import Ops
-from hybrid_kv.store.integrity import check_table
-from hybrid_kv.store.pool import PagePool, ResidentView, arena_of
+from hybrid_kv.store.pool import PagePool, ResidentView
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, LayerShape
 
@@ -136,21 +134,6 @@ class ResidentStore:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless counts, fills, order claims and digests are true."""
-        pool = self.pool
-        counted = np.zeros_like(pool.refs).reshape(-1)
-        for table in (table for store in pool.stores for table in store.tables):
-            np.add.at(counted, pool.slots(table.pages), 1)
-        if (counted != pool.refs.reshape(-1)).any():
-            raise IntegrityError("page reference counts differ from the page tables")
-        for arena in range(len(self.tables)):
-            used = int((pool.refs[arena] > 0).sum())
-            if used + len(pool.free[arena]) != pool.high[arena]:
-                raise IntegrityError(
-                    f"arena {arena}: {used} used and {len(pool.free[arena])} free pages do not "
-                    f"make up the {pool.high[arena]} ever taken"
-                )
-        foreign = any(arena_of(p) != row for row, t in enumerate(self.tables) for p in t.pages)
-        if foreign and not self._forked:
-            raise IntegrityError("a row reads another row's arena, yet no fork was recorded")
-        for table in self.tables:
-            check_table(table)
+        from hybrid_kv.store.integrity import check_resident
+
+        check_resident(self.pool, self.tables, has_forked=self._forked)

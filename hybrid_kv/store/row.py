@@ -8,17 +8,20 @@ the cold tier is one run of positions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store.cold import ColdChain
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion
+
+if TYPE_CHECKING:
+    from hybrid_kv.entries import Entries
 
 
 @dataclass(frozen=True, slots=True)

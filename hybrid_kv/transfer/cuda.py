@@ -12,11 +12,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybrid_kv.ops.captures import device_in_use
 from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.ops.upload import bus_copies
@@ -247,6 +249,9 @@ class CudaExecutor(SyncExecutor):
         future: Future[None] = Future()
         self._thread.submit(run_into, future, work, BaseException)
         return future
+
+    def building(self) -> AbstractContextManager[None]:
+        return device_in_use()
 
     def close(self) -> None:
         """See `Executor.close`; also waits for what is under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -107,6 +108,10 @@ class Executor(Protocol):
         Works one after another, in their order, and beside the caller unless nothing is ever under
         way. An error of the work is the future's.
         """
+        ...
+
+    def building(self) -> AbstractContextManager[None]:
+        """A block in which an index is built: no graph of a device is captured beside it."""
         ...
 
     def close(self) -> None:

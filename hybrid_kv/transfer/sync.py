@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ class SyncExecutor:
         done: Future[None] = Future()
         run_into(done, work)
         return done
+
+    def building(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is ever left to do."""
