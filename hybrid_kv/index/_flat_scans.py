@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._scan import rank
+from hybrid_kv.index._base import rank
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native import rows as native_rows
 from hybrid_kv.ops.native.library import engine

@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._scan import rank, scan, true_scores
+from hybrid_kv.index._base import KeyIndex, rank, scan, true_scores
 from hybrid_kv.types import Needs, SearchResult
 
 _LEAST_ROOM, _ROOM_SHARE = 256, 8

@@ -17,7 +17,7 @@ from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._parted import PartedIndex, composed, part_of_file
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
-from hybrid_kv.index._stand_in import StandIn
+from hybrid_kv.index.flat import StandIn
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_kv import config
+from hybrid_kv.index._base import scan
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.index._scan import scan
 from hybrid_kv.index.pages import PagesIndex, with_room
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs

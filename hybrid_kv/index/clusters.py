@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from hybrid_kv import config
-from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._scan import SCRATCH_BYTES, rank, true_scores
+from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, true_scores
 from hybrid_kv.masses import logits_of
 from hybrid_kv.ops.kmeans import kmeans, means_of
 from hybrid_kv.plugins import INDEXES

@@ -8,9 +8,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._base import KeyIndex
+from hybrid_kv.index._base import KeyIndex, rank, scan
 from hybrid_kv.index._flat_scans import KeyScan, make_scan, planned
-from hybrid_kv.index._scan import rank, scan
+from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
@@ -78,3 +78,18 @@ class FlatIndex(KeyIndex):
     def memory_bytes(self) -> int:
         """Bytes of the 8-bit copies."""
         return 0 if self._scan is None else self._scan.memory_bytes
+
+
+# What serves while a graph or a sketch is built ---------------------------------------------------
+
+
+class StandIn(FlatIndex):
+    """Scans all keys in 8 bits, as heads without either are served, and says why."""
+
+    def __init__(self) -> None:
+        super().__init__(FlatIndex.Params(precision="int8"))
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            HeadReport("flat", "scanned while the index is built").to_dict() for _ in self._keys
+        ]

@@ -26,8 +26,8 @@ from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._graph_walks import GraphWalks
 from hybrid_kv.index._growth import GraphGrowth
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.index._stand_in import StandIn
 from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index.flat import StandIn
 from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index

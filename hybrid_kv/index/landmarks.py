@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hybrid_kv import config
-from hybrid_kv.index._scan import scan
+from hybrid_kv.index._base import scan
 from hybrid_kv.index.pages import PagesIndex
 from hybrid_kv.plugins import INDEXES
 

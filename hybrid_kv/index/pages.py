@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._scan import SCRATCH_BYTES, rank, scan
+from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, scan
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import DTYPES

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._scan import SCRATCH_BYTES
+from hybrid_kv.index._base import SCRATCH_BYTES
 from hybrid_kv.index._short import ShortIndex, ShortParams, room_bytes
 from hybrid_kv.ops.kmeans import kmeans, nearest_of
 from hybrid_kv.plugins import INDEXES

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._scan import SCRATCH_BYTES, scan, scores_of, true_scores
+from hybrid_kv.index._base import SCRATCH_BYTES, scan, scores_of, true_scores
 from hybrid_kv.index._short import ShortIndex, ShortParams
 from hybrid_kv.masses import logits_of
 from hybrid_kv.plugins import INDEXES

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from hybrid_kv import config
-from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._scan import SCRATCH_BYTES, rank, scan, true_scores
+from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, scan, true_scores
 from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import Needs, SearchResult
 

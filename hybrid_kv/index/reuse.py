@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.index._base import KeyIndex
-from hybrid_kv.index._scan import rank
+from hybrid_kv.index._base import KeyIndex, rank
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.types import SearchResult
 

@@ -23,7 +23,7 @@ from hybrid_kv.index._sketch_coded import CodedKeys
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_later import num_kept
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
-from hybrid_kv.index._stand_in import StandIn
+from hybrid_kv.index.flat import StandIn
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult

@@ -12,7 +12,6 @@ from torch import Tensor
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.append import append, new_store
 from hybrid_kv.runtime.layer_prompt import (
     EvidenceCollector,
     LayerPrompt,
@@ -20,7 +19,7 @@ from hybrid_kv.runtime.layer_prompt import (
     note_queries,
 )
 from hybrid_kv.runtime.leaving import Finder, Leaving, nearest_finder
-from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.means import Means, append, new_store
 from hybrid_kv.runtime.planned_steps import PlannedSteps
 from hybrid_kv.store import LayerKV, RowMark
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention

@@ -1,4 +1,4 @@
-"""What the layers of a cache share."""
+"""What the layers of a cache share, and how they store new tokens with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
@@ -15,7 +17,7 @@ from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.numbers import StepNumbers
 from hybrid_kv.store import LayerKV, SelectFor
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import Foresight, Needs, Work
+from hybrid_kv.types import Foresight, LayerShape, Needs, Work
 from hybrid_kv.watch.phases import Phases
 
 if TYPE_CHECKING:
@@ -99,3 +101,53 @@ class Means:
 
             self._selectors = Selectors(self.num_layers)
         return self._selectors
+
+
+def new_store(shape: LayerShape, means: Means, k: Tensor) -> LayerKV:
+    """An empty store for rows like those of the first keys k [B, Hkv, T, D]."""
+    capacity = max(means.reserved_tokens, k.shape[2])
+    return LayerKV(
+        *(shape, means.page_size, k.shape[0], k.dtype, k.device, capacity, means.ops),
+        pinned=means.pinned_on(k.device),
+    )
+
+
+def stores_as_is(method: Method) -> bool:
+    """Whether a method stores keys and values as the model gives them."""
+    return type(method).write is Method.write
+
+
+def reads_alike(method: Method) -> bool:
+    """Whether a method reads the same in every step, as the class that defines `read` says."""
+    owner = next(one for one in type(method).__mro__ if "read" in vars(one))
+    return bool(vars(owner).get("reads_alike", False))
+
+
+def append(
+    store: LayerKV, means: Means, method: Method, k: Tensor, v: Tensor, valid: Tensor | None
+) -> None:
+    """Stores new tokens k, v [B, Hkv, T, D] as a layer's method writes them.
+
+    Args:
+        valid: [B, T] bool leaves padding out; None where there is none.
+
+    Raises:
+        ShapeError: the number of rows has changed.
+        NonFiniteError: it is one token, in host memory, and its key is not finite. Who brings
+            several watches them.
+    """
+    if k.shape[0] != len(store.rows):
+        raise ShapeError(
+            f"batch must stay at {len(store.rows)} rows, got {k.shape[0]}; use a new cache"
+        )
+    layer_idx = store.shape.layer_idx
+    if k.shape[2] == 1:
+        means.finite.watch_new(layer_idx, k, v, valid)
+    if not stores_as_is(method):
+        k, v = method.write(layer_idx, k, v, store.next_positions(k.shape[2], valid))
+    for number, row in enumerate(store.rows):
+        own_k, own_v = k[number], v[number]
+        if valid is not None:
+            own_k, own_v = own_k[:, valid[number]], own_v[:, valid[number]]
+        row.table.append(own_k, own_v, row.length)
+        row.length += own_k.shape[1]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime.append import append, reads_alike, stores_as_is
-from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.means import Means, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
 from hybrid_kv.runtime.step import Found, Step

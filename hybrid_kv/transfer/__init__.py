@@ -3,8 +3,7 @@
 The executor of a GPU is `transfer.cuda`, which is loaded where there is one.
 """
 
-from hybrid_kv.transfer.executor import Executor, Parcel
-from hybrid_kv.transfer.sync import SyncExecutor
+from hybrid_kv.transfer.executor import Executor, Parcel, SyncExecutor
 from hybrid_kv.transfer.threads import ThreadExecutor
 
 __all__ = ["Executor", "Parcel", "SyncExecutor", "ThreadExecutor"]

@@ -24,10 +24,9 @@ from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.outcome import run_into
-from hybrid_kv.transfer.executor import Executor, Parcel, Work
+from hybrid_kv.transfer.executor import Executor, Parcel, SyncExecutor, Work
 from hybrid_kv.transfer.recorded import CudaRecorder, Recordings, WorkRecorder
 from hybrid_kv.transfer.staging import StagingArea
-from hybrid_kv.transfer.sync import SyncExecutor
 from hybrid_kv.types import PartialAttention
 
 Copies: TypeAlias = Sequence[tuple[Tensor, Tensor]]

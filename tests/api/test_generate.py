@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.generation import until_done
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.index._stand_in import StandIn
-from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.index.flat import FlatIndex, StandIn
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.watch.phases import PHASES
 from tests.kit import cache_of, wait_for_builds

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.index import _flat_scans, _scan
+from hybrid_kv.index import _base, _flat_scans
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.types import SearchResult
@@ -31,8 +31,8 @@ def test_keys_stay_where_they_are() -> None:
 def test_the_width_of_blocks_changes_nothing(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = clustered(333)
     whole = flat(keys).search(queries, 16)
-    monkeypatch.setattr(_scan, "SCRATCH_BYTES", 4 * 2 * 9 * stretch)
-    monkeypatch.setattr(_scan, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(_base, "SCRATCH_BYTES", 4 * 2 * 9 * stretch)
+    monkeypatch.setattr(_base, "_BLOCK_BYTES", 1)
     pieces = flat(keys).search(queries, 16)
     assert torch.equal(pieces.ids, whole.ids)
     assert recall(pieces, queries, keys, 16) == 1.0
