@@ -23,9 +23,9 @@ from torch import Tensor
 
 from hybrid_kv.config import parse_count
 from hybrid_kv.ops import reference
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.attend import RetrievedAttention
 from hybrid_kv.ops.native.flat import FlatScan, stream
-from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import Pool

@@ -18,7 +18,7 @@ from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.index._auto_costs import decoding_pace
 from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
-from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.workers import default_pool
 from hybrid_kv.plugins import Index
 

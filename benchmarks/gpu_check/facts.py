@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_check.record import NotHere, Recorder, need_cuda
 from benchmarks.gpu_check.sizes import Sizes
-from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.pinned import lock_limit_bytes, pinned_array, why_not_pinned
 
 _SMI = ("driver_version", "pcie.link.gen.current", "pcie.link.width.current", "memory.used")

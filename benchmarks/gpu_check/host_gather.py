@@ -17,7 +17,7 @@ from benchmarks.gpu_check.record import NotHere, Recorder
 from benchmarks.gpu_check.sizes import Sizes
 from benchmarks.gpu_check.timing import timed
 from hybrid_kv.ops import get_ops
-from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.host_memory import host_array
 
 _HALF = torch.bfloat16
 

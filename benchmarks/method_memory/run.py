@@ -36,7 +36,7 @@ from hybrid_kv.methods.kivi import Kivi  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
 from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
-from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES  # noqa: E402
+from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
 from hybrid_kv.rotary import Rotary  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index._sketch_head import HeadSketch
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import flat as native_flat
 from hybrid_kv.ops.native.flat import FlatScan
-from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.sketch import SketchSearcher
 from hybrid_kv.ops.native.workers import default_pool, pool_here

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import PinnedMemoryWarning
 from hybrid_kv.ops.captures import after_captures, device_in_use
-from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, as_tensor, map_pages
+from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, as_tensor, map_pages
 
 _warned = Event()
 _refused = Event()

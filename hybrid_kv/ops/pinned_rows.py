@@ -17,7 +17,7 @@ from threading import Lock
 import torch
 
 from hybrid_kv.ops import pinned
-from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, ReservedPages, as_tensor
+from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, ReservedPages, as_tensor
 from hybrid_kv.ops.pinned import PAGE_BYTES, lock_ranges
 
 

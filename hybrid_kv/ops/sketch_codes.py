@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, NonFiniteError, ShapeError
-from hybrid_kv.ops.native.memory import host_array
+from hybrid_kv.ops.host_memory import host_array
 
 BLOCK_KEYS = 16
 LINE_BYTES = 64

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybrid_kv.config import HybridConfig, composed
-from hybrid_kv.models.prompt_states import lie_on_host
+from hybrid_kv.models.layer_major import lie_on_host
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan

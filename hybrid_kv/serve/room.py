@@ -13,7 +13,7 @@ import torch
 
 from hybrid_kv.api.llm import LLM
 from hybrid_kv.errors import DeviceMemoryError
-from hybrid_kv.models.prompt_states import free_bytes
+from hybrid_kv.models.layer_major import free_bytes
 from hybrid_kv.runtime import check_host_memory, spare_host_memory
 from hybrid_kv.serve.requests import Request
 from hybrid_kv.types import bytes_per_token

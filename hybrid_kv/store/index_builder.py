@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from traceback import format_exception
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from hybrid_kv.ops.host_memory import give_back_freed
 from hybrid_kv.plugins import Index
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.outcome import run_into
 from hybrid_kv.store.stamps import Stamps
 
 MakeIndex = Callable[[], Index]
@@ -198,3 +198,40 @@ def _tidily(build: BuildWork) -> None:
         build()
     finally:
         give_back_freed()
+
+
+# What becomes of work that nobody waits for -------------------------------------------------------
+
+
+def run_into(
+    future: Future[None],
+    work: Callable[[], None],
+    caught: type[BaseException] = Exception,
+) -> None:
+    """Runs work, whose end or error becomes the future's.
+
+    Args:
+        caught: what is an error of the work; everything else is raised here.
+    """
+    failure: BaseException | None = None
+    try:
+        work()
+    except caught as error:
+        failure = without_frames(error)
+    del work  # before anybody who waits is told
+    if failure is None:
+        future.set_result(None)
+    else:
+        future.set_exception(failure)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error with its traceback as text: frames would keep the keys of the work that failed, and
+    those of its callers the future that keeps the error.
+    """
+    error.add_note("".join(format_exception(error)))
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import CapacityError
-from hybrid_kv.ops.host_memory import free_memory
-from hybrid_kv.ops.native.memory import HUGE_PAGE_BYTES, host_array, host_zeros
+from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, free_memory, host_array, host_zeros
 
 
 def allocate(

@@ -23,7 +23,7 @@ from hybrid_kv.ops.native.workers import work_beside
 from hybrid_kv.ops.pinned import pinned_empty
 from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
-from hybrid_kv.store.outcome import run_into
+from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.transfer.executor import Executor, Parcel, SyncExecutor, Work
 from hybrid_kv.transfer.recorded import CudaRecorder, Recordings, WorkRecorder
 from hybrid_kv.transfer.staging import StagingArea

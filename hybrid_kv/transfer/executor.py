@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
-from hybrid_kv.store.outcome import run_into
+from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.types import PartialAttention
 
 Work: TypeAlias = Callable[[Tensor], PartialAttention]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.native.workers import work_alone
-from hybrid_kv.store.outcome import run_into
+from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.transfer.executor import SyncExecutor
 
 _NICENESS = 10

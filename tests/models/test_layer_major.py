@@ -15,8 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models import layer_major
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size
-from hybrid_kv.models.prompt_states import lie_on_host
+from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size, lie_on_host
 from hybrid_kv.models.some_layers import from_layer
 from tests.contracts.architectures import PAD, VOCAB, build
 from tests.kit import every

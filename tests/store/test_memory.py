@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_kv.errors import CapacityError
-from hybrid_kv.ops.native import memory
+from hybrid_kv.ops import host_memory
 from hybrid_kv.store.memory import allocate, enlarge
 from tests.ops.fake_cudart import fake_cuda
 
@@ -79,7 +79,7 @@ def test_other_errors_of_a_mapping_are_not_taken_for_a_lack_of_memory(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "not here")
 
-    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
     with pytest.raises(PermissionError, match="not here"):
         allocate([2**22], torch.uint8, HOST)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.graph_lists import list_bytes
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.key_graph import (
     BuildParams,
     KeyGraph,
@@ -23,7 +24,6 @@ from hybrid_kv.ops.key_graph import (
     query_points,
 )
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.rows import find_engine, pool_handle
 from hybrid_kv.ops.native.workers import Pool
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError, ShapeError
+from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.memory import host_array
 from hybrid_kv.ops.native.workers import Pool
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from hybrid_kv.ops.native.memory import host_array, host_zeros
+from hybrid_kv.ops.host_memory import host_array, host_zeros
 
 MIB = 2**20
 
