@@ -143,14 +143,15 @@ class SearchReads(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[SearchReads], queries: int) -> SearchReads:
         """Those of several searches that are made together for so many queries of each KV head."""
-        walking = [part for part in parts if part.walked]
-        share = 1 / max(1, len(walking))
-        return cls(
-            sum(part.scanned + min(queries * part.ranked, part.most) for part in parts),
-            scores=sum(part.scores for part in parts),
-            walked=sum(part.walked * share for part in walking),
-            walks=sum(part.walks * share for part in walking) or 1.0,
-        )
+        scanned = scores = walked = walks = 0.0
+        walking = 0
+        for part in parts:
+            scanned += part.scanned + min(queries * part.ranked, part.most)
+            scores += part.scores
+            if part.walked:
+                walking, walked, walks = walking + 1, walked + part.walked, walks + part.walks
+        share = max(1, walking)
+        return cls(scanned, scores=scores, walked=walked / share, walks=walks / share or 1.0)
 
 
 class Candidates(NamedTuple):

@@ -32,6 +32,17 @@ class ColdPlan:
     def __init__(self, told: LayerPlan, row: Row, searched: SearchedEntries) -> None:
         self._told, self._row, self._searched = told, row, searched
 
+    def follow(self) -> bool:
+        """Takes up how many entries there are; False where they are searched in another way."""
+        cold = self._searched.entries()
+        if cold is not None:
+            self._told.take_cold(cold)
+        return cold is not None
+
+    def described(self) -> list[tuple[str, object]]:
+        """What the engine is told, field by field."""
+        return self._told.described()
+
     def attend(self, step: Step, q: Tensor, ahead: Foreseen | None) -> PartialAttention | None:
         """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
 

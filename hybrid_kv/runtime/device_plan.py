@@ -53,6 +53,14 @@ class DevicePlan:
         """Whether a token can be stored: always, by numbers."""
         return True
 
+    def follow(self) -> bool:
+        """Takes up how many entries there are: each step reads that anew."""
+        return True
+
+    def described(self) -> list[tuple[str, object]]:
+        """Nothing: numbers are noted by each step, and `hangs_on` says what launching reads."""
+        return []
+
     # The host's half ------------------------------------------------------------------------------
 
     def advance(self, work: Work) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, StepResult
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.runtime.cold import count_cold
+from hybrid_kv.runtime.cold import count_cold, reads_all
 from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
@@ -18,7 +18,7 @@ from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, Read
 
-_NOTHING = (0, 0, 0, 0)
+_NOTHING = (0, 0, 0)
 
 
 class EnginePlan:
@@ -30,7 +30,7 @@ class EnginePlan:
         is_whole: whether all of them are attended instead.
     """
 
-    reason = by_numbers = None
+    reason = table = by_numbers = None
 
     def __init__(
         self,
@@ -41,13 +41,31 @@ class EnginePlan:
         *,
         is_whole: bool,
     ) -> None:
-        self._told, self._row, self._searched = told, row, searched
-        self._is_whole = is_whole
-        self.table, self._pages, self._chosen = row.table, read.pages, _NOTHING
+        self._told, self._row, self._read, self._searched = told, row, read, searched
+        self._table, self._is_whole = row.table, is_whole
+        self._slots, self._chosen = row.table.slots(), _NOTHING
 
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
-        """Whether the call can store a token: in the last page, from where it lies."""
-        return self.table.takes(*new)
+        """Whether the call can store a token, from where it lies."""
+        return self._table.takes(*new)
+
+    def follow(self) -> bool:
+        """Takes up how many cold entries there are; False where they are read in another way."""
+        row, searched, cold = self._row, self._searched, None
+        whole: list[tuple[Tensor, Tensor]] = []
+        if self._is_whole:
+            if not reads_all(self._read.cold, row.chain.num_tokens):
+                return False
+            whole = row.chain.entries()
+        elif searched is not None and (cold := searched.entries()) is None:
+            return False
+        self._told.take_cold(cold, whole)
+        return True
+
+    def described(self) -> list[tuple[str, object]]:
+        """What the engine is told, field by field."""
+        self._choose_pages()
+        return self._told.described()
 
     def attend(self, step: Step) -> PartialAttention:
         """What `decode` returns.
@@ -61,7 +79,7 @@ class EnginePlan:
         new = None
         if step.unstored is not None:
             new, step.unstored = NewToken(*step.unstored, row.length), None
-            self.table.count(row.length, 1)
+            self._table.count(row.length)
             row.length += 1
         try:
             resident = self._choose_pages()
@@ -70,7 +88,7 @@ class EnginePlan:
         except BaseException:
             if new is not None:
                 row.length -= 1
-                self.table.count(row.length, -1)
+                self._table.truncate(self._table.num_tokens - 1)
             raise
         _count(step, row, resident, self._told, done)
         if self._is_whole:
@@ -97,15 +115,17 @@ class EnginePlan:
 
     def _choose_pages(self) -> int:
         """Says which pages are attended; returns how many tokens are."""
-        table, head, tail = self.table, 0, 1
+        table, budget, head, tail = self._table, self._read.pages, 0, 1
         count = every = len(table.pages)
-        if self._pages != "all":
+        if budget != "all":
             sinks, window = pinned_pages(self._row, 1)
-            if sinks + window + self._pages < every:
-                head, tail, count = sinks, window, sinks + window + self._pages
-        if (every, count, head, tail) != self._chosen:  # hardly ever
-            self._chosen = every, count, head, tail
-            self._told.choose_pages(*self._chosen)
+            if sinks + window + budget < every:
+                head, tail, count = sinks, window, sinks + window + budget
+        chosen = count, head, tail
+        listed = table.listed
+        if listed.num_pages != every or listed.last is not self._slots or chosen != self._chosen:
+            self._slots, self._chosen = table.slots(), chosen  # hardly ever
+            self._told.choose_pages(self._slots, *chosen)
         size = table.pool.page_size
         return table.num_tokens - (every - count) * size
 
@@ -115,7 +135,7 @@ class EnginePlan:
         try:
             return told.attend(
                 step.q,
-                tail_fill=self.table.tail_fill,
+                tail_fill=self._table.tail_fill,
                 scale=step.scale,
                 softcap=step.softcap,
                 new=new,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -61,6 +62,14 @@ class StepPlan(Protocol):
         """Whether `attend` stores a step's tokens k, v [B, Hkv, T, D] by itself."""
         ...
 
+    def follow(self) -> bool:
+        """Takes up how much there is now of what it describes; False: it has to be made anew."""
+        ...
+
+    def described(self) -> list[tuple[str, object]]:
+        """What was said beforehand to who makes the steps, by name."""
+        ...
+
     def attend(self, step: Step) -> PartialAttention:
         """A step's attention over what the plan reads."""
         ...
@@ -80,6 +89,12 @@ class OpsPlan:
     def takes(self, new: tuple[Tensor, Tensor]) -> bool:
         return False
 
+    def follow(self) -> bool:
+        return all(cold is not None and cold.follow() for cold in self._cold)
+
+    def described(self) -> list[tuple[str, object]]:
+        return [field for cold in self._cold if cold is not None for field in cold.described()]
+
     def attend(self, step: Step) -> PartialAttention:
         return decode(step, self._read, self._cold)
 
@@ -90,13 +105,14 @@ class CompiledStep:
     Args:
         step, read: those that it was made for; it serves steps of the same rows, with as many
             queries, that read as much.
+        numbers: see `compile_step`.
         stamp: marked by what the plan describes.
     """
 
-    def __init__(self, plan: StepPlan, step: Step, read: Read, stamp: Stamp) -> None:
-        self.plan, self.stamp = plan, stamp
+    def __init__(self, step: Step, read: Read, numbers: StepNumbers | None, stamp: Stamp) -> None:
+        self.plan, self.stamp = _planned(step, read, numbers), stamp
         self._rows, self._read, self._is_ahead = step.layer.rows, read, step.ahead is not None
-        self._shape, self._dtype = step.q.shape, step.q.dtype
+        self._shape, self._dtype, self._numbers = step.q.shape, step.q.dtype, numbers
         self._checks = os.environ.get(CHECK_PLANS) == "1"
         self._described = _description(self._rows) if self._checks else ()
 
@@ -123,17 +139,30 @@ class CompiledStep:
             return False
         if read is not self._read and read != self._read:
             return False
+        if self.stamp.has_grown and not self._follow():
+            return False
         table = self.plan.table
         if table is not None and table.listed.num_pages != len(table.pages):
             table.slots()  # lists them; where the list has to move, it marks the stamp
             if self.stamp.reason:
                 return False
         if self._checks:
-            self._check()
+            self._check(step)
         return True
 
-    def _check(self) -> None:
-        for now, then in zip(_description(self._rows), self._described, strict=True):
+    def _follow(self) -> bool:
+        if not self.plan.follow():
+            return False
+        self.stamp.has_grown = False
+        self._described = _description(self._rows) if self._checks else ()
+        return True
+
+    def _check(self, step: Step) -> None:
+        """Compares what was seen, and what was told, with what a plan sees and tells now."""
+        seen, told = list(_description(self._rows)), self.plan.described()
+        if told:
+            seen += _planned(step, self._read, self._numbers).described()
+        for now, then in zip_longest(seen, [*self._described, *told]):
             if now != then:
                 raise IntegrityError(
                     f"a step's plan must be told of what changes, got {now} for {then}; this is an "
@@ -158,7 +187,7 @@ def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> 
         stamps.add(stamp)
     if any(index.builder.has_ended for index, _ in indexes):  # before there was a stamp to mark
         stamp.reason = "an index was built"
-    return CompiledStep(_planned(step, read, numbers), step, read, stamp)
+    return CompiledStep(step, read, numbers, stamp)
 
 
 def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:
@@ -183,8 +212,7 @@ def _description(rows: Sequence[Row]) -> list[tuple[object, ...]]:
         pages, place = row.table.pool.pages, row.placement
         if pages.k.is_cpu:  # a device's pages are told anew in each step
             memory = [0 if t is None else t.data_ptr() for t in pages]
-            lies = row.table.slots().untyped_storage().data_ptr()
-            found.append(("pages", row.number, *memory, lies))
+            found.append(("pages", row.number, *memory))
         found.append(("row", row.number, id(place), row.copied is None, row.later_index is None))
         for span in row.chain.spans:
             extent, index = span.extent, span.extent.index
@@ -222,12 +250,12 @@ def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
     row, searched, cold = step.layer.rows[0], None, None
     whole: list[tuple[Tensor, Tensor]] = []
     if row.chain.num_tokens and reads_all(read.cold, row.chain.num_tokens):
-        whole = [span.extent.first(span.length) for span in row.chain.spans]
+        whole = row.chain.entries()
     elif read.cold is not None and row.chain.num_tokens:
         searched = SearchedEntries.of(row, read.cold)
         if searched is None:
             return PlanReason("search", "its cold entries are not found by plain searches")
-        cold = searched.entries(step.layer.shape.num_kv_heads)
+        cold = searched.entries()
     told: LayerPlan | None = None
     if _reads_pages_and_extents(row) and (searched is None or cold is not None):
         pages, slots = row.table.pool.pages, row.table.slots()
@@ -266,10 +294,10 @@ def _cold_plan(step: Step, read: Read, row: Row) -> ColdPlan | None:
     searched = SearchedEntries.of(row, budget)
     if searched is None:
         return None
-    heads = step.layer.shape.num_kv_heads
-    cold = searched.entries(heads)
+    cold = searched.entries()
     if cold is None:
         return None
+    heads = step.layer.shape.num_kv_heads
     shape = heads, step.q.shape[1] // heads * step.new, step.q.shape[3]
     queries = torch.empty(shape, dtype=step.q.dtype)  # the host's; step.q may lie on a device
     told = step.ops.plan_step(queries, None, cold, None)

@@ -44,9 +44,10 @@ class SearchedEntries(NamedTuple):
             finders.append(index)
         return cls(spans, finders, budget)
 
-    def entries(self, num_kv_heads: int) -> ColdEntries | None:
+    def entries(self) -> ColdEntries | None:
         """What a plan is told; None where only Python can ask an index."""
-        budget, extents, found = self.budget, [], [0] * num_kv_heads
+        budget, extents = self.budget, []
+        found = [0] * self.spans[0].extent.k.shape[0]  # by KV head
         for span, finder in zip(self.spans, self.finders, strict=True):
             extent = span.extent
             beyond = extent.length - span.length  # entries that this row does not see any more
@@ -56,7 +57,7 @@ class SearchedEntries(NamedTuple):
             for search in searches:
                 for head in search.heads:
                     found[head] += search.width
-            tail = span.tail(extent.keys.device) if budget.form else None
+            tail = span.tail(extent.k.device) if budget.form else None
             k, v = extent.k[:, : span.length], extent.v[:, : span.length]
             extents.append(ExtentEntries(k, v, searches, tail, budget.form or "gaussian"))
         return ColdEntries(extents, min(max(found), budget.most))

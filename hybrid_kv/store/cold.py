@@ -105,7 +105,6 @@ class ColdChain:
         stop = extent.length + new.positions.shape[0]
         extent.positions[extent.length : stop] = new.positions
         extent.length = stop
-        extent.stamps.mark("an extent has grown")
         if extent.index is not None:
             extent.index.add(extent.keys)
         elif make_index is not None:
@@ -114,10 +113,12 @@ class ColdChain:
         # Last: where the index failed, the row does not see the new entries and forgets them later.
         if span.length == 0:
             self.spans.append(span)
+            self.stamps.mark("pages have left the window")
+        else:
+            self.stamps.grow()  # of this row alone: who shares an extent does not add to it
         self.num_tokens += stop - span.length
         span.length = stop
         extent.make_room_ahead()
-        self.stamps.mark("pages have left the window")
 
     def _aging(self) -> Aging | None:
         """What an extent learns from that begins behind all others: what the nearest of them does.
@@ -178,6 +179,10 @@ class ColdChain:
             for number, span in enumerate(self.spans)
         ]
         return best_of(found, most)
+
+    def entries(self) -> list[tuple[Tensor, Tensor]]:
+        """k, v [Hkv, n, D] of all entries, by extent; views."""
+        return [span.extent.first(span.length) for span in self.spans]
 
     def by_span(self, flags: Tensor | None) -> list[Tensor | None]:
         """Flags [Hkv, entries] of all entries as those of each span; None for none."""

@@ -36,8 +36,9 @@ class LiveIndex:
 
     serving: the index, or its stand-in. answers: what its searches come to, `Index.innermost`.
     selector: the same index where it finds keys on a device; None where the host searches.
-    revision: changes whenever what serves does. stamps: of plans that describe how it is searched;
-    they are marked then, and when a build has ended that `settle` would let take over.
+    revision: changes whenever what serves does, or grows. stamps: of plans that describe how it is
+    searched; they are marked when another index serves, and when a build has ended that `settle`
+    would let take over.
     builder: its builds; who finds one pending settles before it searches.
     aging: what is learned from later; None where nothing is.
 
@@ -147,7 +148,6 @@ class LiveIndex:
         """See `Index.add`; an index that is still being built gets them when it takes over."""
         self.serving.add(keys)
         self.revision += 1
-        self.stamps.mark("an index has grown")
         self._num_keys = keys.shape[1]
         aging, after = self.aging, self.serving.relearn_keys
         if aging is None or self.builder.pending is not None or not after:

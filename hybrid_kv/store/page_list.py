@@ -19,18 +19,18 @@ _LEAST = 64
 class PageList:
     """The slots of a table's pages, in its order, on the pool's device.
 
-    Kept until the table changes, which most steps do not do: a GPU need not be sent it again. In
-    host memory, and after `stay_in_place`, it lies at one address until it needs more room.
+    Kept until the table changes, which most steps do not do: a GPU need not be sent it again. After
+    `stay_in_place` it lies at one address until it needs more room.
 
-    num_pages: in the list; other than those of the table where it has to be made anew. stamps: of
-        plans that describe where it lies. there: on a device, with room for more, where it stays
-        in place; else None.
+    num_pages: in the list; other than those of the table where it has to be made anew. last: the
+        list as it was made last, another tensor for each. there: on a device, with room for more,
+        where it stays in place; else None. stamps: of plans that describe where it stays.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool, self.num_pages, self.stamps = pool, -1, Stamps()
         self.there: Tensor | None = None
-        self._slots: Tensor | None = None
+        self.last: Tensor | None = None
         self._here = np.empty(0, dtype=np.int64)  # in host memory, with room for more
         self._num_right = 0  # entries at its begin that need not be written again
         self._capacity = pool.capacity  # by which slots are numbered
@@ -40,15 +40,15 @@ class PageList:
         pool, count = self._pool, len(pages)
         if self._capacity != pool.capacity:
             self.forget(0)
-        if self._slots is None or self.num_pages != count:
+        if self.last is None or self.num_pages != count:
             if pool.device.type == "cpu":
-                self._slots = torch.from_numpy(self._written(pages))
+                self.last = torch.from_numpy(self._written(pages))
             elif self.there is not None:
-                self._slots = self._sent(self.there, pages)
+                self.last = self._sent(self.there, pages)
             else:
-                self._slots = pool.upload(pool.slots(pages))
+                self.last = pool.upload(pool.slots(pages))
             self.num_pages, self._capacity = count, pool.capacity
-        return self._slots
+        return self.last
 
     def forget(self, start: int) -> None:
         """The pages from `start` on are others now, or none."""
@@ -59,7 +59,7 @@ class PageList:
         count, there = len(pages), self.there
         begins = self.num_pages == count - 1 and self._capacity == self._pool.capacity
         if begins and there is not None and count <= len(there):
-            self.num_pages, self._slots = count, there[:count]
+            self.num_pages, self.last = count, there[:count]
         elif self.num_pages != count:
             self.slots(pages)
 
@@ -78,15 +78,12 @@ class PageList:
     def _written(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """The list in host memory, with what it lacked."""
         count, first = len(pages), self._num_right
-        moves = count > len(self._here)
-        if moves:
+        if count > len(self._here):
             kept = self._here[:first]
             self._here = np.empty(max(_LEAST, 2 * count), dtype=np.int64)
             self._here[:first] = kept
         self._here[first:count] = self._pool.slots(pages[first:])
         self._num_right = count
-        if moves:
-            self.stamps.mark("a page table has moved")
         return self._here[:count]
 
     def _sent(self, there: Tensor, pages: Sequence[int]) -> Tensor:

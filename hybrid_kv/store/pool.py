@@ -83,6 +83,10 @@ class PagePool:
         self.pages = self._pages()
         self.view: ResidentView | None = None
 
+    def has_room(self, arena: int) -> bool:
+        """Whether another page of an arena fits the memory as it is."""
+        return bool(self.free[arena]) or self.high[arena] < self.capacity
+
     def slots(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Slot numbers in `k`, `v` and `positions` of page ids."""
         ids = np.asarray(pages, dtype=np.int64)
@@ -99,7 +103,9 @@ class PagePool:
         if fresh:
             self.high[arena] = fresh.stop
             self.view = None
-        places = [*(free.pop() for _ in range(reused)), *fresh]
+        first_free = len(free) - reused
+        places = [*reversed(free[first_free:]), *fresh]
+        del free[first_free:]
         self.refs[arena, places] = 1
         return [arena << ARENA_BITS | place for place in places]
 

@@ -3,7 +3,8 @@
 stamp = Stamp()                     # of a plan
 pool.stamps.add(stamp)              # it describes this pool
 ...
-pool.stamps.mark("pages moved")     # the pool has changed: stamp.reason says so
+chain.stamps.grow()                 # there is more of the same: stamp.has_grown says so
+pool.stamps.mark("pages moved")     # the pool is another one: stamp.reason says so
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ class Stamp:
     """Whether a plan still describes what it was made from.
 
     reason: what has changed since; "" while nothing has. Any thread may set it; nobody clears it.
+    has_grown: whether there is more of the same, which a plan may follow, and clears this.
     """
 
-    __slots__ = ("__weakref__", "reason")
+    __slots__ = ("__weakref__", "has_grown", "reason")
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.has_grown = "", False
 
 
 class Stamps:
@@ -37,6 +39,12 @@ class Stamps:
         """Marks this stamp as well when what it describes changes."""
         with self._lock:
             self._stamps.add(stamp)
+
+    def grow(self) -> None:
+        """Tells all stamps that there is more of the same, where it lay."""
+        with self._lock:
+            for stamp in self._stamps:
+                stamp.has_grown = True
 
     def mark(self, what: str) -> None:
         """Marks all stamps, and forgets them: the thing has changed.

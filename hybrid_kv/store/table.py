@@ -55,23 +55,27 @@ class PageTable:
             self.in_order = False
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
-        """Whether one token's k, v [1, Hkv, 1, D] fit the last page, which is this row's alone, and
-        the pool's writer stores them from where they lie.
+        """Whether one token's k, v [1, Hkv, 1, D] have room in the last page, which is this row's
+        alone, or in one that the pool has yet, and its writer stores them from where they lie.
         """
         pool = self.pool
-        room = self.tail_fill < pool.page_size and not pool.has_shared
-        return room and pool.writer is not None and pool.writer.takes(k, v)
+        if pool.has_shared or pool.writer is None or not pool.writer.takes(k, v):
+            return False
+        return self.tail_fill < pool.page_size or pool.has_room(self.arena)
 
-    def count(self, position: int, tokens: int) -> None:
-        """Counts one token more in the last page, which `takes` it, or for -1 one less.
+    def count(self, position: int) -> None:
+        """Counts one token more, which the table `takes`; `truncate` takes that back.
 
         Args:
             position: of the token.
         """
-        self.tail_fill += tokens
-        self.num_tokens += tokens
-        if position != self.num_tokens - max(0, tokens):
+        if self.tail_fill == self.pool.page_size:
+            self.pages += self.pool.allocate(self.arena, 1)
+            self.tail_fill = 0
+        if position != self.num_tokens:
             self.in_order = False
+        self.tail_fill += 1
+        self.num_tokens += 1
 
     def _reserve(self, count: int) -> npt.NDArray[np.int64] | range:
         """Token places for `count` new tokens: what the last page has left, then new pages."""

@@ -108,12 +108,13 @@ def is_one_call(kv: KVCache) -> bool:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages leave the window meanwhile, so that the plan is made anew; work counts alike."""
+    """Pages leave the window meanwhile, which one plan follows; work counts alike."""
     outs: list[list[Any]] = []
     caches = []
     for switch in ("1", "0"):
         monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
         kv = cache(SETTINGS[name])
+        kv.means.reserve(PROMPT + 1 + STEPS)
         tokens = begin(kv)
         outs.append([feed(kv, *tokens.next(1)) for _ in range(STEPS)])
         kv.check_integrity()
@@ -122,6 +123,7 @@ def test_steps_are_those_of_single_ops(name: str, monkeypatch: pytest.MonkeyPatc
         compare(one, parts)
     one, parts = caches
     assert is_one_call(one)
+    assert one.describe_steps()[0]["plans"] == 1 + (name == "nearly all")  # for a while all
     assert not is_one_call(parts)
     if name == "graph":  # of rows that walks share only a search by itself knows
         read = pytest.approx(parts.work.search_bytes, rel=0.35)
@@ -279,13 +281,16 @@ def test_the_call_stores_the_token_as_an_append_does(name: str, apart: Any) -> N
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("more", [1, -PROMPT % 16 - 1])
 def test_a_key_that_is_not_finite_is_not_stored(
-    value: float, switch: str, monkeypatch: pytest.MonkeyPatch
+    value: float, switch: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Be it in a page that has room or as the first of a page."""
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", switch)
     kv = cache(SETTINGS["int8"])
     tokens = begin(kv)
-    feed(kv, *tokens.next(1))
+    for _ in range(more):
+        feed(kv, *tokens.next(1))
     before = stored(kv)
     q, k, v = tokens.next(1)
     k[0, 1, 0, 71] = value
@@ -450,6 +455,19 @@ def test_a_plan_that_was_not_told_of_a_change_is_found_out() -> None:
     held(kv).extents[0].move()
     with pytest.raises(IntegrityError, match="a step's plan must be told of what changes"):
         feed(kv, *tokens.next(1))
+
+
+@pytest.mark.parametrize("name", ["int8", "sketch", "estimated", "all"])
+def test_a_plan_that_does_not_follow_a_page_is_found_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the number that the engine was not told."""
+    kv = cache(SETTINGS[name])
+    tokens = begin(kv)
+    monkeypatch.setattr(engine_plan.EnginePlan, "follow", lambda plan: True)
+    with pytest.raises(IntegrityError, match=r"told of what changes, got \('\w[^']*count'"):
+        for _ in range(STEPS):
+            feed(kv, *tokens.next(1))
 
 
 def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ class ResidentPages(NamedTuple):
     """The pages of a row that a step attends.
 
     k, v: [Hkv, slots, S, D], all pages of the pool. slots: [P] int64 on the host, the newest last;
-    later steps may read more of that list, see `LayerPlan.choose_pages`.
+    later steps may read another list, see `LayerPlan.choose_pages`.
     key_min, key_max: [Hkv, slots, D], read only where pages are chosen.
     """
 
@@ -207,6 +208,7 @@ class LayerPlan:
 
     Between two steps the rest of the model has emptied the caches, and every small operation waits
     for memory. So what a step needs is made beforehand: arguments once, results many at a time.
+    Where pages have filled or left, `choose_pages` and `take_cold` say what there is now.
 
     Not for several threads at once. begins_warm: whether a search begins at what was found before.
     estimate_bytes: moments that a step reads; entry_bytes: of the key and value of an entry;
@@ -242,81 +244,105 @@ class LayerPlan:
         k = extents[0].k if resident is None else resident.k
         heads, dim = k.shape[0], k.shape[-1]
         self._size, self._dim = (heads, num_queries), dim
-        entries = (KVStruct * len(whole))(*(described(*kv) for kv in whole))
-        self._keeps: list[Any] = [resident, cold, writer, whole, entries]
-        self._width = 0 if cold is None else cold.width
-        searches = [search for extent in extents for search in extent.searches]
-        every = [search.reads for extent in extents for search in extent.searches]
-        first = len(extents[0].searches) if extents else 0
-        reads = (SearchReads.joined(some, num_queries) for some in (every, every[first:]))
-        self.read_costs = [
-            (round(one.scanned), num_queries * one.scores, one.walked * one.walks / num_queries)
-            for one in reads
-        ]
-        self.entry_bytes = 2 * k.shape[-1] * k.itemsize
-        tails = [extent.tail for extent in extents if extent.tail is not None]
-        self.estimate_bytes = sum(tail.nbytes for tail in tails)
-        self.begins_warm = any(search.kind == GRAPH for search in searches)
+        self.entry_bytes = 2 * dim * k.itemsize
         self.layer = LayerStruct(
-            heads,
-            num_queries,
-            _no_pages(extents[0]) if resident is None else _pages(resident),
-            ColdStruct() if cold is None else self._cold(cold),
-            None if writer is None else ctypes.pointer(writer.struct),
-            *(_address(entries), len(whole)),
+            heads, num_queries, _no_pages(extents[0]) if resident is None else _pages(resident)
         )
+        if writer is not None:
+            self.layer.pages = ctypes.pointer(writer.struct)
+        self._kept_pages = resident, writer
+        self._results: list[_Results] = []
+        self._width = 0
+        self.take_cold(cold, whole)
         self._step, self._report = StepStruct(), ReportStruct()
         self._arguments = byref(self.layer), byref(self._step), byref(self._report)
-        self._results: list[_Results] = []
         self._shape, self._dtype = torch.Size(), torch.float32  # of the queries that came last
 
-    def choose_pages(self, every: int, count: int, oldest: int, newest: int) -> None:
-        """From now on a KV head attends `count` of so many pages, all or those of the highest
+    def described(self) -> list[tuple[str, object]]:
+        """What the engine is told, field by field, for comparisons of plans."""
+        from hybrid_kv.ops.native.fields import fields_of  # for checks alone
+
+        told = [told for told in self._kept_cold if isinstance(told, ctypes.Array)]
+        costs = [("read_costs", self.read_costs), ("estimate_bytes", self.estimate_bytes)]
+        return [*fields_of("layer", self.layer), *fields_of("cold", told), *costs]
+
+    def choose_pages(self, slots: Tensor, count: int, oldest: int, newest: int) -> None:
+        """From now on a KV head attends `count` of the row's pages, all or those of the highest
         bounds.
 
         Args:
-            every: pages of the row, the first of `ResidentPages.slots`, which may list more later.
+            slots: as `ResidentPages.slots`.
             oldest, newest: how many pages at the two ends are always among them, newest at least 1.
         """
-        resident = self.layer.resident
-        resident.num_pages, resident.num_chosen = every, count
+        resident, self._slots = self.layer.resident, slots
+        resident.slots, resident.num_pages, resident.num_chosen = _begin(slots), len(slots), count
         resident.oldest, resident.newest = oldest, newest
 
-    def _cold(self, cold: ColdEntries) -> ColdStruct:
-        extents = (ExtentStruct * len(cold.extents))(*map(self._extent, cold.extents))
-        self._keeps.append(extents)
-        return ColdStruct(_address(extents), len(extents), cold.width)
+    def take_cold(
+        self, cold: ColdEntries | None, whole: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """From now on a step attends these cold entries; see the constructor.
 
-    def _extent(self, extent: ExtentEntries) -> ExtentStruct:
+        Raises:
+            ShapeError, ConfigError: they cannot be read or do not fit together.
+        """
+        extents, width = ((), 0) if cold is None else cold
+        structs = (ExtentStruct * len(extents))()
+        entries = (KVStruct * len(whole))()
+        keeps: list[Any] = [cold, whole, structs, entries]
+        self.begins_warm, self.estimate_bytes = False, 0
+        for struct, extent in zip(structs, extents, strict=True):
+            self._tell(struct, extent, keeps)
+        for place, (k, v) in enumerate(whole):
+            entries[place] = described(k, v)
+        self.layer.cold = ColdStruct(addressof(structs) if extents else None, len(extents), width)
+        self.layer.whole, self.layer.num_whole = addressof(entries), len(entries)
+        self._kept_cold = keeps  # and no longer what was told before
+        if width != self._width:
+            self._width, self._results = width, []
+        first = len(extents[0].searches) if extents else 0
+        reads = [search.reads for extent in extents for search in extent.searches]
+        self.read_costs, count = [], self._size[1]
+        for some in (reads, reads[first:]):
+            one = SearchReads.joined(some, count)
+            cost = round(one.scanned), count * one.scores, one.walked * one.walks / count
+            self.read_costs.append(cost)
+
+    def _tell(self, struct: ExtentStruct, extent: ExtentEntries, keeps: list[Any]) -> None:
+        """Fills in the engine's descriptor of an extent; `keeps` takes what it points at."""
         searches = (SearchStruct * len(extent.searches))()
-        for struct, search in zip(searches, extent.searches, strict=True):
-            count = len(search.heads)
-            heads, beams, walks = (
-                (c_int32 * count)(*numbers) if numbers else None
-                for numbers in (search.heads, search.beams, search.walks)
-            )
-            self._keeps += [heads, beams, walks]
-            struct.kind, struct.num_heads = search.kind, count
-            struct.heads, struct.head = _address(heads), _address(search.structs)
-            struct.first_row, struct.width = search.first_row, search.width
-            struct.num_ranked, struct.num_expanded = search.num_ranked, search.num_expanded
-            struct.beams, struct.walks = _address(beams), _address(walks)
-        self._keeps.append(searches)
-        tail = TailStruct() if extent.tail is None else self._tail(extent.tail, extent.form)
-        return ExtentStruct(described(extent.k, extent.v), _address(searches), len(searches), tail)
+        for one, search in zip(searches, extent.searches, strict=True):
+            count = one.num_heads = len(search.heads)
+            one.kind, one.head = search.kind, addressof(search.structs)
+            one.first_row, one.width = search.first_row, search.width
+            one.num_ranked, one.num_expanded = search.num_ranked, search.num_expanded
+            heads = (c_int32 * count)(*search.heads)
+            one.heads = addressof(heads)
+            keeps += [heads, search.structs]
+            if search.kind == GRAPH:
+                beams, walks = (c_int32 * count)(*search.beams), (c_int32 * count)(*search.walks)
+                one.beams, one.walks = addressof(beams), addressof(walks)
+                keeps += [beams, walks]
+                self.begins_warm = True
+        keeps.append(searches)
+        struct.kv = described(extent.k, extent.v)
+        struct.searches, struct.num_searches = addressof(searches), len(searches)
+        if extent.tail is not None:
+            self._tell_tail(struct.tail, extent.tail)
+            struct.tail.first_order = extent.form == "first_order"
 
-    def _tail(self, tail: Tail, form: Form) -> TailStruct:
+    def _tell_tail(self, struct: TailStruct, tail: Tail) -> None:
         heads, dim = self._size[0], self._dim
-        moments = tail.tensors()
-        for tensor in moments.values():
+        for name in MOMENTS:
+            tensor: Tensor = getattr(tail, name)
             size = (heads, dim, dim)[: tensor.ndim]
             if tensor.shape != size or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise ShapeError(
                     f"moments must be {list(size)} float32, contiguous, got {list(tensor.shape)} "
                     f"{tensor.dtype}"
                 )
-        addresses = {name: tensor.data_ptr() for name, tensor in moments.items()}
-        return TailStruct(**addresses, first_order=form == "first_order")
+            setattr(struct, name, tensor.data_ptr())
+            self.estimate_bytes += tensor.nbytes
 
     def attend(
         self,
@@ -439,10 +465,6 @@ class _Results(NamedTuple):
     addresses: tuple[int, int, int | None]
 
 
-def _address(array: ctypes.Array[Any] | None) -> int | None:
-    return None if array is None else ctypes.addressof(array)
-
-
 def _pages(resident: ResidentPages) -> ResidentStruct:
     heads, slots, size, _ = resident.k.shape
     flat = (tensor.view(heads, slots * size, -1) for tensor in (resident.k, resident.v))
@@ -461,9 +483,7 @@ def _begin(slots: Tensor) -> int:
 
 def _no_pages(cold: ExtentEntries) -> ResidentStruct:
     """None of the sizes of cold entries."""
-    none = ResidentStruct()
-    none.kv = described(cold.k[:, :0], cold.v[:, :0])
-    return none
+    return ResidentStruct(described(cold.k[:, :0], cold.v[:, :0]))
 
 
 def _digests(pages: ResidentPages) -> tuple[DigestStruct, int]:
