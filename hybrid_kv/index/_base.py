@@ -83,12 +83,16 @@ class KeyIndex(Index):
     @torch.no_grad()
     def add(self, keys: Tensor) -> None:
         """See `Index.add`; raises as `build`."""
-        known = self._keys
+        known = self._keys if self._known is None else self._known
         check_appended(keys, known)
         check_finite(keys, known.shape[1])
-        self._known = keys
-        if keys.shape[1] > known.shape[1]:
-            self._append(known.shape[1])
+        self.grow(keys)
+
+    def grow(self, keys: Tensor) -> None:
+        """Takes keys as `add`, of whoever has checked them."""
+        known, self._known = 0 if self._known is None else self._known.shape[1], keys
+        if keys.shape[1] > known:
+            self._append(known)
 
     def search(
         self, queries: Tensor, top_k: int, most: int | None = None, near: Tensor | None = None
@@ -130,7 +134,7 @@ class KeyIndex(Index):
 
     def plan(self, top_k: int, most: int) -> Sequence[EngineSearch] | None:
         """See `Index.plan`."""
-        count = len(self)
+        count = 0 if self._known is None else self._known.shape[1]
         return self._plan(min(top_k, count), min(most, count)) if count else None
 
     def cancel(self) -> None:
@@ -170,9 +174,9 @@ def check_keys(keys: Tensor) -> None:
 
 def check_appended(keys: Tensor, known: Tensor) -> None:
     """Raises ShapeError unless keys hold the known rows, or more, for the same heads."""
-    check_keys(keys)
     heads, rows, dim = known.shape
-    if (keys.shape[0], keys.shape[2]) != (heads, dim) or keys.shape[1] < rows:
+    fits = keys.dim() == 3 and (keys.shape[0], keys.shape[2]) == (heads, dim)
+    if not fits or keys.shape[1] < rows:
         raise ShapeError(
             f"keys must be [{heads}, N >= {rows}, {dim}], got shape {list(keys.shape)}; "
             "add takes the whole array, known rows first"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -76,14 +75,15 @@ class _StoredScan:
     def rebuild(self, keys: Tensor) -> None:
         self._scan = native_flat.FlatScan(_readable(keys))
 
-    append = rebuild
+    def append(self, keys: Tensor) -> None:
+        self._scan.follow(_readable(keys))
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         found = self._scan.search(queries, most, pool=pool_here())
         return found._replace(read_bytes=self._reads.of(queries.shape[1], found.scored))
 
     def plan(self, count: int, most: int) -> EngineSearch | None:
-        return replace(self._scan.plan(most), reads=self._reads)
+        return self._scan.plan(most, reads=self._reads)
 
     @property
     def _reads(self) -> SearchReads:
@@ -108,9 +108,9 @@ class _Int8Scan:
     def append(self, keys: Tensor) -> None:
         if keys.shape[1] > _REFRESH * self._built:
             return self.rebuild(keys)
-        keys = _readable(keys)
+        keys = keys if native_rows.is_readable(keys) else keys.contiguous()
         self._quantised.append(keys, pool_here())
-        self._scan = native_flat.FlatScan(keys, self._quantised)
+        self._scan.follow(keys)
 
     def find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
@@ -121,8 +121,8 @@ class _Int8Scan:
 
     def plan(self, count: int, most: int) -> EngineSearch | None:
         ranked = num_candidates(self._rerank, count, self._scan.keys.shape[1])
-        reads = scan_reads(self._scan.keys, self.memory_bytes, ranked)
-        return replace(self._scan.plan(min(most, ranked), rerank=ranked), reads=reads)
+        reads = scan_reads(self._scan.keys, self._quantised.memory_bytes, ranked)
+        return self._scan.plan(min(most, ranked), rerank=ranked, reads=reads)
 
     @property
     def memory_bytes(self) -> int:

@@ -65,8 +65,9 @@ class PartedIndex(SavedIndex):
         }
 
     def _append(self, known: int) -> None:
+        keys = self._keys
         for part in self._parts:
-            part.index.add(self._keys[part.heads])
+            part.index.grow(keys[part.heads])
 
     @property
     def innermost(self) -> Index:

@@ -101,17 +101,18 @@ class CodedKeys:
             return found
         return self._later.merged(queries, found, self._keys.shape[1], count, most)
 
-    def plan(self, count: int, most: int, num_rerank: Sequence[int]) -> list[EngineSearch | None]:
-        """The same searches, for the engine; None for one that it cannot make."""
+    def plan(self, count: int, most: int, num_rerank: Sequence[int]) -> list[EngineSearch] | None:
+        """The same searches, for the engine; None where it cannot make them."""
         assert self._searcher is not None
         effort = self._effort(most, num_rerank)
         coded = self._searcher.plan(count, **effort)
-        if coded is not None:
-            coded = replace(coded.of(list(self.sketches)), reads=self._reads(**effort))
+        if coded is None:
+            return None
+        coded = replace(coded.of(list(self.sketches)), reads=self._reads(**effort))
         if self._later is None:
             return [coded]
-        # Behind the codes, whose key is first among equals.
-        return [coded, *self._later.plan(self._keys.shape[1], count, most)]
+        later = self._later.plan(self._keys.shape[1], count, most)
+        return None if later is None else [coded, *later]  # codes' key is first among equals
 
     def _effort(self, most: int, num_rerank: Sequence[int]) -> dict[str, Any]:
         """Arguments of a search of the codes; later keys are ranked by it where they are few."""

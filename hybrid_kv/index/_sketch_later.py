@@ -76,14 +76,15 @@ class LaterKeys:
         ids, scores = ids[..., :most], scores[..., :most]
         return SearchResult(ids, scores, scored, rows_read, read_bytes=read)
 
-    def plan(self, num_keys: int, count: int, most: int) -> list[EngineSearch | None]:
-        """The scans as parts of a step that is one call."""
+    def plan(self, num_keys: int, count: int, most: int) -> list[EngineSearch] | None:
+        """The scans as parts of a step that is one call; None where they cannot be."""
         later = num_keys - self.first
         parts = []
         for own, scan in self._scans:
             part = scan.plan(min(count, later), min(most, later))
-            heads = range(own.start, own.stop, own.step)
-            parts.append(None if part is None else part.of(heads, self.first))
+            if part is None:
+                return None
+            parts.append(part.of(range(own.start, own.stop, own.step), self.first))
         return parts
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import joined
-from hybrid_kv.index._flat_scans import KeyScan, int8_scan
+from hybrid_kv.index._flat_scans import KeyScan, int8_scan, planned
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_coded import CodedKeys
 from hybrid_kv.index._sketch_head import HeadSketch
@@ -165,10 +165,11 @@ class SketchIndex(SavedIndex):
             self._coded = CodedKeys(self._keys, sketches, kept, _RERANK)
 
     def _append(self, known: int) -> None:
+        keys = self._keys
         for heads, scan in self._scans:
-            scan.append(self._keys[heads])
+            scan.append(keys[heads])
         if self._coded is not None:
-            self._coded.append(self._keys)
+            self._coded.append(keys)
 
     def _find(self, queries: Tensor, count: int, most: int) -> SearchResult:
         if self._coded is None and len(self._scans) == 1:
@@ -186,14 +187,20 @@ class SketchIndex(SavedIndex):
         )
 
     def _plan(self, count: int, most: int) -> list[EngineSearch] | None:
-        parts: list[EngineSearch | None] = []
+        if self._coded is None and len(self._scans) == 1:
+            return planned(self._scans[0][1], count, most)
+        parts: list[EngineSearch] = []
         for heads, scan in self._scans:
             part = scan.plan(count, most)
-            parts.append(None if part is None else part.of(range(heads.start, heads.stop)))
+            if part is None:
+                return None
+            parts.append(part.of(range(heads.start, heads.stop)))
         if self._coded is not None:
-            parts += self._coded.plan(count, most, self._num_rerank(self._coded, count))
-        known = [part for part in parts if part is not None]
-        return known if len(known) == len(parts) else None
+            coded = self._coded.plan(count, most, self._num_rerank(self._coded, count))
+            if coded is None:
+                return None
+            parts += coded
+        return parts
 
     def _num_rerank(self, coded: CodedKeys, count: int) -> list[int]:
         """Candidates by sketch: as many as were checked, more where more is to be found."""

@@ -175,8 +175,8 @@ class TieredLayer:
             if row.table.num_tokens >= row.full_tokens:  # hardly ever
                 start, stop = row.outside()
                 if start < stop:
-                    self.leaving.begin_pages(store, self.steps.keeper)
-                    if settle and self.leaving.has_arrived:
+                    departure = self.leaving.begin_pages(store, self.steps.keeper)
+                    if settle and departure.arrived:
                         self.settle()
                     return
 
@@ -185,9 +185,11 @@ class TieredLayer:
         leaving = self.leaving.end()
         if leaving is None:
             return
+        begin = self.means.phases.now()
         sealing = _unsealed_on_failure(self.held) if leaving.is_prompt else nullcontext()
-        with self.means.phases.measure("transfer"), sealing:
+        with sealing:
             leaving.end(self.means.builds)
+        self.means.phases.book("transfer", begin)
         if leaving.is_prompt:
             self.prompt.end()
             if self._mark is not None and [one.length for one in self._mark.rows] == [

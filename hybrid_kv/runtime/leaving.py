@@ -74,8 +74,8 @@ class Leaving:
 
         self._begin(store, asked, None if keeper is None else absorb, is_prompt=True)
 
-    def begin_pages(self, store: LayerKV, keeper: Keeper | None) -> None:
-        """Pages leave that lie outside of the window, if there are any."""
+    def begin_pages(self, store: LayerKV, keeper: Keeper | None) -> Departure:
+        """Pages leave that lie outside of the window, of at least one row."""
         asked: Sequence[Samples | None] = ()
         if self._samples_left:
             some = zip(store.rows, self._samples_left, strict=False)
@@ -85,7 +85,7 @@ class Leaving:
             assert keeper is not None
             return keeper.absorb(row.number, row.kept, left, None, _gone(row, left))
 
-        self._begin(store, asked, None if keeper is None else absorb)
+        return self._begin(store, asked, None if keeper is None else absorb)
 
     def _begin(
         self,
@@ -94,19 +94,21 @@ class Leaving:
         absorb: Absorb | None,
         *,
         is_prompt: bool = False,
-    ) -> None:
-        nearest = self._find(self._method, self._means, store)
-        with self._means.phases.measure("transfer"):
-            departure = Departure(
-                *(self._means.executor, store, asked),
-                nearest=nearest,
-                absorb=absorb,
-                is_prompt=is_prompt,
-            )
-        if departure:
-            if all(row.chain.spans or Overflow.of(row) is not None for row in store.rows):
-                self._samples_left = ()
-            self.departure = departure
+    ) -> Departure:
+        means, begin = self._means, self._means.phases.now()
+        departure = Departure(
+            *(means.executor, store, asked),
+            nearest=self._find(self._method, means, store) if asked else None,
+            absorb=absorb,
+            is_prompt=is_prompt,
+        )
+        means.phases.book("transfer", begin)
+        if self._samples_left and all(
+            row.chain.spans or Overflow.of(row) is not None for row in store.rows
+        ):
+            self._samples_left = ()
+        self.departure = departure
+        return departure
 
     def wait(self) -> None:
         """Returns when the copies of what is leaving have arrived; nothing else changes."""
@@ -116,7 +118,8 @@ class Leaving:
 
     def end(self) -> Departure | None:
         """Waits for what is leaving and takes it, for who hands it over; None for nothing."""
-        self.wait()
+        if self.departure is not None and self.departure.under_way:
+            self.wait()
         departure, self.departure = self.departure, None
         return departure
 
@@ -149,9 +152,10 @@ def nearest_finder(method: Method, means: Means, store: LayerKV) -> FindNearest 
     """A search for the best keys of a new index's samples; None on the host, where the index is
     quicker.
     """
+    if store.resident.pool.device.type == "cpu":
+        return None
     most = method.needs.nearest_keys
-    on_host = store.resident.pool.device.type == "cpu"
-    return None if on_host or not most else find_by(means.ops, most)
+    return find_by(means.ops, most) if most else None
 
 
 def find_by(ops: Ops, most: int) -> FindNearest:

@@ -139,8 +139,11 @@ class CompiledStep:
             return False
         if read is not self._read and read != self._read:
             return False
-        if self.stamp.has_grown and not self._follow():
-            return False
+        if self.stamp.has_grown:
+            if not self.plan.follow():
+                return False
+            self.stamp.has_grown = False
+            self._described = _description(self._rows) if self._checks else ()
         table = self.plan.table
         if table is not None and table.listed.num_pages != len(table.pages):
             table.slots()  # lists them; where the list has to move, it marks the stamp
@@ -148,13 +151,6 @@ class CompiledStep:
                 return False
         if self._checks:
             self._check(step)
-        return True
-
-    def _follow(self) -> bool:
-        if not self.plan.follow():
-            return False
-        self.stamp.has_grown = False
-        self._described = _description(self._rows) if self._checks else ()
         return True
 
     def _check(self, step: Step) -> None:

@@ -33,6 +33,8 @@ class Departure:
 
     Between its beginning and its end nothing else may change the layer.
 
+    under_way: copies that had not arrived at once, in the order in which they left.
+
     Args:
         samples: per row queries that were observed during the prompt, for a new index; empty after
             the prompt.
@@ -55,37 +57,35 @@ class Departure:
         self._layer, self.is_prompt = layer, is_prompt
         offloads = layer.placement is not None and layer.placement.offloads
         self._exactly = is_prompt and absorb is not None
-        leaving = []
+        leaving, sent = [], list[Parcel]()
         for row in layer.rows:
             overflow = Overflow.of_prompt(row) if self._exactly else Overflow.of(row)
             if overflow is not None:
                 kept = None if absorb is None else _Absorbed.begin(executor, row, overflow, absorb)
                 leaving.append((row, overflow, kept))
+                sent += [] if kept is None else kept.parcels
+        self.under_way: list[Parcel] = []
         self._rows: list[_LeavingRow] = []
         for row, overflow, kept in leaving:
             asked, spill = samples[row.number] if samples else None, None
-            if offloads and len(overflow.positions):
+            count = overflow.positions.shape[0]
+            if offloads and count:
                 spill = _Spill.begin(executor, layer, row, overflow, asked, nearest)
-            self._rows.append(_LeavingRow(row, len(overflow.positions), spill, kept))
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to end."""
-        return bool(self._rows) or self.is_prompt
+            self._rows.append(_LeavingRow(row, count, overflow.pages, spill, kept))
+            sent += [] if spill is None else spill.parcels
+        for parcel in sent:
+            if not parcel.arrived:
+                self.under_way.append(parcel)
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(parcel.arrived for parcel in self._parcels())
+        return not self.under_way or all(parcel.arrived for parcel in self.under_way)
 
     def wait(self) -> None:
         """Returns when all copies have arrived."""
-        for parcel in reversed(self._parcels()):
+        for parcel in reversed(self.under_way):
             parcel.open()
-
-    def _parcels(self) -> list[Parcel]:
-        """In the order in which they left."""
-        kept = [parcel for row in self._rows if row.kept for parcel in row.kept.parcels]
-        return kept + [parcel for row in self._rows if row.spill for parcel in row.spill.parcels]
 
     def end(self, runner: BuildRunner) -> None:
         """Hands what has arrived over to the cold tier, whose indexes may be built now.
@@ -102,10 +102,9 @@ class Departure:
             row = leaving.row
             if leaving.spill is not None:
                 leaving.spill.commit(row, runner)
-            if self._exactly:
-                row.forget(leaving.count)
             else:
-                row.forget_overflow()
+                row.dropped += leaving.count
+            row.table.remove(*leaving.pages)
             if leaving.kept is not None:
                 leaving.kept.commit(row)
         if self.is_prompt:
@@ -117,10 +116,14 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class _LeavingRow:
-    """`count` tokens of a row, what becomes of them and what the method keeps."""
+    """`count` tokens of a row, what becomes of them and what the method keeps.
+
+    pages: of its table, from .. to, that are taken out when they have left.
+    """
 
     row: Row
     count: int
+    pages: tuple[int, int]
     spill: _Spill | None
     kept: _Absorbed | None
 
@@ -156,7 +159,7 @@ class _Absorbed:
 
     @property
     def parcels(self) -> list[Parcel]:
-        return [parcel for parcel in (self.finite, self.positions) if parcel is not None]
+        return [*filter(None, (self.finite, self.positions))]
 
     def check(self) -> None:
         if self.finite is not None and not self.finite.open():
@@ -226,8 +229,7 @@ class _Spill:
 
     @property
     def parcels(self) -> list[Parcel]:
-        parcels = (self.entries, *self.sent.values(), self.asked, self.nearest)
-        return [parcel for parcel in parcels if parcel is not None]
+        return [*filter(None, (self.entries, *self.sent.values(), self.asked, self.nearest))]
 
     def commit(self, row: Row, runner: BuildRunner) -> None:
         new = self.reserved

@@ -106,7 +106,7 @@ class ColdChain:
         extent.positions[extent.length : stop] = new.positions
         extent.length = stop
         if extent.index is not None:
-            extent.index.add(extent.keys)
+            extent.index.add(extent.k[:, :stop])
         elif make_index is not None:
             own = samples, runner or InlineRunner(), nearest
             extent.index = LiveIndex(make_index, extent.keys, *own, self._aging())
@@ -366,9 +366,8 @@ def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:
 
 def all_finite(*tensors: Tensor) -> Tensor:
     """[] bool on the tensors' device, which is not waited for."""
-    blocks = [
-        block
-        for tensor in tensors
-        for block in (tensor if tensor.nbytes > _WHOLE_BYTES else (tensor,))
-    ]
-    return torch.stack([torch.isfinite(block).all() for block in blocks]).all()
+    flags = []
+    for tensor in tensors:
+        for block in tensor if tensor.nbytes > _WHOLE_BYTES else (tensor,):
+            flags.append(torch.isfinite(block).all())
+    return torch.stack(flags).all()

@@ -206,7 +206,9 @@ class Span:
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
             known = Tail.of(k, v, device=device) if known is None else known.grown(k, v)
-        self.known = known = known.to(device)
+        if known.keys.device != device:
+            known = known.to(device)
+        self.known = known
         return known
 
     def tail_without(self, hidden: Tensor) -> Tail:

@@ -122,6 +122,7 @@ class LiveIndex:
     def _serve(self, index: Index) -> None:
         # A search in another thread sees either of the two, and both are whole.
         self.serving, self.answers = index, index.innermost
+        self._relearn_keys = index.relearn_keys
         self.selector = cast("DeviceIndex", index) if index.selects else None
         self.revision += 1
         self.stamps.mark("another index serves")
@@ -149,7 +150,7 @@ class LiveIndex:
         self.serving.add(keys)
         self.revision += 1
         self._num_keys = keys.shape[1]
-        aging, after = self.aging, self.serving.relearn_keys
+        aging, after = self.aging, self._relearn_keys
         if aging is None or self.builder.pending is not None or not after:
             return
         if keys.shape[1] - aging.num_keys >= after:

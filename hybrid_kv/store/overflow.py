@@ -14,27 +14,29 @@ from hybrid_kv.store.row import Row
 class Overflow:
     """Entries on their way out: k, v [Hkv, n, D] (views), positions [n] (host).
 
+    pages: of the table, from .. to, that hold them and nothing else; none where they leave to the
+    token.
+
     Nothing changes yet: the caller copies what shall live on, then lets the row forget the rest.
     """
 
     k: Tensor
     v: Tensor
     positions: Tensor
+    pages: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, row: Row) -> Overflow | None:
-        """The pages between sinks and window that the placement does not keep; None for none.
-
-        `Row.forget_overflow` takes them out.
-        """
+        """The pages between sinks and window that the placement does not keep; None for none."""
         start, stop = row.outside()
         if start >= stop:
             return None
-        count = (stop - start) * row.page_size
-        behind = row.table.num_tokens - start * row.page_size
+        table, size = row.table, row.table.pool.page_size
+        count, behind = (stop - start) * size, table.num_tokens - start * size
         first = row.length - behind
-        k, v = row.table.read(start, stop, count)
-        return cls(k, v, torch.arange(first, first + count))
+        return cls(
+            *table.read(start, stop, count), torch.arange(first, first + count), (start, stop)
+        )
 
     @classmethod
     def of_prompt(cls, row: Row) -> Overflow:

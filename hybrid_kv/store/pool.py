@@ -122,9 +122,10 @@ class PagePool:
         gone = refs[slots] == 0
         if not gone.any():
             return
-        self.positions.index_fill_(0, self.upload(slots[gone]), HIDDEN)
-        for page in sorted((p for p, free in zip(pages, gone, strict=True) if free), reverse=True):
-            self.free[page >> ARENA_BITS].append(page & PLACE)
+        self.positions.index_fill_(0, self.ops.uploads(slots[gone], self.device), HIDDEN)
+        for page, is_free in sorted(zip(pages, gone, strict=True), reverse=True):
+            if is_free:
+                self.free[page >> ARENA_BITS].append(page & PLACE)
 
     def is_shared(self, page: int) -> bool:
         return bool(self.refs[page >> ARENA_BITS, page & PLACE] > 1)

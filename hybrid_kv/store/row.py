@@ -67,7 +67,7 @@ class Row:
         return self.table.pool.page_size
 
     def seal(self, placement: Placement) -> None:
-        """Fixes where entries live from now on; `overflow` then says what has to move."""
+        """Fixes where entries live from now on; `outside` then says what has to move."""
         self.placement, size = placement, self.page_size
         self.chain.stamps.mark("a prompt has ended")
         if placement.rest is Demotion.KEEP:
@@ -96,17 +96,6 @@ class Row:
             return stored, stored
         start = min(stored, place.sink_tokens // size * size)
         return start, max(start, stored - place.window_tokens - place.spare_tokens)
-
-    def forget_overflow(self) -> None:
-        """Takes those pages out of the resident tier; what was not offloaded is dropped."""
-        start, stop = self.outside()
-        self.table.remove(start, stop)
-        self.forget((stop - start) * self.page_size)
-
-    def forget(self, count: int) -> None:
-        """So many tokens have left the resident tier; what was not offloaded is dropped."""
-        if self.placement is not None and not self.placement.offloads:
-            self.dropped += count
 
     # What the method keeps ----------------------------------------------------------------------
 

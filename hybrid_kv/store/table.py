@@ -178,10 +178,10 @@ class PageTable:
     def read(self, start: int, stop: int, limit: int) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, n, D] of the pages start..stop, at most `limit` tokens."""
         slots = self.pool.slots(self.pages[start:stop])
-        together = len(slots) and (np.diff(slots) == 1).all()
+        together = len(slots) and (slots[1:] - slots[:-1] == 1).all()
         where = slice(slots[0], slots[-1] + 1) if together else self.pool.upload(slots)
-        k, v = (t[:, where].flatten(1, 2)[:, :limit] for t in (self.pool.k, self.pool.v))
-        return k, v
+        k, v = self.pool.k[:, where].flatten(1, 2), self.pool.v[:, where].flatten(1, 2)
+        return k[:, :limit], v[:, :limit]
 
     def slots(self) -> Tensor:
         """[P] int64 on the pool's device: where the pages lie, in table order; read only."""

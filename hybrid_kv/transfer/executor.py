@@ -138,7 +138,7 @@ class SyncExecutor:
     def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
         self.send(k, into[0])
         self.send(v, into[1])
-        return self.send(all_finite(k, v))
+        return Arrived(all_finite(k, v).to("cpu"))
 
     def keep(self, tensor: Tensor) -> Parcel:
         return self.send(tensor)

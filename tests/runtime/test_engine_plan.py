@@ -466,8 +466,7 @@ def test_a_plan_that_does_not_follow_a_page_is_found_out(
     tokens = begin(kv)
     monkeypatch.setattr(engine_plan.EnginePlan, "follow", lambda plan: True)
     with pytest.raises(IntegrityError, match=r"told of what changes, got \('\w[^']*count'"):
-        for _ in range(STEPS):
-            feed(kv, *tokens.next(1))
+        _ = [feed(kv, *tokens.next(1)) for _ in range(STEPS)]
 
 
 def test_threads_more_than_cores_and_a_pool_that_closes_in_mid_step(

@@ -60,7 +60,7 @@ def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
         append(store, one_token(), one_token())
         if (overflow := Overflow.of(store.rows[0])) is not None:
             store.rows[0].chain.append(overflow.k, overflow.v, overflow.positions, None)
-            store.rows[0].forget_overflow()
+            store.rows[0].table.remove(*overflow.pages)
     assert store.resident.pool.capacity <= 8
     assert len(store.rows[0].chain.spans) == 1
     store.check_integrity()

@@ -27,7 +27,7 @@ def tiered() -> LayerKV:
         store.rows[row].chain.append(
             overflow.k, overflow.v, overflow.positions, store.placement.index
         )
-        store.rows[row].forget_overflow()
+        store.rows[row].table.remove(*overflow.pages)
     store.compact()
     store.resident.pool.enable_digests()
     return store

@@ -85,7 +85,8 @@ class LayerLife(RuleBasedStateMachine):
                 self.store.rows[row].chain.append(k, v, overflow.positions, place.index)
             else:
                 self.lost[row] |= set(positions)
-            self.store.rows[row].forget_overflow()
+                self.store.rows[row].dropped += len(positions)
+            self.store.rows[row].table.remove(*overflow.pages)
             assert Overflow.of(self.store.rows[row]) is None
 
     @rule(count=st.integers(0, 15) | st.integers(0, 99))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, addressof, byref, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -21,8 +21,9 @@ from hybrid_kv.ops.native.rows import (
 )
 from hybrid_kv.ops.native.step import FLAT, EngineSearch
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.types import SearchResult
+from hybrid_kv.types import SearchReads, SearchResult
 
+_UNCOUNTED = SearchReads()
 _ID_TYPES = {torch.int32: 0, torch.int64: 1}
 
 
@@ -52,8 +53,8 @@ class FlatScan:
 
     Args:
         keys: [H, N, D] float32, float16 or bfloat16, rows contiguous; kept by reference.
-        quantised: of the same keys; its blocks are scored and `keys` only re-ranks. Describe again
-            after it was built anew or has grown.
+        quantised: of the same keys; its blocks are scored and `keys` only re-ranks. Where it has
+            grown the scan `follow`s.
 
     Raises:
         ShapeError, ConfigError: keys cannot be read or are not those quantised.
@@ -68,22 +69,28 @@ class FlatScan:
         engine: ctypes.CDLL | None = None,
     ) -> None:
         self._engine = _declared(find_engine(engine))
-        self.keys, self.quantised = keys, quantised
-        described = describe("keys", keys)
-        if quantised is not None and (quantised.heads, quantised.count, quantised.dim) != (
-            tuple(keys.shape)
-        ):
+        self.quantised = quantised
+        self._structs = (FlatHeadStruct * len(keys))()
+        if quantised is not None:
+            for struct, one in zip(self._structs, quantised.structs, strict=False):
+                struct.quantised = ctypes.pointer(one)
+        self.follow(keys)
+
+    def follow(self, keys: Tensor) -> None:
+        """Takes the same keys with more rows, which may lie elsewhere. Not while somebody searches.
+
+        Raises:
+            ShapeError, ConfigError: as the constructor; nothing has changed.
+        """
+        described, quantised = describe("keys", keys), self.quantised
+        known = None if quantised is None else (quantised.heads, quantised.count, quantised.dim)
+        if known not in (None, keys.shape) or len(keys) != len(self._structs):
             raise ShapeError(
-                f"quantised keys must be those of keys {list(keys.shape)}, got "
-                f"{[quantised.heads, quantised.count, quantised.dim]}"
+                f"quantised keys must be those of keys {list(keys.shape)}, got {known}"
             )
-        self._kept = None if quantised is None else (quantised.structs, *quantised.arrays)
-        self._structs = (FlatHeadStruct * len(keys))(
-            *(
-                FlatHeadStruct(described[head], _pointer(quantised, head))
-                for head in range(len(keys))
-            )
-        )
+        for struct, rows in zip(self._structs, described, strict=True):
+            struct.keys = rows
+        self.keys = keys
 
     def search(
         self,
@@ -141,10 +148,15 @@ class FlatScan:
             library.check(self._engine, status)
         return SearchResult(ids, scores, scored.value)
 
-    def plan(self, top_k: int, *, rerank: int = 0) -> EngineSearch:
-        """The same search as a part of a step that is one call; see `search`."""
+    def plan(self, top_k: int, *, rerank: int = 0, reads: SearchReads = _UNCOUNTED) -> EngineSearch:
+        """The same search as a part of a step that is one call; see `search`.
+
+        Args:
+            reads: bytes that it reads.
+        """
+        heads = range(self.keys.shape[0])
         return EngineSearch(
-            FLAT, range(len(self.keys)), self._structs, (self,), top_k, num_ranked=rerank
+            FLAT, heads, self._structs, (self,), top_k, num_ranked=rerank, reads=reads
         )
 
     def nearest(
@@ -185,13 +197,6 @@ class FlatScan:
         )
         library.check(self._engine, status)
         return ids
-
-
-def _pointer(quantised: QuantisedKeys | None, head: int) -> object:
-    if quantised is None:
-        return None
-    address = addressof(quantised.structs[head])
-    return ctypes.cast(address, POINTER(QuantisedStruct))
 
 
 def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:

@@ -105,13 +105,11 @@ def describe(name: str, rows: Tensor) -> ctypes.Array[KeysStruct]:
         )
     heads, count, dim = rows.shape
     stride = rows.stride(1) if count > 1 else dim
-    step = rows.stride(0) * rows.itemsize
-    return (KeysStruct * heads)(
-        *(
-            KeysStruct(rows.data_ptr() + head * step, count, stride, dim, DTYPES[rows.dtype])
-            for head in range(heads)
-        )
-    )
+    address, step, dtype = rows.data_ptr(), rows.stride(0) * rows.itemsize, DTYPES[rows.dtype]
+    described = (KeysStruct * heads)()
+    for head in range(heads):
+        described[head] = KeysStruct(address + head * step, count, stride, dim, dtype)
+    return described
 
 
 class QuantisedQuery(NamedTuple):
@@ -133,7 +131,7 @@ class QuantisedKeys:
     levels: [H, 256] float32.
     rows: [H, capacity, row_bytes] uint8 with scale_codes [H, capacity] uint8, where asked for.
     blocks: [H, capacity / 16, block_bytes] uint8, where asked for.
-    structs: the engine's descriptors, valid until the next `build` or `append`.
+    structs: the engine's descriptors, which stay where they are.
     """
 
     def __init__(
@@ -153,6 +151,7 @@ class QuantisedKeys:
         self.levels = host_array([heads, LEVELS], torch.float32)
         self._with_rows, self._with_blocks = with_rows, with_blocks
         self.count = self.capacity = 0
+        self.structs = (QuantisedStruct * heads)()
         self._reserve(0)
 
     def build(self, keys: Tensor, pool: Pool | None = None) -> None:
@@ -161,10 +160,7 @@ class QuantisedKeys:
         Raises:
             ShapeError, ConfigError: they cannot be read.
         """
-        described = self._check(keys)
-        self.count = 0
-        self._reserve(keys.shape[1])
-        self._run(self._engine.hkv_quantise, described, keys, pool)
+        self._take(self._engine.hkv_quantise, keys, pool, known=0)
 
     def append(self, keys: Tensor, pool: Pool | None = None) -> None:
         """Quantises the rows of keys [H, N, D] beyond those held, clamping what does not fit.
@@ -172,13 +168,7 @@ class QuantisedKeys:
         Raises:
             ShapeError, ConfigError: they cannot be read, or are fewer than those held.
         """
-        described = self._check(keys)
-        if keys.shape[1] < self.count:
-            raise ShapeError(
-                f"keys must hold the {self.count} known rows first, got {keys.shape[1]} rows"
-            )
-        self._reserve(keys.shape[1])
-        self._run(self._engine.hkv_quantise_append, described, keys, pool)
+        self._take(self._engine.hkv_quantise_append, keys, pool, known=self.count)
 
     def like(self, head: int, *, with_rows: bool = False, with_blocks: bool = False) -> Self:
         """No keys yet, to be quantised with the statistics of one head."""
@@ -244,20 +234,23 @@ class QuantisedKeys:
         rows = self.count * (self.row_bytes + 1) if self._with_rows else 0
         return self.heads * (4 * (2 * self.dim + LEVELS) + blocks + rows)
 
-    def _check(self, keys: Tensor) -> ctypes.Array[KeysStruct]:
+    def _take(self, function: Any, keys: Tensor, pool: Pool | None, *, known: int) -> None:
         described = describe("keys", keys)
-        if (keys.shape[0], keys.shape[2]) != (self.heads, self.dim):
+        heads, count, dim = keys.shape
+        if (heads, dim) != (self.heads, self.dim):
             raise ShapeError(
                 f"keys must be [{self.heads}, N, {self.dim}], got shape {list(keys.shape)}"
             )
-        return described
-
-    def _run(
-        self, function: Any, described: ctypes.Array[KeysStruct], keys: Tensor, pool: Pool | None
-    ) -> None:
-        status = function(pool_handle(pool), self.heads, described, self.structs)
-        library.check(self._engine, status)
-        self.count = keys.shape[1]
+        if count < known:
+            raise ShapeError(f"keys must hold the {known} known rows first, got {count} rows")
+        self.count = known
+        if count > self.capacity:
+            self._reserve(count)
+        handle = None if pool is None else pool.handle
+        status = function(handle, heads, described, self.structs)
+        if status:
+            library.check(self._engine, status)
+        self.count = count
 
     def _reserve(self, count: int) -> None:
         """Room for `count` keys and amortised growth; keeps those held."""
@@ -270,7 +263,12 @@ class QuantisedKeys:
         self._describe()
 
     def _describe(self) -> None:
-        self.structs = (QuantisedStruct * self.heads)(*map(self._struct, range(self.heads)))
+        statistics, stored = ("mean", "channel", "levels"), ("rows", "scale_codes", "blocks")
+        for head, struct in enumerate(self.structs):
+            for name in (*statistics, *stored):
+                array: Tensor = getattr(self, name)
+                setattr(struct, name, array[head].data_ptr() if array.numel() else None)
+            struct.count, struct.capacity, struct.dim = self.count, self.capacity, self.dim
 
     def _allocate(self) -> None:
         def array(wanted: bool, *size: int) -> Tensor:
@@ -283,18 +281,6 @@ class QuantisedKeys:
     def _arrays(self) -> tuple[Tensor, ...]:
         rows = (self.rows, self.scale_codes) if self._with_rows else ()
         return (*rows, self.blocks) if self._with_blocks else rows
-
-    def _struct(self, head: int) -> QuantisedStruct:
-        def pointer(array: Tensor) -> int | None:
-            return array[head].data_ptr() if array.numel() else None
-
-        return QuantisedStruct(
-            *(pointer(array) for array in (self.mean, self.channel, self.levels)),
-            *(pointer(array) for array in (self.rows, self.scale_codes, self.blocks)),
-            self.count,
-            self.capacity,
-            self.dim,
-        )
 
 
 def _generous(count: int) -> int:

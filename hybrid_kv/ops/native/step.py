@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, byref
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -136,7 +145,7 @@ class EngineSearch:
 
     def of(self, heads: Sequence[int], first_row: int = 0) -> EngineSearch:
         """The same for these heads of a larger layer, whose keys begin `first_row` rows earlier."""
-        own = [heads[head] for head in self.heads]
+        own = [*map(heads.__getitem__, self.heads)]
         return replace(self, heads=own, first_row=self.first_row + first_row)
 
 
@@ -275,7 +284,8 @@ class LayerPlan:
             oldest, newest: how many pages at the two ends are always among them, newest at least 1.
         """
         resident, self._slots = self.layer.resident, slots
-        resident.slots, resident.num_pages, resident.num_chosen = _begin(slots), len(slots), count
+        resident.slots, resident.num_pages = slots.data_ptr(), slots.shape[0]
+        resident.num_chosen = count
         resident.oldest, resident.newest = oldest, newest
 
     def take_cold(
@@ -291,8 +301,11 @@ class LayerPlan:
         entries = (KVStruct * len(whole))()
         keeps: list[Any] = [cold, whole, structs, entries]
         self.begins_warm, self.estimate_bytes = False, 0
+        reads: list[SearchReads] = []
         for struct, extent in zip(structs, extents, strict=True):
             self._tell(struct, extent, keeps)
+            for search in extent.searches:
+                reads.append(search.reads)
         for place, (k, v) in enumerate(whole):
             entries[place] = described(k, v)
         self.layer.cold = ColdStruct(addressof(structs) if extents else None, len(extents), width)
@@ -301,7 +314,6 @@ class LayerPlan:
         if width != self._width:
             self._width, self._results = width, []
         first = len(extents[0].searches) if extents else 0
-        reads = [search.reads for extent in extents for search in extent.searches]
         self.read_costs, count = [], self._size[1]
         for some in (reads, reads[first:]):
             one = SearchReads.joined(some, count)
@@ -471,14 +483,9 @@ def _pages(resident: ResidentPages) -> ResidentStruct:
     count = len(resident.slots)
     return ResidentStruct(
         described(*flat),
-        *(_begin(resident.slots), count, size, count, 0, 1),
+        *(resident.slots.data_ptr(), count, size, count, 0, 1),
         *_digests(resident),
     )
-
-
-def _begin(slots: Tensor) -> int:
-    """Where a list lies that may be empty now and longer in later steps."""
-    return slots.untyped_storage().data_ptr() + int(slots.storage_offset()) * slots.itemsize
 
 
 def _no_pages(cold: ExtentEntries) -> ResidentStruct:
