@@ -49,7 +49,7 @@ class DevicePlan:
     def by_numbers(self) -> DevicePlan:
         return self
 
-    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+    def takes(self, k: Tensor, v: Tensor) -> bool:
         """Whether a token can be stored: always, by numbers."""
         return True
 

@@ -44,10 +44,7 @@ class EnginePlan:
         self._told, self._row, self._read, self._searched = told, row, read, searched
         self._table, self._is_whole = row.table, is_whole
         self._slots, self._chosen = row.table.slots(), _NOTHING
-
-    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
-        """Whether the call can store a token, from where it lies."""
-        return self._table.takes(*new)
+        self.takes = row.table.takes  # the call stores what the table has room for
 
     def follow(self) -> bool:
         """Takes up how many cold entries there are; False where they are read in another way."""

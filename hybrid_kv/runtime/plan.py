@@ -58,7 +58,7 @@ class StepPlan(Protocol):
         """This plan where its steps can be advanced before their queries are known; else None."""
         ...
 
-    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+    def takes(self, k: Tensor, v: Tensor) -> bool:
         """Whether `attend` stores a step's tokens k, v [B, Hkv, T, D] by itself."""
         ...
 
@@ -86,7 +86,7 @@ class OpsPlan:
     def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
         self.reason, self._read, self._cold = reason, read, cold
 
-    def takes(self, new: tuple[Tensor, Tensor]) -> bool:
+    def takes(self, k: Tensor, v: Tensor) -> bool:
         return False
 
     def follow(self) -> bool:

@@ -30,7 +30,9 @@ class PlannedSteps:
     def __init__(self, shape: LayerShape, method: Method, means: Means) -> None:
         self._layer_idx, self._method, self._means = shape.layer_idx, method, means
         self._stores_as_is = stores_as_is(method)
-        told = self._stores_as_is and reads_alike(method)
+        self._reads_alike = reads_alike(method)
+        self._read: Read | None = None  # where it is the same in every step
+        told = self._stores_as_is and self._reads_alike
         self._numbers = means.numbers if told else None
         self._compiled: CompiledStep | None = None  # how the last step was made
         self._num_plans = 0
@@ -87,8 +89,9 @@ class PlannedSteps:
         Raises:
             NonFiniteError: see `append`.
         """
-        if read is None:
+        if read is None and (read := self._read) is None:
             read = self._method.read(self._layer_idx, step.q)
+            self._read = read if self._reads_alike else None
         if widening != 1:
             read = read.widened(widening)
         compiled, numbers = self._compiled, self._means.numbers
@@ -98,7 +101,7 @@ class PlannedSteps:
             compiled = None
         new = step.unstored
         if new is not None and (
-            compiled is None or not self._stores_as_is or not compiled.plan.takes(new)
+            compiled is None or not self._stores_as_is or not compiled.plan.takes(*new)
         ):
             step.unstored = None
             append(step.layer, self._means, self._method, *new, None)

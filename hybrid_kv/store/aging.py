@@ -48,7 +48,7 @@ class AskedQueries:
     def __init__(self) -> None:
         self.latest: deque[AskedQuery] = deque()
         self.spread: list[AskedQuery] = []
-        self._stride, self._passed = 1, 0
+        self._stride, self._passed, self._room = 1, 0, 0
 
     def __len__(self) -> int:
         return len(self.spread) + len(self.latest)
@@ -61,8 +61,11 @@ class AskedQueries:
     def take(self, asked: AskedQuery) -> None:
         """Takes what was asked behind all others."""
         self.latest.append(asked)
+        if len(self.latest) <= self._room:
+            return
         own = asked.num_keys, asked.queries.shape[1]
-        if len(self.latest) <= room(LATEST, *own):
+        self._room = room(LATEST, *own)  # more keys have come since
+        if len(self.latest) <= self._room:
             return
         older = self.latest.popleft()
         if self._passed % self._stride == 0:
@@ -74,6 +77,7 @@ class AskedQueries:
     def behind(self, count: int) -> Self:
         """The same, counted without the first `count` keys."""
         new = copy(self)
+        new._room = 0
         new.latest = deque(AskedQuery(q, keys - count) for q, keys in self.latest)
         new.spread = [AskedQuery(q, keys - count) for q, keys in self.spread]
         return new
