@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.runtime.layer import TieredLayer
 
 PRODUCTS, CACHE, WRAPPERS, CUTS, OTHERS = PARTS = (
     *("products", "cache part", "prompt's wrappers"),
@@ -46,8 +47,9 @@ _TRANSFORMERS = str(Path(transformers.__file__).parent) + "/"
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo") + "/"
 _PRODUCTS = ("models/few_tokens.py", "models/linear_product.py", "ops/native/linear.py")
 _WRAPPERS = ("models/layer_major.py", "models/widening.py", "models/early_queries.py")
+_ENDING = (TieredLayer.move_on.__code__, TieredLayer.settle.__code__)
 _FIRST = 1  # steps that make trials and look things up
-_CONTEXT, _STEPS, _LAYER = 1500, 20, 1
+_CONTEXT, _STEPS, _LAYER, _PAGE = 1500, 20, 1, 16
 
 
 class PartCost(NamedTuple):
@@ -71,10 +73,15 @@ class PartCost(NamedTuple):
 
 
 class LayerCounter:
-    """Counts the Python functions that one module's call enters, by part."""
+    """Counts the Python functions that one module's call enters, by part.
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer, self._parts = layer, list[str]()
+    Args:
+        stored: the layer of the cache behind it, whose pages leave when a forward ends; None
+            leaves that out.
+    """
+
+    def __init__(self, layer: nn.Module, stored: TieredLayer | None = None) -> None:
+        self._layer, self._stored, self._parts = layer, stored, list[str]()
         self._all, self._own = Counter[str](), {part: Counter[str]() for part in PARTS}
 
     @contextmanager
@@ -105,6 +112,8 @@ class LayerCounter:
             self._own[part][f"{file[len(_PACKAGE) :]}:{frame.f_code.co_qualname}"] += 1
 
     def _enters(self, frame: FrameType) -> bool:
+        if frame.f_code in _ENDING:
+            return frame.f_locals["self"] is self._stored
         code = nn.Module._wrapped_call_impl.__code__
         return frame.f_code is code and frame.f_locals["self"] is self._layer
 
@@ -134,9 +143,19 @@ def engine_serves() -> Iterator[None]:
         yield
 
 
-def layer_costs(shape: str, config: hkv.HybridConfig) -> tuple[dict[str, PartCost], ...]:
-    """Parts of one layer in the cheapest of some decode steps, in which no page leaves the window,
-    and in the dearest, in which one leaves.
+class LayerCosts(NamedTuple):
+    """Parts of one layer, by name.
+
+    quiet: of the cheapest of some decode steps, as nearly all are. page: what is beyond that in as
+    many steps as a page has tokens, wherever in the forward: one page begins, and one leaves.
+    """
+
+    quiet: dict[str, PartCost]
+    page: dict[str, PartCost]
+
+
+def layer_costs(shape: str, config: hkv.HybridConfig) -> LayerCosts:
+    """What a layer of a model costs.
 
     Args:
         shape: one of `MODELS`.
@@ -153,10 +172,21 @@ def layer_costs(shape: str, config: hkv.HybridConfig) -> tuple[dict[str, PartCos
         cache = runtime.cache()
         model(ids[:, :_CONTEXT], **passing(cache))
         for token in ids[:, _CONTEXT:].split(1, dim=1):
-            counter = LayerCounter(model.model.layers[_LAYER])
+            stored = cache.kv.layers[_LAYER]
+            counter = LayerCounter(model.model.layers[_LAYER], stored)
             with counter.counting():
                 model(token, **passing(cache))
             costs.append(counter.parts)
-    costs = costs[_FIRST:]
-    costs.sort(key=lambda parts: sum(part.calls for part in parts.values()))
-    return costs[0], costs[-1]
+    costs = costs[_FIRST : _FIRST + _PAGE]
+    quiet = min(costs, key=lambda parts: sum(part.calls for part in parts.values()))
+    page = {part: _beyond([one[part] for one in costs], quiet[part]) for part in PARTS}
+    return LayerCosts(quiet, page)
+
+
+def _beyond(
+    costs: Sequence[dict[str, PartCost]], quiet: dict[str, PartCost], part: str
+) -> PartCost:
+    """What some steps cost of a part beyond as many quiet ones."""
+    least = quiet[part]
+    functions = sum((one[part].functions - least.functions for one in costs), Counter())
+    return PartCost(sum(one[part].all_calls - least.all_calls for one in costs), functions)

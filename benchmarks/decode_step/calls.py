@@ -3,7 +3,8 @@
     python benchmarks/decode_step/calls.py --out before.json
     python benchmarks/decode_step/calls.py --before before.json
 
-The cheapest of 20 steps, as nearly all are, and the dearest: one in which a page leaves the window.
+The cheapest of 16 steps, as nearly all are, and what the 16 cost beyond it: in them a page begins
+and one leaves the window, be it in the layer's own call or at the forward's end.
 Calls of the package's functions, of anybody's, functions and files of the package. With `--before`
 each cell has the earlier figure first. The last line on stdout is one JSON document, which `--out`
 writes too. `HYBRID_KV_ONE_CALL=0` counts the step op by op.
@@ -26,7 +27,7 @@ if __name__ == "__main__":  # a script: what benchmarks share is beside its own 
 import hybrid_kv as hkv
 from benchmarks.common.layer_cost import MODELS, PARTS, PartCost, layer_costs
 
-_STEPS = ("cheapest", "dearest")
+_STEPS = ("a quiet step", "a page")
 _COLUMNS = ("calls", "all_calls", "functions", "files")
 _SUM = "whole layer"
 

@@ -116,8 +116,8 @@ def measure(cache: KVCache, steps: int, step: Callable[[], None]) -> dict[str, A
     """Medians per layer, in microseconds, the share of arithmetic, and mean wall times by phase.
 
     The mean of the overhead has the pages that leave the window in it, which the median has not:
-    give a multiple of 16 steps. The lowest tenth of the overhead is there as well: other work on the machine empties caches,
-    which small pieces of Python feel most.
+    give a multiple of 16 steps. The lowest tenth of the overhead is there as well: other work on
+    the machine empties caches, which small pieces of Python feel most.
     """
     arithmetic = Arithmetic()
     engine, attend = library.engine(), torch_cpu.attend

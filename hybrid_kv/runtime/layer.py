@@ -242,8 +242,7 @@ class TieredLayer:
     # A forward that may fail ----------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Notes where the layer stands, for `go_back`; what is leaving it leaves before."""
-        self.settle()
+        """Notes where the layer stands, for `go_back`; nothing is leaving it."""
         self._mark = LayerMark.of(self)
 
     def forget_mark(self) -> None:

@@ -38,9 +38,10 @@ class Layers(dict[int, TieredLayer]):
 
     def settle(self) -> None:
         """Ends all that is leaving a window."""
-        for layer in reversed(self.values()):  # the last copy first: with it all others arrived
+        leaving = [layer for layer in self.values() if layer.leaving.departure is not None]
+        for layer in reversed(leaving):  # the last copy first: with it all others arrived
             layer.leaving.wait()
-        for layer in self.values():
+        for layer in leaving:
             layer.settle()
 
     # The prompt's end -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Departure:
 
     Between its beginning and its end nothing else may change the layer.
 
-    under_way: copies that had not arrived at once, in the order in which they left.
+    under_way: copies in the order in which they left; none where all are made at once.
 
     Args:
         samples: per row queries that were observed during the prompt, for a new index; empty after
@@ -57,14 +57,12 @@ class Departure:
         self._layer, self.is_prompt = layer, is_prompt
         offloads = layer.placement is not None and layer.placement.offloads
         self._exactly = is_prompt and absorb is not None
-        leaving, sent = [], list[Parcel]()
+        leaving = []
         for row in layer.rows:
             overflow = Overflow.of_prompt(row) if self._exactly else Overflow.of(row)
             if overflow is not None:
                 kept = None if absorb is None else _Absorbed.begin(executor, row, overflow, absorb)
                 leaving.append((row, overflow, kept))
-                sent += [] if kept is None else kept.parcels
-        self.under_way: list[Parcel] = []
         self._rows: list[_LeavingRow] = []
         for row, overflow, kept in leaving:
             asked, spill = samples[row.number] if samples else None, None
@@ -72,10 +70,7 @@ class Departure:
             if offloads and count:
                 spill = _Spill.begin(executor, layer, row, overflow, asked, nearest)
             self._rows.append(_LeavingRow(row, count, overflow.pages, spill, kept))
-            sent += [] if spill is None else spill.parcels
-        for parcel in sent:
-            if not parcel.arrived:
-                self.under_way.append(parcel)
+        self.under_way = [] if executor.at_once else self._parcels()
 
     @property
     def arrived(self) -> bool:
@@ -86,6 +81,10 @@ class Departure:
         """Returns when all copies have arrived."""
         for parcel in reversed(self.under_way):
             parcel.open()
+
+    def _parcels(self) -> list[Parcel]:
+        kept = [parcel for row in self._rows if row.kept for parcel in row.kept.parcels]
+        return kept + [parcel for row in self._rows if row.spill for parcel in row.spill.parcels]
 
     def end(self, runner: BuildRunner) -> None:
         """Hands what has arrived over to the cold tier, whose indexes may be built now.

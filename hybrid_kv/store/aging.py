@@ -48,7 +48,7 @@ class AskedQueries:
     def __init__(self) -> None:
         self.latest: deque[AskedQuery] = deque()
         self.spread: list[AskedQuery] = []
-        self._stride, self._passed, self._room = 1, 0, 0
+        self._stride, self._passed, self._num_keys = 1, 0, -1
 
     def __len__(self) -> int:
         return len(self.spread) + len(self.latest)
@@ -61,15 +61,15 @@ class AskedQueries:
     def take(self, asked: AskedQuery) -> None:
         """Takes what was asked behind all others."""
         self.latest.append(asked)
-        if len(self.latest) <= self._room:
-            return
-        own = asked.num_keys, asked.queries.shape[1]
-        self._room = room(LATEST, *own)  # more keys have come since
-        if len(self.latest) <= self._room:
+        if asked.num_keys != self._num_keys:  # a page has come, or gone
+            self._num_keys, group = asked.num_keys, asked.queries.shape[1]
+            self._most_latest = room(LATEST, self._num_keys, group)
+            self._most_spread = room(SPREAD, self._num_keys, group)
+        if len(self.latest) <= self._most_latest:
             return
         older = self.latest.popleft()
         if self._passed % self._stride == 0:
-            if len(self.spread) >= room(SPREAD, *own):
+            if len(self.spread) >= self._most_spread:
                 self.spread, self._stride = self.spread[::2], 2 * self._stride
             self.spread.append(older)
         self._passed += 1
@@ -77,7 +77,7 @@ class AskedQueries:
     def behind(self, count: int) -> Self:
         """The same, counted without the first `count` keys."""
         new = copy(self)
-        new._room = 0
+        new._num_keys = -1
         new.latest = deque(AskedQuery(q, keys - count) for q, keys in self.latest)
         new.spread = [AskedQuery(q, keys - count) for q, keys in self.spread]
         return new

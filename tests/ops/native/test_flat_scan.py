@@ -172,16 +172,22 @@ def test_ids_come_in_32_bits_too(engine: ctypes.CDLL) -> None:
     assert torch.equal(narrow.long(), scan.search(queries, 40).ids)
 
 
-def test_a_description_outlives_growth(engine: ctypes.CDLL) -> None:
+def test_a_scan_follows_keys_that_grow_and_move(engine: ctypes.CDLL) -> None:
+    """So does a search that was planned before; the room of the codes runs out meanwhile."""
     keys, queries = make_keys(2, 5000, 8), torch.randn(2, 3, 8)
     quantised = QuantisedKeys(2, 8, engine=engine)
     quantised.build(keys[:, :100])
-    before = FlatScan(keys[:, :100], quantised, engine=engine)
-    alone = before.search(queries, 10)
-    quantised.append(keys)
-    assert torch.equal(before.search(queries, 10).ids, alone.ids)
-    after = FlatScan(keys, quantised, engine=engine).search(queries, 10, rerank=5000)
-    check_exact(after, queries, keys, 10)
+    scan = FlatScan(keys[:, :100].clone(), quantised, engine=engine)
+    planned = scan.plan(10).structs
+    for count in (117, 5000):
+        quantised.append(keys[:, :count])
+        with pytest.raises(ShapeError, match=r"keys must be those of keys"):
+            scan.follow(keys[:, : count - 1])
+        scan.follow(keys[:, :count])
+        found = scan.search(queries, 10, rerank=count)
+        check_exact(found, queries, keys[:, :count], 10)
+        assert [head.keys.count for head in planned] == [count, count]
+        assert [head.quantised.contents.count for head in planned] == [count, count]
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 255, 600])
