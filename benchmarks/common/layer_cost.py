@@ -183,10 +183,7 @@ def layer_costs(shape: str, config: hkv.HybridConfig) -> LayerCosts:
     return LayerCosts(quiet, page)
 
 
-def _beyond(
-    costs: Sequence[dict[str, PartCost]], quiet: dict[str, PartCost], part: str
-) -> PartCost:
-    """What some steps cost of a part beyond as many quiet ones."""
-    least = quiet[part]
-    functions = sum((one[part].functions - least.functions for one in costs), Counter())
-    return PartCost(sum(one[part].all_calls - least.all_calls for one in costs), functions)
+def _beyond(costs: Sequence[PartCost], quiet: PartCost) -> PartCost:
+    """What a part costs in some steps beyond as many quiet ones."""
+    functions = sum((one.functions - quiet.functions for one in costs), Counter[str]())
+    return PartCost(sum(one.all_calls - quiet.all_calls for one in costs), functions)
