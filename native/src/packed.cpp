@@ -65,14 +65,15 @@ void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs,
 
 constexpr int64_t kMinColumns = 5;      // from which on panels are faster than rows
 constexpr int64_t kManyColumns = 64;    // for which a panel is high
-constexpr int64_t kHighPanel = 64;      // rows; their sums share the level-2 cache with the inputs
 constexpr int64_t kColumnBlock = 512;
+
+bool in_panels(int64_t columns) { return columns >= kMinColumns; }
 
 /// As `multiply_rows`, in panels.
 template <typename Kind>
 void multiply_panels(const PackedLayer &layer, const RoundedInputs &inputs,
                      const Outputs &outputs, int64_t first, int64_t last) {
-  const int64_t height = inputs.columns < kManyColumns ? kTileRows : kHighPanel;
+  const int64_t height = inputs.columns < kManyColumns ? kTileRows : kMaxPanelRows;
   const int64_t block = std::min(kColumnBlock, inputs.columns);
   std::vector<float> totals(static_cast<size_t>(height * block));
   for (int64_t row = first; row < last; row += height)
@@ -87,6 +88,12 @@ void multiply_panels(const PackedLayer &layer, const RoundedInputs &inputs,
     }
 }
 
+#else
+
+bool in_panels(int64_t) { return false; }
+template <typename Kind>
+constexpr auto multiply_panels = multiply_rows<Kind>;
+
 #endif
 
 template <typename Kind>
@@ -94,13 +101,10 @@ void multiply(hkv_pool *pool, const PackedLayer &layer, const RoundedInputs &inp
               const Outputs &outputs) {
   const int64_t row_bytes = std::max<int64_t>(1, layer.num_inputs / Kind::kValues * Kind::kBytes);
   const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
+  const auto body = in_panels(inputs.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
   parallel_for(pool, (layer.num_outputs + rows - 1) / rows, [&](int64_t item, int) {
-    const int64_t first = item * rows, last = std::min(layer.num_outputs, first + rows);
-#if defined(__AVX2__)
-    if (inputs.columns >= kMinColumns)
-      return multiply_panels<Kind>(layer, inputs, outputs, first, last);
-#endif
-    multiply_rows<Kind>(layer, inputs, outputs, first, last);
+    const int64_t first = item * rows;
+    body(layer, inputs, outputs, first, std::min(layer.num_outputs, first + rows));
   });
 }
 
@@ -149,7 +153,9 @@ extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outpu
                    "arrays must not be NULL");
       const hkv::PackedLayer layer{static_cast<const uint8_t *>(weight), num_outputs, num_inputs,
                                    stride, bias};
-      hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues);
+      const int64_t columns = tokens * (exact != 0 ? 2 : 1);
+      hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues,
+                                 hkv::kPairs<Kind> && !hkv::in_panels(columns));
       hkv::round_inputs(pool, dtype, tokens, inputs, rounded);
       hkv::multiply<Kind>(pool, layer, rounded, {out, dtype, layer, rounded.parts});
     });

@@ -20,6 +20,12 @@
 
 namespace hkv {
 
+/// Whether rows take two blocks at a time, which saves moving the upper halves of bytes.
+template <typename Kind>
+constexpr bool kPairs = false;
+template <int Kind, int Bits, bool HasMin>
+constexpr bool kPairs<Simple<Kind, Bits, HasMin>> = true;
+
 template <typename Kind>
 constexpr bool kBiased = HKV_PACKED_VNNI && Kind::kSigned;
 template <typename Kind>
@@ -60,29 +66,39 @@ inline __m256i levels_of(__m256i nibbles) {
 template <typename Kind>
 struct RowCodes;
 
-/// The halves at the beginning of `count` blocks, and at `place` in them.
+/// The two halves at the beginning of each of eight blocks.
 template <typename Kind>
-inline __m256 halves_of(const uint8_t *blocks, int count, int place) {
-  const auto at = [&](int block) {
-    uint16_t bits;
-    std::memcpy(&bits, blocks + block * Kind::kBytes + place, sizeof bits);
-    return static_cast<short>(bits);
+inline void first_halves(const uint8_t *blocks, __m256 &first, __m256 &second) {
+  const auto both = [&](int block) HKV_INLINE {
+    const auto word = [&](int at) HKV_INLINE {
+      int32_t halves;
+      std::memcpy(&halves, blocks + at * Kind::kBytes, sizeof halves);
+      return _mm_cvtsi32_si128(halves);
+    };
+    return _mm_unpacklo_epi16(word(block), word(block + 1));
   };
-  if (count == 8)
-    return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
-  alignas(16) int16_t some[8] = {};
-  for (int block = 0; block < count; ++block) some[block] = at(block);
-  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i *>(some)));
+  const __m128i low = _mm_unpacklo_epi32(both(0), both(2));
+  const __m128i high = _mm_unpacklo_epi32(both(4), both(6));
+  first = _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
+  second = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
 }
 
 /// What all kinds with blocks of 32 values have in common.
 template <typename Kind>
 struct ShortRow {
   static constexpr int kVectors = 1;  // of scales, for a chunk
-  static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
-    scales[0] = halves_of<Kind>(blocks, count, 0);
+  /// Of a chunk's first `count` blocks; 0 behind them.
+  HKV_INLINE static void scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
+    uint8_t padded[8 * Kind::kBytes];
+    if (count < 8) {
+      std::memset(padded, 0, sizeof padded);
+      std::memcpy(padded, blocks, static_cast<size_t>(count * Kind::kBytes));
+      blocks = padded;
+    }
+    __m256 second;
+    first_halves<Kind>(blocks, scales[0], second);
     if constexpr (Kind::kHasMin)
-      offsets[0] = halves_of<Kind>(blocks, count, 2);
+      offsets[0] = second;
     else if constexpr (Kind::kHasOffset)
       offsets[0] = scales[0] * _mm256_set1_ps(-Kind::kMid);
   }
@@ -91,18 +107,40 @@ struct ShortRow {
 template <int Kind, int Bits, bool HasMin>
 struct RowCodes<Simple<Kind, Bits, HasMin>> : ShortRow<Simple<Kind, Bits, HasMin>> {
   using Of = Simple<Kind, Bits, HasMin>;
-  template <int>
-  static __m256i codes(const uint8_t *block) {
-    const __m256i low = both_nibbles(block + Of::kLow);
-    if constexpr (Bits == 4) return low;
-    int32_t bits;
-    std::memcpy(&bits, block + Of::kHigh, sizeof bits);
+
+  /// The fifth bits of two blocks' values 0 to 15, or 16 to 31, as 16 or 0.
+  static __m256i fifths(__m256i words, int first_byte) {
     const __m256i spread = _mm256_shuffle_epi8(
-        _mm256_set1_epi32(bits), _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
-                                                    0x0303030303030303));
+        words, _mm256_add_epi8(_mm256_broadcastsi128_si256(_mm_set_epi64x(0x0101010101010101, 0)),
+                               bytes_of(first_byte)));
     const __m256i mask = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask);
-    return _mm256_or_si256(low, _mm256_and_si256(is_set, bytes_of(16)));
+    return _mm256_and_si256(is_set, bytes_of(16));
+  }
+  /// Values 0 to 15 of two blocks, and their values 16 to 31.
+  HKV_INLINE static void pair(const uint8_t *first, const uint8_t *second, __m256i &low,
+                              __m256i &high) {
+    const __m256i bytes = _mm256_inserti128_si256(
+        _mm256_castsi128_si256(load_16(first + Of::kLow)), load_16(second + Of::kLow), 1);
+    low = low_nibbles(bytes);
+    high = high_nibbles(bytes);
+    if constexpr (Bits == 5) {
+      const auto word = [](const uint8_t *block) {
+        int32_t bits;
+        std::memcpy(&bits, block + Of::kHigh, sizeof bits);
+        return _mm_set1_epi32(bits);
+      };
+      const __m256i words =
+          _mm256_inserti128_si256(_mm256_castsi128_si256(word(first)), word(second), 1);
+      low = _mm256_or_si256(low, fifths(words, 0));
+      high = _mm256_or_si256(high, fifths(words, 2));
+    }
+  }
+  template <int>
+  static __m256i codes(const uint8_t *block) {
+    __m256i low, high;
+    pair(block, block, low, high);
+    return _mm256_permute2x128_si256(low, high, 0x20);
   }
 };
 
@@ -126,15 +164,23 @@ template <int Kind, int Bits>
 struct RowCodes<Parts<Kind, Bits>> {
   using Of = Parts<Kind, Bits>;
   static constexpr int kVectors = 1;
-  static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
-    alignas(8) uint8_t of_scales[8], of_minima[8];
-    unpack_parts(block + 4, of_scales, of_minima);
-    const auto wide = [](const uint8_t *bytes) {
-      return _mm256_cvtepi32_ps(
-          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes))));
-    };
-    scales[0] = wide(of_scales) * _mm256_set1_ps(half_at(block));
-    offsets[0] = wide(of_minima) * _mm256_set1_ps(-half_at(block + 2));
+  HKV_INLINE static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
+    // As `unpack_parts`, in the lanes of a vector.
+    const __m128i packed = load_16(block + 4);
+    const __m128i sixes = _mm_shuffle_epi32(packed, 0x50);  // words 0, 0, 1, 1
+    const __m128i halves =
+        _mm_srlv_epi32(_mm_shuffle_epi32(packed, 0xaa), _mm_setr_epi32(0, 0, 0, 4));
+    const __m128i parts = _mm_or_si128(
+        _mm_and_si128(sixes, _mm_setr_epi32(0x3f3f3f3f, 0, 0x3f3f3f3f, 0)),
+        _mm_or_si128(_mm_and_si128(halves, _mm_setr_epi32(0, 0x0f0f0f0f, 0, 0x0f0f0f0f)),
+                     _mm_and_si128(_mm_srli_epi32(sixes, 2),
+                                   _mm_setr_epi32(0, 0x30303030, 0, 0x30303030))));
+    int32_t halves_of_block;
+    std::memcpy(&halves_of_block, block, sizeof halves_of_block);
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(halves_of_block));
+    scales[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(parts)) * _mm256_broadcastss_ps(both);
+    offsets[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(parts, 8))) *
+                 _mm256_broadcastss_ps(-_mm_movehdup_ps(both));
   }
   template <int Part>
   static __m256i codes(const uint8_t *block) {
@@ -148,7 +194,7 @@ struct RowCodes<Parts<Kind, Bits>> {
 template <>
 struct RowCodes<Q6_K> {
   static constexpr int kVectors = 2;
-  static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
+  HKV_INLINE static void scales(const uint8_t *block, int, __m256 *scales, __m256 *offsets) {
     const __m128i bytes = load_16(block + Q6_K::kScales);
     const __m256 scale = _mm256_set1_ps(half_at(block + Q6_K::kScale));
     scales[0] = scale * _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
@@ -166,7 +212,7 @@ struct RowCodes<Q6_K> {
 
 /// As `RowCodes::scales`, with what biased codes need.
 template <typename Kind>
-inline void row_scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
+HKV_INLINE inline void row_scales(const uint8_t *blocks, int count, __m256 *scales, __m256 *offsets) {
   RowCodes<Kind>::scales(blocks, count, scales, offsets);
   if constexpr (kBiased<Kind>) offsets[0] = scales[0] * _mm256_set1_ps(-128.0f);
 }

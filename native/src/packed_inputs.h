@@ -64,16 +64,18 @@ inline void round_block(const float *inputs, int sum_values, int8_t *codes, floa
 /// holds what the rounding of the first leaves. Behind the last input all is zero.
 ///
 /// They lie in chunks of 256 inputs, and within a chunk by columns: codes [chunk, column, 256],
-/// scales [chunk, column, 8], sums [chunk, column, 256 / sum_values].
+/// scales [chunk, column, 8], sums [chunk, column, 256 / sum_values]. `paired`: in whole chunks,
+/// halves of blocks i and i + 4 lie together: [i, half, 2, 16].
 class RoundedInputs {
  public:
-  RoundedInputs(int64_t tokens, int64_t num_inputs, bool exact, int sum_values)
+  RoundedInputs(int64_t tokens, int64_t num_inputs, bool exact, int sum_values, bool paired)
       : columns(tokens * (exact ? 2 : 1)),
         parts(exact ? 2 : 1),
         num_inputs(num_inputs),
         chunks((num_inputs + kChunkValues - 1) / kChunkValues),
         sum_values(sum_values),
         num_sums(kChunkValues / sum_values),
+        paired(paired),
         codes_(static_cast<size_t>(chunks * columns) * kChunkValues),
         scales_(static_cast<size_t>(chunks * columns) * kChunkBlocks),
         sums_(static_cast<size_t>(chunks * columns * num_sums)) {}
@@ -106,16 +108,25 @@ class RoundedInputs {
   const int parts;
   const int64_t num_inputs, chunks;
   const int sum_values, num_sums;
+  const bool paired;
 
  private:
   void round_chunk(int64_t chunk, int64_t column, const float *values, float *rest) {
     const int64_t at = chunk * columns + column;
+    int8_t *codes = codes_.data() + at * kChunkValues;
     for (int block = 0; block < kChunkBlocks; ++block)
-      round_block(values + block * kRoundedBlock, sum_values,
-                  codes_.data() + at * kChunkValues + block * kRoundedBlock,
+      round_block(values + block * kRoundedBlock, sum_values, codes + block * kRoundedBlock,
                   scales_.data() + at * kChunkBlocks + block,
                   sums_.data() + at * num_sums + block * kRoundedBlock / sum_values,
                   rest == nullptr ? nullptr : rest + block * kRoundedBlock);
+    if (!paired || (chunk + 1) * kChunkValues > num_inputs) return;
+    constexpr int kHalf = kRoundedBlock / 2, kPairs = kChunkBlocks / 2;
+    int8_t together[kChunkValues];
+    for (int block = 0; block < kChunkBlocks; ++block)
+      for (int half = 0; half < 2; ++half)
+        std::memcpy(together + ((block % kPairs * 2 + half) * 2 + block / kPairs) * kHalf,
+                    codes + (block * 2 + half) * kHalf, kHalf);
+    std::memcpy(codes, together, sizeof together);
   }
 
   LineArray<int8_t> codes_;

@@ -55,6 +55,7 @@ struct PanelVector {
 constexpr int kTileVectors = 2;  // of rows
 constexpr int kTileColumns = 4;
 constexpr int kTileRows = kTileVectors * PanelVector::kRows;
+constexpr int64_t kMaxPanelRows = 64;  // their sums share the level-2 cache with the inputs
 constexpr int kQuads = kChunkValues / 4;
 constexpr int kQuadBytes = 4 * PanelVector::kRows;
 
@@ -234,17 +235,27 @@ template <typename Kind>
 void add_panel(const uint8_t *weight, int64_t stride, int64_t num_rows, const RoundedInputs &inputs,
                int64_t first, int64_t last, float *totals, int64_t padded_rows) {
   constexpr int64_t kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
+  // While a tile is multiplied, as many bytes behind the panel are asked for.
+  const int64_t tile_bytes = kTileRows * kChunkBytes;
+  const auto ask_for_next = [&](const uint8_t *next, int64_t chunk, int64_t tile) {
+    const int64_t at = (chunk * padded_rows + tile) * kChunkBytes;
+    for (int64_t line = 0; line < tile_bytes; line += 64)
+      __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(next) +
+                                                        static_cast<uintptr_t>(at + line)),
+                         0, 2);
+  };
+  const uint8_t *rows[kMaxPanelRows];  // behind the last row it once more
+  for (int64_t row = 0; row < padded_rows; ++row)
+    rows[row] = weight + std::min(row, num_rows - 1) * stride;
   PanelChunk decoded;
   for (int64_t chunk = 0; chunk < inputs.chunks; ++chunk) {
     const int64_t values = std::min<int64_t>(kChunkValues, inputs.num_inputs - chunk * kChunkValues);
     const int count = static_cast<int>(values / kRoundedBlock);
     for (int64_t tile = 0; tile < padded_rows; tile += kTileRows) {
       for (int eight = 0; eight < kTileRows; eight += 8) {
-        const uint8_t *rows[8];  // behind the last row it once more
-        for (int row = 0; row < 8; ++row)
-          rows[row] = weight + std::min(tile + eight + row, num_rows - 1) * stride;
-        decode_eight<Kind>(rows, chunk * kChunkBytes, count, eight, decoded);
+        decode_eight<Kind>(rows + tile + eight, chunk * kChunkBytes, count, eight, decoded);
       }
+      ask_for_next(weight + num_rows * stride, chunk, tile);
       add_columns_of_tile<TileKindOf<Kind>>(decoded, static_cast<int>(values / Kind::kScaleValues),
                                             inputs, chunk, first, last, totals + tile, padded_rows);
     }

@@ -12,9 +12,9 @@ namespace hkv {
 
 constexpr int kRowColumns = 4;  // that share what is decoded
 
-/// Sums of four products each.
+/// Sums of four products each; of eight, where there are two vectors of codes and inputs.
 template <typename Kind>
-inline __m256i dots(__m256i codes, __m256i inputs) {
+HKV_INLINE inline __m256i dots(__m256i codes, __m256i inputs) {
 #if defined(__AVX512VNNI__)
   return _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, inputs);
 #elif defined(__AVXVNNI__)
@@ -27,15 +27,28 @@ inline __m256i dots(__m256i codes, __m256i inputs) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1));
 #endif
 }
+HKV_INLINE inline __m256i dots(__m256i low, __m256i high, __m256i first, __m256i second) {
+#if defined(__AVX512VNNI__)
+  return _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), low, first), high, second);
+#elif defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), low, first), high,
+                                 second);
+#else
+  const __m256i pairs =
+      _mm256_add_epi16(_mm256_maddubs_epi16(low, first), _mm256_maddubs_epi16(high, second));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
 
-/// The scales of 32 codes, of which each lane has four.
-template <typename Kind>
-inline __m256 lanes_of_scales(const float *scales, int part) {
-  if constexpr (Kind::kScaleValues == kRoundedBlock) return _mm256_broadcast_ss(scales + part);
-  double two;
-  std::memcpy(&two, scales + 2 * part, sizeof two);
-  return _mm256_permutevar_ps(_mm256_castpd_ps(_mm256_set1_pd(two)),
-                              _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+/// Sums of neighbouring lanes, within 128 bits those of `a` before those of `b`. Lanes are sums of
+/// `Products` products: where they fit into 16 bits, a product with ones is the fastest way.
+template <typename Kind, int Products>
+HKV_INLINE inline __m256i join(__m256i a, __m256i b) {
+  constexpr int kLargest = Kind::kSigned ? 255 : (1 << Kind::kBits) - 1;
+  if constexpr (Products * kLargest * 127 <= 32767)
+    return _mm256_madd_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(1));
+  else
+    return _mm256_hadd_epi32(a, b);
 }
 
 inline float sum_lanes(__m256 lanes) {
@@ -47,60 +60,105 @@ inline float sum_lanes(__m256 lanes) {
 template <typename Kind, int Columns>
 class RowSums {
  public:
-  /// Adds the products of the first `count` parts of 32 values of a chunk: all, or whole blocks.
-  HKV_INLINE void add_chunk(const uint8_t *blocks, int count, const RoundedInputs &inputs,
-                            int64_t chunk, int64_t first) {
-    __m256 scales[kVectors], offsets[kVectors];
-    row_scales<Kind>(blocks, count, scales, offsets);
-    alignas(32) float products[Columns][8 * kVectors];
+  /// Adds the products of a whole chunk.
+  HKV_INLINE void add_chunk(const uint8_t *blocks, const RoundedInputs &inputs, int64_t chunk,
+                            int64_t first) {
+    __m256 scales[kVectors];
+    add_offsets(blocks, kChunkBlocks, inputs, chunk, first, scales);
     const int8_t *codes[Columns];
-    for (int column = 0; column < Columns; ++column) {
-      codes[column] = inputs.codes(chunk, first + column);
-      const __m256 of_inputs = _mm256_load_ps(inputs.scales(chunk, first + column));
-      for (int i = 0; i < kVectors; ++i)
-        _mm256_store_ps(products[column] + 8 * i, scales[i] * spread(of_inputs, i));
-      if constexpr (kWithOffset<Kind>)
-        for (int i = 0; i < kVectors; ++i)
-          sums_[column][0] +=
-              offsets[i] * _mm256_load_ps(inputs.sums(chunk, first + column) + 8 * i);
-    }
-    const auto add_part = [&](auto part, const uint8_t *block, int at) HKV_INLINE {
-      const __m256i weights = row_codes<Kind, part>(block);
+    for (int column = 0; column < Columns; ++column) codes[column] = inputs.codes(chunk, first + column);
+    __m256i sums[2][Columns];
+    unrolled<kPairs<Kind> ? 1 : 2>([&](auto half) HKV_INLINE {
+      __m256i twos[2][Columns];
+      unrolled<2>([&](auto two) HKV_INLINE { add_two<half * 2 + two>(blocks, codes, twos[two]); });
       for (int column = 0; column < Columns; ++column)
-        sums_[column][at % kChains] +=
-            _mm256_cvtepi32_ps(dots<Kind>(weights, load_32(codes[column] + at * kRoundedBlock))) *
-            lanes_of_scales<Kind>(products[column], at);
-    };
-    if (count == kChunkBlocks) {
-      unrolled<kChunkBlocks>([&](auto part) HKV_INLINE {
-        add_part(part, blocks + part * kRoundedBlock / Kind::kValues * Kind::kBytes, part);
-      });
-    } else {
-      for (int part = 0; part < count; ++part)
-        add_part(std::integral_constant<int, 0>(), blocks + part * Kind::kBytes, part);
+        sums[half][column] = join<Kind, kPairs<Kind> ? 16 : 8>(twos[0][column], twos[1][column]);
+    });
+    for (int column = 0; column < Columns; ++column) {
+      const __m256 of_inputs = _mm256_load_ps(inputs.scales(chunk, first + column));
+      if constexpr (kVectors == 2) {  // sums[0]: of groups 0, 2, 4, 6 and 1, 3, 5, 7
+        const __m256 low = _mm256_permute2f128_ps(of_inputs, of_inputs, 0x00);
+        const __m256 high = _mm256_permute2f128_ps(of_inputs, of_inputs, 0x11);
+        const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+        add(column, sums[0][column], _mm256_permutevar8x32_ps(scales[0], order) * low);
+        add(column, sums[1][column], _mm256_permutevar8x32_ps(scales[1], order) * high);
+      } else if constexpr (kPairs<Kind>) {
+        add(column, sums[0][column], scales[0] * of_inputs);
+      } else {
+        const __m256i a = sums[0][column], b = sums[1][column];
+        add(column,
+            _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20),
+                             _mm256_permute2x128_si256(a, b, 0x31)),
+            scales[0] * of_inputs);
+      }
+    }
+  }
+
+  /// Adds the products of the first `count` blocks of a chunk; only short blocks end within one.
+  void add_blocks(const uint8_t *blocks, int count, const RoundedInputs &inputs, int64_t chunk,
+                  int64_t first) {
+    __m256 scales;
+    add_offsets(blocks, count, inputs, chunk, first, &scales);
+    for (int column = 0; column < Columns; ++column) {
+      alignas(32) float products[kChunkBlocks];
+      _mm256_store_ps(products, scales * _mm256_load_ps(inputs.scales(chunk, first + column)));
+      for (int block = 0; block < count; ++block)
+        add(column,
+            dots<Kind>(row_codes<Kind, 0>(blocks + block * Kind::kBytes),
+                       load_32(inputs.codes(chunk, first + column) + block * kRoundedBlock)),
+            _mm256_broadcast_ss(products + block));
     }
   }
 
   void add_to(float *totals) const {
-    for (int column = 0; column < Columns; ++column) {
-      __m256 all = sums_[column][0];
-      for (int i = 1; i < kChains; ++i) all += sums_[column][i];
-      totals[column] += sum_lanes(all);
-    }
+    for (int column = 0; column < Columns; ++column) totals[column] += sum_lanes(sums_[column]);
   }
 
  private:
   static constexpr int kVectors = RowCodes<Kind>::kVectors;
-  static constexpr int kChains = Columns == 1 ? 2 : 1;
 
-  /// The inputs' scales beside vector `i` of the weights'.
-  static __m256 spread(__m256 scales, int i) {
-    if constexpr (kVectors == 1) return scales;
-    const __m256i first = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-    return _mm256_permutevar8x32_ps(scales, _mm256_add_epi32(first, _mm256_set1_epi32(4 * i)));
+  HKV_INLINE void add(int column, __m256i integers, __m256 scales) {
+    sums_[column] += _mm256_cvtepi32_ps(integers) * scales;
   }
 
-  __m256 sums_[Columns][kChains] = {};
+  HKV_INLINE void add_offsets(const uint8_t *blocks, int count, const RoundedInputs &inputs,
+                              int64_t chunk, int64_t first, __m256 *scales) {
+    __m256 offsets[kVectors];
+    row_scales<Kind>(blocks, count, scales, offsets);
+    if constexpr (kWithOffset<Kind>)
+      for (int column = 0; column < Columns; ++column)
+        for (int i = 0; i < kVectors; ++i)
+          sums_[column] += offsets[i] * _mm256_load_ps(inputs.sums(chunk, first + column) + 8 * i);
+  }
+
+  /// Joins the sums of two vectors: parts 2 Two and the next, or of blocks in pairs.
+  template <int Two>
+  HKV_INLINE static void add_two(const uint8_t *blocks, const int8_t *const *codes,
+                                 __m256i (&sums)[Columns]) {
+    constexpr int kAt = Two * 2 * kRoundedBlock;
+    if constexpr (kPairs<Kind>) {
+      __m256i weights[2][2];
+      for (int i = 0; i < 2; ++i) {
+        const uint8_t *block = blocks + (Two * 2 + i) * Kind::kBytes;
+        RowCodes<Kind>::pair(block, block + 4 * Kind::kBytes, weights[i][0], weights[i][1]);
+      }
+      for (int column = 0; column < Columns; ++column) {
+        const int8_t *from = codes[column] + 2 * kAt;
+        sums[column] = join<Kind, 8>(
+            dots(weights[0][0], weights[0][1], load_32(from), load_32(from + 32)),
+            dots(weights[1][0], weights[1][1], load_32(from + 64), load_32(from + 96)));
+      }
+    } else {
+      constexpr int kBlock = kAt / Kind::kValues, kNext = (kAt + kRoundedBlock) / Kind::kValues;
+      const __m256i low = row_codes<Kind, Two * 2>(blocks + kBlock * Kind::kBytes);
+      const __m256i high = row_codes<Kind, Two * 2 + 1>(blocks + kNext * Kind::kBytes);
+      for (int column = 0; column < Columns; ++column)
+        sums[column] = join<Kind, 4>(dots<Kind>(low, load_32(codes[column] + kAt)),
+                                     dots<Kind>(high, load_32(codes[column] + kAt + 32)));
+    }
+  }
+
+  __m256 sums_[Columns] = {};
 };
 
 template <typename Kind, int Columns>
@@ -114,13 +172,13 @@ void add_columns(const uint8_t *row, const RoundedInputs &inputs, int64_t first,
     for (int line = 0; line < kChunkBytes; line += 64)
       __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(blocks) +
                                                         kAhead + line));
-    sums.add_chunk(blocks, kChunkBlocks, inputs, chunk, first);
+    sums.add_chunk(blocks, inputs, chunk, first);
   }
   if constexpr (Kind::kValues < kChunkValues)
     if (whole < inputs.chunks)
-      sums.add_chunk(row + whole * kChunkBytes,
-                     static_cast<int>(inputs.num_inputs % kChunkValues / Kind::kValues), inputs,
-                     whole, first);
+      sums.add_blocks(row + whole * kChunkBytes,
+                      static_cast<int>(inputs.num_inputs % kChunkValues / Kind::kValues), inputs,
+                      whole, first);
   sums.add_to(totals);
 }
 
@@ -138,6 +196,9 @@ void add_row(const uint8_t *row, const RoundedInputs &inputs, float *totals) {
 }
 
 #else
+
+template <typename Kind>
+constexpr bool kPairs = false;  // of blocks, which a vector's halves would hold
 
 /// Adds a row's products to totals [inputs.columns].
 template <typename Kind>
