@@ -392,7 +392,10 @@ class Method(ABC):
 
     @abstractmethod
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once."""
+        """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once.
+
+        Where it `reads_alike` only the first step asks.
+        """
 
     def absorb(
         self,

@@ -21,7 +21,7 @@ from hybrid_kv.types import LayerShape, ModelInfo
 
 _ROOT = str(Path(hybrid_kv.__file__).parent)
 _SHAPE = LayerShape(0, 6, 2, 72)
-_CONTEXT, _STEPS = 1500, 20
+_CONTEXT = 1500
 
 
 class StepCost(NamedTuple):
@@ -65,6 +65,13 @@ def step_cost(config: HybridConfig, context: int = _CONTEXT) -> StepCost:
     """The cheapest of some decode steps of one layer and one row after a random prompt: one in
     which no page leaves the window, as in nearly all.
     """
+    return min(step_costs(config, context), key=lambda cost: cost.calls)
+
+
+def step_costs(config: HybridConfig, context: int = _CONTEXT) -> list[StepCost]:
+    """Decode steps of one layer and one row after a random prompt, but for the first, in which all
+    is made; as many as a page has tokens.
+    """
     kv = KVCache(ModelInfo((_SHAPE,)), config.replace(index_build="wait"))
     generator = torch.Generator().manual_seed(0)
 
@@ -73,17 +80,11 @@ def step_cost(config: HybridConfig, context: int = _CONTEXT) -> StepCost:
             torch.randn(1, heads, new, _SHAPE.head_dim, generator=generator)
             for heads in (_SHAPE.num_q_heads, _SHAPE.num_kv_heads, _SHAPE.num_kv_heads)
         )
-        nonlocal cost
-        if new > 1:
-            kv.attend(0, q, (k, v), None, scale=0.1)
-            return
-        once = counted(lambda: kv.attend(0, q, (k, v), None, scale=0.1))
-        cost = once if cost is None or once.calls < cost.calls else cost
+        costs.append(counted(lambda: kv.attend(0, q, (k, v), None, scale=0.1)))
 
-    cost: StepCost | None = None
+    costs: list[StepCost] = []
     with torch.inference_mode():
-        for new in (context, *[1] * _STEPS):
+        for new in (context, *[1] * (1 + config.page_size)):
             attend(new)
     kv.close()
-    assert cost is not None
-    return cost
+    return costs[2:]

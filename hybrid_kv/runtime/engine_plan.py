@@ -149,23 +149,25 @@ def _count(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResul
     """Without a call of anything: this is Python of every layer and step."""
     work, report, shape, table = step.work, done.report, step.layer.shape, row.table
     heads, entry = shape.num_q_heads, plan.entry_bytes
-    scored, asked = report.scored, step.asked
+    scored, retrieved, asked = report.scored, report.retrieved, step.asked
     if resident < table.num_tokens:  # pages were chosen, by digests as wide as an entry
         pages = len(table.pages)
         scored -= heads * pages
         work.select_bytes += shape.num_kv_heads * pages * entry
     scanned, scores, walked = plan.read_costs[asked is not None]
-    work.search_bytes += scanned + int(walked * max(0.0, scored - scores))
+    work.search_bytes += scanned
+    if walked and scored > scores:
+        work.search_bytes += int(walked * (scored - scores))
     if asked is not None:
         report.scored += asked.scored
         work.search_bytes += asked.read_bytes or 0
     work.resident_bytes += shape.num_kv_heads * resident * entry
     work.estimate_bytes += plan.estimate_bytes
     stored = row.chain.num_tokens * shape.num_kv_heads
-    work.cold_bytes += min(report.retrieved, stored) * entry // 2
+    work.cold_bytes += min(retrieved, stored) * entry // 2
     work.scored += report.scored
-    work.attended += report.retrieved + resident * heads
-    work.retrieved += report.retrieved
+    work.attended += retrieved + resident * heads
+    work.retrieved += retrieved
     work.most_retrieved = max(work.most_retrieved, report.most_retrieved)
     work.visible += heads * row.length
     work.steps += heads

@@ -69,9 +69,7 @@ class SearchedEntries(NamedTuple):
             queries: [Hkv, M, D] of the row on the host; None for those of the step's only row.
         """
         for finder in self.finders:
-            if queries is None and finder.aging is not None:
-                queries = step.grouped[0]
-            finder.note(queries)
+            finder.note(step.q if queries is None else queries)
         if not plan.begins_warm:
             return None
         count = step.grouped.shape[2]
@@ -98,12 +96,9 @@ class SearchedEntries(NamedTuple):
     ) -> None:
         """Keeps what was found, for the next searches and for who looks at it."""
         assert done.ids is not None
-        if len(self.spans) == 1:  # nearly every row
-            parts = [done.ids]
-        elif plan.begins_warm or step.found is not None:
-            parts = self._by_span(done.ids)
-        else:
+        if not plan.begins_warm and step.found is None:  # nearly every step
             return
+        parts = [done.ids] if len(self.spans) == 1 else self._by_span(done.ids)
         for span, part in zip(self.spans, parts, strict=True):
             span.near = (
                 part if part.shape[2] <= self.budget.width else part[..., : self.budget.width]

@@ -29,7 +29,7 @@ def room(most: int, num_keys: int, group: int) -> int:
 
 
 class AskedQuery(NamedTuple):
-    """Queries [Hkv, G, D], whose memory it owns, and how many keys there were when they came."""
+    """Queries, in the order of [Hkv, G, D], and how many keys there were when they came."""
 
     queries: Tensor
     num_keys: int
@@ -43,9 +43,13 @@ class AskedQueries:
     stays even and bounded without knowing how much will come.
 
     latest, spread: oldest first.
+
+    Args:
+        group: G.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: int) -> None:
+        self._group = group
         self.latest: deque[AskedQuery] = deque()
         self.spread: list[AskedQuery] = []
         self._stride, self._passed, self._num_keys = 1, 0, -1
@@ -62,9 +66,9 @@ class AskedQueries:
         """Takes what was asked behind all others."""
         self.latest.append(asked)
         if asked.num_keys != self._num_keys:  # a page has come, or gone
-            self._num_keys, group = asked.num_keys, asked.queries.shape[1]
-            self._most_latest = room(LATEST, self._num_keys, group)
-            self._most_spread = room(SPREAD, self._num_keys, group)
+            self._num_keys = asked.num_keys
+            self._most_latest = room(LATEST, asked.num_keys, self._group)
+            self._most_spread = room(SPREAD, asked.num_keys, self._group)
         if len(self.latest) <= self._most_latest:
             return
         older = self.latest.popleft()
@@ -97,16 +101,18 @@ class Aging:
         prompt: those samples, thinned; prompt_keys: see above.
         num_keys: keys that were there when it learned last.
         stand: where the queries stood, in words.
-        group: G, queries of a KV head in a step of one token; only those are of use.
+        group: G, queries of a KV head in a step of one token; only those are of use. size: numbers
+            in the queries of such a step.
         asked: what was asked since.
     """
 
     def __init__(self, samples: Samples, num_keys: int, prompt_keys: int | None = None) -> None:
         self.num_keys, self.stand = num_keys, samples.describe()
         self.prompt_keys = num_keys if prompt_keys is None else prompt_keys
-        self.group = samples.queries.shape[1]
+        heads, self.group, _, dim = samples.queries.shape
+        self.size = heads * self.group * dim
         self.prompt = samples.thinned(room(PROMPT, self.prompt_keys, self.group))
-        self.asked = AskedQueries()
+        self.asked = AskedQueries(self.group)
 
     def behind(self, count: int) -> Aging:
         """The same for an index of the entries that follow the first `count` of this one's."""
@@ -116,16 +122,20 @@ class Aging:
         return new
 
     def ask(self, queries: Tensor, position: int) -> None:
-        """Takes queries [Hkv, G, D], whose memory it owns from now on, asked at a position."""
+        """Takes queries as `note`, asked at a position."""
         self.note(queries, position - self.prompt.first + self.prompt_keys)
 
     def note(self, queries: Tensor, num_keys: int) -> None:
-        """The same of queries that so many keys were searched for."""
+        """Takes queries of one token, which so many keys were searched for.
+
+        Args:
+            queries: in the order of [Hkv, G, D]; it owns their memory from now on.
+        """
         self.asked.take(AskedQuery(queries, num_keys))
 
     def forget_asked(self) -> None:
         """Only the prompt is learned from again."""
-        self.asked = AskedQueries()
+        self.asked = AskedQueries(self.group)
 
     def renew(self, num_keys: int) -> Samples:
         """What to learn from now that so many keys are there, turned to where decoding is.
@@ -135,7 +145,9 @@ class Aging:
         """
         samples, first = self.prompt, self.prompt.first - self.prompt_keys
         if asked := [*self.asked.latest, *self.asked.spread]:
-            queries = torch.stack([one.queries for one in asked], 2).to(samples.queries.dtype)
+            heads, _, _, dim = samples.queries.shape
+            each = [one.queries.reshape(heads, self.group, dim) for one in asked]
+            queries = torch.stack(each, 2).to(samples.queries.dtype)
             # Where the keys behind the prompt's are counted, to a page: samples are spread far
             # wider.
             positions = torch.tensor([first + one.num_keys for one in asked])

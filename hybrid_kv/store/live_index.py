@@ -138,11 +138,11 @@ class LiveIndex:
         """Counts a search that is made here, by the engine as `Index.plan` says, or by a device.
 
         Args:
-            queries: [Hkv, M, D]; None is allowed where `aging` is None.
+            queries: in the order of [Hkv, M, D]; None is allowed where `aging` is None.
         """
         self.searches += 1
         aging = self.aging
-        if aging is not None and queries is not None and queries.shape[1] == aging.group:
+        if aging is not None and queries is not None and queries.numel() == aging.size:
             aging.note(queries.clone(), self._num_keys)
 
     def add(self, keys: Tensor) -> None:

@@ -505,9 +505,9 @@ def test_a_context_beyond_the_free_memory_is_refused_with_both_numbers() -> None
 def test_each_tier_is_read_by_its_own_budget(
     monkeypatch: pytest.MonkeyPatch, pages: Budget, cold: TokenBudget | Literal[all] | None
 ) -> None:
+    monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: Read(pages, cold))
     kv = cache("hybrid", spare_tokens=16, **SMALL)
     feed(kv, 61, 1)
-    monkeypatch.setattr(RetrievalAttention, "read", lambda self, idx, q: Read(pages, cold))
     kv.work = Work()
     feed(kv, 1)
     row, heads = held(kv), SHAPE.num_q_heads

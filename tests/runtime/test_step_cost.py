@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common.step_cost import StepCost, counted, step_cost
+from benchmarks.common.step_cost import StepCost, counted, step_cost, step_costs
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.native import engine_state
 
-MOST = {"hybrid": (33, 15), "full": (26, 12), "quest": (26, 12)}
+MOST = {"hybrid": (27, 13), "full": (21, 10), "quest": (21, 10)}
 """By method: Python calls of one step of one layer, and files of the package that they are in."""
+MOST_OF_A_PAGE = 80
+"""Calls of the package beyond those of quiet steps."""
 
 
 @pytest.mark.parametrize("method", MOST)
@@ -20,6 +22,19 @@ def test_a_step_of_a_layer_is_short(method: str, monkeypatch: pytest.MonkeyPatch
     cost, (calls, files) = step_cost(HybridConfig(method=method)), MOST[method]
     assert cost.calls <= calls, "\n".join(sorted(cost.functions.elements()))
     assert len(cost.files) <= files, sorted(cost.files)
+
+
+def test_a_page_that_leaves_and_the_plan_that_follows_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One page begins and one leaves in as many steps as a page has tokens."""
+    monkeypatch.delenv("HYBRID_KV_CHECK_PLANS")
+    if engine_state().isa is None:
+        pytest.skip("no engine: torch computes, in more words")
+    costs = [cost.own_calls for cost in step_costs(HybridConfig())]
+    quiet = min(costs)
+    beyond = sum(cost - quiet for cost in costs)
+    assert 30 < beyond <= MOST_OF_A_PAGE, costs
 
 
 def test_a_step_of_hybrid_searches_an_index_and_attends_what_it_found() -> None:

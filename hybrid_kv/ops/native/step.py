@@ -316,7 +316,7 @@ class LayerPlan:
         first = len(extents[0].searches) if extents else 0
         self.read_costs, count = [], self._size[1]
         for some in (reads, reads[first:]):
-            one = SearchReads.joined(some, count)
+            one = SearchReads.joined(some, count) if some else SearchReads()
             cost = round(one.scanned), count * one.scores, one.walked * one.walks / count
             self.read_costs.append(cost)
 
@@ -459,14 +459,12 @@ class LayerPlan:
             lses = torch.empty((count, *self._shape[:-1]))
             if self._width:
                 ids = torch.empty((count, *self._size, self._width), dtype=torch.int64).unbind()
-        return [
-            _Results(
-                PartialAttention(out, lse),
-                found,
-                (out.data_ptr(), lse.data_ptr(), None if found is None else found.data_ptr()),
-            )
-            for out, lse, found in zip(outs.unbind(), lses.unbind(), ids, strict=True)
-        ]
+        results = []
+        for out, lse, found in zip(outs.unbind(), lses.unbind(), ids, strict=True):
+            address = None if found is None else found.data_ptr()
+            addresses = out.data_ptr(), lse.data_ptr(), address
+            results.append(_Results(PartialAttention(out, lse), found, addresses))
+        return results
 
 
 class _Results(NamedTuple):
