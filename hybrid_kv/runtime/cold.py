@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +13,11 @@ from hybrid_kv.attention import attend, empty_partial, merge_partials
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.cold_plan import ColdPlan, cold_bytes
-from hybrid_kv.runtime.retrieve import Retrieved, RetrievedPart, retrieve
-from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.runtime.retrieve import retrieve
+from hybrid_kv.runtime.step import ColdBudget, Retrieved, RetrievedPart, Step, count_cold, stacked
 from hybrid_kv.store import ColdExtent, Row
 from hybrid_kv.transfer import Parcel
-from hybrid_kv.types import PartialAttention, TokenBudget, Work
-
-ColdBudget: TypeAlias = TokenBudget | Literal["all"]
+from hybrid_kv.types import PartialAttention, TokenBudget
 
 
 class Asked(NamedTuple):
@@ -45,11 +43,6 @@ def ask_cold(step: Step) -> Asked | None:
         step.work.transfer_bytes += step.grouped.nbytes
         step.phases.book("transfer", begin)
     return Asked(queries)
-
-
-def reads_all(budget: ColdBudget | None, stored: int) -> bool:
-    """Whether a budget is for all stored entries, so that nothing has to be chosen."""
-    return budget is not None and (budget == "all" or budget.top_k >= stored)
 
 
 def attend_cold(
@@ -184,13 +177,6 @@ def counted(parts: Sequence[RetrievedPart]) -> tuple[int, int]:
         return total, most
     found = torch.cat([ids >= 0 for _, ids, _, _ in parts], -1)
     return total, int(found.sum(-1).max())
-
-
-def count_cold(work: Work, entries: int, most: int) -> None:
-    """Books cold entries attended by all query heads of a row together, and by one at most."""
-    work.attended += entries
-    work.retrieved += entries
-    work.most_retrieved = max(work.most_retrieved, most)
 
 
 def _attend_found(step: Step, q: Tensor, found: RetrievedPart) -> PartialAttention:

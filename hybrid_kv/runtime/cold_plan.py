@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
@@ -16,7 +17,7 @@ from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import Row
-from hybrid_kv.types import PartialAttention, SearchResult
+from hybrid_kv.types import PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.foreseen import Foreseen
@@ -31,6 +32,24 @@ class ColdPlan:
 
     def __init__(self, told: LayerPlan, row: Row, searched: SearchedEntries) -> None:
         self._told, self._row, self._searched = told, row, searched
+
+    @classmethod
+    def of(cls, step: Step, read: Read, row: Row) -> ColdPlan | None:
+        """Of a row in steps like this one; None where its cold part is no call of the engine."""
+        budget = read.cold
+        if row.placement is None or budget is None:
+            return None
+        searched = SearchedEntries.of(row, budget)
+        if searched is None:
+            return None
+        cold = searched.entries()
+        if cold is None:
+            return None
+        heads = step.layer.shape.num_kv_heads
+        shape = heads, step.q.shape[1] // heads * step.new, step.q.shape[3]
+        queries = torch.empty(shape, dtype=step.q.dtype)  # the host's; step.q may lie on a device
+        told = step.ops.plan_step(queries, None, cold, None)
+        return None if told is None else cls(told, row, searched)
 
     def follow(self) -> bool:
         """Takes up how many entries there are; False where they are searched in another way."""

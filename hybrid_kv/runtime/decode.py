@@ -11,10 +11,39 @@ from torch import Tensor
 from hybrid_kv.attention import attend_causal
 from hybrid_kv.runtime.cold import ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
+
+
+class OpsPlan:
+    """A step op by op, as `decode` defines it.
+
+    cold: by row its cold entries as one call of the engine; None where ops attend them.
+    """
+
+    table = by_numbers = None
+
+    def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
+        self.reason, self._read, self._cold = reason, read, cold
+
+    def takes(self, k: Tensor, v: Tensor) -> bool:
+        return False
+
+    def follow(self) -> bool:
+        return all(cold is not None and cold.follow() for cold in self._cold)
+
+    def described(self) -> list[tuple[str, object]]:
+        return [field for cold in self._cold if cold is not None for field in cold.described()]
+
+    def attend(self, step: Step) -> PartialAttention:
+        return decode(step, self._read, self._cold)
+
+
+def ops_plan(step: Step, read: Read, reason: PlanReason) -> OpsPlan:
+    """How steps like this one are made op by op, each row's cold part by one call if it can be."""
+    return OpsPlan(read, reason, [ColdPlan.of(step, read, row) for row in step.layer.rows])
 
 
 def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialAttention:
@@ -92,17 +121,6 @@ def _choose_pages(step: Step, row: Row, page_budget: int) -> Tensor:
     return step.ops.choose_pages(
         q, key_min, key_max, new=step.new, oldest=head, newest=tail, count=count
     )
-
-
-def pinned_pages(row: Row, new: int) -> tuple[int, int]:
-    """How many pages at the table's start (sinks) and end (window) a step of `new` tokens reads."""
-    place, pages, size = row.placement, len(row.table.pages), row.page_size
-    sinks = place.sink_tokens // size if place is not None else 0
-    window = place.window_tokens if place is not None else 0
-    # The window of the first new token, and the later ones: all see themselves and each other.
-    recent = max(1, window) + new - 1
-    tail = 1 + -(-max(0, recent - row.table.tail_fill) // size)
-    return min(sinks, pages), min(tail, pages)
 
 
 def _free_pages(step: Step, row: Row) -> int:

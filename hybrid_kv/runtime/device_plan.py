@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.numbers import (
     CHOSEN,
     NEWEST,
@@ -20,7 +19,7 @@ from hybrid_kv.runtime.numbers import (
     store_reserved,
 )
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
-from hybrid_kv.runtime.step import PlanReason, Step
+from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages
 from hybrid_kv.types import PartialAttention, Read, Work
 
 

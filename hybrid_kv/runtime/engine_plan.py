@@ -10,11 +10,9 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.ops.native.step import LayerPlan, NewToken, StepResult
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.runtime.cold import count_cold, reads_all
-from hybrid_kv.runtime.decode import pinned_pages
 from hybrid_kv.runtime.finite import not_finite, of_layer
 from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import Step, count_cold, pinned_pages, reads_all
 from hybrid_kv.store import Row
 from hybrid_kv.types import PartialAttention, Read
 

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
-from hybrid_kv.runtime.cold import reads_all
-from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.decode import decode
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.numbers import StepNumbers
 from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.runtime.step import PlanReason, Step
+from hybrid_kv.runtime.step import PlanReason, Step, reads_all
 from hybrid_kv.store import Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps
@@ -73,30 +70,6 @@ class StepPlan(Protocol):
     def attend(self, step: Step) -> PartialAttention:
         """A step's attention over what the plan reads."""
         ...
-
-
-class OpsPlan:
-    """A step op by op, as `decode` defines it.
-
-    cold: by row its cold entries as one call of the engine; None where ops attend them.
-    """
-
-    table = by_numbers = None
-
-    def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
-        self.reason, self._read, self._cold = reason, read, cold
-
-    def takes(self, k: Tensor, v: Tensor) -> bool:
-        return False
-
-    def follow(self) -> bool:
-        return all(cold is not None and cold.follow() for cold in self._cold)
-
-    def described(self) -> list[tuple[str, object]]:
-        return [field for cold in self._cold if cold is not None for field in cold.described()]
-
-    def attend(self, step: Step) -> PartialAttention:
-        return decode(step, self._read, self._cold)
 
 
 class CompiledStep:
@@ -218,9 +191,7 @@ def _description(rows: Sequence[Row]) -> list[tuple[object, ...]]:
     return found
 
 
-def _planned(
-    step: Step, read: Read, numbers: StepNumbers | None
-) -> EnginePlan | DevicePlan | OpsPlan:
+def _planned(step: Step, read: Read, numbers: StepNumbers | None) -> StepPlan:
     """The fastest plan that can say the step."""
     found = _engine_plan(step, read)
     if isinstance(found, EnginePlan):
@@ -231,7 +202,9 @@ def _planned(
         table = step.layer.rows[0].table
         table.listed.stay_in_place(table.pages)
         return DevicePlan(step, read, numbers, found)
-    return OpsPlan(read, found, [_cold_plan(step, read, row) for row in step.layer.rows])
+    from hybrid_kv.runtime.decode import ops_plan
+
+    return ops_plan(step, read, found)
 
 
 def _engine_plan(step: Step, read: Read) -> EnginePlan | PlanReason:
@@ -281,20 +254,3 @@ _BY_PYTHON = "its method or index is asked by Python"
 def _reads_pages_and_extents(row: Row) -> bool:
     """Whether all that is attended lies in pages and extents, and is attended where it lies."""
     return row.placement is not None and row.placement.rest is not Demotion.ABSORB
-
-
-def _cold_plan(step: Step, read: Read, row: Row) -> ColdPlan | None:
-    budget = read.cold
-    if row.placement is None or budget is None:
-        return None
-    searched = SearchedEntries.of(row, budget)
-    if searched is None:
-        return None
-    cold = searched.entries()
-    if cold is None:
-        return None
-    heads = step.layer.shape.num_kv_heads
-    shape = heads, step.q.shape[1] // heads * step.new, step.q.shape[3]
-    queries = torch.empty(shape, dtype=step.q.dtype)  # the host's; step.q may lie on a device
-    told = step.ops.plan_step(queries, None, cold, None)
-    return None if told is None else ColdPlan(told, row, searched)

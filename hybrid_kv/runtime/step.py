@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
-from hybrid_kv.runtime.retrieve import Retrieved
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import ColdExtent, LayerKV, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
@@ -20,6 +19,37 @@ if TYPE_CHECKING:
     from hybrid_kv.runtime.foreseen import Foreseen
 
 
+class RetrievedPart(NamedTuple):
+    """What queries attend of one extent.
+
+    ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
+    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody asks.
+    """
+
+    extent: ColdExtent
+    ids: Tensor
+    bias: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class Retrieved(NamedTuple):
+    """What one row's queries attend.
+
+    parts: by extent of the row.
+    scored, read_bytes: dot products spent on finding them, and what the searches read.
+    ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
+    estimated: [Hkv, M] float32, log-sum-exp of what is estimated of the unread entries, by whoever
+        looks at the step; None for nothing.
+    """
+
+    parts: list[RetrievedPart]
+    scored: int = 0
+    ranked: list[Tensor] | None = None
+    read_bytes: int = 0
+    estimated: Tensor | None = None
+
+
+ColdBudget: TypeAlias = TokenBudget | Literal["all"]
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
 """By row what a step has retrieved, and under which budget."""
 
@@ -77,6 +107,32 @@ def stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
     return PartialAttention(
         torch.stack([part.out for part in rows]), torch.stack([part.lse for part in rows])
     )
+
+
+# What is read, and counted ------------------------------------------------------------------------
+
+
+def pinned_pages(row: Row, new: int) -> tuple[int, int]:
+    """How many pages at the table's start (sinks) and end (window) a step of `new` tokens reads."""
+    place, pages, size = row.placement, len(row.table.pages), row.page_size
+    sinks = place.sink_tokens // size if place is not None else 0
+    window = place.window_tokens if place is not None else 0
+    # The window of the first new token, and the later ones: all see themselves and each other.
+    recent = max(1, window) + new - 1
+    tail = 1 + -(-max(0, recent - row.table.tail_fill) // size)
+    return min(sinks, pages), min(tail, pages)
+
+
+def reads_all(budget: ColdBudget | None, stored: int) -> bool:
+    """Whether a budget is for all stored entries, so that nothing has to be chosen."""
+    return budget is not None and (budget == "all" or budget.top_k >= stored)
+
+
+def count_cold(work: Work, entries: int, most: int) -> None:
+    """Books cold entries attended by all query heads of a row together, and by one at most."""
+    work.attended += entries
+    work.retrieved += entries
+    work.most_retrieved = max(work.most_retrieved, most)
 
 
 # Why a step is not made in the fastest way --------------------------------------------------------

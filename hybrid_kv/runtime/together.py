@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, merge_partials
 from hybrid_kv.runtime.cache import KVCache
-from hybrid_kv.runtime.cold import count_cold
 from hybrid_kv.runtime.layer import TieredLayer
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import Step, count_cold
 from hybrid_kv.store import Row, Span
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget

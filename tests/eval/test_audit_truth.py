@@ -45,7 +45,7 @@ class Truth:
                 self.note(step, head, part)
             return part
 
-        monkeypatch.setattr("hybrid_kv.runtime.plan.decode", watched)
+        monkeypatch.setattr("hybrid_kv.runtime.decode.decode", watched)
         # Every turn is taken, however busy the machine is.
         monkeypatch.setattr("hybrid_kv.runtime.cache.ThreadExecutor", lambda _: SyncExecutor())
 

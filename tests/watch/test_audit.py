@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.retrieve import Retrieved
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import Retrieved, Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
