@@ -19,9 +19,8 @@ from hybrid_kv import config
 from hybrid_kv.index._base import joined
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan, planned
 from hybrid_kv.index._saved import SavedIndex
-from hybrid_kv.index._sketch_coded import CodedKeys
+from hybrid_kv.index._sketch_coded import CodedKeys, num_kept
 from hybrid_kv.index._sketch_head import HeadSketch
-from hybrid_kv.index._sketch_later import num_kept
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index.flat import StandIn
 from hybrid_kv.ops.native.step import EngineSearch

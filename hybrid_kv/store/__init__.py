@@ -10,10 +10,9 @@ from hybrid_kv.store.cold import (
 )
 from hybrid_kv.store.extent import ColdExtent, Span
 from hybrid_kv.store.layer import LayerKV, SelectFor
-from hybrid_kv.store.overflow import Overflow
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
-from hybrid_kv.store.row import Row, RowMark
+from hybrid_kv.store.row import Overflow, Row, RowMark
 from hybrid_kv.store.table import PageTable
 
 __all__ = [

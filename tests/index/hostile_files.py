@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, FileFormatError, NonFiniteError
-from hybrid_kv.index._parted import Part
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch, Placing, SketchMaker
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._trial import HeadReport
-from hybrid_kv.index.auto import AutoIndex
+from hybrid_kv.index.auto import AutoIndex, Part
 from hybrid_kv.index.blocks import BlocksIndex
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.sketch import SketchIndex
