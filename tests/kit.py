@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.runtime.step import RetrievedPart
-from hybrid_kv.store import LayerKV, Row, Span
+from hybrid_kv.store import LayerKV, RetrievedPart, Row, Span
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.tiers import TierBytes, tier_bytes
 

@@ -14,8 +14,8 @@ from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.cold_plan import ColdPlan, cold_bytes
 from hybrid_kv.runtime.retrieve import retrieve
-from hybrid_kv.runtime.step import ColdBudget, Retrieved, RetrievedPart, Step, count_cold, stacked
-from hybrid_kv.store import ColdExtent, Row
+from hybrid_kv.runtime.step import ColdBudget, Step, count_cold, stacked
+from hybrid_kv.store import ColdExtent, Retrieved, RetrievedPart, Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.retrieve import logits_of_found
-from hybrid_kv.runtime.step import Retrieved
-from hybrid_kv.store import ColdExtent, LayerKV, Row, best_of
+from hybrid_kv.store import ColdExtent, LayerKV, Retrieved, Row, best_of
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import SearchResult, TokenBudget
 

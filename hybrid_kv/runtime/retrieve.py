@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_kv.runtime.step import Retrieved, RetrievedPart
-from hybrid_kv.store import ColdChain, ColdExtent
+from hybrid_kv.store import ColdChain, ColdExtent, Retrieved, RetrievedPart
 from hybrid_kv.types import SearchResult, TokenBudget
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native.step import ColdEntries, ExtentEntries, LayerPlan, StepResult
-from hybrid_kv.runtime.step import Retrieved, RetrievedPart, Step
-from hybrid_kv.store import Row, Span
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import Retrieved, RetrievedPart, Row, Span
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import SearchResult, TokenBudget
 

@@ -25,8 +25,8 @@ from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import DeviceIndex, Index, Placement
-from hybrid_kv.runtime.step import Retrieved, RetrievedPart, Step, stacked
-from hybrid_kv.store import LayerKV, Row, SelectFor, Span
+from hybrid_kv.runtime.step import Step, stacked
+from hybrid_kv.store import LayerKV, Retrieved, RetrievedPart, Row, SelectFor, Span
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, Work, bytes_per_token

@@ -10,44 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
-from hybrid_kv.store import ColdExtent, LayerKV, Row
+from hybrid_kv.store import LayerKV, Retrieved, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.foreseen import Foreseen
-
-
-class RetrievedPart(NamedTuple):
-    """What queries attend of one extent.
-
-    ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
-    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody asks.
-    """
-
-    extent: ColdExtent
-    ids: Tensor
-    bias: Tensor | None = None
-    scores: Tensor | None = None
-
-
-class Retrieved(NamedTuple):
-    """What one row's queries attend.
-
-    parts: by extent of the row.
-    scored, read_bytes: dot products spent on finding them, and what the searches read.
-    ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
-    estimated: [Hkv, M] float32, log-sum-exp of what is estimated of the unread entries, by whoever
-        looks at the step; None for nothing.
-    """
-
-    parts: list[RetrievedPart]
-    scored: int = 0
-    ranked: list[Tensor] | None = None
-    read_bytes: int = 0
-    estimated: Tensor | None = None
-
 
 ColdBudget: TypeAlias = TokenBudget | Literal["all"]
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]

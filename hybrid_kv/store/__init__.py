@@ -8,7 +8,7 @@ from hybrid_kv.store.cold import (
     best_of,
     check_finite,
 )
-from hybrid_kv.store.extent import ColdExtent, Span
+from hybrid_kv.store.extent import ColdExtent, Retrieved, RetrievedPart, Span
 from hybrid_kv.store.layer import LayerKV, SelectFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
@@ -25,6 +25,8 @@ __all__ = [
     "Reservation",
     "ResidentStore",
     "ResidentView",
+    "Retrieved",
+    "RetrievedPart",
     "Row",
     "RowMark",
     "SelectFor",

@@ -1,11 +1,11 @@
-"""Host arrays of cold entries, written once, head-major; their index, and what a row sees."""
+"""Host arrays of cold entries, written once, head-major; their index, what a row sees and attends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -272,3 +272,33 @@ def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
         scored=sum(one.scored for one in found),
         read_bytes=sum(one.read_bytes or 0 for one in found),
     )
+
+
+class RetrievedPart(NamedTuple):
+    """What queries attend of one extent.
+
+    ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
+    scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody asks.
+    """
+
+    extent: ColdExtent
+    ids: Tensor
+    bias: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class Retrieved(NamedTuple):
+    """What one row's queries attend.
+
+    parts: by extent of the row.
+    scored, read_bytes: dot products spent on finding them, and what the searches read.
+    ranked: ids like those of parts, before they were cut to the budget; None if nothing was cut.
+    estimated: [Hkv, M] float32, log-sum-exp of what is estimated of the unread entries, by whoever
+        looks at the step; None for nothing.
+    """
+
+    parts: list[RetrievedPart]
+    scored: int = 0
+    ranked: list[Tensor] | None = None
+    read_bytes: int = 0
+    estimated: Tensor | None = None

@@ -11,8 +11,7 @@ from torch import Tensor
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.runtime.cold import counted
 from hybrid_kv.runtime.retrieve import retrieve
-from hybrid_kv.runtime.step import Retrieved
-from hybrid_kv.store import ColdChain
+from hybrid_kv.store import ColdChain, Retrieved
 from hybrid_kv.types import LayerShape, TokenBudget
 
 SHAPE = LayerShape(0, 6, 2, 12)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.step import Retrieved, Step
-from hybrid_kv.store import LayerKV
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.store import LayerKV, Retrieved
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
