@@ -1,4 +1,4 @@
-"""Host arrays of cold entries, written once, head-major; their index, what a row sees and attends."""
+"""Host arrays of cold entries, written once, head-major: their index, what rows see and find."""
 
 from __future__ import annotations
 
