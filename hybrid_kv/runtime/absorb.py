@@ -17,8 +17,8 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import HybridKVError, MethodError
 from hybrid_kv.plugins import Method
-from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import Executor
+from hybrid_kv.store import LayerKV, Overflow, Row
+from hybrid_kv.transfer import Executor, Parcel
 from hybrid_kv.types import Evidence, LayerShape
 
 T = TypeVar("T")
@@ -77,6 +77,21 @@ class Keeper:
         new = new.copied() if new.is_borrowed or new.shares_memory(left) else new
         self._check_bytes(who, new, gone_tokens)
         return new
+
+    def take(
+        self, executor: Executor, row: Row, overflow: Overflow, seen: Evidence | None
+    ) -> Absorbed:
+        """What the method keeps of a row when these entries have left its window; see `absorb`."""
+        count = len(overflow.positions)
+        first = int(overflow.positions[0]) if count else 0
+        at = torch.arange(first, first + count, device=overflow.k.device)
+        left, gone = Entries.borrowed(overflow.k, overflow.v, at), row.gone_tokens + count
+        entries = self.absorb(row.number, row.kept, left, seen, gone)
+        flag = finite_flag(entries, row.kept)
+        positions = None
+        if entries is not None and row.placement is not None and row.placement.offloads:
+            positions = executor.send(entries.positions)
+        return Absorbed(row, entries, None if flag is None else executor.send(flag), positions)
 
     def after(
         self, attended: Attended, gone_tokens: Sequence[int]
@@ -240,6 +255,37 @@ class Keeper:
                     f"the cache's, got {list(part.shape)} {part.dtype} on {part.device}; convert "
                     "them, or keep codes and decode them in read"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """What a method keeps of a row, which is checked when its flag has arrived.
+
+    finite: [] bool; None where there is nothing to look at. positions: [capacity], where the cold
+    tier has to know what it need not attend.
+    """
+
+    row: Row
+    entries: Entries | None
+    finite: Parcel | None
+    positions: Parcel | None
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """Copies, in the order in which they left."""
+        return [*filter(None, (self.finite, self.positions))]
+
+    def check(self) -> None:
+        """Raises MethodError where a number of it is not finite."""
+        if self.finite is not None and not self.finite.open():
+            raise MethodError(
+                f"what the method keeps of row {self.row.number} must be finite, got NaN or "
+                "infinity; look in its absorb at divisions by sums that can be 0"
+            )
+
+    def commit(self, row: Row) -> None:
+        """From now on the row has it."""
+        row.keep(self.entries, None if self.positions is None else self.positions.open())
 
 
 def _ask(who: str, question: Callable[[], T]) -> T:

@@ -18,8 +18,7 @@ from hybrid_kv.store import LayerKV, Overflow, Row
 from hybrid_kv.types import Evidence
 
 if TYPE_CHECKING:
-    from hybrid_kv.entries import Entries
-    from hybrid_kv.runtime.absorb import Keeper
+    from hybrid_kv.runtime.absorb import Absorbed, Keeper
 
 Finder: TypeAlias = Callable[[Method, Means, LayerKV], FindNearest | None]
 
@@ -64,13 +63,13 @@ class Leaving:
             asked.append(None if known is None else known.ahead(seen.num_tokens, horizon))
         self._samples_left = asked
 
-        def absorb(row: Row, left: Entries) -> Entries | None:
+        def absorb(row: Row, overflow: Overflow) -> Absorbed:
             assert keeper is not None
             scale, softcap = prompt.logits
             plain = Evidence(row.length, scale=scale, softcap=softcap)
             known = evidence[row.number] if evidence else plain
             seen = replace(known, keys=row.table.view()[0])
-            return keeper.absorb(row.number, row.kept, left, seen, _gone(row, left))
+            return keeper.take(self._means.executor, row, overflow, seen)
 
         self._begin(store, asked, None if keeper is None else absorb, is_prompt=True)
 
@@ -81,9 +80,9 @@ class Leaving:
             some = zip(store.rows, self._samples_left, strict=False)
             asked = [None if row.chain.spans else samples for row, samples in some]
 
-        def absorb(row: Row, left: Entries) -> Entries | None:
+        def absorb(row: Row, overflow: Overflow) -> Absorbed:
             assert keeper is not None
-            return keeper.absorb(row.number, row.kept, left, None, _gone(row, left))
+            return keeper.take(self._means.executor, row, overflow, None)
 
         return self._begin(store, asked, None if keeper is None else absorb)
 
@@ -141,11 +140,6 @@ class Leaving:
         new = Leaving(self._method, self._rotary, means, self._find)
         new._samples_left = self._samples_left
         return new
-
-
-def _gone(row: Row, left: Entries) -> int:
-    """Tokens of a row that have left its window, with those that leave now."""
-    return row.gone_tokens + left.lengths[0]
 
 
 def nearest_finder(method: Method, means: Means, store: LayerKV) -> FindNearest | None:

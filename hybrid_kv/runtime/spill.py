@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from torch import Tensor
 
-from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
@@ -21,10 +19,10 @@ from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
 from hybrid_kv.transfer import Executor, Parcel
 
 if TYPE_CHECKING:
-    from hybrid_kv.entries import Entries
+    from hybrid_kv.runtime.absorb import Absorbed
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Absorb: TypeAlias = "Callable[[Row, Entries], Entries | None]"
+Absorb: TypeAlias = "Callable[[Row, Overflow], Absorbed]"
 """What the method keeps of a row when these entries have left its window."""
 
 
@@ -61,7 +59,7 @@ class Departure:
         for row in layer.rows:
             overflow = Overflow.of_prompt(row) if self._exactly else Overflow.of(row)
             if overflow is not None:
-                kept = None if absorb is None else _Absorbed.begin(executor, row, overflow, absorb)
+                kept = None if absorb is None else absorb(row, overflow)
                 leaving.append((row, overflow, kept))
         self._rows: list[_LeavingRow] = []
         for row, overflow, kept in leaving:
@@ -124,51 +122,7 @@ class _LeavingRow:
     count: int
     pages: tuple[int, int]
     spill: _Spill | None
-    kept: _Absorbed | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Absorbed:
-    """What a method keeps of a row, which is checked when its flag has arrived.
-
-    finite: [] bool; None where there is nothing to look at. positions: [capacity], where the cold
-    tier has to know what it need not attend.
-    """
-
-    row: Row
-    entries: Entries | None
-    finite: Parcel | None
-    positions: Parcel | None
-
-    @classmethod
-    def begin(cls, executor: Executor, row: Row, overflow: Overflow, absorb: Absorb) -> _Absorbed:
-        count, device = len(overflow.positions), overflow.k.device
-        first = int(overflow.positions[0]) if count else 0
-        at = torch.arange(first, first + count, device=device)
-        from hybrid_kv.entries import Entries
-        from hybrid_kv.runtime.absorb import finite_flag
-
-        left = Entries.borrowed(overflow.k, overflow.v, at)
-        entries = absorb(row, left)
-        flag = finite_flag(entries, row.kept)
-        positions = None
-        if entries is not None and row.placement is not None and row.placement.offloads:
-            positions = executor.send(entries.positions)
-        return cls(row, entries, None if flag is None else executor.send(flag), positions)
-
-    @property
-    def parcels(self) -> list[Parcel]:
-        return [*filter(None, (self.finite, self.positions))]
-
-    def check(self) -> None:
-        if self.finite is not None and not self.finite.open():
-            raise MethodError(
-                f"what the method keeps of row {self.row.number} must be finite, got NaN or "
-                "infinity; look in its absorb at divisions by sums that can be 0"
-            )
-
-    def commit(self, row: Row) -> None:
-        row.keep(self.entries, None if self.positions is None else self.positions.open())
+    kept: Absorbed | None
 
 
 @dataclass(frozen=True, slots=True)
