@@ -180,10 +180,30 @@ HKV_INLINE inline void add_group(const PanelChunk &chunk, int group, const int8_
 #endif
 }
 
+/// Asks for bytes that are read later, some of them in each of some steps: all in one go would hold up
+/// the reads of what is multiplied meanwhile.
+class GradualPrefetch {
+ public:
+  /// May ask for what lies behind the weights, which does no harm.
+  GradualPrefetch(const uint8_t *from, int64_t offset, int64_t bytes, int64_t steps)
+      : at_(reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset)),
+        lines_(bytes / 64),
+        steps_(steps) {}
+
+  HKV_INLINE void step() {
+    for (due_ += lines_; due_ >= steps_; due_ -= steps_, at_ += 64)
+      __builtin_prefetch(reinterpret_cast<const void *>(at_), 0, 2);
+  }
+
+ private:
+  uintptr_t at_;
+  int64_t lines_, steps_, due_ = 0;
+};
+
 /// Adds the products of a tile's rows with `Columns` columns, from `first` on, to totals [column, row].
 template <typename Kind, int Columns>
 void add_tile(const PanelChunk &chunk, int groups, const RoundedInputs &inputs, int64_t at,
-              int64_t first, float *totals, int64_t stride) {
+              int64_t first, GradualPrefetch &prefetch, float *totals, int64_t stride) {
   using V = PanelVector;
   const int8_t *codes[Columns];
   const float *scales[Columns], *sums[Columns];
@@ -196,6 +216,7 @@ void add_tile(const PanelChunk &chunk, int groups, const RoundedInputs &inputs, 
       all[column][vector] = load_floats(totals + column * stride + vector * V::kRows);
   }
   for (int group = 0; group < groups; ++group) {
+    prefetch.step();
     V::Ints integers[Columns][kTileVectors];
     add_group<Kind, Columns>(chunk, group, codes, integers);
     const int part = group * Kind::kScaleValues / kRoundedBlock;
@@ -218,13 +239,17 @@ void add_tile(const PanelChunk &chunk, int groups, const RoundedInputs &inputs, 
 /// Columns [first, last) of a tile's rows.
 template <typename Kind>
 void add_columns_of_tile(const PanelChunk &chunk, int groups, const RoundedInputs &inputs,
-                         int64_t at, int64_t first, int64_t last, float *totals, int64_t stride) {
+                         int64_t at, int64_t first, int64_t last, GradualPrefetch &prefetch,
+                         float *totals, int64_t stride) {
   for (; first < last; first += kTileColumns, totals += kTileColumns * stride) {
+    const auto add = [&](auto tile) HKV_INLINE {
+      tile(chunk, groups, inputs, at, first, prefetch, totals, stride);
+    };
     switch (last - first) {
-      case 1: add_tile<Kind, 1>(chunk, groups, inputs, at, first, totals, stride); break;
-      case 2: add_tile<Kind, 2>(chunk, groups, inputs, at, first, totals, stride); break;
-      case 3: add_tile<Kind, 3>(chunk, groups, inputs, at, first, totals, stride); break;
-      default: add_tile<Kind, 4>(chunk, groups, inputs, at, first, totals, stride);
+      case 1: add(add_tile<Kind, 1>); break;
+      case 2: add(add_tile<Kind, 2>); break;
+      case 3: add(add_tile<Kind, 3>); break;
+      default: add(add_tile<Kind, kTileColumns>);
     }
   }
 }
@@ -235,15 +260,6 @@ template <typename Kind>
 void add_panel(const uint8_t *weight, int64_t stride, int64_t num_rows, const RoundedInputs &inputs,
                int64_t first, int64_t last, float *totals, int64_t padded_rows) {
   constexpr int64_t kChunkBytes = kChunkValues / Kind::kValues * Kind::kBytes;
-  // While a tile is multiplied, as many bytes behind the panel are asked for.
-  const int64_t tile_bytes = kTileRows * kChunkBytes;
-  const auto ask_for_next = [&](const uint8_t *next, int64_t chunk, int64_t tile) {
-    const int64_t at = (chunk * padded_rows + tile) * kChunkBytes;
-    for (int64_t line = 0; line < tile_bytes; line += 64)
-      __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(next) +
-                                                        static_cast<uintptr_t>(at + line)),
-                         0, 2);
-  };
   const uint8_t *rows[kMaxPanelRows];  // behind the last row it once more
   for (int64_t row = 0; row < padded_rows; ++row)
     rows[row] = weight + std::min(row, num_rows - 1) * stride;
@@ -251,13 +267,16 @@ void add_panel(const uint8_t *weight, int64_t stride, int64_t num_rows, const Ro
   for (int64_t chunk = 0; chunk < inputs.chunks; ++chunk) {
     const int64_t values = std::min<int64_t>(kChunkValues, inputs.num_inputs - chunk * kChunkValues);
     const int count = static_cast<int>(values / kRoundedBlock);
+    const int groups = static_cast<int>(values / Kind::kScaleValues);
     for (int64_t tile = 0; tile < padded_rows; tile += kTileRows) {
-      for (int eight = 0; eight < kTileRows; eight += 8) {
+      for (int eight = 0; eight < kTileRows; eight += 8)
         decode_eight<Kind>(rows + tile + eight, chunk * kChunkBytes, count, eight, decoded);
-      }
-      ask_for_next(weight + num_rows * stride, chunk, tile);
-      add_columns_of_tile<TileKindOf<Kind>>(decoded, static_cast<int>(values / Kind::kScaleValues),
-                                            inputs, chunk, first, last, totals + tile, padded_rows);
+      // While a tile is multiplied, as many bytes behind the panel are asked for.
+      GradualPrefetch prefetch(weight + num_rows * stride,
+                               (chunk * padded_rows + tile) * kChunkBytes, kTileRows * kChunkBytes,
+                               groups * ((last - first + kTileColumns - 1) / kTileColumns));
+      add_columns_of_tile<TileKindOf<Kind>>(decoded, groups, inputs, chunk, first, last, prefetch,
+                                            totals + tile, padded_rows);
     }
   }
 }
