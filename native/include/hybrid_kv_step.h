@@ -121,6 +121,19 @@ typedef struct hkv_step_report {
 HKV_API int hkv_attend_step(hkv_pool *pool, const hkv_layer *layer, const hkv_step *step,
                             hkv_step_report *report);
 
+/* One step as hkv_attend_step takes it. */
+typedef struct hkv_one_step {
+  const hkv_layer *layer;
+  const hkv_step *step;
+  hkv_step_report *report;
+  int32_t status; /* is written: what that call returns */
+} hkv_one_step;
+
+/* Steps that have nothing in common, such as those of several rows: the pool's threads share them out,
+ * or the work of each where these are fewer. One that fails leaves the others alone.
+ */
+HKV_API int hkv_attend_steps(hkv_pool *pool, int64_t num_steps, hkv_one_step *steps);
+
 #ifdef __cplusplus
 }
 #endif

@@ -568,3 +568,16 @@ extern "C" int hkv_attend_step(hkv_pool *pool, const hkv_layer *layer, const hkv
   });
   return own != HKV_OK ? own : status;
 }
+
+extern "C" int hkv_attend_steps(hkv_pool *pool, int64_t num_steps, hkv_one_step *steps) {
+  return hkv::guarded([&] {
+    hkv::require(num_steps >= 0 && (steps != nullptr || num_steps == 0),
+                 "num_steps must be at least 0, steps must not be NULL");
+    const auto one = [&](int64_t at, int) {
+      hkv_one_step &own = steps[at];
+      own.status = hkv_attend_step(pool, own.layer, own.step, own.report);
+    };
+    const bool is_few = pool != nullptr && num_steps < pool->threads();
+    hkv::parallel_for(is_few ? nullptr : pool, num_steps, one);
+  });
+}

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <memory>
 
@@ -820,6 +821,46 @@ CLAIM(a_step_attends_what_it_does_not_find_by_its_moments) {
       }
     }
   }
+}
+
+CLAIM(several_steps_are_what_each_is_alone) {
+  std::deque<LayerCase> cases;  // they stay where they are: layers point at them
+  for (const int64_t width : {3, 9, 1, 5, 300}) {
+    Sizes sizes;
+    sizes.width = width;
+    sizes.heads = 1 + static_cast<int32_t>(width % 3);
+    cases.emplace_back(sizes);
+  }
+  const size_t bad = 3;
+  for (const int32_t threads : {1, 2, 3, 8}) {
+    ScopedPool pool(threads);
+    std::vector<Given> alone, got;
+    std::vector<hkv_step> steps;
+    std::vector<hkv_one_step> calls;
+    for (const LayerCase &of : cases) {
+      alone.emplace_back(of.sizes);
+      CHECK_OK(alone.back().run(pool.get(), of));
+      got.emplace_back(of.sizes);
+    }
+    for (size_t at = 0; at < cases.size(); ++at) {
+      steps.push_back({cases[at].queries.keys().data, cases[at].sizes.dtype, HKV_F32,
+                       at == bad ? int64_t{0} : cases[at].sizes.tail_fill, 0.5f, 0.0f, nullptr, 0,
+                       got[at].ids.data(), got[at].out.data(), got[at].lse.data()});
+    }
+    for (size_t at = 0; at < cases.size(); ++at)
+      calls.push_back({&cases[at].layer, &steps[at], &got[at].report, -1});
+    CHECK_OK(hkv_attend_steps(pool.get(), static_cast<int64_t>(calls.size()), calls.data()));
+    for (size_t at = 0; at < cases.size(); ++at) {
+      CHECK(calls[at].status == (at == bad ? HKV_INVALID : HKV_OK));
+      if (at == bad) continue;
+      CHECK(got[at].out == alone[at].out && got[at].lse == alone[at].lse);
+      CHECK(got[at].ids == alone[at].ids);
+      CHECK(got[at].report.scored == alone[at].report.scored);
+    }
+  }
+  CHECK_OK(hkv_attend_steps(nullptr, 0, nullptr));
+  CHECK_REFUSED(hkv_attend_steps(nullptr, 1, nullptr), "must not be NULL");
+  CHECK_REFUSED(hkv_attend_steps(nullptr, -1, nullptr), "num_steps");
 }
 
 CLAIM(a_step_refuses_what_does_not_fit) {
