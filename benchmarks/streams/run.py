@@ -53,13 +53,12 @@ def streams(runtime: Attachment, count: int, tokens: int, steps: int) -> list[Ti
 
 def step_of(model: Any, caches: list[TieredCache]) -> Callable[[], Any]:
     """A forward of one new token for each of the caches."""
-    ids = torch.ones(len(caches), 1, dtype=torch.long)
+    ids, joined = torch.ones(len(caches), 1, dtype=torch.long), JoinedCache(caches)
 
     def alone() -> Any:
         return model(ids, **passing(caches[0]), logits_to_keep=1).logits
 
     def together() -> Any:
-        joined = JoinedCache(caches)
         positions = torch.tensor(joined.positions)
         logits = model(ids, **passing(joined), position_ids=positions, logits_to_keep=1).logits
         if errors := [error for error in joined.errors if error is not None]:

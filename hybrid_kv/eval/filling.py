@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,11 @@ from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.leaving import nearest_finder
 from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.spill import FindNearest
+from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerKV
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
@@ -288,6 +291,15 @@ class FilledKV(KVCache):
                 f"at a time, got {q.shape[0]} rows of {q.shape[2]} at step {step}"
             )
         return super()._decode(layer, self._queries(layer, q)[step], new, scale, softcap)
+
+    def joint_step(
+        self, layer_idx: int, q: Tensor, new: tuple[Tensor, Tensor], **scores: Any
+    ) -> tuple[EnginePlan, Step] | None:
+        layer = self.layers[layer_idx]
+        step = layer.held.rows[0].length - self._context.num_tokens
+        if not 0 <= step < self._context.max_steps:
+            return None  # `_decode` refuses it
+        return super().joint_step(layer_idx, self._queries(layer, q)[step], new, **scores)
 
     def _queries(self, layer: TieredLayer, q: Tensor) -> list[Tensor]:
         """Those of all steps, made at once: no step's time is theirs."""

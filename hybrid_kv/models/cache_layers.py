@@ -22,7 +22,9 @@ from hybrid_kv.runtime import TieredLayer
 from hybrid_kv.types import Evidence, PartialAttention
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.engine_plan import EnginePlan
     from hybrid_kv.runtime.held import HeldLayer
+    from hybrid_kv.runtime.step import Step
 
 
 class AttendingLayer(Protocol):
@@ -159,6 +161,21 @@ class HybridLayer(CacheLayerMixin):
         if new is not None and new[0].shape[2] > 1:
             self.state.kv.finite.watch_new(self.layer_idx, *new, valid)
         return self.state.kv.attend(self.layer_idx, q, new, valid, scale=scale, softcap=softcap)
+
+    def joint_step(
+        self, q: Tensor, new: tuple[Tensor, Tensor], scale: float, softcap: float | None
+    ) -> tuple[EnginePlan, Step] | None:
+        """How it takes a new token k, v [1, Hkv, 1, D] and attends with q [1, Hq, 1, D] together
+        with others, after which `count_joint` counts it; see `KVCache.joint_step`.
+        """
+        state = self.state
+        if state.is_closed:  # `update` says so
+            return None
+        return state.kv.joint_step(self.layer_idx, q, new, scale=scale, softcap=softcap)
+
+    def count_joint(self) -> None:
+        """Counts a token that it has taken together with others."""
+        self._seen += 1
 
     def get_seq_length(self) -> int:
         """Tokens seen, whatever the method kept of them."""

@@ -22,7 +22,10 @@ from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiere
 from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
 from hybrid_kv.models.support import text_config
-from hybrid_kv.runtime.together import JointRow, attend_shared
+from hybrid_kv.runtime.engine_plan import EnginePlan
+from hybrid_kv.runtime.joint_plan import JointPlan
+from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.together import JointRow, attend_shared, may_share
 from hybrid_kv.types import PartialAttention
 
 _log = logging.getLogger(__name__)
@@ -50,13 +53,20 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 class JoinedLayer(CacheLayerMixin):
-    """The same layer of several caches, row by row."""
+    """The same layer of several caches, row by row.
+
+    Rows whose step is one call of the engine make it in one call together; rows that share entries
+    read these together; the others attend by themselves.
+    """
 
     is_sliding = False
 
     def __init__(self, rows: Sequence[HybridLayer], errors: list[Exception | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows, self._errors = rows, errors
+        self._new: tuple[Tensor, Tensor] | None = None
+        self._joint: JointPlan | None = None  # of the last step
+        self._shares = [True] * len(rows)  # as far as it is known
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Each row does so by itself."""
@@ -65,11 +75,8 @@ class JoinedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hands k, v [B, Hkv, 1, D] to the rows; returns them with a handle to us."""
-        for number, row in self._whole_rows():
-            own = slice(number, number + 1)
-            with self._isolated(number):
-                row.update(key_states[own], value_states[own])
+        """Keeps k, v [B, Hkv, 1, D] aside; returns them with a handle to us."""
+        self._new = key_states.detach(), value_states.detach()
         return tag(key_states.view_as(key_states), self), tag(
             value_states.view_as(value_states), self
         )
@@ -77,28 +84,82 @@ class JoinedLayer(CacheLayerMixin):
     @property
     def pending(self) -> bool:
         """Whether new tokens came that no attention has asked for yet."""
-        return any(row.pending is not None for _, row in self._whole_rows())
+        return self._new is not None
 
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
-        """Attends with q [B, Hq, 1, D] what rows share together, the rest row by row; a row that
-        has failed gets zeros, and so does one without a cache.
+        """Attends with q [B, Hq, 1, D], each row to its own cache; a row that has failed gets
+        zeros, and so does one without a cache.
         """
-        out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-        joint = {n: _joint_row(row, q[n : n + 1]) for n, row in self._whole_rows()}
-        attend_shared([row for row in joint.values() if row], scale=scale, softcap=softcap)
+        new, self._new = self._new, None
+        parts: list[PartialAttention | None] = [None] * len(q)
+        if new is not None:
+            self._attend_joint(parts, q, new, scale, softcap)
+            self._attend_others(parts, q, new, scale, softcap)
         for number, row in self._whole_rows():
-            own, shared = slice(number, number + 1), joint[number]
+            if parts[number] is None:
+                with self._isolated(number):
+                    own = q[number : number + 1]
+                    parts[number] = row.attend(own, None, scale=scale, softcap=softcap)
+        return _stacked(parts, q)
+
+    def _attend_joint(
+        self,
+        parts: list[PartialAttention | None],
+        q: Tensor,
+        new: tuple[Tensor, Tensor],
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """The rows whose step is one call of the engine, and which share nothing."""
+        numbers: list[int] = []
+        plans: list[EnginePlan] = []
+        steps: list[Step] = []
+        queries, keys, values = q.split(1), new[0].split(1), new[1].split(1)
+        for number, row in self._whole_rows():
+            if not self._shares[number]:
+                own = queries[number], (keys[number], values[number])
+                if (found := row.joint_step(*own, scale, softcap)) is not None:
+                    numbers.append(number)
+                    plans.append(found[0])
+                    steps.append(found[1])
+        if len(numbers) < 2:
+            return
+        if self._joint is None or self._joint.plans != plans:
+            self._joint = JointPlan(plans)
+        for number, part in zip(numbers, self._joint.attend(steps), strict=True):
+            if part is not None:  # else the row says why when it attends by itself
+                parts[number] = part
+                self._rows[number].count_joint()
+
+    def _attend_others(
+        self,
+        parts: list[PartialAttention | None],
+        q: Tensor,
+        new: tuple[Tensor, Tensor],
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """What other rows share together; all others have taken in their new tokens then."""
+        joint: dict[int, JointRow] = {}
+        for number, row in self._whole_rows():
+            if parts[number] is not None:
+                continue
+            own = slice(number, number + 1)
             with self._isolated(number):
-                part = None if shared is None else shared.taken()
-                if part is None:
-                    part = row.attend(q[own], None, scale=scale, softcap=softcap)
-                else:
+                row.update(new[0][own], new[1][own])
+                assert row.pending is not None
+                joint[number] = JointRow(row.state.kv, row.layer_idx, q[own], row.pending)
+        attend_shared(list(joint.values()), scale=scale, softcap=softcap)
+        for number, one in joint.items():
+            row = self._rows[number]
+            with self._isolated(number):
+                parts[number] = one.taken()
+                if parts[number] is not None:
                     row.pending = None
-                out[own], lse[own] = part.out.to(q.dtype), part.lse
-        return PartialAttention(out, lse)
+            store = one.layer.store
+            self._shares[number] = store is None or any(map(may_share, store.rows))
 
     def _whole_rows(self) -> Iterator[tuple[int, HybridLayer]]:
         pairs = enumerate(zip(self._rows, self._errors, strict=True))
@@ -126,12 +187,12 @@ class JoinedLayer(CacheLayerMixin):
 
 
 class JoinedCache(ServedCache):
-    """The cache of one decode step [B, 1] of several caches of one row each.
+    """The cache of decode steps [B, 1] of several caches of one row each.
 
     Pass `position_ids` [B, 1] with it, see `positions`: rows differ in length.
 
-    errors: by cache what ended it in this step; None where nothing did. num_rows: B; rows behind
-    those of the caches pass through the weights and attend to nothing.
+    errors: by cache what ended it in the last step; None where nothing did. num_rows: B; rows
+    behind those of the caches pass through the weights and attend to nothing.
 
     Args:
         caches: of one attached model, for which `why_alone` is empty; a prompt in each.
@@ -168,6 +229,7 @@ class JoinedCache(ServedCache):
 
         Where it fails as a whole, or a row does, its caches go back to where they were before.
         """
+        self.errors[:] = [None] * len(self.caches)
         with ExitStack() as stack:
             forwards = [stack.enter_context(cache.forward()) for cache in self.caches]
             yield
@@ -188,11 +250,18 @@ class JoinedCache(ServedCache):
                     self.errors[number] = error
 
 
-def _joint_row(layer: HybridLayer, q: Tensor) -> JointRow | None:
-    """A layer's part in a joint step of q [1, Hq, 1, D]; None where another layer stores for it."""
-    if layer.pending is None:
-        return None
-    return JointRow(layer.state.kv, layer.layer_idx, q, layer.pending)
+def _stacked(parts: Sequence[PartialAttention | None], q: Tensor) -> PartialAttention:
+    """Out as q [B, Hq, 1, D], lse [B, Hq, 1] float32: of each row its part, zeros without one."""
+    found = [part for part in parts if part is not None]
+    if len(found) == len(q):
+        out = torch.cat([part.out for part in found])
+        return PartialAttention(out.to(q.dtype), torch.cat([part.lse for part in found]))
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    for number, part in enumerate(parts):
+        if part is not None:
+            out[number], lse[number] = part.out[0].to(q.dtype), part.lse[0]
+    return PartialAttention(out, lse)
 
 
 def _tiered_layers(cache: TieredCache) -> list[HybridLayer]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import TieredLayer
 from hybrid_kv.runtime.layers import Layers
@@ -208,6 +209,32 @@ class KVCache:
         for watcher in looking:
             watcher.add(step, part)
         return part
+
+    def joint_step(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        new: tuple[Tensor, Tensor],
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[EnginePlan, Step] | None:
+        """A step of one token and one row where it is one call of the engine that nobody looks at,
+        and which therefore may be made together with those of other caches; else None, and nothing
+        was done.
+
+        Args: as of `attend`.
+        """
+        layer, ahead = self.layers[layer_idx], self.means.look_ahead
+        if self.watchers or self.more_prompt or self.phases.observer is not None:
+            return None
+        if layer.store is None or layer.leaving.departure is not None:
+            return None
+        if ahead is not None and ahead.under_way:
+            return None
+        step = layer.steps.make(layer.store, q, scale, softcap, new=new)
+        plan = layer.steps.joint_plan(step)
+        return None if plan is None else (plan, step)
 
     def _widening(self, layer_idx: int) -> int:
         """Times so many cold entries as the method asks for, where audits say so."""

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
@@ -19,11 +21,26 @@ from hybrid_kv.types import PartialAttention, Read
 _NOTHING = (0, 0, 0)
 
 
+class Begun(NamedTuple):
+    """A step whose call of the engine has still to be made.
+
+    new: its token, if that call stores it. resident: tokens attended in pages. estimated: takes the
+    log-sum-exp of what is estimated. begin: the moment at which it began.
+    """
+
+    step: Step
+    new: NewToken | None
+    done: StepResult
+    resident: int
+    estimated: Tensor | None
+    begin: Any
+
+
 class EnginePlan:
     """The steps of one token of a layer's only row, each one call.
 
     Args:
-        told: the engine's descriptor of what the row holds.
+        told: the engine's descriptor of what the row holds; an attribute, too.
         searched: its cold entries; None where none are searched.
         is_whole: whether all of them are attended instead.
     """
@@ -39,7 +56,7 @@ class EnginePlan:
         *,
         is_whole: bool,
     ) -> None:
-        self._told, self._row, self._read, self._searched = told, row, read, searched
+        self.told, self._row, self._read, self._searched = told, row, read, searched
         self._table, self._is_whole = row.table, is_whole
         self._slots, self._chosen = row.table.slots(), _NOTHING
         self.takes = row.table.takes  # the call stores what the table has room for
@@ -54,13 +71,13 @@ class EnginePlan:
             whole = row.chain.entries()
         elif searched is not None and (cold := searched.entries()) is None:
             return False
-        self._told.take_cold(cold, whole)
+        self.told.take_cold(cold, whole)
         return True
 
     def described(self) -> list[tuple[str, object]]:
         """What the engine is told, field by field."""
         self._choose_pages()
-        return self._told.described()
+        return self.told.described()
 
     def attend(self, step: Step) -> PartialAttention:
         """What `decode` returns.
@@ -70,8 +87,19 @@ class EnginePlan:
         Raises:
             NonFiniteError: its key is not finite, and it was not stored.
         """
-        row, searched, begin = self._row, self._searched, step.phases.now()
-        new = None
+        begun = self.begin(step)
+        try:
+            self.told.run(pool_here())
+        except BaseException as error:
+            self.take_back(begun)
+            if isinstance(error, NonFiniteError):
+                raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
+            raise
+        return self.end(begun)
+
+    def begin(self, step: Step) -> Begun:
+        """The first half of `attend`: the token has its place, and the engine is told."""
+        row, begin, new = self._row, step.phases.now(), None
         if step.unstored is not None:
             new, step.unstored = NewToken(*step.unstored, row.length), None
             self._table.count(row.length)
@@ -79,22 +107,39 @@ class EnginePlan:
         try:
             resident = self._choose_pages()
             estimated = None if step.found is None else self._estimated(step)
-            done = self._call(step, new, estimated)
+            searched, told, asked = self._searched, self.told, step.asked
+            done = told.tell(
+                step.q,
+                tail_fill=self._table.tail_fill,
+                scale=step.scale,
+                softcap=step.softcap,
+                new=new,
+                warm=None if searched is None else searched.ask(told, step),
+                found=None if asked is None else (asked.ids, asked.scores),
+                estimated=estimated,
+            )
         except BaseException:
-            if new is not None:
-                row.length -= 1
-                self._table.truncate(self._table.num_tokens - 1)
+            self._forget(new)
             raise
-        _count(step, row, resident, self._told, done)
+        return Begun(step, new, done, resident, estimated, begin)
+
+    def take_back(self, begun: Begun) -> None:
+        """The engine has not made the step: its token has no place."""
+        self._forget(begun.new)
+
+    def end(self, begun: Begun) -> PartialAttention:
+        """The last part of `attend`: counts what the engine has done."""
+        step, row, searched, done = begun.step, self._row, self._searched, begun.done
+        _count(step, row, begun.resident, self.told, done)
         if self._is_whole:
             heads, stored = step.layer.shape.num_kv_heads, row.chain.num_tokens
             count_cold(step.work, stored * step.layer.shape.num_q_heads, stored)
-            step.work.cold_bytes += stored * heads * self._told.entry_bytes
+            step.work.cold_bytes += stored * heads * self.told.entry_bytes
         if searched is not None:
-            searched.take_up(self._told, step, row, done, estimated)
+            searched.take_up(self.told, step, row, done, begun.estimated)
         times = done.report
         step.phases.book_parts(
-            begin,
+            begun.begin,
             (
                 ("search", times.search_s),
                 ("select", times.select_s),
@@ -104,6 +149,11 @@ class EnginePlan:
             ),
         )
         return done.part
+
+    def _forget(self, new: NewToken | None) -> None:
+        if new is not None:
+            self._row.length -= 1
+            self._table.truncate(self._table.num_tokens - 1)
 
     def _estimated(self, step: Step) -> Tensor | None:
         return None if self._searched is None else self._searched.estimated(step)
@@ -120,27 +170,10 @@ class EnginePlan:
         listed = table.listed
         if listed.num_pages != every or listed.last is not self._slots or chosen != self._chosen:
             self._slots, self._chosen = table.slots(), chosen  # hardly ever
-            self._told.choose_pages(self._slots, *chosen)
+            self.told.choose_pages(self._slots, *chosen)
         size = table.pool.page_size
         return table.num_tokens - (every - count) * size
 
-    def _call(self, step: Step, new: NewToken | None, estimated: Tensor | None) -> StepResult:
-        searched, told = self._searched, self._told
-        warm = None if searched is None else searched.ask(told, step)
-        try:
-            return told.attend(
-                step.q,
-                tail_fill=self._table.tail_fill,
-                scale=step.scale,
-                softcap=step.softcap,
-                new=new,
-                warm=warm,
-                found=None if step.asked is None else (step.asked.ids, step.asked.scores),
-                estimated=estimated,
-                pool=pool_here(),
-            )
-        except NonFiniteError:
-            raise not_finite(of_layer(step.layer.shape.layer_idx)) from None
 
 
 def _count(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:

@@ -39,9 +39,9 @@ class LayerMark:
     @classmethod
     def of(cls, layer: TieredLayer) -> LayerMark:
         """The present state of a layer."""
-        rows = [] if layer.store is None else [row.mark() for row in layer.store.rows]
-        collected = [] if layer.is_sealed else layer.prompt.mark()
-        return cls(layer.store, layer.is_sealed, rows, collected)
+        store, is_sealed = layer.store, layer.is_sealed
+        rows = [] if store is None else [row.mark() for row in store.rows]
+        return cls(store, is_sealed, rows, [] if is_sealed else layer.prompt.mark())
 
 
 class TieredLayer:

@@ -170,13 +170,14 @@ class Layers(dict[int, TieredLayer]):
     def end_forward(self) -> None:
         """Ends a forward: its entries stay; those that left a window in a decode step depart."""
         numbers = self._means.numbers
-        for layer in self.values():
-            take_back_reserved(layer.store, numbers)
+        if numbers.reserved:
+            for layer in self.values():
+                take_back_reserved(layer.store, numbers)
         numbers.noted.clear()
         for layer in self.values():  # methods are asked here, and may fail, before any entry moves
             layer.move_on(settle=False)
         for layer in self.values():
-            if layer.leaving.has_arrived:
+            if layer.leaving.departure is not None and layer.leaving.has_arrived:
                 layer.settle()
         for layer in self.values():
             layer.forget_mark()

@@ -77,14 +77,14 @@ class CompiledStep:
 
     Args:
         step, read: those that it was made for; it serves steps of the same rows, with as many
-            queries, that read as much.
+            queries, that read as much. read: an attribute, too.
         numbers: see `compile_step`.
         stamp: marked by what the plan describes.
     """
 
     def __init__(self, step: Step, read: Read, numbers: StepNumbers | None, stamp: Stamp) -> None:
         self.plan, self.stamp = _planned(step, read, numbers), stamp
-        self._rows, self._read, self._is_ahead = step.layer.rows, read, step.ahead is not None
+        self._rows, self.read, self._is_ahead = step.layer.rows, read, step.ahead is not None
         self._shape, self._dtype, self._numbers = step.q.shape, step.q.dtype, numbers
         self._checks = os.environ.get(CHECK_PLANS) == "1"
         self._described = _description(self._rows) if self._checks else ()
@@ -110,7 +110,7 @@ class CompiledStep:
         same = step.q.shape == self._shape and step.q.dtype is self._dtype
         if not same or (step.ahead is not None) is not self._is_ahead:
             return False
-        if read is not self._read and read != self._read:
+        if read is not self.read and read != self.read:
             return False
         if self.stamp.has_grown:
             if not self.plan.follow():
@@ -130,7 +130,7 @@ class CompiledStep:
         """Compares what was seen, and what was told, with what a plan sees and tells now."""
         seen, told = list(_description(self._rows)), self.plan.described()
         if told:
-            seen += _planned(step, self._read, self._numbers).described()
+            seen += _planned(step, self.read, self._numbers).described()
         for now, then in zip_longest(seen, [*self._described, *told]):
             if now != then:
                 raise IntegrityError(

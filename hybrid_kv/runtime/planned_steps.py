@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.means import Means, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
@@ -115,6 +116,18 @@ class PlannedSteps:
             told = self._means.executor, step.layer, step.q, part.lse
             keeper.follow(*told, scale=step.scale, softcap=step.softcap)
         return part
+
+    def joint_plan(self, step: Step) -> EnginePlan | None:
+        """The plan by which a step, its token included, is one call of the engine; None where it is
+        made otherwise, or something has to be done before.
+        """
+        compiled, new = self._compiled, step.unstored
+        if compiled is None or new is None or self._numbers is None:
+            return None
+        plan = compiled.plan
+        if not isinstance(plan, EnginePlan) or not compiled.serves(step, compiled.read):
+            return None
+        return plan if plan.takes(*new) else None
 
     def device_plan(self, store: LayerKV) -> DevicePlan | None:
         """The plan of the next step where it can be advanced already; see `Layers.advance`."""

@@ -249,13 +249,13 @@ def test_every_extent_is_searched_from_where_its_entries_were_found(
     moved = torch.where(own.near < 0, -1, own.near + shared.length)
     expected = torch.cat([shared.near, moved], -1)
     begins = []
-    attend = LayerPlan.attend
+    tell = LayerPlan.tell
 
     def noted(plan: LayerPlan, *args: Any, **kwargs: Any) -> Any:
         begins.append(kwargs["warm"])
-        return attend(plan, *args, **kwargs)
+        return tell(plan, *args, **kwargs)
 
-    monkeypatch.setattr(LayerPlan, "attend", noted)
+    monkeypatch.setattr(LayerPlan, "tell", noted)
     feed(kv, *tokens.next(1))
     assert torch.equal(begins[0], expected)
 
@@ -312,7 +312,7 @@ def test_a_call_that_fails_has_stored_nothing(monkeypatch: pytest.MonkeyPatch) -
         raise CapacityError("the native engine has run out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(LayerPlan, "attend", fail)
+        patched.setattr(LayerPlan, "run", fail)
         with pytest.raises(CapacityError):
             feed(kv, *tokens.next(1))
     kv.check_integrity()

@@ -42,7 +42,7 @@ def test_a_step_of_hybrid_searches_an_index_and_attends_what_it_found() -> None:
     functions = step_cost(HybridConfig()).functions
     assert functions["store/live_index.py:LiveIndex.note"] == 1
     assert functions["runtime/searched_entries.py:SearchedEntries.take_up"] == 1
-    assert functions["ops/native/step.py:LayerPlan.attend"] == 1
+    assert functions["ops/native/step.py:LayerPlan.run"] == 1
     assert functions["runtime/decode.py:decode"] == 0
 
 

@@ -110,7 +110,7 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
     own = own.replace(cold={**own.cold.model_dump(), "estimate": estimate})
     searched: list[int] = []
     taken_up: list[bool] = []
-    search, attend = Span.search, LayerPlan.attend
+    search, tell = Span.search, LayerPlan.tell
 
     def noted(self: Span, queries: Tensor, *args: Any) -> Any:
         searched.append(queries.shape[1])
@@ -118,10 +118,10 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
 
     def called(self: LayerPlan, *args: Any, **how: Any) -> Any:
         taken_up.append(how["found"] is not None)
-        return attend(self, *args, **how)
+        return tell(self, *args, **how)
 
     monkeypatch.setattr(Span, "search", noted)
-    monkeypatch.setattr(LayerPlan, "attend", called)
+    monkeypatch.setattr(LayerPlan, "tell", called)
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", one_call)
     outs, works, counts = [], [], []
     for alone in (False, True):

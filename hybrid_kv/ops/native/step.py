@@ -113,11 +113,21 @@ class ReportStruct(Structure):
     )
 
 
+class OneStepStruct(Structure):
+    """`hkv_one_step`."""
+
+    _fields_ = (
+        *(("layer", POINTER(LayerStruct)), ("step", POINTER(StepStruct))),
+        *(("report", POINTER(ReportStruct)), ("status", c_int32)),
+    )
+
+
 @cache
 def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
     engine = find_engine(engine)
     arguments = (POINTER(LayerStruct), POINTER(StepStruct), POINTER(ReportStruct))
     library.declare(engine, "hkv_attend_step", c_void_p, *arguments)
+    library.declare(engine, "hkv_attend_steps", c_void_p, c_int64, POINTER(OneStepStruct))
     return engine
 
 
@@ -219,10 +229,11 @@ class LayerPlan:
     for memory. So what a step needs is made beforehand: arguments once, results many at a time.
     Where pages have filled or left, `choose_pages` and `take_cold` say what there is now.
 
-    Not for several threads at once. begins_warm: whether a search begins at what was found before.
-    estimate_bytes: moments that a step reads; entry_bytes: of the key and value of an entry;
-    read_costs: of searches, of all extents and of all but the first: bytes that a step scans, for
-    so many dot products, and bytes for each beyond these.
+    Not for several threads at once. engine: the library. reads: tensors that the next `run` reads.
+    one: its step among those of several plans. begins_warm: whether a search begins at what was
+    found before. estimate_bytes: moments that a step reads; entry_bytes: of the key and value of an
+    entry; read_costs: of searches, of all extents and of all but the first: bytes that a step
+    scans, for so many dot products, and bytes for each beyond these.
 
     Args:
         num_queries: M, query heads of a KV head.
@@ -246,7 +257,7 @@ class LayerPlan:
         writer: PageWriter | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = _declared(engine)
+        self.engine = _declared(engine)
         extents = () if cold is None else cold.extents
         if resident is None and not extents:
             raise ShapeError("a plan must hold pages or cold entries, got neither")
@@ -264,6 +275,9 @@ class LayerPlan:
         self._width = 0
         self.take_cold(cold, whole)
         self._step, self._report = StepStruct(), ReportStruct()
+        self.reads: tuple[Any, ...] = ()
+        pointers = map(ctypes.pointer, (self.layer, self._step, self._report))
+        self.one = OneStepStruct(*pointers)
         self._arguments = byref(self.layer), byref(self._step), byref(self._report)
         self._shape, self._dtype = torch.Size(), torch.float32  # of the queries that came last
 
@@ -356,7 +370,13 @@ class LayerPlan:
             setattr(struct, name, tensor.data_ptr())
             self.estimate_bytes += tensor.nbytes
 
-    def attend(
+    def attend(self, queries: Tensor, *, pool: Pool | None = None, **how: Any) -> StepResult:
+        """`tell` and `run`: one token's queries over what the plan holds."""
+        done = self.tell(queries, **how)
+        self.run(pool)
+        return done
+
+    def tell(
         self,
         queries: Tensor,
         *,
@@ -368,9 +388,11 @@ class LayerPlan:
         named: Tensor | None = None,
         found: tuple[Tensor, Tensor] | None = None,
         estimated: Tensor | None = None,
-        pool: Pool | None = None,
     ) -> StepResult:
-        """One token's queries over what the plan holds.
+        """Tells the engine of the next step: one token's queries over what the plan holds.
+
+        Returns:
+            What `run` writes.
 
         Args:
             queries: [..., D] of a dtype of DTYPES, as many as [Hkv, M] in that order.
@@ -384,11 +406,9 @@ class LayerPlan:
                 finds, best first, then -1; None searches it as well.
             estimated: [Hkv, M] float32, takes the log-sum-exp of what is estimated, -inf for
                 nothing, which is a part of the result's; None where nobody asks.
-            pool: threads that share the work; None for the calling one.
 
         Raises:
-            ShapeError, ConfigError: an argument does not fit.
-            NonFiniteError: a key of the new token is NaN or infinite.
+            ShapeError: the queries do not fit.
         """
         if queries.shape != self._shape or queries.dtype != self._dtype:
             self._take_shape(queries)
@@ -411,9 +431,9 @@ class LayerPlan:
         else:
             step.named = None
         if found is not None:
-            ids, scores = found[0].contiguous(), found[1].contiguous()
-            step.found, step.found_scores = ids.data_ptr(), scores.data_ptr()
-            step.num_found = ids.shape[2]
+            found = found[0].contiguous(), found[1].contiguous()
+            step.found, step.found_scores = found[0].data_ptr(), found[1].data_ptr()
+            step.num_found = found[0].shape[2]
         else:
             step.found = None
         if new is not None:
@@ -423,11 +443,24 @@ class LayerPlan:
         else:
             step.new_keys = None
         step.estimated = None if estimated is None else estimated.data_ptr()
-        handle = None if pool is None else pool.handle
-        status = self._engine.hkv_attend_step(handle, *self._arguments)
-        if status:
-            library.check(self._engine, status)
+        self.reads = queries, warm, named, found, new, estimated
         return StepResult(results.part, results.ids, self._report)
+
+    def run(self, pool: Pool | None = None) -> None:
+        """Makes the step that the engine was told of.
+
+        Args:
+            pool: threads that share the work; None for the calling one.
+
+        Raises:
+            ConfigError: what it was told does not fit.
+            NonFiniteError: a key of the new token is NaN or infinite.
+        """
+        handle = None if pool is None else pool.handle
+        status = self.engine.hkv_attend_step(handle, *self._arguments)
+        self.reads = ()
+        if status:
+            library.check(self.engine, status)
 
     def search_bytes(self, scored: int, *, asked: bool = False) -> int:
         """Bytes that the searches of a step read which computed so many dot products.
@@ -465,6 +498,33 @@ class LayerPlan:
             addresses = out.data_ptr(), lse.data_ptr(), address
             results.append(_Results(PartialAttention(out, lse), found, addresses))
         return results
+
+
+class JointRun:
+    """The steps that several plans were told of, as one call; a step that fails fails alone.
+
+    Args:
+        plans: of one engine; not for several threads at once.
+    """
+
+    def __init__(self, plans: Sequence[LayerPlan]) -> None:
+        self._plans = tuple(plans)
+        self._engine = plans[0].engine
+        self._steps = (OneStepStruct * len(plans))(*[plan.one for plan in plans])
+
+    def run(self, pool: Pool | None = None) -> list[bool]:
+        """By plan whether its step was made; one that was not says why when it is made alone.
+
+        Args:
+            pool: threads that share the work; None for the calling one.
+        """
+        handle, steps = None if pool is None else pool.handle, self._steps
+        status = self._engine.hkv_attend_steps(handle, len(steps), steps)
+        for plan in self._plans:
+            plan.reads = ()
+        if status:
+            library.check(self._engine, status)
+        return [step.status == 0 for step in steps]
 
 
 class _Results(NamedTuple):
