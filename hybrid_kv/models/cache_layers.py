@@ -162,6 +162,12 @@ class HybridLayer(CacheLayerMixin):
             self.state.kv.finite.watch_new(self.layer_idx, *new, valid)
         return self.state.kv.attend(self.layer_idx, q, new, valid, scale=scale, softcap=softcap)
 
+    @property
+    def may_share(self) -> bool:
+        """Whether another cache may read some of its entries with it; see `attend_shared`."""
+        store = self._tiered.store
+        return store is not None and any(row.may_share for row in store.rows)
+
     def joint_step(
         self, q: Tensor, new: tuple[Tensor, Tensor], scale: float, softcap: float | None
     ) -> tuple[EnginePlan, Step] | None:

@@ -25,7 +25,7 @@ from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.joint_plan import JointPlan
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.runtime.together import JointRow, attend_shared, may_share
+from hybrid_kv.runtime.together import JointRow, attend_shared
 from hybrid_kv.types import PartialAttention
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class JoinedLayer(CacheLayerMixin):
         self._rows, self._errors = rows, errors
         self._new: tuple[Tensor, Tensor] | None = None
         self._joint: JointPlan | None = None  # of the last step
-        self._shares = [True] * len(rows)  # as far as it is known
+        self._shares: list[bool | None] = [None] * len(rows)  # None until it was asked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Each row does so by itself."""
@@ -118,6 +118,8 @@ class JoinedLayer(CacheLayerMixin):
         steps: list[Step] = []
         queries, keys, values = q.split(1), new[0].split(1), new[1].split(1)
         for number, row in self._whole_rows():
+            if self._shares[number] is None:
+                self._shares[number] = row.may_share
             if not self._shares[number]:
                 own = queries[number], (keys[number], values[number])
                 if (found := row.joint_step(*own, scale, softcap)) is not None:
@@ -158,8 +160,7 @@ class JoinedLayer(CacheLayerMixin):
                 parts[number] = one.taken()
                 if parts[number] is not None:
                     row.pending = None
-            store = one.layer.store
-            self._shares[number] = store is None or any(map(may_share, store.rows))
+            self._shares[number] = None  # something may have changed
 
     def _whole_rows(self) -> Iterator[tuple[int, HybridLayer]]:
         pairs = enumerate(zip(self._rows, self._errors, strict=True))

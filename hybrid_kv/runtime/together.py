@@ -151,12 +151,6 @@ class JointRow:
         return PartialAttention(part.out.reshape(self.q.shape), part.lse.reshape(self.q.shape[:3]))
 
 
-def may_share(row: Row) -> bool:
-    """Whether somebody else sees a row's first extent, or has pages in its pool."""
-    spans = row.chain.spans
-    return len(row.table.pool.stores) > 1 or (bool(spans) and len(spans[0].extent.readers) > 1)
-
-
 _by_many: WeakKeyDictionary[LiveIndex, tuple[int, bool]] = WeakKeyDictionary()
 
 

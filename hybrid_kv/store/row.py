@@ -66,6 +66,12 @@ class Row:
     def page_size(self) -> int:
         return self.table.pool.page_size
 
+    @property
+    def may_share(self) -> bool:
+        """Whether another row sees its first extent, or another store has pages in its pool."""
+        spans = self.chain.spans
+        return len(self.table.pool.stores) > 1 or any(len(s.extent.readers) > 1 for s in spans[:1])
+
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `outside` then says what has to move."""
         self.placement, size = placement, self.page_size
