@@ -175,7 +175,6 @@ class EnginePlan:
         return table.num_tokens - (every - count) * size
 
 
-
 def _count(step: Step, row: Row, resident: int, plan: LayerPlan, done: StepResult) -> None:
     """Without a call of anything: this is Python of every layer and step."""
     work, report, shape, table = step.work, done.report, step.layer.shape, row.table
