@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.gguf_file import unpacked
@@ -18,6 +19,10 @@ from hybrid_kv.ops.native.packed import PackedWeight, packed_linear
 from hybrid_kv.ops.native.workers import pool_here
 
 _WAY_OUT = "load the model with dequantize=True"
+_IN_GRAPHS = (
+    "products of packed weights cannot be part of a graph; call torch.compile without "
+    f"fullgraph=True, or {_WAY_OUT}"
+)
 _PIECE_BYTES = 2**20
 """Of packed rows that are unpacked at a time, where values are asked for."""
 
@@ -113,10 +118,17 @@ class PackedLinear(_Packed):
                 f"weights packed in {self.kind} give no gradients; {_WAY_OUT} to train, or compute "
                 "under torch.no_grad()"
             )
+        return self._graph_breaking(x) if is_dynamo_compiling() else self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         order = self._buffers["columns_in"]
         x = x if order is None else x.index_select(-1, order)
         bias = self._parameters["bias"]
         return packed_linear(x, self.packed, bias, exact=self.exact, pool=pool_here())
+
+    @torch.compiler.disable(reason=_IN_GRAPHS)
+    def _graph_breaking(self, x: Tensor) -> Tensor:
+        return self._product(x)
 
     def extra_repr(self) -> str:
         return (
@@ -154,6 +166,15 @@ class PackedEmbedding(_Packed):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Rows [..., embedding_dim] of ids [...]."""
+        if is_dynamo_compiling():
+            return self._graph_breaking(input_ids)
+        return self._rows(input_ids)
+
+    @torch.compiler.disable(reason=_IN_GRAPHS)
+    def _graph_breaking(self, input_ids: Tensor) -> Tensor:
+        return self._rows(input_ids)
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
         scale = self.embed_scale
         flat = input_ids.reshape(-1)
         out = torch.empty(len(flat), self.embedding_dim, dtype=scale.dtype)

@@ -34,9 +34,8 @@ OPEN: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def real() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and its tokenizer."""
-    with pytest.warns(GgufWarning):
-        model = load_model("smollm2", dtype="float32", device="cpu", dequantize=True)
+    """The model, packed, which computes in float32, and its tokenizer."""
+    model = load_model("smollm2", dtype="float32", device="cpu", exact_products=True)
     tokenizer = load_tokenizer("smollm2")
     assert tokenizer is not None
     return model, tokenizer
@@ -111,3 +110,24 @@ def test_hybrid_finds_a_needle_in_two_thousand_tokens_of_prose(
     assert "7421" in answer.text
     assert answer.prompt_tokens > 2000
     assert answer.work.retrieved / answer.work.steps <= 128, "the default budget"
+
+
+def test_packed_weights_choose_the_tokens_of_plain_ones(
+    real: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    """At each of many positions of a text, exactly multiplied; in 8 bits nearly always."""
+    exact, tokenizer = real
+    ids = torch.tensor([tokenizer.encode(PROSE.read_text())[:192]])
+    with pytest.warns(GgufWarning):
+        plain = load_model("smollm2", dtype="float32", device="cpu", dequantize=True)
+    rounded = load_model("smollm2", dtype="float32", device="cpu")
+    with torch.inference_mode():
+        want = plain(ids).logits[0]
+        got = exact(ids).logits[0]
+        in_8_bits = rounded(ids).logits[0]
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert (got - want).norm() < 1e-3 * want.norm()
+    same = (in_8_bits.argmax(-1) == want.argmax(-1)).float().mean()
+    assert same > 0.95
+    left = (want.softmax(-1) * (want.log_softmax(-1) - in_8_bits.log_softmax(-1))).sum(-1)
+    assert left.mean() < 0.01

@@ -18,7 +18,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import CapacityError, ConfigError, GgufWarning, ModelNotFoundError
+from hybrid_kv.errors import (
+    CapacityError,
+    ConfigError,
+    GgufWarning,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
@@ -179,6 +185,31 @@ def test_a_model_with_a_context_opened_is_the_same_model(
     plain = load_model(file, dtype="float32", device="cpu", dequantize=True)
     with hkv.load(plain, config=SETTINGS) as llm, pytest.raises(ConfigError, match="other weights"):
         llm.open(tmp_path / "a.hkv")
+
+
+def test_a_graph_of_torch_compile_is_cut_around_products(model: PreTrainedModel) -> None:
+    both = nn.Sequential(model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.inference_mode():
+        assert torch.equal(torch.compile(both, backend="eager")(TOKENS), both(TOKENS))
+    with pytest.raises(UnsupportedModelError, match=r"plain weights, .* load the model with deq"):
+        hkv.attach(model, hkv.HybridConfig(compile_decode=True))
+
+
+def test_every_query_but_the_first_layers_is_foreseen(model: PreTrainedModel) -> None:
+    settings = {**SETTINGS, "look_ahead": "always"}
+    with hkv.load(model, config=settings) as llm:
+        unforeseen = llm.runtime.info.unforeseen
+    assert unforeseen is not None
+    assert [layer for layer, why in unforeseen.items() if why] == [0]
+
+
+def test_values_are_not_weighed_by_packed_projections(model: PreTrainedModel) -> None:
+    settings = {"method": "snapkv", "budget_tokens": 64, "value_weighting": "projected"}
+    with (
+        hkv.load(model, config=settings) as llm,
+        pytest.raises(ConfigError, match="'projected' must know the output projection"),
+    ):
+        llm.generate(torch.arange(1, 90), max_new_tokens=2)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
