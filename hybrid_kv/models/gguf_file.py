@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -145,13 +145,10 @@ class GgufFile:
         """A key with its type and value, byte by byte as in the file."""
         return self._spans[key]
 
-    @cached_property
-    def kinds(self) -> Mapping[str, int]:
-        """Bytes of the tensors of each kind."""
-        sums: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            sums[tensor.kind] = sums.get(tensor.kind, 0) + tensor.data.nbytes
-        return sums
+    @property
+    def is_packed(self) -> bool:
+        """Whether any tensor is in blocks."""
+        return any(tensor.dtype is None for tensor in self.tensors.values())
 
 
 def open_gguf(path: str | Path) -> GgufFile:

@@ -10,7 +10,6 @@ from typing import Any
 from warnings import warn
 
 import torch
-import transformers
 from transformers import (
     TOKENIZER_MAPPING,
     AutoModelForCausalLM,
@@ -77,19 +76,21 @@ def read_gguf(
     """
     file, dtype = _file(name, path), dtype or torch.bfloat16
     config = gguf_config(name, file)
-    is_packed = any(tensor.dtype is None for tensor in file.tensors.values())
-    if options.dequantize or (quantization_config is not None and not is_packed):
-        return _read_plain(name, file, config, device, dtype, quantization_config)
-    if is_packed:
-        _check_can_stay_packed(name, config, device, dtype, quantization_config)
+    if quantization_config is not None:
+        _check_for_transformers(name, file, options)
+        return _read_for(quantization_config, name, file, config, device, dtype)
+    if file.is_packed and not options.dequantize:
+        _check_can_stay_packed(name, config, device, dtype)
     model = empty_model(name, config, dtype)
     with one_sentence(name, "be loaded"):
         conversion = conversion_of(file, model)
-        plan = plan_of(file, model, conversion)
-        _check_kinds(name, plan)
-        check_weights_memory(plan.num_bytes(dtype), name)
-        _tell_of_unpacked(name, plan, dtype)
-        fill(name, model, plan, conversion, dtype, exact=options.exact_products)
+        plan = plan_of(file, model, conversion, dequantize=options.dequantize)
+        if not options.dequantize:
+            _check_kinds(name, plan)
+        if device.type == "cpu":
+            check_weights_memory(plan.num_bytes(dtype), name)
+        _tell_of_unpacked(name, file, plan, dtype)
+        fill(name, model, plan, conversion, dtype, device, exact=options.exact_products)
     return model.to(device).eval()  # type: ignore[no-any-return, arg-type]
 
 
@@ -98,32 +99,20 @@ def _file(name: str, path: str) -> GgufFile:
     return open_gguf(path)
 
 
-# Packed -----------------------------------------------------------------------------------------
-
-
 def _check_can_stay_packed(
-    name: str,
-    config: PreTrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization_config: Any,
+    name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raises ConfigError or BackendUnavailable where nothing multiplies packed weights."""
     unpacked = f"dequantize=True for weights in {_word(dtype)}"
     if device.type != "cpu":
         raise ConfigError(
             f"the weights of '{name}' are packed, which is for the CPU, got device '{device}'; "
-            f"pass device='cpu', or {unpacked}, {_plain_bytes(config, dtype) / 2**20:,.0f} MiB"
-        )
-    if quantization_config is not None:
-        raise ConfigError(
-            f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
-            "or add dequantize=True"
+            f"pass device='cpu', or {unpacked}, {_mib(_plain_bytes(config, dtype))}"
         )
     if (state := engine_state()).isa is None:
         raise BackendUnavailable(
             f"the weights of '{name}' are packed, which needs the native engine ({state.detail}); "
-            f"pass {unpacked}, {_plain_bytes(config, dtype) / 2**20:,.0f} MiB"
+            f"pass {unpacked}, {_mib(_plain_bytes(config, dtype))}"
         )
 
 
@@ -137,49 +126,56 @@ def _check_kinds(name: str, plan: PackedPlan) -> None:
             )
 
 
-def _tell_of_unpacked(name: str, plan: PackedPlan, dtype: torch.dtype) -> None:
+def _tell_of_unpacked(name: str, file: GgufFile, plan: PackedPlan, dtype: torch.dtype) -> None:
+    """Warns of memory that unpacked weights take."""
     if not plan.unpacked:
+        return
+    if not plan.packed:
+        _warn(
+            f"the weights of '{name}' are unpacked from GGUF to {_word(dtype)} and take "
+            f"{_mib(plan.num_bytes(dtype))}, {_mib(file.num_bytes)} in the file"
+        )
         return
     packed = sum(tensor.data.nbytes for tensor in plan.unpacked)
     taken = sum(torch.Size(tensor.shape).numel() for tensor in plan.unpacked) * dtype.itemsize
     first = plan.unpacked[0]
     _warn(
         f"{len(plan.unpacked)} tensors of '{name}' ({first.name} of kind {first.kind}, for one) "
-        f"cannot stay packed in this architecture: in {_word(dtype)} they take "
-        f"{taken / 2**20:,.0f} MiB, {packed / 2**20:,.0f} MiB in the file"
+        f"cannot stay packed in this architecture: in {_word(dtype)} they take {_mib(taken)}, "
+        f"{_mib(packed)} in the file"
     )
 
 
-# Unpacked ---------------------------------------------------------------------------------------
+# Packed by others -------------------------------------------------------------------------------
 
 
-def _read_plain(
+def _check_for_transformers(name: str, file: GgufFile, options: GgufOptions) -> None:
+    """Raises ConfigError unless weights can be unpacked for a library that packs them again."""
+    if file.is_packed and not options.dequantize:
+        raise ConfigError(
+            f"the weights of '{name}' are packed already, got a quantization_config; leave it out, "
+            "or add dequantize=True"
+        )
+    if file.num_parts > 1:
+        raise ConfigError(
+            f"model '{name}' is split into {file.num_parts} files, which transformers does not "
+            "read; join them with llama.cpp's llama-gguf-split --merge, or leave out "
+            "quantization_config"
+        )
+
+
+def _read_for(
+    quantization_config: Any,
     name: str,
     file: GgufFile,
     config: PreTrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
-    quantization_config: Any,
 ) -> PreTrainedModel:
-    if file.num_parts > 1:
-        raise ConfigError(
-            f"model '{name}' is split into {file.num_parts} files, which transformers does not "
-            "unpack; join them with llama.cpp's llama-gguf-split --merge, or leave out dequantize"
-        )
-    size = _plain_bytes(config, dtype)
-    if device.type == "cpu":
-        check_weights_memory(size, name)
-    _warn(
-        f"the weights of '{name}' are unpacked from GGUF to {_word(dtype)} and take "
-        f"{size / 2**20:,.0f} MiB, {file.num_bytes / 2**20:,.0f} MiB in the file"
-    )
-    if quantization_config is None and hasattr(transformers, "GgufConfig"):
-        quantization_config = transformers.GgufConfig(dequantize=True)
+    """Takes transformers' own way from a file to the modules of a library."""
     where: dict[str, Any] = {"gguf_file": file.path.name, "config": config}
-    model: Any = read_model(
-        name, str(file.path.parent), device, dtype, quantization_config, **where
-    )
-    return model.to(dtype)  # type: ignore[no-any-return]
+    folder = str(file.path.parent)
+    return read_model(name, folder, device, dtype, quantization_config, **where)
 
 
 def _plain_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -195,3 +191,7 @@ def _warn(text: str) -> None:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

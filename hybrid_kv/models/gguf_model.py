@@ -61,8 +61,14 @@ class PackedPlan:
         return sum(one.tensor.data.nbytes for one in self.packed) + plain * dtype.itemsize
 
 
-def plan_of(file: GgufFile, model: PreTrainedModel, conversion: Conversion) -> PackedPlan:
-    """Looks for the module of each tensor, and whether it can hold packed rows."""
+def plan_of(
+    file: GgufFile, model: PreTrainedModel, conversion: Conversion, *, dequantize: bool = False
+) -> PackedPlan:
+    """Looks for the module of each tensor, and whether it can hold packed rows.
+
+    Args:
+        dequantize: none is to.
+    """
     plan = PackedPlan()
     for tensor in file.tensors.values():
         target = conversion.name_of(tensor)
@@ -70,6 +76,8 @@ def plan_of(file: GgufFile, model: PreTrainedModel, conversion: Conversion) -> P
             plan.ignored.append(tensor)
         elif tensor.dtype is not None:
             plan.others.append(tensor)
+        elif dequantize:
+            plan.unpacked.append(tensor)
         elif (order := _order(model, target, tensor, conversion)) is not None:
             plan.packed.append(Placed(tensor, target, order))
         else:
@@ -103,6 +111,7 @@ def fill(
     plan: PackedPlan,
     conversion: Conversion,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     exact: bool,
 ) -> None:
@@ -111,6 +120,7 @@ def fill(
     Args:
         name: what the user called the model; for messages.
         dtype: of what is plain, and of embeddings.
+        device: of what is plain.
         exact: see `PackedLinear`.
 
     Raises:
@@ -132,9 +142,9 @@ def fill(
         if values.shape != wanted:
             wrong.append((target, tuple(values.shape), wanted))
             continue
-        plain = values.to(dtype)
+        plain = values.to(device, dtype)
         own[leaf] = nn.Parameter(plain, requires_grad=False) if own is module._parameters else plain
-    _tie(model, dtype, exact)
+    _tie(model, exact)
     missing = [key for key, weight in model.named_parameters() if weight.is_meta]
     check_tensors(name, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": ()})
 
@@ -172,7 +182,7 @@ def _values(tensors: Iterable[GgufTensor], conversion: Conversion) -> Iterable[t
     yield from values.items()
 
 
-def _tie(model: PreTrainedModel, dtype: torch.dtype, exact: bool) -> None:
+def _tie(model: PreTrainedModel, exact: bool) -> None:
     """Gives the modules whose weight is another module's that weight, packed or not."""
     for target, source in model.all_tied_weights_keys.items():
         owner, origin = (model.get_submodule(key.rpartition(".")[0]) for key in (target, source))

@@ -303,13 +303,6 @@ def test_the_unpacked_weights_are_those_that_transformers_reads(file: Path) -> N
     torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits)
 
 
-def test_files_in_parts_are_not_unpacked(tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny-00001-of-00002.gguf")
-    write(tmp_path / "tiny-00002-of-00002.gguf", more=None)
-    with pytest.raises(ModelNotFoundError, match="is there twice"):
-        load_model(path, device="cpu", dequantize=True)
-
-
 # Either way -------------------------------------------------------------------------------------
 
 
