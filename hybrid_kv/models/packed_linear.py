@@ -51,6 +51,14 @@ class _Packed(nn.Module):
             known = self._packed = PackedWeight(self.kind, blocks, self.columns)
         return known
 
+    def forward(self, x: Tensor) -> Tensor:
+        """What `compute` gives; a graph of torch.compile is cut around it."""
+        return _computed_apart(self, x) if is_dynamo_compiling() else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The output of the module."""
+        raise NotImplementedError
+
     def unpacked(self) -> Tensor:
         """All values [rows, columns] in float32, a copy."""
         return unpacked(self.weight.detach(), self.kind)
@@ -81,6 +89,15 @@ class _Packed(nn.Module):
         )
 
 
+def _computed(module: _Packed, x: Tensor) -> Tensor:
+    return module.compute(x)
+
+
+_computed_apart: Callable[[_Packed, Tensor], Tensor] = torch.compiler.disable(
+    _computed, reason=_IN_GRAPHS
+)
+
+
 class PackedLinear(_Packed):
     """`nn.Linear` with a packed weight [out_features, in_features].
 
@@ -107,7 +124,7 @@ class PackedLinear(_Packed):
         self.register_parameter("bias", bias)
         self.register_buffer("columns_in", columns_in, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """The product of x [..., in_features] with the weight, [..., out_features] in x's dtype.
 
         Raises:
@@ -118,17 +135,10 @@ class PackedLinear(_Packed):
                 f"weights packed in {self.kind} give no gradients; {_WAY_OUT} to train, or compute "
                 "under torch.no_grad()"
             )
-        return self._graph_breaking(x) if is_dynamo_compiling() else self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
         order = self._buffers["columns_in"]
         x = x if order is None else x.index_select(-1, order)
         bias = self._parameters["bias"]
         return packed_linear(x, self.packed, bias, exact=self.exact, pool=pool_here())
-
-    @torch.compiler.disable(reason=_IN_GRAPHS)
-    def _graph_breaking(self, x: Tensor) -> Tensor:
-        return self._product(x)
 
     def extra_repr(self) -> str:
         return (
@@ -164,17 +174,8 @@ class PackedEmbedding(_Packed):
         self.register_buffer("embed_scale", factor, persistent=False)  # follows `.to(dtype)`
         self.is_scaled = scale is not None
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def compute(self, input_ids: Tensor) -> Tensor:
         """Rows [..., embedding_dim] of ids [...]."""
-        if is_dynamo_compiling():
-            return self._graph_breaking(input_ids)
-        return self._rows(input_ids)
-
-    @torch.compiler.disable(reason=_IN_GRAPHS)
-    def _graph_breaking(self, input_ids: Tensor) -> Tensor:
-        return self._rows(input_ids)
-
-    def _rows(self, input_ids: Tensor) -> Tensor:
         scale = self.embed_scale
         flat = input_ids.reshape(-1)
         out = torch.empty(len(flat), self.embedding_dim, dtype=scale.dtype)
