@@ -69,7 +69,7 @@ class FirstOnly(InlineRunner):
 
 def stretched(factor: float) -> tuple[Any, Any]:
     """The model for so many times its context, by YaRN, and its tokenizer."""
-    with hkv.load("smollm2", dtype="float32", config=HybridConfig()) as llm:
+    with hkv.load("smollm2", dtype="float32", dequantize=True, config=HybridConfig()) as llm:
         model, tokenizer = llm.model, llm.tokenizer
     config = model.config
     trained = config.max_position_embeddings

@@ -61,7 +61,7 @@ class Head(NamedTuple):
 
 def heads(tokens: int, skip: int, count: int) -> Iterator[Head]:
     """Some KV heads of the model, spread over its layers."""
-    llm = hkv.load("smollm2", dtype="float32", config=HybridConfig())
+    llm = hkv.load("smollm2", dtype="float32", dequantize=True, config=HybridConfig())
     with llm:
         ids = prose(llm.tokenizer, tokens, skip)
         needs = Needs(4096, ASKED + 4096)

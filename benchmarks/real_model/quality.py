@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="policies whose names contain this")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    llm = hkv.load("smollm2", dtype="float32", config=HybridConfig(method="full"))
+    llm = hkv.load("smollm2", dtype="float32", dequantize=True, config=HybridConfig(method="full"))
     ids = prose(llm.tokenizer, options.tokens + options.then + 1, options.skip)
     context, text = ids[: options.tokens], ids[options.tokens :]
     runtime = llm.runtime

@@ -236,7 +236,7 @@ def main() -> None:
     found = taking_part(args.methods, args.budgets, args.context)
     needs = reduce(or_, (one.config.build().needs for one in found), Needs())
     failed = 0
-    with hkv.load(MODEL, dtype="float32") as llm:
+    with hkv.load(MODEL, dtype="float32", dequantize=True) as llm:
         tokenizer = llm.require_tokenizer()
         place = Place(llm.runtime, model_facts(MODEL, dtype="float32"), Writer(tokenizer))
         for text in in_rounds([one for one in TEXTS if one.name in args.only or not args.only]):

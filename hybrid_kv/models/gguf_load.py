@@ -94,6 +94,28 @@ def read_gguf(
     return model.to(device).eval()  # type: ignore[no-any-return, arg-type]
 
 
+def packed_bytes(name: str, path: str, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a file's weights when they stay packed: of all, and of those that a token reads.
+
+    A token reads one row of embeddings that are no output projection at once.
+
+    Args:
+        dtype: of what cannot stay packed.
+    """
+    file = _file(name, path)
+    model = empty_model(name, gguf_config(name, file), dtype)
+    plan = plan_of(file, model, conversion_of(file, model))
+    tied = set(model.all_tied_weights_keys.values())
+    tables = [
+        one.tensor.data.nbytes
+        for one in plan.packed
+        if one.target not in tied
+        and model.get_submodule(one.target.rpartition(".")[0]) is model.get_input_embeddings()
+    ]
+    total = plan.num_bytes(dtype)
+    return total, total - sum(tables)
+
+
 def _file(name: str, path: str) -> GgufFile:
     check_package(name)
     return open_gguf(path)

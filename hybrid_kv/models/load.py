@@ -153,6 +153,17 @@ def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig
     return read_config(str(spec), path)
 
 
+def packed_weight_bytes(spec: str | Path, dtype: torch.dtype) -> tuple[int, int] | None:
+    """Bytes of all weights, and of those that a token reads, where they stay packed in a GGUF file;
+    None for other models. Raises as `load_config`.
+    """
+    if _shape_of(spec) is not None or not is_gguf(path := _path_of(spec)):
+        return None
+    from hybrid_kv.models.gguf_load import packed_bytes
+
+    return packed_bytes(str(spec), path, dtype)
+
+
 def _check_is_gguf(spec: str | Path, options: GgufOptions) -> None:
     """Raises ConfigError where options of GGUF files are set for another model."""
     for name in ("dequantize", "exact_products"):

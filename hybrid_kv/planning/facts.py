@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.load import load_config, resolve_dtype
+from hybrid_kv.models.load import load_config, packed_weight_bytes, resolve_dtype
 from hybrid_kv.models.support import inspect_model, max_context, text_config
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.types import LayerShape
@@ -31,6 +31,7 @@ def model_facts(
     Args:
         spec: as `load_model`.
         weight_bits: 16, 8 or 4; fewer than 16 for linear layers only, embeddings and output stay.
+            Of a GGUF file, 16 stands for the bits that it has.
 
     Raises:
         ModelNotFoundError, ConfigError: as `load_model`.
@@ -43,11 +44,12 @@ def model_facts(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=stored)
     shapes, text = inspect_model(model).layers, text_config(model)
-    weights, tables = _weight_bytes(model, stored.itemsize, _STORED_BITS[weight_bits])
+    packed = packed_weight_bytes(spec, stored) if weight_bits == 16 else None
+    weights, read = packed or _weight_bytes(model, stored.itemsize, _STORED_BITS[weight_bits])
     return ModelFacts(
         name=str(spec),
         weight_bytes=weights,
-        read_bytes=weights - tables,
+        read_bytes=read,
         layers=shapes,
         window_bytes=_window_bytes(text, shapes, stored.itemsize),
         hidden_size=text.hidden_size,
@@ -58,7 +60,7 @@ def model_facts(
 
 
 def _weight_bytes(model: PreTrainedModel, itemsize: int, bits: float) -> tuple[int, int]:
-    """Bytes of all weights, and of tables of which a token reads one row."""
+    """Bytes of all weights, and of those that a token reads: of some tables it reads one row."""
     output = model.get_output_embeddings()
     head = getattr(output, "weight", None)
     total, tables, seen = 0.0, 0, set()
@@ -71,7 +73,7 @@ def _weight_bytes(model: PreTrainedModel, itemsize: int, bits: float) -> tuple[i
             total += parameter.numel() * (bits / 8 if packed and bits < 16 else itemsize)
             if isinstance(module, nn.Embedding) and parameter is not head:
                 tables += parameter.numel() * itemsize
-    return int(total), tables
+    return int(total), int(total) - tables
 
 
 def _widest(model: PreTrainedModel, text: PreTrainedConfig) -> int:

@@ -30,6 +30,7 @@ from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
 from hybrid_kv.ops.native.packed import PACKED_KINDS
+from hybrid_kv.planning.facts import model_facts
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -129,6 +130,18 @@ def test_weights_take_what_the_file_takes(tmp_path: Path) -> None:
     model = load_model(path, device="cpu")
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     assert sum(tensors.values()) <= 1.05 * path.stat().st_size
+
+
+def test_plans_count_packed_bytes(file: Path, tmp_path: Path) -> None:
+    for path in (file, write(tmp_path / "tied.gguf", kinds=KINDS)):
+        model = load_model(path, device="cpu")
+        held = sum(weight.nbytes for weight in model.parameters())
+        table: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        unread = 0 if table.weight is head.weight else table.weight.nbytes
+        facts = model_facts(path)
+        assert (facts.weight_bytes, facts.read_bytes) == (held, held - unread)
+    assert model_facts(file, weight_bits=8).weight_bytes != held
 
 
 def test_what_is_written_to_a_weight_does_not_reach_the_file(tmp_path: Path) -> None:
