@@ -197,8 +197,12 @@ class CudaExecutor(SyncExecutor):
         A few pages, as they leave in a step, go as one copy through staging and are looked at on
         the host; else each head of K and V would be a copy, and their look six launches.
         """
-        if self._lane(k.device) is None or k.nbytes + v.nbytes > _STAGED_BYTES:
-            return super().offload(k, v, into)  # what arrives last says that all is there
+        if self._lane(k.device) is None:
+            return super().offload(k, v, into)
+        if k.nbytes + v.nbytes > _STAGED_BYTES:
+            self.send(k, into[0])
+            self.send(v, into[1])
+            return self.send(all_finite(k, v))  # what arrives last says that all is there
         return _Offloaded(self.send(torch.stack([k, v])), into)
 
     def keep(self, tensor: Tensor) -> Parcel:
