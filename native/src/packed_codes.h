@@ -25,6 +25,8 @@ template <typename Kind>
 constexpr bool kPairs = false;
 template <int Kind, int Bits, bool HasMin>
 constexpr bool kPairs<Simple<Kind, Bits, HasMin>> = true;
+template <>
+constexpr bool kPairs<IQ4_NL> = true;
 
 template <typename Kind>
 constexpr bool kBiased = HKV_PACKED_VNNI && Kind::kSigned;
@@ -38,10 +40,13 @@ inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, bytes
 inline __m256i high_nibbles(__m256i bytes) {
   return low_nibbles(_mm256_srli_epi16(bytes, 4));
 }
-/// The lower two halves of a byte in the lower and the upper 16 bytes.
-inline __m256i both_nibbles(const uint8_t *at) {
-  const __m128i bytes = load_16(at);
-  return low_nibbles(_mm256_inserti128_si256(_mm256_castsi128_si256(bytes), _mm_srli_epi16(bytes, 4), 1));
+/// The lower and the upper halves of twice 16 bytes.
+HKV_INLINE inline void split_pair(const uint8_t *first, const uint8_t *second, __m256i &low,
+                                  __m256i &high) {
+  const __m256i bytes =
+      _mm256_inserti128_si256(_mm256_castsi128_si256(load_16(first)), load_16(second), 1);
+  low = low_nibbles(bytes);
+  high = high_nibbles(bytes);
 }
 /// Bit `Bit` of each byte, as 16 or 0.
 template <int Bit>
@@ -120,10 +125,7 @@ struct RowCodes<Simple<Kind, Bits, HasMin>> : ShortRow<Simple<Kind, Bits, HasMin
   /// Values 0 to 15 of two blocks, and their values 16 to 31.
   HKV_INLINE static void pair(const uint8_t *first, const uint8_t *second, __m256i &low,
                               __m256i &high) {
-    const __m256i bytes = _mm256_inserti128_si256(
-        _mm256_castsi128_si256(load_16(first + Of::kLow)), load_16(second + Of::kLow), 1);
-    low = low_nibbles(bytes);
-    high = high_nibbles(bytes);
+    split_pair(first + Of::kLow, second + Of::kLow, low, high);
     if constexpr (Bits == 5) {
       const auto word = [](const uint8_t *block) {
         int32_t bits;
@@ -135,12 +137,6 @@ struct RowCodes<Simple<Kind, Bits, HasMin>> : ShortRow<Simple<Kind, Bits, HasMin
       low = _mm256_or_si256(low, fifths(words, 0));
       high = _mm256_or_si256(high, fifths(words, 2));
     }
-  }
-  template <int>
-  static __m256i codes(const uint8_t *block) {
-    __m256i low, high;
-    pair(block, block, low, high);
-    return _mm256_permute2x128_si256(low, high, 0x20);
   }
 };
 
@@ -154,9 +150,11 @@ struct RowCodes<Q8_0> : ShortRow<Q8_0> {
 
 template <>
 struct RowCodes<IQ4_NL> : ShortRow<IQ4_NL> {
-  template <int>
-  static __m256i codes(const uint8_t *block) {
-    return levels_of(both_nibbles(block + 2));
+  HKV_INLINE static void pair(const uint8_t *first, const uint8_t *second, __m256i &low,
+                              __m256i &high) {
+    split_pair(first + 2, second + 2, low, high);
+    low = levels_of(low);
+    high = levels_of(high);
   }
 };
 
@@ -217,10 +215,29 @@ HKV_INLINE inline void row_scales(const uint8_t *blocks, int count, __m256 *scal
   if constexpr (kBiased<Kind>) offsets[0] = scales[0] * _mm256_set1_ps(-128.0f);
 }
 
-template <typename Kind, int Part>
-inline __m256i row_codes(const uint8_t *block) {
-  const __m256i codes = RowCodes<Kind>::template codes<Part>(block);
+template <typename Kind>
+HKV_INLINE inline __m256i biased(__m256i codes) {
   return kBiased<Kind> ? _mm256_xor_si256(codes, bytes_of(128)) : codes;
+}
+
+template <typename Kind>
+HKV_INLINE inline void row_pair(const uint8_t *first, const uint8_t *second, __m256i &low,
+                                __m256i &high) {
+  RowCodes<Kind>::pair(first, second, low, high);
+  low = biased<Kind>(low);
+  high = biased<Kind>(high);
+}
+
+/// The codes of a part of a block, in order.
+template <typename Kind, int Part>
+HKV_INLINE inline __m256i row_codes(const uint8_t *block) {
+  if constexpr (kPairs<Kind>) {
+    __m256i low, high;
+    row_pair<Kind>(block, block, low, high);
+    return _mm256_permute2x128_si256(low, high, 0x20);
+  } else {
+    return biased<Kind>(RowCodes<Kind>::template codes<Part>(block));
+  }
 }
 
 // ---- Eight rows. In a vector lie four codes of each.

@@ -105,8 +105,7 @@ void decode_eight(const uint8_t *const rows[8], int64_t place, int count, int fi
     uint8_t *to = codes + block * kBlockQuads * kQuadBytes;
     PanelCodes<Kind>::codes(rows, place + block * Kind::kBytes, [&](int quad, __m256i four)
                                                                     HKV_INLINE {
-      if constexpr (kBiased<Kind>) four = _mm256_xor_si256(four, bytes_of(128));
-      _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + quad * kQuadBytes), four);
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + quad * kQuadBytes), biased<Kind>(four));
     });
   }
   __m256 scales[kVectors][8], offsets[kVectors][8];

@@ -27,6 +27,7 @@ HKV_INLINE inline __m256i dots(__m256i codes, __m256i inputs) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1));
 #endif
 }
+template <typename Kind>
 HKV_INLINE inline __m256i dots(__m256i low, __m256i high, __m256i first, __m256i second) {
 #if defined(__AVX512VNNI__)
   return _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), low, first), high, second);
@@ -34,6 +35,8 @@ HKV_INLINE inline __m256i dots(__m256i low, __m256i high, __m256i first, __m256i
   return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), low, first), high,
                                  second);
 #else
+  if constexpr (Kind::kSigned)
+    return _mm256_add_epi32(dots<Kind>(low, first), dots<Kind>(high, second));
   const __m256i pairs =
       _mm256_add_epi16(_mm256_maddubs_epi16(low, first), _mm256_maddubs_epi16(high, second));
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -140,13 +143,13 @@ class RowSums {
       __m256i weights[2][2];
       for (int i = 0; i < 2; ++i) {
         const uint8_t *block = blocks + (Two * 2 + i) * Kind::kBytes;
-        RowCodes<Kind>::pair(block, block + 4 * Kind::kBytes, weights[i][0], weights[i][1]);
+        row_pair<Kind>(block, block + 4 * Kind::kBytes, weights[i][0], weights[i][1]);
       }
       for (int column = 0; column < Columns; ++column) {
         const int8_t *from = codes[column] + 2 * kAt;
         sums[column] = join<Kind, 8>(
-            dots(weights[0][0], weights[0][1], load_32(from), load_32(from + 32)),
-            dots(weights[1][0], weights[1][1], load_32(from + 64), load_32(from + 96)));
+            dots<Kind>(weights[0][0], weights[0][1], load_32(from), load_32(from + 32)),
+            dots<Kind>(weights[1][0], weights[1][1], load_32(from + 64), load_32(from + 96)));
       }
     } else {
       constexpr int kBlock = kAt / Kind::kValues, kNext = (kAt + kRoundedBlock) / Kind::kValues;
