@@ -63,11 +63,19 @@ void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs,
 
 #if defined(__AVX2__)
 
-constexpr int64_t kMinColumns = 5;      // from which on panels are faster than rows
-constexpr int64_t kManyColumns = 64;    // for which a panel is high
+/// From so many columns on panels are faster than rows.
+template <typename Kind>
+constexpr int64_t kMinColumns = 5;
+template <int Kind, int Bits>
+constexpr int64_t kMinColumns<Parts<Kind, Bits>> = 4;
+
+constexpr int64_t kManyColumns = 64;  // for which a panel is high
 constexpr int64_t kColumnBlock = 512;
 
-bool in_panels(int64_t columns) { return columns >= kMinColumns; }
+template <typename Kind>
+bool in_panels(int64_t columns) {
+  return columns >= kMinColumns<Kind>;
+}
 
 /// As `multiply_rows`, in panels.
 template <typename Kind>
@@ -90,7 +98,10 @@ void multiply_panels(const PackedLayer &layer, const RoundedInputs &inputs,
 
 #else
 
-bool in_panels(int64_t) { return false; }
+template <typename Kind>
+bool in_panels(int64_t) {
+  return false;
+}
 template <typename Kind>
 constexpr auto multiply_panels = multiply_rows<Kind>;
 
@@ -101,7 +112,7 @@ void multiply(hkv_pool *pool, const PackedLayer &layer, const RoundedInputs &inp
               const Outputs &outputs) {
   const int64_t row_bytes = std::max<int64_t>(1, layer.num_inputs / Kind::kValues * Kind::kBytes);
   const int64_t rows = std::max(kItemRows, kItemBytes / row_bytes / kItemRows * kItemRows);
-  const auto body = in_panels(inputs.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
+  const auto body = in_panels<Kind>(inputs.columns) ? multiply_panels<Kind> : multiply_rows<Kind>;
   parallel_for(pool, (layer.num_outputs + rows - 1) / rows, [&](int64_t item, int) {
     const int64_t first = item * rows;
     body(layer, inputs, outputs, first, std::min(layer.num_outputs, first + rows));
@@ -155,7 +166,7 @@ extern "C" int hkv_packed_linear(hkv_pool *pool, int32_t kind, int64_t num_outpu
                                    stride, bias};
       const int64_t columns = tokens * (exact != 0 ? 2 : 1);
       hkv::RoundedInputs rounded(tokens, num_inputs, exact != 0, Kind::kScaleValues,
-                                 hkv::kPairs<Kind> && !hkv::in_panels(columns));
+                                 hkv::kPairs<Kind> && !hkv::in_panels<Kind>(columns));
       hkv::round_inputs(pool, dtype, tokens, inputs, rounded);
       hkv::multiply<Kind>(pool, layer, rounded, {out, dtype, layer, rounded.parts});
     });
