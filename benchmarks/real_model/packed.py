@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.real_model.text import prose
 from hybrid_kv.errors import GgufWarning
+from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_model, load_tokenizer
 
@@ -81,7 +82,7 @@ def measure(way: str, num_tokens: int, folder: Path) -> dict[str, float]:
         logits = output.logits[0].float()
         one = ids[:, :1]
         row["token_ms"] = 1e3 * min(
-            _timed(lambda: model(one, past_key_values=cache))[0] for _ in range(STEPS)
+            _timed(lambda: model(one, **passing(cache)))[0] for _ in range(STEPS)
         )
         own = folder / "answer.pt"
         if not own.exists():

@@ -22,6 +22,8 @@ from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 
+_ROPE_FACTORS = "rope_freqs.weight"
+
 
 def empty_model(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A configuration's model, its parameters on the meta device and its buffers made.
@@ -145,8 +147,23 @@ def fill(
         plain = values.to(device, dtype)
         own[leaf] = nn.Parameter(plain, requires_grad=False) if own is module._parameters else plain
     _tie(model, exact)
+    for tensor in plan.ignored:
+        if tensor.name == _ROPE_FACTORS:
+            _stretch_rotation(model, tensor.values())
     missing = [key for key, weight in model.named_parameters() if weight.is_meta]
     check_tensors(name, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": ()})
+
+
+def _stretch_rotation(model: PreTrainedModel, factors: Tensor) -> None:
+    """Divides a model's frequencies by those factors, as Llama 3.1 is stretched to 128K tokens.
+
+    llama.cpp has a tensor in place of rules, which transformers' reader leaves out.
+    """
+    for module in model.modules():
+        for name in ("inv_freq", "original_inv_freq"):
+            frequencies = module._buffers.get(name)
+            if frequencies is not None and frequencies.shape == factors.shape:
+                module._buffers[name] = frequencies / factors
 
 
 def _packed(module: nn.Module, placed: Placed, dtype: torch.dtype, exact: bool) -> nn.Module:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_plans_count_packed_bytes(file: Path, tmp_path: Path) -> None:
         facts = model_facts(path)
         assert (facts.weight_bytes, facts.read_bytes) == (held, held - unread)
     assert model_facts(file, weight_bits=8).weight_bytes != held
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_frequencies_are_divided_by_the_factors_of_a_file(
+    tmp_path: Path, file: Path, dequantize: bool
+) -> None:
+    factors = np.linspace(1, 8, 12, dtype=np.float32)
+
+    def more(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", factors)
+
+    path = write(tmp_path / "long.gguf", more=more)
+    stretched: Any = load_model(path, device="cpu", dequantize=dequantize)
+    plain: Any = load_model(file, device="cpu")
+    want = plain.model.rotary_emb.inv_freq / torch.from_numpy(factors)
+    torch.testing.assert_close(stretched.model.rotary_emb.inv_freq, want)
 
 
 def test_what_is_written_to_a_weight_does_not_reach_the_file(tmp_path: Path) -> None:
