@@ -51,8 +51,8 @@ struct Outputs {
 
 /// Rows [first, last), each with all columns.
 template <typename Kind>
-void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs,
-                   const Outputs &outputs, int64_t first, int64_t last) {
+void multiply_rows(const PackedLayer &layer, const RoundedInputs &inputs, const Outputs &outputs,
+                   int64_t first, int64_t last) {
   std::vector<float> totals(static_cast<size_t>(inputs.columns));
   for (int64_t output = first; output < last; ++output) {
     std::fill(totals.begin(), totals.end(), 0.0f);
@@ -70,7 +70,7 @@ template <int Kind, int Bits>
 constexpr int64_t kMinColumns<Parts<Kind, Bits>> = 4;
 
 constexpr int64_t kManyColumns = 64;  // for which a panel is high
-constexpr int64_t kColumnBlock = 512;
+constexpr int64_t kColumnBlock = 512;  // whose sums of a panel stay in the cache
 
 template <typename Kind>
 bool in_panels(int64_t columns) {

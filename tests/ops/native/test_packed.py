@@ -18,6 +18,7 @@ from hybrid_kv.ops.native.packed import (
     packed_linear,
 )
 from hybrid_kv.ops.native.workers import Pool
+from tests.ops.native.engines import needs_engine
 from tests.ops.native.packed_data import dequantised, random_weight
 
 EACH_KIND = pytest.mark.parametrize("kind", PACKED_KINDS)
@@ -165,6 +166,7 @@ def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
         PackedWeight("Q4_0", weight.blocks.view(torch.int8), 64)
 
 
+@needs_engine
 def test_kinds_and_devices_of_the_engine() -> None:
     assert all(multiplies_packed(kind) for kind in PACKED_KINDS)
     assert not multiplies_packed("Q2_K")
