@@ -118,7 +118,7 @@ class GgufFile:
         first, *others = _parts(Path(path).expanduser())
         head = _Header(first)
         self.path, self.values = first, head.values
-        self._spans = head.spans
+        self._head = head
         if "general.architecture" not in self.values:
             raise _refused(first, "it does not say its general.architecture")
         count = self.values.get("split.count", 1)
@@ -143,7 +143,7 @@ class GgufFile:
 
     def raw(self, key: str) -> bytes:
         """A key with its type and value, byte by byte as in the file."""
-        return self._spans[key]
+        return self._head.raw(key)
 
     @property
     def is_packed(self) -> bool:
@@ -211,7 +211,7 @@ class _Header:
         self._check_count(num_tensors, _LEAST_TENSOR, "tensors")
         self._check_count(num_keys, _LEAST_KEY, "keys")
         self.values: dict[str, Value] = {}
-        self.spans: dict[str, bytes] = {}
+        self._spans: dict[str, slice] = {}
         for _ in range(num_keys):
             self._take_key()
         if not isinstance(self.values.get("general.architecture", ""), str):
@@ -243,6 +243,10 @@ class _Header:
             raise _refused(self.path, f"general.alignment is {found!r}, no power of two")
         return found
 
+    def raw(self, key: str) -> bytes:
+        """See `GgufFile.raw`."""
+        return self._bytes[self._spans[key]]
+
     # Taking apart -------------------------------------------------------------------------------
 
     def _number(self, what: Struct) -> Any:
@@ -268,7 +272,7 @@ class _Header:
         if key in self.values:
             raise _refused(self.path, f"the key '{key}' is there twice")
         self.values[key] = self._value(key, self._number(_U32))
-        self.spans[key] = self._bytes[begin : self._at]
+        self._spans[key] = slice(begin, self._at)
 
     def _value(self, key: str, kind: int) -> Value:
         if kind in _VALUES:
