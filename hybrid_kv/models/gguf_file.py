@@ -51,13 +51,15 @@ class GgufTensor:
     """A tensor as it lies in a file.
 
     shape: the slowest axis first, as torch has it; the last one is a row. kind: as ggml calls it,
-    'Q4_K'. data: its bytes, uint8 in mapped memory.
+    'Q4_K'. data: its bytes, uint8 in mapped memory. mapped: the file, where they begin at `begin`.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     data: Tensor
+    mapped: mmap.mmap
+    begin: int
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -67,6 +69,13 @@ class GgufTensor:
     def rows(self) -> Tensor:
         """Its bytes as rows: [..., bytes of a row], uint8."""
         return self.data.view(*self.shape[:-1], -1)
+
+    def give_back(self) -> None:
+        """Frees the memory of its bytes, which come from the file again when they are touched."""
+        page = mmap.PAGESIZE
+        begin, end = -(-self.begin // page) * page, (self.begin + self.data.nbytes) // page * page
+        if begin < end and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self.mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def values(self) -> Tensor:
         """Its values in float32, or in the dtype that they have; a copy where they are packed.
@@ -344,7 +353,7 @@ class _Header:
             ends = begin + length
             # Each with a storage of its own: who pickles one does not pickle the file.
             data = torch.frombuffer(self._bytes, dtype=torch.uint8, count=length, offset=begin)
-            yield GgufTensor(name, shape, kind, data)
+            yield GgufTensor(name, shape, kind, data, self._bytes, begin)
 
     def _kind(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, int]:
         """The kind of a tensor, and its bytes."""

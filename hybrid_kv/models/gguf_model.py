@@ -172,6 +172,7 @@ def _packed(module: nn.Module, placed: Placed, dtype: torch.dtype, exact: bool) 
     blocks = tensor.rows()
     if rows is not None:
         blocks = blocks.index_select(0, rows)
+        tensor.give_back()
     if isinstance(module, nn.Linear):
         bias = module.bias
         return PackedLinear(
