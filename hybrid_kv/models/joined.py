@@ -162,9 +162,9 @@ class JoinedLayer(CacheLayerMixin):
                     row.pending = None
             self._shares[number] = None  # something may have changed
 
-    def _whole_rows(self) -> Iterator[tuple[int, HybridLayer]]:
+    def _whole_rows(self) -> list[tuple[int, HybridLayer]]:
         pairs = enumerate(zip(self._rows, self._errors, strict=True))
-        return ((number, row) for number, (row, error) in pairs if error is None)
+        return [(number, row) for number, (row, error) in pairs if error is None]
 
     @contextmanager
     def _isolated(self, number: int) -> Iterator[None]:

@@ -39,7 +39,8 @@ class LayerMark:
     @classmethod
     def of(cls, layer: TieredLayer) -> LayerMark:
         """The present state of a layer."""
-        store, is_sealed = layer.store, layer.is_sealed
+        store = layer.store
+        is_sealed = store is not None and store.placement is not None
         rows = [] if store is None else [row.mark() for row in store.rows]
         return cls(store, is_sealed, rows, [] if is_sealed else layer.prompt.mark())
 
