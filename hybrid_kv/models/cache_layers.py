@@ -22,9 +22,7 @@ from hybrid_kv.runtime import TieredLayer
 from hybrid_kv.types import Evidence, PartialAttention
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.engine_plan import EnginePlan
     from hybrid_kv.runtime.held import HeldLayer
-    from hybrid_kv.runtime.step import Step
 
 
 class AttendingLayer(Protocol):
@@ -103,7 +101,8 @@ class HybridLayer(CacheLayerMixin):
     `update` keeps the new tokens aside and returns them with a handle to this layer, because the
     mask that tells padding apart arrives only with the attention call.
 
-    pending: new k, v [B, Hkv, T, D] that no attention has asked for yet; None for none.
+    pending: new k, v [B, Hkv, T, D] that no attention has asked for yet; None for none. seen:
+    tokens, whatever the method kept of them.
     """
 
     is_sliding = False
@@ -113,7 +112,7 @@ class HybridLayer(CacheLayerMixin):
     def __init__(self, state: CacheState, layer_idx: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state, self.layer_idx = state, layer_idx
-        self._seen = 0
+        self.seen = 0
         self.pending: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -140,7 +139,7 @@ class HybridLayer(CacheLayerMixin):
         # Tensors of our own: the model's must not keep us alive, and nothing is trained by them.
         k, v = tag(key_states.detach(), self), tag(value_states.detach(), self)
         self.pending = k, v
-        self._seen += key_states.shape[-2]
+        self.seen += key_states.shape[-2]
         return k, v
 
     @property
@@ -162,33 +161,12 @@ class HybridLayer(CacheLayerMixin):
             self.state.kv.finite.watch_new(self.layer_idx, *new, valid)
         return self.state.kv.attend(self.layer_idx, q, new, valid, scale=scale, softcap=softcap)
 
-    @property
-    def may_share(self) -> bool:
-        """Whether another cache may read some of its entries with it; see `attend_shared`."""
-        store = self._tiered.store
-        return store is not None and any(row.may_share for row in store.rows)
-
-    def joint_step(
-        self, q: Tensor, new: tuple[Tensor, Tensor], scale: float, softcap: float | None
-    ) -> tuple[EnginePlan, Step] | None:
-        """How it takes a new token k, v [1, Hkv, 1, D] and attends with q [1, Hq, 1, D] together
-        with others, after which `count_joint` counts it; see `KVCache.joint_step`.
-        """
-        state = self.state
-        if state.is_closed:  # `update` says so
-            return None
-        return state.kv.joint_step(self.layer_idx, q, new, scale=scale, softcap=softcap)
-
-    def count_joint(self) -> None:
-        """Counts a token that it has taken together with others."""
-        self._seen += 1
-
     def get_seq_length(self) -> int:
         """Tokens seen, whatever the method kept of them."""
-        return self._seen
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._seen + query_length, 0
+        return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -201,7 +179,7 @@ class HybridLayer(CacheLayerMixin):
             )
         if tokens_to_remove:
             self._tiered.crop(-tokens_to_remove)
-            self._seen = max(0, self._seen + tokens_to_remove)
+            self.seen = max(0, self.seen + tokens_to_remove)
 
     def forked(self, state: CacheState) -> HybridLayer:
         """This layer in a fork of its cache, whose state is given."""
@@ -211,11 +189,11 @@ class HybridLayer(CacheLayerMixin):
 
     def mark(self) -> int:
         """Tokens seen; what is stored of them is the runtime's."""
-        return self._seen
+        return self.seen
 
     def go_back(self, mark: int) -> None:
         """Has seen so many again."""
-        self._seen, self.pending = mark, None
+        self.seen, self.pending = mark, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows continue from other rows; pages are copied on write only."""
@@ -230,21 +208,21 @@ class HybridLayer(CacheLayerMixin):
 
     def fill(self, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()) -> None:
         """Takes a whole prompt's k, v [B, Hkv, N, D], computed elsewhere, and seals the layer."""
-        if self._seen:
-            raise ConfigError(f"a layer is filled while it is empty, got {self._seen} tokens in it")
+        if self.seen:
+            raise ConfigError(f"a layer is filled while it is empty, got {self.seen} tokens in it")
         self.lazy_initialization(k, v)
         self.state.kv.load(self.layer_idx, k, v, evidence)
-        self._seen = k.shape[2]
+        self.seen = k.shape[2]
 
     def take(self, held: HeldLayer, device: torch.device) -> None:
         """Goes on from what a layer of another cache held; see `HeldLayer.revived`."""
         self.lazy_initialization(held.k[None], held.v[None])
         self.device = device
         held.revived(self._tiered, device)
-        self._seen = held.length
+        self.seen = held.length
 
     def reset(self) -> None:
-        self._seen, self.pending = 0, None
+        self.seen, self.pending = 0, None
         self._tiered.reset()
 
 

@@ -119,10 +119,14 @@ class JoinedLayer(CacheLayerMixin):
         queries, keys, values = q.split(1), new[0].split(1), new[1].split(1)
         for number, row in self._whole_rows():
             if self._shares[number] is None:
-                self._shares[number] = row.may_share
-            if not self._shares[number]:
-                own = queries[number], (keys[number], values[number])
-                if (found := row.joint_step(*own, scale, softcap)) is not None:
+                self._shares[number] = _may_share(row)
+            if not self._shares[number] and not row.state.is_closed:  # `update` says that it is
+                found = row.state.kv.joint_step(
+                    *(row.layer_idx, queries[number], (keys[number], values[number])),
+                    scale=scale,
+                    softcap=softcap,
+                )
+                if found is not None:
                     numbers.append(number)
                     plans.append(found[0])
                     steps.append(found[1])
@@ -133,7 +137,7 @@ class JoinedLayer(CacheLayerMixin):
         for number, part in zip(numbers, self._joint.attend(steps), strict=True):
             if part is not None:  # else the row says why when it attends by itself
                 parts[number] = part
-                self._rows[number].count_joint()
+                self._rows[number].seen += 1
 
     def _attend_others(
         self,
@@ -249,6 +253,12 @@ class JoinedCache(ServedCache):
                     cache.kv.finite.watch("logits", are_finite[number])
                 except Exception as error:
                     self.errors[number] = error
+
+
+def _may_share(layer: HybridLayer) -> bool:
+    """Whether another cache may read some of a layer's entries with it; see `attend_shared`."""
+    store = layer.state.kv.layers[layer.layer_idx].store
+    return store is not None and any(row.may_share for row in store.rows)
 
 
 def _stacked(parts: Sequence[PartialAttention | None], q: Tensor) -> PartialAttention:

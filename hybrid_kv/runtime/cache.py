@@ -205,7 +205,7 @@ class KVCache:
             return steps.attend(step)
         looking = [one for one in self.watchers if one.wants(layer_idx, q)]
         step.found = {} if looking else None
-        part = steps.attend(step, widening=self._widening(layer_idx))
+        part = steps.attend(step, widening=_widening(self.auditor, layer_idx))
         for watcher in looking:
             watcher.add(step, part)
         return part
@@ -236,10 +236,6 @@ class KVCache:
         plan = layer.steps.joint_plan(step)
         return None if plan is None else (plan, step)
 
-    def _widening(self, layer_idx: int) -> int:
-        """Times so many cold entries as the method asks for, where audits say so."""
-        return 1 if self.auditor is None else self.auditor.factor(layer_idx)
-
     def search_ahead(self, layer_idx: int, predict: Callable[[], Tensor]) -> None:
         """Begins to search a layer that comes later in this forward of one token, if that helps.
 
@@ -252,7 +248,9 @@ class KVCache:
         if ahead is None or not ahead.wants(layer):
             return
         queries = predict()
-        read = self.means.method.read(layer_idx, queries).widened(self._widening(layer_idx))
+        read = self.means.method.read(layer_idx, queries).widened(
+            _widening(self.auditor, layer_idx)
+        )
         if isinstance(read.cold, TokenBudget):
             ahead.begin(layer, queries, read.cold)
 
@@ -313,7 +311,7 @@ class KVCache:
     def start_over(self) -> None:
         """Forgets all tokens, but no counter; a method may remember something, too."""
         kept = {"work": self.work, "builds": self.means.builds}
-        self._give_up_pinned()
+        _forget_pinned(self.means)
         self.means = replace(self.means, **{**self._of_one_conversation(), **kept})
         self.layers = Layers(map(self._new_layer, self.info.layers), self.means)
 
@@ -332,7 +330,7 @@ class KVCache:
         for layer in self.layers.values():
             if layer.store is not None:
                 layer.store.cold.cancel_builds()
-        self._give_up_pinned()
+        _forget_pinned(self.means)
         # Another thread may still look at the old ones.
         self.layers = Layers(map(self._new_layer, self.info.layers), self.means)
         if self.auditor is not None:
@@ -340,15 +338,21 @@ class KVCache:
         if self._owns_executor:
             self.executor.close()
 
-    def _give_up_pinned(self) -> None:
-        """Memory that was made for layers to come."""
-        if self.means.pinned is not None:
-            self.means.pinned.clear()
-
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner, in every layer."""
         for store in self.stores.values():
             store.check_integrity()
+
+
+def _widening(auditor: Auditor | None, layer_idx: int) -> int:
+    """Times so many cold entries as the method asks for, where audits say so."""
+    return 1 if auditor is None else auditor.factor(layer_idx)
+
+
+def _forget_pinned(means: Means) -> None:
+    """Gives up memory that was made for layers to come."""
+    if means.pinned is not None:
+        means.pinned.clear()
 
 
 def new_builds(cache: KVCache) -> IndexBuilds:
