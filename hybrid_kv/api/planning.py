@@ -31,6 +31,7 @@ def plan(
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
     weight_bits: int = 16,
+    dequantize: bool = False,
     rates: Rates | None = None,
 ) -> Plan:
     """Compares dense KV in 16 and 8 bits with a tiered cache; loads no weights.
@@ -44,6 +45,7 @@ def plan(
         device_bytes: GPU memory instead of what the device or the card has.
         host_bytes: host memory instead of what is free now.
         weight_bits: 16, 8 or 4, as weight-only quantisation would store the linear layers.
+        dequantize: as for `load`: a GGUF file's weights take what they do unpacked.
         rates: bandwidths instead of those measured here, which takes about a second.
 
     Raises:
@@ -65,7 +67,9 @@ def plan(
     if card is not None and card not in CARDS:
         raise unknown_name("card", card, CARDS)
     check_source(model)
-    facts = model_facts(model, dtype=dtype, layers=layers, weight_bits=weight_bits)
+    facts = model_facts(
+        model, dtype=dtype, layers=layers, weight_bits=weight_bits, dequantize=dequantize
+    )
     limit = facts.max_context_tokens
     if limit is not None and context_tokens > limit:
         raise ConfigError(

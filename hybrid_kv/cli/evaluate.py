@@ -15,8 +15,10 @@ from hybrid_kv.cli import completion
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
+    Dequantize,
     Device,
     Dtype,
+    ExactProducts,
     ModelArgument,
     OutputOptions,
     Plugins,
@@ -132,6 +134,8 @@ class ContestModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    dequantize: Dequantize = None
+    exact_products: ExactProducts = None
 
 
 def evaluate(
@@ -186,6 +190,8 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
         "settings": {**stored, **parse_settings(options.settings or ())},
         "device": options.device,
         "dtype": options.dtype,
+        "dequantize": options.dequantize,
+        "exact_products": options.exact_products,
     }
     return EvalArguments.of({key: value for key, value in given.items() if value is not None})
 
@@ -208,7 +214,12 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
     from hybrid_kv.contest.folder import ResultsFolder
     from hybrid_kv.contest.run import Contest
 
-    place = ModelOptions(device=arguments.device, dtype=arguments.dtype)
+    place = ModelOptions(
+        device=arguments.device,
+        dtype=arguments.dtype,
+        dequantize=arguments.dequantize,
+        exact_products=arguments.exact_products,
+    )
     with (
         ResultsFolder(path, identity(arguments)) as folder,
         opened(arguments.model, place, HybridConfig(method="full"), output) as llm,

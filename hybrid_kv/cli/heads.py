@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from hybrid_kv.cli.options import (
+    Dequantize,
     Device,
     Dtype,
+    ExactProducts,
     ModelArgument,
     ModelOptions,
     OutputOptions,
@@ -29,6 +31,8 @@ def heads(
     ] = 2048,
     device: Device = None,
     dtype: Dtype = None,
+    dequantize: Dequantize = None,
+    exact_products: ExactProducts = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -45,7 +49,9 @@ def heads(
     if not out.parent.is_dir():
         raise ConfigError(f"-o '{out}' must be a file in a folder that is there; make the folder")
     output = OutputOptions(quiet=quiet, debug=debug)
-    options = ModelOptions(device=device, dtype=dtype)
+    options = ModelOptions(
+        device=device, dtype=dtype, dequantize=dequantize, exact_products=exact_products
+    )
     with opened(model, options, observing(), output) as llm:
         scores = observe_heads(llm, found.text or "", tokens)
     out.write_text(json.dumps({"model": model, "tokens": tokens, "heads": scores}) + "\n")

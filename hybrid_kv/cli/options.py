@@ -110,6 +110,24 @@ Dtype = Annotated[
 ]
 
 
+Dequantize = Annotated[
+    bool | None,
+    typer.Option(
+        "--dequantize",
+        help="Unpack the weights of a GGUF file. [dim]default: they stay packed, on the CPU[/]",
+        rich_help_panel=_MODEL,
+    ),
+]
+ExactProducts = Annotated[
+    bool | None,
+    typer.Option(
+        "--exact-products",
+        help="Multiply packed weights as exactly as plain ones, some 8% slower.",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which method runs, with which settings, on what."""
@@ -129,22 +147,8 @@ class ModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
-    dequantize: Annotated[
-        bool,
-        typer.Option(
-            "--dequantize",
-            help="Unpack the weights of a GGUF file. [dim]default: they stay packed, on the CPU[/]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False
-    exact_products: Annotated[
-        bool,
-        typer.Option(
-            "--exact-products",
-            help="Multiply packed weights as exactly as plain ones, some 8% slower.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False
+    dequantize: Dequantize = None
+    exact_products: ExactProducts = None
 
 
 @dataclass(frozen=True, slots=True)

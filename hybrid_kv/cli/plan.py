@@ -101,6 +101,11 @@ def plan(
             f"--cores {machine.cores} says what searches beside a GPU, got no --card; name the "
             "GPU, such as --card rtx-4090"
         )
+    if options.exact_products:
+        raise ConfigError(
+            "--exact-products changes nothing that is planned: neither bytes nor what a step waits "
+            "for; leave it out"
+        )
     config = build_config(options)
     silence_transformers(output)
     made = make_plan(
@@ -114,6 +119,7 @@ def plan(
         dtype=options.dtype,
         layers=layers.layers,
         weight_bits=machine.weight_bits,
+        dequantize=bool(options.dequantize),
     )
     measured = {} if beside is None else _measured(beside, made, config.method)
     designs = () if machine.cores is None else _designs(made, machine.card, machine.cores)

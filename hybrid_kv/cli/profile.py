@@ -17,8 +17,10 @@ from hybrid_kv.cli.display import console, waiting
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
+    Dequantize,
     Device,
     Dtype,
+    ExactProducts,
     LayersOption,
     OutputOptions,
     Plugins,
@@ -125,6 +127,8 @@ class ProfileModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    dequantize: Dequantize = None
+    exact_products: ExactProducts = None
 
 
 def profile(
@@ -282,6 +286,8 @@ def _arguments(
         "settings": {**stored, **parse_settings(options.settings or ())},
         "device": options.device,
         "dtype": options.dtype,
+        "dequantize": options.dequantize,
+        "exact_products": options.exact_products,
         "seed": asked.seed,
     }
     return ProfileArguments.of({key: value for key, value in given.items() if value is not None})

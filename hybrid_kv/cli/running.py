@@ -55,8 +55,8 @@ def opened(
             device=options.device,
             dtype=options.dtype,
             layers=layers,
-            dequantize=options.dequantize,
-            exact_products=options.exact_products,
+            dequantize=bool(options.dequantize),
+            exact_products=bool(options.exact_products),
             **more,
         )
     with llm:

@@ -20,16 +20,16 @@ _GROUPS = {"ruler": RULER}
 class EvalArguments(Params):
     """One comparison of methods.
 
-    model, device, dtype: as `load_model`. tasks: names of `TASKS` with settings of their own, such
-    as key_value:records=32; "ruler" for its thirteen, "all" for all that the model's language has
-    and that need no file. contexts: tokens of context and question. methods: registered names with
-    settings of their own, such as quest:dense_layers=2; "all" stands for each of them once; full
-    attention always takes part. budgets: shares of the context (5%) or tokens that a query head
-    attends in a step. question: when it comes, "after" the eviction, "before" it, or "both".
-    samples: contexts of each task and length. settings: for all methods that know them. text: a
-    file to read on in; None for English prose that every Python brings. raw: leaves out the chat
-    template. skip_refused: budgets that a method refuses are named in the results and left out,
-    where else nothing is measured at all.
+    model, device, dtype, dequantize, exact_products: as `load_model`. tasks: names of `TASKS` with
+    settings of their own, such as key_value:records=32; "ruler" for its thirteen, "all" for all
+    that the model's language has and that need no file. contexts: tokens of context and question.
+    methods: registered names with settings of their own, such as quest:dense_layers=2; "all" stands
+    for each of them once; full attention always takes part. budgets: shares of the context (5%) or
+    tokens that a query head attends in a step. question: when it comes, "after" the eviction,
+    "before" it, or "both". samples: contexts of each task and length. settings: for all methods
+    that know them. text: a file to read on in; None for English prose that every Python brings.
+    raw: leaves out the chat template. skip_refused: budgets that a method refuses are named in the
+    results and left out, where else nothing is measured at all.
     """
 
     model: str
@@ -43,6 +43,8 @@ class EvalArguments(Params):
     settings: dict[str, Any] = Field(default_factory=dict)
     device: str | None = None
     dtype: str | None = None
+    dequantize: bool = False
+    exact_products: bool = False
     text: str | None = None
     raw: bool = False
     skip_refused: bool = False

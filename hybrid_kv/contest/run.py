@@ -59,7 +59,8 @@ class Contest:
         self._asked = asked
         ends = _ends(llm.model.generation_config.eos_token_id)
         writer = Writer(llm.require_tokenizer(), ends=ends, text=asked.text, raw=asked.raw)
-        self._place = Place(llm.runtime, model_facts(asked.model, dtype=asked.dtype), writer)
+        facts = model_facts(asked.model, dtype=asked.dtype, dequantize=asked.dequantize)
+        self._place = Place(llm.runtime, facts, writer)
         self.groups = list(self._groups())
 
     @property

@@ -153,11 +153,16 @@ def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig
     return read_config(str(spec), path)
 
 
-def packed_weight_bytes(spec: str | Path, dtype: torch.dtype) -> tuple[int, int] | None:
+def packed_weight_bytes(
+    spec: str | Path, dtype: torch.dtype, *, dequantize: bool = False
+) -> tuple[int, int] | None:
     """Bytes of all weights, and of those that a token reads, where they stay packed in a GGUF file;
-    None for other models. Raises as `load_config`.
+    None for other models, and where they do not. Raises as `load_model`.
     """
     if _shape_of(spec) is not None or not is_gguf(path := _path_of(spec)):
+        _check_is_gguf(spec, GgufOptions(dequantize))
+        return None
+    if dequantize:
         return None
     from hybrid_kv.models.gguf_load import packed_bytes
 

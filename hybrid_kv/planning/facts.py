@@ -25,6 +25,7 @@ def model_facts(
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
     weight_bits: int = 16,
+    dequantize: bool = False,
 ) -> ModelFacts:
     """Facts for planning, from the configuration alone.
 
@@ -32,6 +33,7 @@ def model_facts(
         spec: as `load_model`.
         weight_bits: 16, 8 or 4; fewer than 16 for linear layers only, embeddings and output stay.
             Of a GGUF file, 16 stands for the bits that it has.
+        dequantize: a GGUF file's weights are unpacked.
 
     Raises:
         ModelNotFoundError, ConfigError: as `load_model`.
@@ -44,8 +46,10 @@ def model_facts(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=stored)
     shapes, text = inspect_model(model).layers, text_config(model)
-    packed = packed_weight_bytes(spec, stored) if weight_bits == 16 else None
-    weights, read = packed or _weight_bytes(model, stored.itemsize, _STORED_BITS[weight_bits])
+    packed = packed_weight_bytes(spec, stored, dequantize=dequantize)
+    weights, read = (packed if weight_bits == 16 else None) or _weight_bytes(
+        model, stored.itemsize, _STORED_BITS[weight_bits]
+    )
     return ModelFacts(
         name=str(spec),
         weight_bytes=weights,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
-from tests.cli.support import words_of_ours
+from hybrid_kv.api import planning
+from hybrid_kv.planning.rates import Rates
+from tests.cli.support import call, refused, report_of, run_of, words_of_ours
 from tests.models.gguf_files import write
 
 
@@ -35,3 +38,34 @@ def test_the_memory_that_unpacked_weights_take_is_one_line(file: Path) -> None:
     assert len(said) == 1
     assert said[0].startswith("hybrid-kv: the weights of ")
     assert words_of_ours(generate(file, "--dequantize", "--quiet").stderr) == ""
+
+
+def weights_planned(file: Path, *options: str) -> int:
+    asked = ("--context", "200", "--device", "cpu", "--json", "-")
+    report: Any = report_of(call("plan", file, *asked, *options))
+    return int(report.weight_bytes)
+
+
+def test_a_plan_counts_what_a_run_would_hold(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_rates", lambda _: Rates(50, 50, 20))
+    packed, plain = weights_planned(file), weights_planned(file, "--dequantize")
+    assert packed < 1.2 * file.stat().st_size < plain
+    error = refused("plan", file, "--context", "200", "--exact-products")
+    assert error.startswith("error: --exact-products changes nothing that is planned")
+    error = refused("plan", "random:llama-3-8b", "--context", "200", "--dequantize")
+    assert error == (
+        "error: dequantize is for packed weights in GGUF files, got MODEL 'random:llama-3-8b'; "
+        "leave it out"
+    )
+
+
+@pytest.mark.parametrize("option", ["--dequantize", "--exact-products"])
+def test_a_profile_measures_the_products_that_are_asked_for(file: Path, option: str) -> None:
+    asked = ("--context", "64", "--methods", "full", "--new-tokens", "2", "--device", "cpu")
+    run = run_of(call("profile", file, *asked, option, "--audit-every", "0", "--json", "-"))
+    name = option.removeprefix("--").replace("-", "_")
+    assert run.arguments[name] is True
+    error = refused("profile", "needle", *asked, option)
+    assert error.startswith(
+        f"error: {name} is for packed weights in GGUF files, got MODEL 'needle'"
+    )

@@ -77,7 +77,9 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
         ModelNotFoundError, UnsupportedModelError: as `load_model`.
     """
     device = resolve_device(asked.device)
-    facts = model_facts(asked.model, dtype=asked.dtype, layers=asked.layers)
+    facts = model_facts(
+        asked.model, dtype=asked.dtype, layers=asked.layers, dequantize=asked.dequantize
+    )
     configs = asked.configs()
     longest, limit = asked.contexts[-1] + asked.steps, facts.max_context_tokens
     if limit is not None and longest > limit:
@@ -97,7 +99,13 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
         config = load_config(asked.model).get_text_config(decoder=True)
         whole = None if config.num_hidden_layers == asked.layers else config.num_hidden_layers
     model = load_model(
-        asked.model, device=device, dtype=asked.dtype, layers=asked.layers, seed=asked.seed
+        asked.model,
+        device=device,
+        dtype=asked.dtype,
+        layers=asked.layers,
+        dequantize=asked.dequantize,
+        exact_products=asked.exact_products,
+        seed=asked.seed,
     )
     return Bench(asked, model, facts, rates or measure_rates(device), whole, configs)
 
