@@ -224,7 +224,9 @@ def test_no_bar_is_drawn_where_stderr_is_no_terminal(verb: str, tmp_path: Path) 
         "generate": ("generate", file, PROMPT, "--max-new-tokens", "2"),
         "profile": ("profile", file, "--context", "60", "--methods", "full", "--new-tokens", "2"),
     }[verb]
-    process = start(*words, "--device", "cpu", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(
+        *words, "--dequantize", "--device", "cpu", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     _, errors = process.communicate(timeout=120)
     assert "are unpacked from GGUF" in errors
     assert "de-quantizing" not in errors

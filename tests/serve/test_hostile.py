@@ -211,7 +211,7 @@ def test_the_end_says_what_finished_and_what_was_cancelled(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybrid_kv.serve.http.server.END_SECONDS", 2.0)
-    engine = FakeEngine(tiny.require_tokenizer(), pace_s=0.05)
+    engine = FakeEngine(tiny.require_tokenizer(), pace_s=0.5)  # neither ends before the server does
     endings: list[Ending] = []
     answers: dict[int, httpx.Response] = {}
 
