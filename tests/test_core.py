@@ -1,4 +1,4 @@
-"""What a maintainer of `hybrid` on a CPU must hold, and what is loaded on demand beside it.
+"""The files that a maintainer of `hybrid` on a CPU must hold; others are loaded on demand.
 
 `python -m tests.test_core` lists the files of the core, with their lines and who imports them.
 """

@@ -1,4 +1,4 @@
-"""What packed weights of a real language model take and give, beside plain ones.
+"""Time, memory and tokens of packed weights of a real language model, beside plain ones.
 
 SmolLM2-135M-Instruct (extra smollm2, Q4_1 with embeddings in Q8_0) in each way by a process of its
 own: seconds to load with the tokenizer, memory beyond what an empty process has, a prompt, a token,

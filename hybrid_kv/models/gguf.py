@@ -1,4 +1,4 @@
-"""Which models are GGUF files, and how they are to be read; `gguf_load` reads them."""
+"""GGUF files among models, and options for reading them; `gguf_load` reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMOLLM2 = "smollm2"
 
 @dataclass(frozen=True, slots=True)
 class GgufOptions:
-    """What becomes of packed weights.
+    """Options for packed weights.
 
     dequantize: they are unpacked to plain ones. exact_products: where they stay packed, activations
     are multiplied in 8 bits and the 8-bit remainder in place of 8 bits alone.

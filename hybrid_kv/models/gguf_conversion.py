@@ -1,4 +1,4 @@
-"""What transformers makes of a GGUF file: its configuration, its names of tensors, their values.
+"""Conversion of a GGUF file to what transformers has: configuration, names of tensors, values.
 
 llama.cpp writes some matrices in another order of rows than transformers has them, some norms less
 one, some kernels flat. transformers knows all of it, for whole matrices of numbers. Here its own
@@ -106,7 +106,7 @@ def _text(text: str) -> bytes:
 
 
 class RowOrder(NamedTuple):
-    """How the packed rows of a matrix become those of the model.
+    """Order of a matrix: which packed row becomes which row of the model.
 
     rows: by row of the model, which row of the file it is; None for the same. columns: by column of
     the file, which input of the model it is for; None for the same.
@@ -133,7 +133,7 @@ class Conversion(Protocol):
 
 
 def conversion_of(file: GgufFile, model: PreTrainedModel) -> Conversion:
-    """What transformers knows of a file's architecture; of `model` the names count."""
+    """Transformers' knowledge of a file's architecture; of `model` the names count."""
     if file.architecture in GGUF_ARCHS:
         return _ByConverters(file, model)
     return _ByProcessor(file, model)
@@ -196,7 +196,7 @@ def _order_in(made: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> RowO
 
 
 class _Names(NamedTuple):
-    """What transformers asks a model for when it maps names: no more than these.
+    """A stand-in for a model, with no more than transformers asks for when it maps names.
 
     It would take seconds to ask a model itself, down to its last module.
     """
@@ -295,7 +295,7 @@ def _permutes_inputs(operation: Any) -> bool:
 
 
 def _operated(operations: Iterable[Any], converter: Any, tensors: dict[str, Tensor]) -> Tensor:
-    """What a converter's operations make of its sources, by their patterns."""
+    """Result of a converter's operations on its sources, by their patterns."""
     patterns = converter.source_patterns, converter.target_patterns
     for operation in operations:
         tensors = operation.convert(

@@ -147,7 +147,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """What the file calls its model, 'llama'."""
+        """The file's word for its model, such as 'llama'."""
         return str(self.values["general.architecture"])
 
     def raw(self, key: str) -> bytes:

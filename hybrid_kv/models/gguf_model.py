@@ -46,7 +46,7 @@ class Placed:
 
 @dataclass(slots=True)
 class PackedPlan:
-    """Which tensors of a file stay packed in a model.
+    """Tensors of a file by what a model makes of them.
 
     packed: these. unpacked: those of packed kinds whose values it needs. others: plain numbers.
     ignored: those that the model has no use for.

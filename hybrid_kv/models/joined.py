@@ -147,7 +147,7 @@ class JoinedLayer(CacheLayerMixin):
         scale: float,
         softcap: float | None,
     ) -> None:
-        """What other rows share together; all others have taken in their new tokens then."""
+        """Attends entries that other rows share; all others take in their new tokens."""
         joint: dict[int, JointRow] = {}
         for number, row in self._whole_rows():
             if parts[number] is not None:

@@ -52,7 +52,7 @@ class _Packed(nn.Module):
         return known
 
     def forward(self, x: Tensor) -> Tensor:
-        """What `compute` gives; a graph of torch.compile is cut around it."""
+        """Calls `compute`, around which a graph of torch.compile is cut."""
         return _computed_apart(self, x) if is_dynamo_compiling() else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class ColdPlan:
         return cold is not None
 
     def described(self) -> list[tuple[str, object]]:
-        """What the engine is told, field by field."""
+        """The fields of the engine's descriptor, with their values."""
         return self._told.described()
 
     def attend(self, step: Step, q: Tensor, ahead: Foreseen | None) -> PartialAttention | None:

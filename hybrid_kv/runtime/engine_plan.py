@@ -75,7 +75,7 @@ class EnginePlan:
         return True
 
     def described(self) -> list[tuple[str, object]]:
-        """What the engine is told, field by field."""
+        """The fields of the engine's descriptor, with their values."""
         self._choose_pages()
         return self.told.described()
 

@@ -67,7 +67,7 @@ class StepPlan(Protocol):
         ...
 
     def described(self) -> list[tuple[str, object]]:
-        """What was said beforehand to who makes the steps, by name."""
+        """The fields, with their values, that whoever makes the steps was told beforehand."""
         ...
 
     def attend(self, step: Step) -> PartialAttention:
