@@ -5,7 +5,7 @@ one, some kernels flat. transformers knows all of it, for whole matrices of numb
 functions are applied to numbers of rows: where these come out as rows in another order, a packed
 matrix can be put into that order by whole rows; where they do not, its values are unpacked first.
 
-transformers has two of these knowledges, for some architectures a newer one than for the others.
+transformers knows this in two forms, of which some architectures have the newer one.
 """
 
 from __future__ import annotations
