@@ -8,9 +8,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,15 +69,9 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def told_in_a_line(output: OutputOptions) -> Iterator[None]:
-    """What loading has to say is a line of ours, or nothing with --quiet.
-
-    transformers unpacks GGUF files under a bar that none of its settings silences, and that is for
-    a terminal.
-    """
-    with warnings.catch_warnings(record=True) as caught, ExitStack() as kept:
+    """Says a warning about GGUF files in a line of ours, or not at all with --quiet."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", GgufWarning)
-        if (output.quiet or not sys.stderr.isatty()) and not output.debug:
-            kept.enter_context(redirect_stderr(StringIO()))
         yield
     for warning in caught:
         if not issubclass(warning.category, GgufWarning):

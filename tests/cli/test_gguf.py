@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from hybrid_kv.api import planning
 from hybrid_kv.planning.rates import Rates
-from tests.cli.support import call, refused, report_of, run_of, words_of_ours
+from tests.cli.support import call, refused, report_of, run_of
 from tests.models.gguf_files import write
 
 
@@ -22,22 +20,25 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def generate(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def generate(file: Path, *options: str) -> str:
+    """What is said on stderr."""
     asked = ("--prompt-tokens", "37", "--max-new-tokens", "2", "--device", "cpu")
-    command = (sys.executable, "-m", "hybrid_kv", "generate", str(file), *asked, *options)
-    return subprocess.run(command, capture_output=True, text=True, check=True)
+    result = call("generate", file, *asked, *options)
+    assert result.exit_code == 0, result.output
+    return result.stderr
 
 
 def test_packed_weights_are_no_news(file: Path) -> None:
-    assert words_of_ours(generate(file, "--quiet").stderr) == ""
+    assert generate(file, "--quiet") == ""
+    assert "packed" not in generate(file)
 
 
 def test_the_memory_that_unpacked_weights_take_is_one_line(file: Path) -> None:
-    lines = generate(file, "--dequantize").stderr.splitlines()
-    said = [line for line in lines if "unpacked from GGUF to bfloat16" in line]
-    assert len(said) == 1
-    assert said[0].startswith("hybrid-kv: the weights of ")
-    assert words_of_ours(generate(file, "--dequantize", "--quiet").stderr) == ""
+    said = generate(file, "--dequantize")
+    (line,) = [line for line in said.splitlines() if "unpacked from GGUF to bfloat16" in line]
+    assert line.startswith("hybrid-kv: the weights of ")
+    assert "%|" not in said, "a bar"
+    assert generate(file, "--dequantize", "--quiet") == ""
 
 
 def weights_planned(file: Path, *options: str) -> int:

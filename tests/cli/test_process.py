@@ -212,23 +212,3 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "1\n", "")
-
-
-@pytest.mark.parametrize("verb", ["generate", "profile"])
-def test_no_bar_is_drawn_where_stderr_is_no_terminal(verb: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
-    from tests.models.gguf_files import write
-
-    file = write(tmp_path / "tiny.gguf")
-    words = {
-        "generate": ("generate", file, PROMPT, "--max-new-tokens", "2"),
-        "profile": ("profile", file, "--context", "60", "--methods", "full", "--new-tokens", "2"),
-    }[verb]
-    process = start(
-        *words, "--dequantize", "--device", "cpu", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    _, errors = process.communicate(timeout=120)
-    assert "are unpacked from GGUF" in errors
-    assert "de-quantizing" not in errors
-    assert "%|" not in errors
-    assert "\r" not in errors
