@@ -392,7 +392,7 @@ class Method(ABC):
 
     @abstractmethod
     def read(self, layer_idx: int, q: Tensor) -> Read:
-        """How much q [B, Hq, T, D] attends of each tier; asked in every step, so make it once.
+        """Amount of each tier that q [B, Hq, T, D] attends; asked in every step, so make it once.
 
         Where it `reads_alike` only the first step asks.
         """

@@ -155,7 +155,7 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(shape: str, config: hkv.HybridConfig) -> LayerCosts:
-    """What a layer of a model costs.
+    """Cost of a layer of a model.
 
     Args:
         shape: one of `MODELS`.
@@ -184,6 +184,6 @@ def layer_costs(shape: str, config: hkv.HybridConfig) -> LayerCosts:
 
 
 def _beyond(costs: Sequence[PartCost], quiet: PartCost) -> PartCost:
-    """What a part costs in some steps beyond as many quiet ones."""
+    """Cost of a part in some steps beyond as many quiet ones."""
     functions = sum((one.functions - quiet.functions for one in costs), Counter[str]())
     return PartCost(sum(one.all_calls - quiet.all_calls for one in costs), functions)

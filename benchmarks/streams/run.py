@@ -1,4 +1,4 @@
-"""What does a step of several streams with contexts of their own cost, beside a stream alone?
+"""Cost of a step of several streams with contexts of their own, beside a stream alone.
 
     python benchmarks/streams/run.py --context 32k --streams 8
 

@@ -1,4 +1,4 @@
-"""What a search of one head costs by each kind, and which takes the least time where it will run.
+"""Cost of a search of one head by each kind, and the quickest kind where it will run.
 
 A search is bound by work, which threads share, or by memory, which they do not. Timed alone, a scan
 looks as good as on all cores, where it waits for memory and a graph does not. Searches are timed on
@@ -32,7 +32,7 @@ from hybrid_kv.ops.native.workers import default_pool, pool_here
 _STREAMED_BYTES = 2**27
 _STREAMS = 3
 _HOPED = 0.5
-"""What a graph is hoped to take of the time of what serves, before one was tried."""
+"""Share that a graph is hoped to take of the time of what serves, before one was tried."""
 _SKETCH_LISTS, _SCAN_LISTS = 0.6, 0.25
 """Of a search, what one sampled position takes where lists are made so: many share what is read."""
 _COPIES = 128
@@ -52,7 +52,7 @@ _TURN_CACHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How decoding searches: threads, and the bytes/s that they read together."""
+    """The machine as decoding has it: threads, and the bytes/s that they read together."""
 
     threads: int
     bandwidth: float
@@ -63,7 +63,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a kind of search takes for one head and position.
+    """Cost of a kind of search for one head and position.
 
     work_s: seconds of one thread; read_bytes: what it reads, once.
     """
@@ -154,7 +154,7 @@ def hoped(served: Cost) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Payback:
-    """When a graph wins back its build: within so many decoded tokens, at the pace of decoding."""
+    """Decoded tokens within which a graph wins back its build, at the pace of decoding."""
 
     tokens: int
     pace: Pace

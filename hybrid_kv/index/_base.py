@@ -1,4 +1,4 @@
-"""What the built-in indexes share: a template, checks, runs of heads, the scan of all rows.
+"""Shared parts of the built-in indexes: a template, checks, runs of heads, the scan of all rows.
 
 The template has checks and empty cases once, and three hooks per kind. No check reads all keys at
 search time.
@@ -265,7 +265,7 @@ def runs(heads: Iterable[int]) -> list[slice]:
 def joined(
     queries: Tensor, parts: Sequence[tuple[slice | list[int], SearchResult]], rows_read: int | None
 ) -> SearchResult:
-    """What was found for some heads each, for queries [Hkv, M, D]; narrower results are padded."""
+    """Joins results of some heads each, for queries [Hkv, M, D]; narrower ones are padded."""
     width = max(found.ids.shape[2] for _, found in parts)
     ids = torch.full((*queries.shape[:2], width), -1, dtype=torch.int64)
     scores = torch.full(ids.shape, -torch.inf)

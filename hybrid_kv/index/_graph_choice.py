@@ -191,7 +191,7 @@ class GraphTrials:
         self._tried: list[_Tried] = []
 
     def order(self, heads: Iterable[int]) -> list[int]:
-        """Those first that have the most time to win; of equal ones the fewest dimensions."""
+        """Order of heads: the most time to win first; of equal ones the fewest dimensions."""
         pace = self._payback.pace
         return sorted(heads, key=lambda n: (-self._served[n].seconds(pace), self._dims[n], n))
 
@@ -221,7 +221,7 @@ class GraphTrials:
     def note(
         self, head: int, graph: Cost | None, build_s: float, served: Cost | None = None
     ) -> None:
-        """What a trial found.
+        """Takes the result of a trial.
 
         Args:
             graph: its cost, None where it missed its goal.

@@ -56,7 +56,7 @@ class LaterKeys:
     def merged(
         self, queries: Tensor, coded: SearchResult, num_keys: int, count: int, most: int
     ) -> SearchResult:
-        """What was found by codes and what is found here, the best `most` of both.
+        """Joins what was found by codes with what is found here: the best `most` of both.
 
         Args:
             queries: [Hkv, M, D] of all heads.

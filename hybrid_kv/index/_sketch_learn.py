@@ -1,4 +1,4 @@
-"""How one KV head's sketch comes about: forecasts on some keys, a proof on all of them.
+"""Learning one KV head's sketch: forecasts on some keys, a proof on all of them.
 
 A forecast says how many candidates each layout would need.
 """
@@ -262,7 +262,7 @@ _QUERIES, _KEYS = 64, 8192
 
 @dataclass(frozen=True, slots=True)
 class SketchGoal:
-    """When a sketch is good enough: both shares of the exact answer are reached.
+    """Targets of a sketch, which is good enough where it reaches both shares of the exact answer.
 
     top_k: the answers that are checked; recall, mass: of them; queries: held out for the check;
     gain: how much more work the 8-bit scan must be, 0 for a sketch at any price.
@@ -277,7 +277,7 @@ class SketchGoal:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a layout would take.
+    """Forecast of a layout.
 
     num_rerank: candidates of a query, None for too many; work: of a search of the group, over that
     of the 8-bit scan.

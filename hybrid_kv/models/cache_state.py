@@ -61,7 +61,7 @@ class ShownTokens:
         self._shown = shown
 
     def newest(self, mask: Tensor | None, new_tokens: int) -> Tensor | None:
-        """Which of the newest tokens are real, [B, T] bool; None if all are."""
+        """Mask of the newest tokens, [B, T] bool, True for real ones; None if all are."""
         if mask is None:
             return None
         newest = mask[:, -new_tokens:].bool()
@@ -112,6 +112,12 @@ def _check_change(before: Tensor | None, now: Tensor | None, seen: int) -> None:
             f"cached, and {len(changed) - 1} more; pass the mask of the call before, extended "
             "by ones (where none is passed, generate() hides every pad token of input_ids)"
         )
+
+
+NOT_ATTACHED = (
+    "this cache was given to a model that is not attached, or to a part of one; call the attached "
+    "model itself"
+)
 
 
 class CacheState:
@@ -175,10 +181,7 @@ class CacheState:
         with self.alone():
             self.require_life()
         if not self.in_forward:
-            raise ConfigError(
-                "this cache was given to a model that is not attached, or to a part of one; call "
-                "the attached model itself"
-            )
+            raise ConfigError(NOT_ATTACHED)
 
     def require_life(self) -> None:
         """Raises ConfigError where the cache or the attachment that it belongs to has ended."""

@@ -6,7 +6,7 @@ When a forward is over all layers hold its tokens, or none does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any, NoReturn, Self
@@ -81,12 +81,7 @@ class Forward:
         kv = self._state.kv
         if (ahead := kv.means.look_ahead) is not None:
             ahead.forget()
-        for idx, layer in enumerate(self._cache.layers):
-            if getattr(layer, "pending", False):
-                raise UnsupportedModelError(
-                    f"layer {idx} of this model attends to other keys than it caches, which "
-                    "hybrid_kv cannot serve; use this model without it"
-                )
+        check_attended(self._cache.layers)
         kv.layers.end_forward()
 
     def _go_back(self) -> None:
@@ -119,6 +114,16 @@ class Forward:
                 done = False
         self._state.shown.cut(self._cache.get_seq_length())
         return done
+
+
+def check_attended(layers: Sequence[Any]) -> None:
+    """Raises UnsupportedModelError where a layer has new keys that no attention has asked for."""
+    for idx, layer in enumerate(layers):
+        if getattr(layer, "pending", False):
+            raise UnsupportedModelError(
+                f"layer {idx} of this model attends to other keys than it caches, which hybrid_kv "
+                "cannot serve; use this model without it"
+            )
 
 
 def _is_empty(layer: Any) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +21,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers, tag, tiered_layers
+from hybrid_kv.models.cache_state import NOT_ATTACHED
 from hybrid_kv.models.forwards import outside_graphs
-from hybrid_kv.models.hf_cache import ServedCache, TieredCache
+from hybrid_kv.models.hf_cache import ServedCache, TieredCache, check_attended
 from hybrid_kv.models.support import text_config
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.joint_plan import JointPlan
@@ -52,6 +55,33 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield from _rope_types(value) if isinstance(value, dict) else ()
 
 
+class _Asked(NamedTuple):
+    """A step of one layer by row: q [1, Hq, 1, D], new k, v [1, Hkv, 1, D]; how scores become
+    logits.
+    """
+
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    scale: float
+    softcap: float | None
+
+
+_Parts: TypeAlias = list[PartialAttention | None]
+"""Of each row what it attended; None where that is still to come."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A forward as all layers of a joined cache see it.
+
+    errors: by row what has ended it; None where nothing did. thread: in which it runs; 0 for none.
+    """
+
+    errors: list[Exception | None]
+    thread: int = 0
+
+
 class JoinedLayer(CacheLayerMixin):
     """The same layer of several caches, row by row.
 
@@ -61,9 +91,9 @@ class JoinedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, rows: Sequence[HybridLayer], errors: list[Exception | None]) -> None:
+    def __init__(self, rows: Sequence[HybridLayer], running: _Running) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self._errors = rows, errors
+        self._rows, self._running, self._errors = rows, running, running.errors
         self._new: tuple[Tensor, Tensor] | None = None
         self._joint: JointPlan | None = None  # of the last step
         self._shares: list[bool | None] = [None] * len(rows)  # None until it was asked
@@ -75,7 +105,16 @@ class JoinedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keeps k, v [B, Hkv, 1, D] aside; returns them with a handle to us."""
+        """Keeps k, v [B, Hkv, 1, D] aside; returns them with a handle to us.
+
+        Raises:
+            ConfigError: no forward of an attached model runs with the cache.
+            BusyError: one does, in another thread.
+        """
+        if self._running.thread != get_ident():
+            for row in self._rows:
+                row.state.require_open()
+            raise ConfigError(NOT_ATTACHED)  # each of them runs with another cache
         self._new = key_states.detach(), value_states.detach()
         return tag(key_states.view_as(key_states), self), tag(
             value_states.view_as(value_states), self
@@ -86,6 +125,10 @@ class JoinedLayer(CacheLayerMixin):
         """Whether new tokens came that no attention has asked for yet."""
         return self._new is not None
 
+    def forget_new(self) -> None:
+        """Lets go of tokens that no attention has asked for."""
+        self._new = None
+
     def attend(
         self, q: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
@@ -93,43 +136,39 @@ class JoinedLayer(CacheLayerMixin):
         zeros, and so does one without a cache.
         """
         new, self._new = self._new, None
-        parts: list[PartialAttention | None] = [None] * len(q)
+        queries, parts = q.split(1), _Parts([None] * len(q))
         if new is not None:
-            self._attend_joint(parts, q, new, scale, softcap)
-            self._attend_others(parts, q, new, scale, softcap)
+            asked = _Asked(queries, new[0].split(1), new[1].split(1), scale, softcap)
+            if not (torch.is_grad_enabled() and q.requires_grad):  # else each row refuses
+                self._attend_joint(asked, parts)
+            self._attend_shared(asked, parts)
         for number, row in self._whole_rows():
             if parts[number] is None:
                 with self._isolated(number):
-                    own = q[number : number + 1]
-                    parts[number] = row.attend(own, None, scale=scale, softcap=softcap)
+                    parts[number] = row.attend(queries[number], None, scale=scale, softcap=softcap)
         return _stacked(parts, q)
 
-    def _attend_joint(
-        self,
-        parts: list[PartialAttention | None],
-        q: Tensor,
-        new: tuple[Tensor, Tensor],
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        """The rows whose step is one call of the engine, and which share nothing."""
+    def _attend_joint(self, asked: _Asked, parts: _Parts) -> None:
+        """Takes the rows whose step is one call of the engine, and which share nothing."""
         numbers: list[int] = []
         plans: list[EnginePlan] = []
         steps: list[Step] = []
-        queries, keys, values = q.split(1), new[0].split(1), new[1].split(1)
         for number, row in self._whole_rows():
             if self._shares[number] is None:
                 self._shares[number] = _may_share(row)
-            if not self._shares[number] and not row.state.is_closed:  # `update` says that it is
-                found = row.state.kv.joint_step(
-                    *(row.layer_idx, queries[number], (keys[number], values[number])),
-                    scale=scale,
-                    softcap=softcap,
-                )
-                if found is not None:
-                    numbers.append(number)
-                    plans.append(found[0])
-                    steps.append(found[1])
+            if self._shares[number] or row.state.is_closed:  # `update` says that it is
+                continue
+            found = row.state.kv.joint_step(
+                row.layer_idx,
+                asked.q[number],
+                (asked.k[number], asked.v[number]),
+                scale=asked.scale,
+                softcap=asked.softcap,
+            )
+            if found is not None:
+                numbers.append(number)
+                plans.append(found[0])
+                steps.append(found[1])
         if len(numbers) < 2:
             return
         if self._joint is None or self._joint.plans != plans:
@@ -139,31 +178,23 @@ class JoinedLayer(CacheLayerMixin):
                 parts[number] = part
                 self._rows[number].seen += 1
 
-    def _attend_others(
-        self,
-        parts: list[PartialAttention | None],
-        q: Tensor,
-        new: tuple[Tensor, Tensor],
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        """Attends entries that other rows share; all others take in their new tokens."""
+    def _attend_shared(self, asked: _Asked, parts: _Parts) -> None:
+        """Stores the new tokens of the other rows, and takes those that share entries."""
         joint: dict[int, JointRow] = {}
         for number, row in self._whole_rows():
             if parts[number] is not None:
                 continue
-            own = slice(number, number + 1)
             with self._isolated(number):
-                row.update(new[0][own], new[1][own])
+                row.update(asked.k[number], asked.v[number])
                 assert row.pending is not None
-                joint[number] = JointRow(row.state.kv, row.layer_idx, q[own], row.pending)
-        attend_shared(list(joint.values()), scale=scale, softcap=softcap)
+                own = row.layer_idx, asked.q[number], row.pending
+                joint[number] = JointRow(row.state.kv, *own)
+        attend_shared(list(joint.values()), scale=asked.scale, softcap=asked.softcap)
         for number, one in joint.items():
-            row = self._rows[number]
             with self._isolated(number):
                 parts[number] = one.taken()
                 if parts[number] is not None:
-                    row.pending = None
+                    self._rows[number].pending = None
             self._shares[number] = None  # something may have changed
 
     def _whole_rows(self) -> list[tuple[int, HybridLayer]]:
@@ -211,8 +242,10 @@ class JoinedCache(ServedCache):
         self.caches = list(caches)
         self.num_rows = num_rows or len(self.caches)
         self.errors: list[Exception | None] = [None] * len(self.caches)
-        own = [_tiered_layers(cache) for cache in self.caches]
-        super().__init__(layers=[JoinedLayer(rows, self.errors) for rows in zip(*own, strict=True)])
+        self._running = _Running(self.errors)
+        rows_of = zip(*map(_tiered_layers, self.caches), strict=True)
+        self._own = [JoinedLayer(rows, self._running) for rows in rows_of]
+        super().__init__(layers=list(self._own))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -233,17 +266,28 @@ class JoinedCache(ServedCache):
         """While the attached model runs with this cache.
 
         Where it fails as a whole, or a row does, its caches go back to where they were before.
+
+        Raises:
+            UnsupportedModelError: a layer stored keys and then attended without asking us.
         """
         self.errors[:] = [None] * len(self.caches)
         with ExitStack() as stack:
             forwards = [stack.enter_context(cache.forward()) for cache in self.caches]
+            stack.callback(self._end_running)
+            self._running.thread = get_ident()
             yield
+            check_attended(self.layers)
             for number, forward in enumerate(forwards):
                 forward.failed = self.errors[number] is not None
                 try:
                     forward.end()
                 except Exception as error:
                     self.errors[number], forward.failed = error, True
+
+    def _end_running(self) -> None:
+        self._running.thread = 0
+        for layer in self._own:
+            layer.forget_new()
 
     def watch_logits(self, are_finite: Tensor) -> None:
         """Ends the rows whose logits are not finite; are_finite [B] bool."""
@@ -261,7 +305,7 @@ def _may_share(layer: HybridLayer) -> bool:
     return store is not None and any(row.may_share for row in store.rows)
 
 
-def _stacked(parts: Sequence[PartialAttention | None], q: Tensor) -> PartialAttention:
+def _stacked(parts: _Parts, q: Tensor) -> PartialAttention:
     """Out as q [B, Hq, 1, D], lse [B, Hq, 1] float32: of each row its part, zeros without one."""
     found = [part for part in parts if part is not None]
     if len(found) == len(q):

@@ -1,4 +1,4 @@
-"""How a model turns its queries by position, found out by asking it: one token, two positions.
+"""A model's turning of queries by position, found out by asking it: one token, two positions.
 
 Configurations say how a model works in a dozen ways, and code may do otherwise: layers without
 positions, norms behind the rotation, frequencies of their own for some layers. A single token
@@ -80,7 +80,7 @@ def _frequencies(model: PreTrainedModel) -> Iterator[tuple[tuple[float, ...], st
 
 @dataclass(slots=True)
 class OneToken:
-    """What was seen.
+    """Record of a forward of one token.
 
     queries: [2, Hq, D] by layer_idx, at positions 0 and AWAY; attention: the module that asked.
     stacks: all lists of modules that were run; entered: by module of a stack what it was given.

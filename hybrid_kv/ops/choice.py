@@ -1,4 +1,4 @@
-"""Which back end computes an op: by what was asked for, what is here and what the op is given."""
+"""Choice of the back end of an op: by what was asked for, what is here, what the op is given."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ChosenBackend:
     uploads: Uploads = field(default_factory=Uploads, compare=False, repr=False)
 
     def _engine_alone(self) -> frozenset[str]:
-        """What may do the work of several ops at once: the engine, or nothing."""
+        """The back end that may do the work of several ops at once: the engine, or nothing."""
         return NATIVE if self.why_op_by_op is None else frozenset()
 
     @property

@@ -142,7 +142,7 @@ class SearchOps(ChosenBackend):
 
 
 class PageOps(ChosenBackend):
-    """What is done to pages; shapes and meaning as in `reference`."""
+    """Ops on pages; shapes and meaning as in `reference`."""
 
     __slots__ = ()
 
@@ -191,7 +191,7 @@ class PageOps(ChosenBackend):
         )
 
     def page_writer(self, pages: PagedKV) -> PageWriter | None:
-        """What stores new tokens one by one where the engine does; None where `append` does."""
+        """Writer of single new tokens where the engine stores them; None where `append` does."""
         here = self._engine_alone() if native.serves(pages.k, pages.v) else ()
         if self._choose("page_writer", pages.k, here=here) != "native":
             return None

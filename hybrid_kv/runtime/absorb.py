@@ -81,7 +81,7 @@ class Keeper:
     def take(
         self, executor: Executor, row: Row, overflow: Overflow, seen: Evidence | None
     ) -> Absorbed:
-        """What the method keeps of a row when these entries have left its window; see `absorb`."""
+        """Asks the method what it keeps of a row when these entries have left; see `absorb`."""
         count = len(overflow.positions)
         first = int(overflow.positions[0]) if count else 0
         at = torch.arange(first, first + count, device=overflow.k.device)
@@ -259,7 +259,7 @@ class Keeper:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """What a method keeps of a row, which is checked when its flag has arrived.
+    """Entries that a method keeps of a row, which are checked when their flag has arrived.
 
     finite: [] bool; None where there is nothing to look at. positions: [capacity], where the cold
     tier has to know what it need not attend.

@@ -42,7 +42,7 @@ class OpsPlan:
 
 
 def ops_plan(step: Step, read: Read, reason: PlanReason) -> OpsPlan:
-    """How steps like this one are made op by op, each row's cold part by one call if it can be."""
+    """The plan of steps like this one op by op, each row's cold part by one call if it can be."""
     return OpsPlan(read, reason, [ColdPlan.of(step, read, row) for row in step.layer.rows])
 
 

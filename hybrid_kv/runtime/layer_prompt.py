@@ -80,7 +80,7 @@ class EvidenceCollector:
         return other
 
     def evidence(self, scale: float = 1.0, softcap: float | None = None) -> Evidence:
-        """What was seen so far, of queries whose scores become logits in this way."""
+        """Evidence of what was seen so far, of queries whose scores become logits in this way."""
         sampled = torch.cat(self._sampled, 1) if self._sampled else None
         count = 0 if sampled is None else sampled.shape[1]
         # After a halving the first sample is still position 0, and the stride the distance.

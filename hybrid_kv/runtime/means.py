@@ -1,4 +1,4 @@
-"""What the layers of a cache share, and how they store new tokens with it."""
+"""Means that the layers of a cache share, and the storing of new tokens with them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Means:
         return self.look_ahead
 
     def pinned_on(self, device: torch.device) -> PinnedAhead | None:
-        """What makes the host memory of layers on a device; None for plain memory."""
+        """Maker of the host memory of layers on a device; None for plain memory."""
         if device.type != "cuda":
             return None
         if self.pinned is None:

@@ -1,4 +1,4 @@
-"""Which cold entries a query attends: what the index finds, cut to the budget.
+"""Retrieval of the cold entries that a query attends: what the index finds, cut to the budget.
 
 A budget may be a share of the softmax. That needs everything that is attended beside, sinks and
 window too: the best cold entry of a head that looks at its sinks weighs nothing.
@@ -112,7 +112,7 @@ def _all_kept(extent: ColdExtent, result: SearchResult, kept: Tensor) -> bool:
 def cut(
     logits: Sequence[Tensor], budget: TokenBudget, *, new: int, near: Tensor | None
 ) -> list[Tensor]:
-    """Which entries a budget keeps, by part [Hkv, M, K] bool.
+    """Masks of the entries that a budget keeps, by part [Hkv, M, K] bool.
 
     Args:
         logits: by part [Hkv, M, K] float32 of the entries that were found, -inf for none.

@@ -82,7 +82,7 @@ def stacked(rows: Sequence[PartialAttention]) -> PartialAttention:
 
 
 def pinned_pages(row: Row, new: int) -> tuple[int, int]:
-    """How many pages at the table's start (sinks) and end (window) a step of `new` tokens reads."""
+    """Counts of pages that a step of `new` tokens reads at the table's start and end."""
     place, pages, size = row.placement, len(row.table.pages), row.page_size
     sinks = place.sink_tokens // size if place is not None else 0
     window = place.window_tokens if place is not None else 0
@@ -116,7 +116,7 @@ class PlanReason(NamedTuple):
 
 @dataclass(slots=True)
 class GraphUse:
-    """What became of the last forward as one graph.
+    """Record of the last forward as one graph.
 
     reason: why it was not a replay; None where it was. captures, replays: so far.
     """

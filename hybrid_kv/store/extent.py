@@ -275,7 +275,7 @@ def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
 
 
 class RetrievedPart(NamedTuple):
-    """What queries attend of one extent.
+    """Entries of one extent that queries attend.
 
     ids: [Hkv, M, K] of its entries, -1 for none. bias: [Hkv, M, K] float32 log weights, or None.
     scores: [Hkv, M, K] float32 dot products of these, or more of them; None where nobody asks.
@@ -288,7 +288,7 @@ class RetrievedPart(NamedTuple):
 
 
 class Retrieved(NamedTuple):
-    """What one row's queries attend.
+    """Cold entries that one row's queries attend.
 
     parts: by extent of the row.
     scored, read_bytes: dot products spent on finding them, and what the searches read.

@@ -1,4 +1,4 @@
-"""What the runtime needs of an executor, and the one that does everything at once."""
+"""The interface of executors, and the executor that does everything at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_kv.store.index_builder import run_into
 from hybrid_kv.types import PartialAttention
 
 Work: TypeAlias = Callable[[Tensor], PartialAttention]
-"""What a device is told: attention by queries."""
+"""Work of a device: attention by queries."""
 
 
 class Parcel(Protocol):

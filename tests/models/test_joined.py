@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 
 import hybrid_kv as hkv
-from hybrid_kv.errors import ConfigError, NonFiniteError
+from hybrid_kv.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from hybrid_kv.models import hf_attention
 from hybrid_kv.models.attach import Attachment, HybridCache
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache, why_alone
+from hybrid_kv.runtime.engine_plan import EnginePlan
 from tests.contracts.architectures import ARCHITECTURES, PAD, VOCAB, build
 from tests.contracts.edges.calls import fresh
 
@@ -194,3 +196,70 @@ def test_a_prompt_in_pieces_is_sealed_by_its_owner_alone(llama: Any) -> None:
         whole, piecewise = (llama(prompt(1), **passing(c)).logits for c in (want, cache))
         assert all(layer.is_sealed for layer in cache.kv.layers.values())
         torch.testing.assert_close(piecewise, whole, rtol=0, atol=1e-4)
+
+
+def running(model: Any, runtime: Attachment) -> list[HybridCache]:
+    """Caches whose steps are joint calls by now."""
+    tiered: dict[str, Any] = {"page_size": 16, "sink_tokens": 16, "window_tokens": 32}
+    own = hkv.HybridConfig(method="hybrid", index_build="wait", cold={"top_k": 7}, **tiered)
+    rows = [prefilled(model, runtime, prompt(301 + number), own)[0] for number in range(3)]
+    for _ in range(2):
+        step(model, rows, [5, 6, 7])
+    return rows
+
+
+def test_a_model_that_is_not_attached_is_told_so(llama: Any) -> None:
+    with hkv.attach(llama, "full") as runtime, torch.inference_mode():
+        rows = running(llama, runtime)
+        with pytest.raises(ConfigError, match="not attached"):
+            step(fresh(ARCHITECTURES["llama"]()), rows, [5, 6, 7])
+        for row in rows:
+            row.check_integrity()
+
+
+def test_tokens_that_nobody_attends_are_no_step(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hkv.attach(llama, "full") as runtime, torch.inference_mode():
+        rows = running(llama, runtime)
+        lengths = [row.get_seq_length() for row in rows]
+        with monkeypatch.context() as patched:
+            patched.setattr(hf_attention, "layer_of", lambda _: None)
+            with pytest.raises(UnsupportedModelError, match="attends to other keys"):
+                step(llama, rows, [5, 6, 7])
+        assert [row.get_seq_length() for row in rows] == lengths
+        _, joined = step(llama, rows, [5, 6, 7])
+        assert joined.errors == [None] * 3
+
+
+def test_queries_with_gradients_are_refused_row_by_row() -> None:
+    model: Any = fresh(ARCHITECTURES["llama"]())
+    with hkv.attach(model, "full") as runtime:
+        with torch.inference_mode():
+            rows = running(model, runtime)
+        _, joined = step(model, rows, [5, 6, 7])
+        assert all("serves inference only" in str(error) for error in joined.errors)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interrupt_between_rows_of_a_joint_call_takes_all_back(
+    llama: Any, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hkv.attach(llama, "full") as runtime, torch.inference_mode():
+        rows, twins = running(llama, runtime), running(llama, runtime)
+        calls, end = [0], EnginePlan.end
+
+        def interrupted(plan: EnginePlan, begun: Any) -> Any:
+            found = end(plan, begun)
+            calls[0] += 1
+            if calls[0] == at:
+                raise KeyboardInterrupt
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(EnginePlan, "end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step(llama, rows, [5, 6, 7])
+        for row in rows:
+            row.check_integrity()
+        assert torch.equal(step(llama, rows, [8, 9, 10])[0], step(llama, twins, [8, 9, 10])[0])

@@ -282,7 +282,7 @@ class LayerPlan:
         self._shape, self._dtype = torch.Size(), torch.float32  # of the queries that came last
 
     def described(self) -> list[tuple[str, object]]:
-        """What the engine is told, field by field, for comparisons of plans."""
+        """The fields that the engine is told, with their values, for comparisons of plans."""
         from hybrid_kv.ops.native.fields import fields_of  # for checks alone
 
         told = [told for told in self._kept_cold if isinstance(told, ctypes.Array)]
