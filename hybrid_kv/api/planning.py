@@ -30,7 +30,7 @@ def plan(
     host_bytes: int | None = None,
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
-    weight_bits: int = 16,
+    weights: str | None = None,
     dequantize: bool = False,
     rates: Rates | None = None,
 ) -> Plan:
@@ -44,7 +44,8 @@ def plan(
         card: a name of `CARDS` to plan for a GPU that is not here, with its specified bandwidths.
         device_bytes: GPU memory instead of what the device or the card has.
         host_bytes: host memory instead of what is free now.
-        weight_bits: 16, 8 or 4, as weight-only quantisation would store the linear layers.
+        weights: a kind in which weights would be stored, such as int4 or q4_k_m (a name of
+            `WEIGHT_KINDS`); as they are for None.
         dequantize: as for `load`: a GGUF file's weights take what they do unpacked.
         rates: bandwidths instead of those measured here, which takes about a second.
 
@@ -67,8 +68,14 @@ def plan(
     if card is not None and card not in CARDS:
         raise unknown_name("card", card, CARDS)
     check_source(model)
+    target = resolve_device(device)
     facts = model_facts(
-        model, dtype=dtype, layers=layers, weight_bits=weight_bits, dequantize=dequantize
+        model,
+        dtype=dtype,
+        layers=layers,
+        weights=weights,
+        dequantize=dequantize,
+        device=card or str(target),
     )
     limit = facts.max_context_tokens
     if limit is not None and context_tokens > limit:
@@ -77,7 +84,7 @@ def plan(
             "for fewer or for a model with a longer context"
         )
     host = free_memory().num_bytes if host_bytes is None else host_bytes
-    machine = _machine(resolve_device(device), card, device_bytes, host, rates)
+    machine = _machine(target, card, device_bytes, host, rates)
     return make_plan(facts, machine, context_tokens, wanted)
 
 

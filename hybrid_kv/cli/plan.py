@@ -60,14 +60,15 @@ class MachineOptions:
             rich_help_panel=_MACHINE,
         ),
     ] = None
-    weight_bits: Annotated[
-        int,
+    weights: Annotated[
+        str | None,
         typer.Option(
-            metavar="N",
-            help="16, 8 or 4: linear layers as weight-only quantisation stores them.",
+            metavar="KIND",
+            help="What weights would be stored in, such as int4, int8 or q4_k_m. [dim]default: as "
+            "they are[/]",
             rich_help_panel=_MACHINE,
         ),
-    ] = 16
+    ] = None
 
 
 def plan(
@@ -118,7 +119,7 @@ def plan(
         host_bytes=machine.host_memory,
         dtype=options.dtype,
         layers=layers.layers,
-        weight_bits=machine.weight_bits,
+        weights=machine.weights,
         dequantize=bool(options.dequantize),
     )
     measured = {} if beside is None else _measured(beside, made, config.method)
@@ -198,6 +199,7 @@ def _report(
         device_bytes=machine.device_bytes,
         host_bytes=machine.host_bytes,
         weight_bytes=facts.weight_bytes,
+        weights=dict(facts.weights),
         kv_bytes_per_token=facts.kv_bytes_per_token,
         bandwidth_gbps=MachineGbps(
             device=rates.device,
@@ -259,9 +261,10 @@ def _print(made: Plan, measured: dict[str, float]) -> None:
         memory = f"{human_bytes(machine.device_bytes)} on the device, {memory}"
     where = f", {made.context_tokens:,} tokens, {machine.device}: {memory}"
     out.print(Text.assemble((facts.name, "bold"), where))
+    layouts = ", ".join(f"{human_bytes(size)} {name}" for name, size in facts.weights.items())
     out.print(
-        f"weights {human_bytes(facts.weight_bytes)}, KV {human_bytes(facts.kv_bytes_per_token)} a "
-        f"token; bandwidths in GB/s: {_rates(made)}",
+        f"weights {human_bytes(facts.weight_bytes)} ({layouts}), KV "
+        f"{human_bytes(facts.kv_bytes_per_token)} a token; bandwidths in GB/s: {_rates(made)}",
         style="dim",
     )
     columns = [

@@ -25,6 +25,7 @@ from hybrid_kv.models.gguf import GgufOptions, check_package
 from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
 from hybrid_kv.models.gguf_file import GgufFile, open_gguf
 from hybrid_kv.models.gguf_model import PackedPlan, empty_model, fill, plan_of
+from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 from hybrid_kv.runtime import check_weights_memory
@@ -80,7 +81,7 @@ def read_gguf(
         _check_for_transformers(name, file, options)
         return _read_for(quantization_config, name, file, config, device, dtype)
     if file.is_packed and not options.dequantize:
-        _check_can_stay_packed(name, config, device, dtype)
+        _check_can_stay_packed(name, config, str(device), dtype)
     model = empty_model(name, config, dtype)
     with one_sentence(name, "be loaded"):
         conversion = conversion_of(file, model)
@@ -94,26 +95,25 @@ def read_gguf(
     return model.to(device).eval()  # type: ignore[no-any-return, arg-type]
 
 
-def packed_bytes(name: str, path: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a file's weights when they stay packed: of all, and of those that a token reads.
-
-    A token reads one row of embeddings that are no output projection at once.
+def packed_weights_of(
+    name: str, path: str, dtype: torch.dtype, device: str | None
+) -> list[StoredWeight]:
+    """What each of a file's weights takes when they stay packed.
 
     Args:
         dtype: of what cannot stay packed.
+        device: where the model would run; None where that does not matter.
+
+    Raises:
+        ConfigError, BackendUnavailable: they cannot stay packed there.
     """
     file = _file(name, path)
-    model = empty_model(name, gguf_config(name, file), dtype)
-    plan = plan_of(file, model, conversion_of(file, model))
-    tied = set(model.all_tied_weights_keys.values())
-    tables = [
-        one.tensor.data.nbytes
-        for one in plan.packed
-        if one.target not in tied
-        and model.get_submodule(one.target.rpartition(".")[0]) is model.get_input_embeddings()
-    ]
-    total = plan.num_bytes(dtype)
-    return total, total - sum(tables)
+    config = gguf_config(name, file)
+    if file.is_packed and device is not None:
+        _check_can_stay_packed(name, config, device, dtype)
+    model = empty_model(name, config, dtype)
+    conversion = conversion_of(file, model)
+    return list(plan_of(file, model, conversion).stored(conversion, dtype))
 
 
 def _file(name: str, path: str) -> GgufFile:
@@ -122,11 +122,11 @@ def _file(name: str, path: str) -> GgufFile:
 
 
 def _check_can_stay_packed(
-    name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    name: str, config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> None:
     """Raises ConfigError or BackendUnavailable where nothing multiplies packed weights."""
     unpacked = f"dequantize=True for weights in {_word(dtype)}"
-    if device.type != "cpu":
+    if device != "cpu":
         raise ConfigError(
             f"the weights of '{name}' are packed, which is for the CPU, got device '{device}'; "
             f"pass device='cpu', or {unpacked}, {_mib(_plain_bytes(config, dtype))}"

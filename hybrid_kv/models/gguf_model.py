@@ -7,7 +7,7 @@ packed ones; what is small, or whose packed rows are no rows of the model, gets 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybrid_kv.models.checkpoint import check_tensors, one_sentence
 from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
+from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -56,6 +57,16 @@ class PackedPlan:
     unpacked: list[GgufTensor] = field(default_factory=list)
     others: list[GgufTensor] = field(default_factory=list)
     ignored: list[GgufTensor] = field(default_factory=list)
+
+    def stored(self, conversion: Conversion, dtype: torch.dtype) -> Iterator[StoredWeight]:
+        """What the model's weights take, with what is not packed in a dtype."""
+        for one in self.packed:
+            yield StoredWeight(one.target, one.tensor.kind, one.tensor.data.nbytes)
+        plain = str(dtype).removeprefix("torch.")
+        for tensor in (*self.unpacked, *self.others):
+            target = conversion.name_of(tensor)
+            assert target is not None
+            yield StoredWeight(target, plain, _numel(tensor) * dtype.itemsize)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of all weights, with what is not packed in a dtype."""

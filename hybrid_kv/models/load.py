@@ -24,6 +24,7 @@ from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
 from hybrid_kv.models.gguf import SMOLLM2, GgufOptions, is_gguf, smollm2_file
 from hybrid_kv.models.hub import hub_path
 from hybrid_kv.models.shapes import random_config
+from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.runtime import memory_errors
 
 NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
@@ -153,20 +154,36 @@ def load_config(spec: str | Path, layers: int | None = None) -> PreTrainedConfig
     return read_config(str(spec), path)
 
 
-def packed_weight_bytes(
-    spec: str | Path, dtype: torch.dtype, *, dequantize: bool = False
-) -> tuple[int, int] | None:
-    """Bytes of all weights, and of those that a token reads, where they stay packed in a GGUF file;
-    None for other models, and where they do not. Raises as `load_model`.
+def packed_weights(
+    spec: str | Path,
+    dtype: torch.dtype,
+    *,
+    kind: str | None = None,
+    dequantize: bool = False,
+    device: str | None = None,
+) -> list[StoredWeight] | None:
+    """What each weight takes where they stay packed in a GGUF file; None for other models, and
+    where they do not.
+
+    Args:
+        kind: a name of `WEIGHT_KINDS` that is asked for, which packed weights cannot become.
+        device: where they would be; None where that does not matter.
+
+    Raises as `load_model`.
     """
     if _shape_of(spec) is not None or not is_gguf(path := _path_of(spec)):
         _check_is_gguf(spec, GgufOptions(dequantize))
         return None
     if dequantize:
         return None
-    from hybrid_kv.models.gguf_load import packed_bytes
+    if kind is not None:
+        raise ConfigError(
+            f"the weights of '{spec}' have the kinds of their file, got weights='{kind}'; leave it "
+            "out, or add dequantize=True"
+        )
+    from hybrid_kv.models.gguf_load import packed_weights_of
 
-    return packed_bytes(str(spec), path, dtype)
+    return packed_weights_of(str(spec), path, dtype, device)
 
 
 def _check_is_gguf(spec: str | Path, options: GgufOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.load import load_config, packed_weight_bytes, resolve_dtype
+from hybrid_kv.models.load import load_config, packed_weights, resolve_dtype
 from hybrid_kv.models.support import inspect_model, max_context, text_config
+from hybrid_kv.models.weight_kinds import (
+    kind_of_checkpoint,
+    read_share,
+    stored_weights,
+    weight_kind,
+)
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.types import LayerShape
-
-_STORED_BITS = {16: 16.0, 8: 8.25, 4: 4.5}
-"""Bits of a weight with its share of scales, by the nominal width of weight-only quantisation."""
 
 
 def model_facts(
@@ -24,60 +27,48 @@ def model_facts(
     *,
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
-    weight_bits: int = 16,
+    weights: str | None = None,
     dequantize: bool = False,
+    device: str | None = None,
 ) -> ModelFacts:
     """Facts for planning, from the configuration alone.
 
     Args:
         spec: as `load_model`.
-        weight_bits: 16, 8 or 4; fewer than 16 for linear layers only, embeddings and output stay.
-            Of a GGUF file, 16 stands for the bits that it has.
+        weights: a name of `WEIGHT_KINDS`, in which weights would be stored; None for what the
+            checkpoint says, and for a GGUF file's own layouts.
         dequantize: a GGUF file's weights are unpacked.
+        device: where the model would run, in words; None where that does not matter.
 
     Raises:
-        ModelNotFoundError, ConfigError: as `load_model`.
+        ModelNotFoundError, ConfigError: as `load_model`, which refuses packed weights on a GPU.
         UnsupportedModelError: the model's attention cannot be tiered.
     """
-    if weight_bits not in _STORED_BITS:
-        raise ConfigError(f"weight_bits must be 16, 8 or 4, got {weight_bits}")
+    kind = None if weights is None else weight_kind(weights, device)
     config = load_config(spec, layers)
     stored: Any = resolve_dtype(dtype) or getattr(config, "dtype", None) or torch.bfloat16
+    in_file = packed_weights(spec, stored, kind=weights, dequantize=dequantize, device=device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=stored)
+    if in_file is None and kind is None and (own := kind_of_checkpoint(config)) is not None:
+        kind = weight_kind(own)
+    parts = list(stored_weights(model, kind) if in_file is None else in_file)
+    by_layout: Counter[str] = Counter()
+    for part in parts:
+        by_layout[part.layout] += part.num_bytes
     shapes, text = inspect_model(model).layers, text_config(model)
-    packed = packed_weight_bytes(spec, stored, dequantize=dequantize)
-    weights, read = (packed if weight_bits == 16 else None) or _weight_bytes(
-        model, stored.itemsize, _STORED_BITS[weight_bits]
-    )
     return ModelFacts(
         name=str(spec),
-        weight_bytes=weights,
-        read_bytes=read,
+        weight_bytes=by_layout.total(),
+        read_bytes=round(sum(read_share(model, part.target) * part.num_bytes for part in parts)),
         layers=shapes,
         window_bytes=_window_bytes(text, shapes, stored.itemsize),
         hidden_size=text.hidden_size,
         intermediate_size=_widest(model, text),
         dtype_bytes=stored.itemsize,
         max_context_tokens=max_context(text),
+        weights=dict(by_layout.most_common()),
     )
-
-
-def _weight_bytes(model: PreTrainedModel, itemsize: int, bits: float) -> tuple[int, int]:
-    """Bytes of all weights, and of those that a token reads: of some tables it reads one row."""
-    output = model.get_output_embeddings()
-    head = getattr(output, "weight", None)
-    total, tables, seen = 0.0, 0, set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            packed = isinstance(module, nn.Linear) and parameter is not head and parameter.ndim == 2
-            total += parameter.numel() * (bits / 8 if packed and bits < 16 else itemsize)
-            if isinstance(module, nn.Embedding) and parameter is not head:
-                tables += parameter.numel() * itemsize
-    return int(total), int(total) - tables
 
 
 def _widest(model: PreTrainedModel, text: PreTrainedConfig) -> int:

@@ -16,7 +16,8 @@ Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
 class ModelFacts:
     """What planning knows about a model.
 
-    weight_bytes: all weights; read_bytes: those that one token reads (no embedding table).
+    weight_bytes: all weights; read_bytes: those that one token reads (no embedding table, and of
+    experts those that it is routed to); weights: bytes by layout, such as Q4_K or bfloat16.
     layers: the layers that can be tiered; window_bytes: the most KV that all others hold.
     dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
     None where it says nothing.
@@ -31,6 +32,7 @@ class ModelFacts:
     intermediate_size: int
     dtype_bytes: int = 2
     max_context_tokens: int | None = None
+    weights: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_bytes_per_token(self) -> int:

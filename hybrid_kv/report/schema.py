@@ -251,8 +251,8 @@ class PlannedDesign(Group):
 class PlanReport(_Envelope):
     """`plan`: predictions, none of them measured but the bandwidths.
 
-    rates_assumed: the device's bandwidths are a card's specification. recommended: the first option
-    that fits, null where none does.
+    weights: bytes by layout. rates_assumed: the device's bandwidths are a card's specification.
+    recommended: the first option that fits, null where none does.
     """
 
     command: Literal["plan"] = "plan"
@@ -262,6 +262,7 @@ class PlanReport(_Envelope):
     device_bytes: int | None
     host_bytes: int
     weight_bytes: int
+    weights: dict[str, int] = Field(default_factory=dict)
     kv_bytes_per_token: int
     bandwidth_gbps: MachineGbps
     rates_assumed: bool

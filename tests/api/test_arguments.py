@@ -83,7 +83,7 @@ def test_a_setting_of_the_cache_is_shown_where_it_belongs(llm: Any, name: str) -
             "page_tokens",
             "did you mean 'page_size', a setting of the cache? write config={'p",
         ),
-        ("plan", "wieght_bits", "plan has no keyword 'wieght_bits'; did you mean 'weight_bits'?"),
+        ("plan", "wieghts", "plan has no keyword 'wieghts'; did you mean 'weights'?"),
         ("plan", "top_k", "write config={'cold.top_k': 7}"),
         ("attach", "confg", "attach has no keyword 'confg'; did you mean 'config'?"),
         ("HybridCache", "confg", "HybridCache has no keyword 'confg'; did you mean 'config'?"),

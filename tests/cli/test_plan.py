@@ -48,7 +48,11 @@ def test_people_see_bytes_times_and_the_advice() -> None:
 
 
 def test_four_bit_weights_make_96k_fit_densely() -> None:
-    assert planned(*PLAN, "--context", "96k", "--weight-bits", "4").recommended == "dense"
+    words = (*PLAN, "--context", "96k", "--weights", "int4")
+    report = planned(*words)
+    assert report.recommended == "dense"
+    assert report.weights["int4"] + report.weights["bfloat16"] == report.weight_bytes
+    assert "GiB int4" in call(*words).output
 
 
 def test_settings_of_the_method_count() -> None:
@@ -72,7 +76,7 @@ def test_this_machine_is_planned_for_by_default() -> None:
         (("--card", "rtx-4900"), "unknown card 'rtx-4900'; did you mean 'rtx-4090'?"),
         (("--context", "0"), "a count must be a whole number of at least 1"),
         (("--context", "4m"), "context must be at most 2097152 tokens for this model, got 4194304"),
-        (("--weight-bits", "5"), "weight_bits must be 16, 8 or 4, got 5"),
+        (("--weights", "int5"), "unknown weights 'int5'; did you mean 'int"),
         (("--device-memory", "24GiB", "--device", "cpu"), "device_bytes is the memory of a GPU"),
         (("--method", "by_layer"), "got by_layer of streaming_llm, snapkv; plan for its parts one"),
     ],

@@ -142,7 +142,21 @@ def test_plans_count_packed_bytes(file: Path, tmp_path: Path) -> None:
         unread = 0 if table.weight is head.weight else table.weight.nbytes
         facts = model_facts(path)
         assert (facts.weight_bytes, facts.read_bytes) == (held, held - unread)
-    assert model_facts(file, weight_bits=8).weight_bytes != held
+        assert facts.weights.keys() - {"bfloat16"} == {
+            module.kind for module in packed_modules(model)
+        }
+
+
+def test_plans_refuse_what_a_load_would(file: Path) -> None:
+    for where in ("cuda:0", "rtx-4090"):
+        with pytest.raises(ConfigError, match=f"for the CPU, got device '{where}'; pass device="):
+            model_facts(file, device=where)
+    assert set(model_facts(file, device="rtx-4090", dequantize=True).weights) == {"bfloat16"}
+    with pytest.raises(
+        ConfigError, match="have the kinds of their file, got weights='int4'; leave"
+    ):
+        model_facts(file, weights="int4")
+    assert "int4" in model_facts(file, weights="int4", dequantize=True).weights
 
 
 @pytest.mark.parametrize("dequantize", [False, True])

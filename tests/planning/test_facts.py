@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
-from hybrid_kv.models.load import load_model
+from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.planning.facts import model_facts
 
 
@@ -39,13 +40,104 @@ def test_the_stored_dtype_counts_unless_another_is_asked_for() -> None:
     assert wide.dtype_bytes == 4
 
 
-def test_quantisation_packs_linear_layers_only() -> None:
-    full, packed = model_facts("random:llama-3-8b"), model_facts("random:llama-3-8b", weight_bits=4)
-    tables = 2 * 2 * 128256 * 4096
-    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    norms = 2 * 65 * 4096
-    assert full.weight_bytes == tables + 2 * linear + norms
-    assert packed.weight_bytes == tables + int(linear * 4.5 / 8) + norms
+TABLE = 128256 * 4096
+LINEAR = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+NORMS = 2 * 65 * 4096
+
+
+def test_weight_only_quantisation_packs_linear_layers_only() -> None:
+    packed = model_facts("random:llama-3-8b", weights="int4")
+    assert packed.weights == {"int4": LINEAR // 128 * 68, "bfloat16": 2 * 2 * TABLE + NORMS}
+    assert packed.read_bytes == packed.weight_bytes - 2 * TABLE
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert model_facts("random:llama-3-8b", weights="int8").weights["int8"] == LINEAR + 2 * rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "published_gb"),
+    [
+        ("bf16", 16.06),
+        ("q8_0", 8.54),
+        ("q6_k", 6.60),
+        ("q5_k_m", 5.73),
+        ("q4_k_m", 4.92),
+        ("q4_k_s", 4.69),
+        ("q4_0", 4.66),
+    ],
+)
+def test_kinds_take_what_published_files_of_llama_3_1_8b_take(
+    kind: str, published_gb: float
+) -> None:
+    facts = model_facts("random:llama-3-8b", dtype="float16", weights=kind)
+    assert facts.weight_bytes / 1e9 == pytest.approx(published_gb, rel=0.005)
+    assert sum(facts.weights.values()) == facts.weight_bytes
+
+
+def test_a_tied_table_is_packed_as_a_head_and_read() -> None:
+    facts = model_facts("random:llama-3.2-1b", weights="q4_k_m")
+    assert facts.weights["Q6_K"] > 128256 * 2048 // 256 * 210
+    assert facts.read_bytes == facts.weight_bytes
+
+
+def test_rows_that_are_no_whole_blocks_are_packed_as_llama_cpp_does() -> None:
+    facts = model_facts("random:tiny", weights="q4_k_m")  # rows of 96 and 128 numbers
+    assert set(facts.weights) == {"Q5_0", "Q8_0", "bfloat16"}
+    assert facts.weights["bfloat16"] == 2 * 5 * 96
+
+
+def test_a_token_reads_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    config = GptOssConfig(
+        **sizes, **heads, vocab_size=64, num_local_experts=5, num_experts_per_tok=2
+    )
+    config.save_pretrained(tmp_path)
+    plain, packed = model_facts(tmp_path), model_facts(tmp_path, weights="mxfp4")
+    experts = 3 * 5 * 3 * 48 * 40
+    biases = 3 * 5 * (2 * 40 + 48)
+    unread = 2 * 64 * 48 + round(0.6 * 2 * (experts + biases))
+    assert plain.weight_bytes - plain.read_bytes == unread
+    assert packed.weights["mxfp4"] == 3 * 5 * 17 * (48 * 3 + 40 * 2), "rows of 80 and 48 numbers"
+    assert packed.weights["bfloat16"] == plain.weight_bytes - 2 * experts
+
+
+def test_kinds_of_gguf_files_are_for_the_cpu() -> None:
+    assert "Q8_0" in model_facts("random:tiny", weights="q8_0", device="cpu").weights
+    with pytest.raises(
+        ConfigError, match=r"weights='q4_k_m' is of GGUF files, .* got device 'h200'"
+    ):
+        model_facts("random:tiny", weights="q4_k_m", device="h200")
+    assert "int4" in model_facts("random:tiny", weights="int4", device="h200").weights
+
+
+def packed_checkpoint(folder: Path, **told: Any) -> Path:
+    """A configuration whose weights are said to be packed."""
+    config = load_config("random:tiny")
+    config.quantization_config = told
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("told", "layout"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+    ],
+)
+def test_what_a_checkpoint_says_of_its_weights_counts(
+    tmp_path: Path, told: dict[str, Any], layout: str
+) -> None:
+    facts = model_facts(packed_checkpoint(tmp_path, **told))
+    assert set(facts.weights) == {layout, "bfloat16"}
+
+
+def test_weights_in_an_unknown_kind_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    path = packed_checkpoint(tmp_path, quant_method="hqq")
+    with pytest.raises(ConfigError, match="packed by 'hqq', whose bytes are not known here; name"):
+        model_facts(path)
+    assert "int4" in model_facts(path, weights="int4").weights
 
 
 def test_sliding_windows_are_bounded(tmp_path: Path) -> None:
@@ -66,8 +158,8 @@ def test_sliding_windows_are_bounded(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="weight_bits must be 16, 8 or 4, got 3"):
-        model_facts("random:tiny", weight_bits=3)
+    with pytest.raises(ConfigError, match="unknown weights 'int3'; did you mean 'int"):
+        model_facts("random:tiny", weights="int3")
     with pytest.raises(ConfigError, match="layers can be set for random:SHAPE models only"):
         model_facts("needle", layers=1)
     with pytest.raises(ModelNotFoundError, match=r"model folder '\./none' does not exist"):
