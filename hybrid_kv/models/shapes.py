@@ -10,15 +10,18 @@ from hybrid_kv.errors import ConfigError, unknown_name
 
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0}
 
+_LLAMA_3_8B = {
+    **_LLAMA_3,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA_3,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    "llama-3-8b": _LLAMA_3_8B,
+    "llama-3.1-8b": _LLAMA_3_8B,
     "llama-3.2-1b": {
         **_LLAMA_3,
         "hidden_size": 2048,
@@ -40,6 +43,58 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "rope_theta": 1000000.0,
     },
+    "qwen3-32b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+    },
+    "qwen3.5-27b": {  # every fourth layer of full attention, the others linear
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "gemma-3-27b": {  # every sixth layer of full attention, the others with a window
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 168,
+    },
+    "gpt-oss-20b": {  # windows and full attention in turn, 4 of 32 experts
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
     "tiny": {
         "model_type": "llama",
         "vocab_size": 512,
@@ -51,7 +106,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-"""Attention and MLP shapes of public models; the context limit is lifted to 2M tokens."""
+"""Shapes of public models, by their configurations; the context limit is lifted to 2M tokens, and
+rotation is not stretched. Towers for images are left out."""
 
 _CONTEXT = 2**21
 

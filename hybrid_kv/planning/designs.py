@@ -239,8 +239,8 @@ class Designs:
         self._facts, self._tokens, self._host, self._costs = facts, tokens, host, costs
         self._card, self._rates, self._planned_codes = card, rates, code_bytes
         self._cold = max(0, tokens - _WINDOW)
-        self._layers = len(facts.layers)
-        self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token
+        self._layers, self._depth = len(facts.layers), facts.num_layers
+        self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token + facts.other_bytes
         self._leaving = facts.kv_bytes_per_token if self._cold else 0  # pages, over their tokens
 
     def all(self) -> tuple[DesignStep, ...]:
@@ -256,32 +256,39 @@ class Designs:
         )
         return tuple(make() for make in makers)
 
+    def _kernels(self, more: int = 0) -> int:
+        """Kernels and copies of a token: of the model's layers, and of ours with `more` each."""
+        return self._depth * _MODEL_KERNELS + self._layers * (_OWN_KERNELS + more)
+
     def _base(self, kernels: int) -> Iterator[DesignPart]:
         """What every design does on the device."""
         facts, rates = self._facts, self._rates
         yield DesignPart("weights", "device", facts.read_bytes / rates.device / 1e6)
         yield DesignPart("resident attention", "device", self._resident / rates.device / 1e6)
-        yield DesignPart("small kernels", "device", self._layers * kernels * _KERNEL_US / 1e3)
+        yield DesignPart("small kernels", "device", kernels * _KERNEL_US / 1e3)
+        if facts.fixed_bytes:
+            written = facts.fixed_bytes / rates.device / 1e6  # what is read of them is resident
+            yield DesignPart("states of fixed size", "device", written)
 
     def _searched(self, name: str, kind: str, *, ahead: bool = False) -> DesignStep:
         facts, host, costs = self._facts, self._host, self._costs
         search = [host_search_ms(s, kind, self._cold, host, costs) for s in facts.layers]
         attend = [host_attend_ms(s, self._cold, host, costs) for s in facts.layers]
         rank = [host_rank_ms(s, self._cold, host, costs) if ahead else 0.0 for s in facts.layers]
-        base = tuple(self._base(_MODEL_KERNELS + _OWN_KERNELS + 1))  # and merge
-        layer_ms = sum(part.ms for part in base) / max(1, self._layers)
+        base = tuple(self._base(self._kernels(1)))  # and merge
+        layer_ms = sum(part.ms for part in base) / max(1, self._depth)
         exposed = [max(0.0, ms - layer_ms) if ahead else ms for ms in search]
         enter = self._layers * (costs.enter.at(self._cold) + costs.wake_us) / 1e3
-        kernels = _MODEL_KERNELS + _OWN_KERNELS + 1 + 2  # copies out and in
+        launches = self._kernels(1 + 2)  # copies out and in
         # While a device computes, Python launches what comes behind; what it takes longer shows.
-        launch_ms = (kernels * _LAUNCH_US + costs.launch.at(self._cold)) / 1e3
-        late = self._layers * max(0.0, launch_ms - layer_ms)
+        launch_ms = (launches * _LAUNCH_US + self._layers * costs.launch.at(self._cold)) / 1e3
+        late = max(0.0, launch_ms - self._depth * layer_ms)
         trips = 2 * self._layers
         parts = (
             *base,
             DesignPart("query out, result in", "wait", trips * _EVENT_US / 1e3),
             DesignPart("launching", "host", late),
-            DesignPart("launching beside", "host", self._layers * launch_ms - late, hidden=True),
+            DesignPart("launching beside", "host", launch_ms - late, hidden=True),
             DesignPart("entering the host's part", "host", enter, measured=True),
             DesignPart("search", "host", sum(exposed), measured=True),
             DesignPart(
@@ -310,7 +317,7 @@ class Designs:
         # Out and back with a log-sum-exp a head; the predicted ones of each layer behind another.
         travels = 2 * sum(queries) + sum(4 * s.num_q_heads for s in facts.layers)
         travels += sum(queries[1:]) if ahead else 0
-        return self._step(name, parts, self._layers * kernels, trips, core_ms, read, travels)
+        return self._step(name, parts, launches, trips, core_ms, read, travels)
 
     def _on_device(self, *, one_graph: bool) -> DesignStep:
         """As it is built, where Python launches all but the cold part of a layer, which is a graph;
@@ -324,7 +331,7 @@ class Designs:
         bus = rates.h2d or rates.dram
         rows = read.ranked + read.attended
         device = (
-            *self._base(_MODEL_KERNELS + _OWN_KERNELS + SELECT_KERNELS),
+            *self._base(self._kernels(SELECT_KERNELS)),
             DesignPart("scan of codes", "device", read.coded / rates.device / 1e6),
             DesignPart("moments", "device", moments / rates.device / 1e6),
             DesignPart("ranking and attention of host rows", "bus", rows / bus / 1e6),
@@ -335,7 +342,7 @@ class Designs:
         if one_graph:
             parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
             return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
-        launches = self._layers * (_MODEL_KERNELS + _OWN_KERNELS + 2)  # queries' copy, graph
+        launches = self._kernels(2)  # queries' copy, graph
         told = launches * _LAUNCH_US / 1e3
         told += self._layers * self._costs.launch.at(0) / 1e3  # no search empties the caches
         late = max(0.0, told - sum(part.ms for part in device))
@@ -368,14 +375,14 @@ class Designs:
         facts, bus = self._facts, self._rates.h2d or self._rates.dram
         travels = self._cold * facts.kv_bytes_per_token
         parts = (
-            *self._base(_MODEL_KERNELS + _OWN_KERNELS),
+            *self._base(self._kernels()),
             DesignPart("keys and values over the bus", "bus", travels / bus / 1e6),
             DesignPart(
                 "attention of them", "device", travels / self._rates.device / 1e6, hidden=True
             ),
             DesignPart("generate", "host", _CALLER_MS),
         )
-        launches = self._layers * (_MODEL_KERNELS + _OWN_KERNELS + 2)  # keys, values
+        launches = self._kernels(2)  # keys, values
         return self._step("full attention over the bus", parts, launches, 0, 0.0, travels, travels)
 
     def _step(

@@ -18,8 +18,8 @@ from hybrid_kv.models.weight_kinds import (
     stored_weights,
     weight_kind,
 )
+from hybrid_kv.planning.other_layers import other_layers
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.types import LayerShape
 
 
 def model_facts(
@@ -57,17 +57,20 @@ def model_facts(
     for part in parts:
         by_layout[part.layout] += part.num_bytes
     shapes, text = inspect_model(model).layers, text_config(model)
+    others = other_layers(model, len(shapes))
     return ModelFacts(
         name=str(spec),
         weight_bytes=by_layout.total(),
         read_bytes=round(sum(read_share(model, part.target) * part.num_bytes for part in parts)),
         layers=shapes,
-        window_bytes=_window_bytes(text, shapes, stored.itemsize),
+        window_bytes=others.window_bytes,
         hidden_size=text.hidden_size,
         intermediate_size=_widest(model, text),
         dtype_bytes=stored.itemsize,
         max_context_tokens=max_context(text),
         weights=dict(by_layout.most_common()),
+        other_layers=others.num_layers,
+        fixed_bytes=others.fixed_bytes,
     )
 
 
@@ -78,14 +81,3 @@ def _widest(model: PreTrainedModel, text: PreTrainedConfig) -> int:
         m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m is not output
     ]
     return max(getattr(text, "intermediate_size", 0) or 0, *widths, 0)
-
-
-def _window_bytes(text: PreTrainedConfig, tiered: tuple[LayerShape, ...], itemsize: int) -> int:
-    """KV of the layers that keep a sliding window, at its full length."""
-    others = text.num_hidden_layers - len(tiered)
-    window = getattr(text, "sliding_window", None) or 0
-    if not others or not window:
-        return 0
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * others * window * heads * dim * itemsize)

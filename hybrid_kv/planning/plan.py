@@ -18,7 +18,8 @@ class ModelFacts:
 
     weight_bytes: all weights; read_bytes: those that one token reads (no embedding table, and of
     experts those that it is routed to); weights: bytes by layout, such as Q4_K or bfloat16.
-    layers: the layers that can be tiered; window_bytes: the most KV that all others hold.
+    layers: the layers that can be tiered. Of the `other_layers`: window_bytes: the most KV that
+    sliding windows hold; fixed_bytes: states of one size at any context, as linear attention keeps.
     dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
     None where it says nothing.
     """
@@ -33,6 +34,18 @@ class ModelFacts:
     dtype_bytes: int = 2
     max_context_tokens: int | None = None
     weights: Mapping[str, int] = field(default_factory=dict)
+    other_layers: int = 0
+    fixed_bytes: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """All layers, tiered or not."""
+        return len(self.layers) + self.other_layers
+
+    @property
+    def other_bytes(self) -> int:
+        """What layers hold and read that are not tiered."""
+        return self.window_bytes + self.fixed_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

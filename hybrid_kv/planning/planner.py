@@ -99,9 +99,14 @@ class _Planner:
         where = {
             "weights": facts.weight_bytes,
             "kv": kv + facts.window_bytes,
+            "states": facts.fixed_bytes,
             "prefill": prefill_peak_bytes(facts, tokens, self._chunk(tokens)),
         }
-        read = {"weights": facts.read_bytes, "resident_attention": kv + facts.window_bytes}
+        read = {
+            "weights": facts.read_bytes,
+            "resident_attention": kv + facts.window_bytes,
+            "states": 2 * facts.fixed_bytes,  # read and written
+        }
         ms = {name: _ms(count, rates.device) for name, count in read.items()}
         return self._place(mode, where, {}, ms, {})
 
@@ -129,7 +134,7 @@ class _Planner:
         resident = (pinned + kept) * per_token + facts.window_bytes
         if self._has_digests:
             resident += kept * per_token // config.page_size
-        taken = facts.weight_bytes + resident + prefill
+        taken = facts.weight_bytes + resident + facts.fixed_bytes + prefill
         select = self._select(rest, taken)
         by_device = select is not None and select.code_bytes is not None
         spare, settings = self._spare_tokens(rest, taken, fill=not by_device)
@@ -144,6 +149,7 @@ class _Planner:
             )
         )
         device = {"weights": facts.weight_bytes, "kv": resident, "prefill": prefill}
+        device["states"] = facts.fixed_bytes
         ms = self._hybrid_ms(cold, pinned, kept + spare)
         if select is not None and select.code_bytes is not None:
             learning = Learning()  # the host builds nothing
@@ -260,6 +266,7 @@ class _Planner:
         trips = len(facts.layers) if self._machine.device_bytes and cold else 0
         return {
             "weights": _ms(facts.read_bytes, rates.device),
+            "states": _ms(2 * facts.fixed_bytes, rates.device),
             "select": _ms(digests * facts.kv_bytes_per_token, rates.device),
             "resident_attention": _ms(
                 (pinned + paged) * facts.kv_bytes_per_token + facts.window_bytes, rates.device

@@ -38,6 +38,8 @@ def bytes_per_step(
         "estimate": work.estimate_bytes / steps,
         "transfer": work.transfer_bytes / steps + leaving,
     }
+    if facts.fixed_bytes:
+        read["states"] = 2 * facts.fixed_bytes  # read and written
     return {purpose: round(count) for purpose, count in read.items()}
 
 
@@ -50,6 +52,7 @@ def limit_ms(read: Mapping[str, int], cache: KVCache, rates: Rates) -> float | N
     speed = {
         "weights": rates.device,
         "resident_attention": rates.device,
+        "states": rates.device,
         "select": rates.device,
         "search": rates.gather if walks else rates.dram,
         "cold_attention": (rates.h2d or rates.dram) if selects else rates.gather,

@@ -22,10 +22,11 @@ CACHE_PHASES = (
 
 
 class BytesPerToken(Group):
-    """What one decode step reads, by purpose."""
+    """What one decode step reads, by purpose; states: of a fixed size, read and written."""
 
     weights: int | None = None
     resident_attention: int | None = None
+    states: int | None = None
     select: int | None = None
     search: int | None = None
     cold_attention: int | None = None

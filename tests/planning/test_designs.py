@@ -47,6 +47,20 @@ def test_every_design_reads_the_weights_and_its_parts_are_its_time() -> None:
         assert step.host_bytes == COLD * 128 * 1024
 
 
+def test_layers_that_are_not_tiered_have_kernels_and_states_but_no_search() -> None:
+    changes = {"other_layers": 96, "fixed_bytes": GIB}
+    for name, step in steps(**changes).items():
+        before = steps()[name]
+        assert step.host_core_ms == before.host_core_ms
+        assert step.waits == before.waits
+        if before.launches > 1:
+            assert step.launches == before.launches + 96 * 38
+        more = parts(step)["small kernels"] - parts(before)["small kernels"]
+        assert more == pytest.approx(96 * 38 * 1.5e-3)
+        assert parts(step)["states of fixed size"] == pytest.approx(1e3 * GIB / (0.9 * 1008e9))
+        assert step.device_bytes == before.device_bytes + GIB
+
+
 def test_a_search_takes_its_work_or_its_bytes() -> None:
     cost = CoreCost(20.0, 100.0, 1.0, key_bytes=24.0)
     costs = replace(HOST_COSTS, search={"sketch": cost})

@@ -29,6 +29,50 @@ def test_an_8b_model_is_planned_without_its_weights() -> None:
     assert facts.kv_bytes_per_token == 2**17
 
 
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions", "kv_kib", "tiered", "others"),
+    [
+        ("llama-3.1-8b", 8.03, 128, 32, 0),
+        ("qwen3-32b", 32.8, 256, 64, 0),
+        ("qwen3.5-27b", 27, 64, 16, 48),
+        ("gemma-3-27b", 25.6 + 1.416, 80, 10, 52),
+        ("gpt-oss-20b", 20.9, 24, 12, 12),
+    ],
+)
+def test_shapes_have_the_parameters_that_were_published(
+    shape: str, billions: float, kv_kib: int, tiered: int, others: int
+) -> None:
+    facts = model_facts(f"random:{shape}")
+    assert facts.weight_bytes / 2e9 == pytest.approx(billions, rel=0.005)
+    assert facts.kv_bytes_per_token == kv_kib * 1024
+    assert (len(facts.layers), facts.other_layers) == (tiered, others)
+    assert facts.num_layers == tiered + others
+
+
+def test_linear_attention_keeps_states_of_one_size() -> None:
+    facts = model_facts("random:qwen3.5-27b")
+    conv, recurrent = 2 * 10240 * 4, 4 * 48 * 128 * 128  # bfloat16, float32
+    assert facts.fixed_bytes == 48 * (conv + recurrent)
+    assert facts.window_bytes == 0
+    assert facts.other_bytes == facts.fixed_bytes
+
+
+def test_windows_hold_their_length() -> None:
+    facts = model_facts("random:gemma-3-27b")
+    assert facts.window_bytes == 52 * 1024 * 2 * 16 * 128 * 2
+    assert facts.fixed_bytes == 0
+
+
+def test_gpt_oss_takes_what_its_checkpoint_takes_and_reads_four_experts() -> None:
+    facts = model_facts("random:gpt-oss-20b", weights="mxfp4")
+    assert facts.weight_bytes / GIB == pytest.approx(12.8, rel=0.01)
+    active = model_facts("random:gpt-oss-20b").read_bytes / 2e9
+    assert active == pytest.approx(3.6, rel=0.02)
+
+
 def test_tied_embeddings_are_read_by_the_output() -> None:
     facts = model_facts("random:llama-3.2-1b")
     assert facts.read_bytes == facts.weight_bytes

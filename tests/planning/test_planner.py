@@ -203,6 +203,17 @@ def test_the_longest_context_fits_and_the_next_does_not(mode: str) -> None:
     assert not option_of(longest + 1024, mode).fits
 
 
+def test_states_of_a_fixed_size_lie_on_the_device_and_are_read_and_written() -> None:
+    facts = replace(LLAMA_8B, fixed_bytes=GIB, other_layers=3)
+    plain, more = (make_plan(one, DESKTOP, 32 << 10, HybridConfig()) for one in (LLAMA_8B, facts))
+    for without, option in zip(plain.options, more.options, strict=True):
+        assert option.device_bytes["states"] == GIB
+        assert without.device_bytes["states"] == without.ms["states"] == 0
+        assert option.ms["states"] == pytest.approx(1e3 * 2 * GIB / (0.9 * 1008e9))
+        assert option.max_context_tokens <= without.max_context_tokens
+    assert more.options[0].max_context_tokens < plain.options[0].max_context_tokens
+
+
 def test_windows_of_other_layers_count() -> None:
     windows = replace(LLAMA_8B, window_bytes=GIB)
     plain = make_plan(LLAMA_8B, DESKTOP, 8192, HybridConfig()).options[0]

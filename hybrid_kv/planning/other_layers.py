@@ -1,0 +1,66 @@
+"""What the layers hold that are not tiered: sliding windows, and states of a fixed size.
+
+One token passes the model on the meta device, where nothing is computed; its cache then has keys,
+values and states in the shapes and dtypes that they will have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hybrid_kv.errors import UnsupportedModelError
+from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.support import text_config
+
+
+class OtherLayers(NamedTuple):
+    """num_layers: those that are not tiered. window_bytes: keys and values of their windows at full
+    length. fixed_bytes: states that have one size at any context, as linear attention keeps.
+    """
+
+    num_layers: int
+    window_bytes: int
+    fixed_bytes: int
+
+
+@torch.no_grad()
+def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
+    """What a model on the meta device holds beside its tiered layers, for one sequence.
+
+    Raises:
+        UnsupportedModelError: the model cannot be passed without being computed.
+    """
+    config = text_config(model)
+    cache = DynamicCache(config=config)
+    count = len(cache.layers) - num_tiered
+    if not count:
+        return OtherLayers(0, 0, 0)
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    try:
+        model(input_ids=token, use_cache=True, **passing(cache))
+    except Exception as error:  # of any kind, in the model's own code
+        raise UnsupportedModelError(
+            f"what the layers of {type(model).__name__} hold that are not tiered cannot be found "
+            f"without computing it ({str(error).partition(chr(10))[0]})"
+        ) from error
+    windows = [
+        layer.sliding_window * entry.nbytes
+        for layer in cache.layers
+        if isinstance(layer, DynamicSlidingWindowLayer)
+        for entry in (layer.keys, layer.values)
+        if entry is not None
+    ]
+    states = [state.nbytes for layer in cache.layers for state in fixed_states(layer)]
+    return OtherLayers(count, sum(windows), sum(states))
+
+
+def fixed_states(layer: Any) -> list[Tensor]:
+    """The states of a cache's layer that have one size at any context; [] for one that has none."""
+    names = ("conv_states", "recurrent_states")
+    held = [state for name in names for state in getattr(layer, name, {}).values()]
+    return [state for state in held if state is not None]
