@@ -3,7 +3,8 @@
 A plain forward pass holds several full-length temporaries per layer; here only one hidden-state
 tensor has full length and the layer's KV can leave before the next layer begins. Decoder layers
 work token by token outside attention, and attention sees the layer's earlier chunks in the cache,
-so the result is that of one pass. Works for any model whose decoder layers have a `self_attn`.
+so the result is that of one pass; linear attention goes on from its state there. Works for any
+model whose decoder layers have one of `_MIXERS`.
 
 That tensor, 8 GiB at 1M tokens of Llama-3-8B, may lie in pinned host memory, from the token
 embeddings to the head: each chunk goes to the weights and back, twice its bytes over the bus for
@@ -34,6 +35,9 @@ _Way: TypeAlias = Callable[..., Any]
 """Serves a call of a module: takes it, its own forward, and what that one takes."""
 StatesPlace: TypeAlias = Literal["auto", "device", "host"]
 
+_MIXERS = ("self_attn", "linear_attn", "conv")
+"""Modules of decoder layers that mix tokens, and go on from what the cache has of earlier chunks.
+Not those of Mamba: Bamba's and Jamba's lose some of their state between two chunks."""
 _SHARE = 2 / 3
 """Of the free device memory, for what has a prompt's full length; the rest is for chunks, for what
 stays of layers that are done, and for what the allocator cannot use."""
@@ -196,13 +200,16 @@ class LayerMajorPrefill:
         kwargs: dict[str, Any],
     ) -> Any:
         total, home = hidden.shape[1], self._home
+        attends = hasattr(module, "self_attn")
         target = hidden if self._in_place else torch.empty_like(hidden)
         result: Any = None
         with self._prompt_in_pieces(module):
             for start in range(0, total, size):
                 stop = min(total, start + size)
                 cut = _slice((hidden, *args), total, start, stop)
-                named = {name: _slice(x, total, start, stop, name) for name, x in kwargs.items()}
+                named = {name: _slice(x, total, start, stop) for name, x in kwargs.items()}
+                if attends and "attention_mask" in kwargs:
+                    named["attention_mask"] = _mask(kwargs["attention_mask"], total, stop)
                 if home is not None:
                     cut = bring(cut, home)
                     named = {name: bring(x, home) for name, x in named.items()}
@@ -247,7 +254,7 @@ def decoder_stacks(model: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
         for child in owner.children()
         if isinstance(child, nn.ModuleList)
         and len(child)
-        and all(hasattr(layer, "self_attn") for layer in child)
+        and all(any(hasattr(layer, mixer) for mixer in _MIXERS) for layer in child)
     ]
 
 
@@ -261,14 +268,19 @@ def _between(
             yield child
 
 
-def _slice(value: Any, total: int, start: int, stop: int, name: str = "") -> Any:
+def _mask(value: Any, total: int, stop: int) -> Any:
+    """The chunk's share of an attention's mask [B, tokens seen]: later chunks do not exist yet."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    return value[:, : value.shape[1] - (total - stop)]
+
+
+def _slice(value: Any, total: int, start: int, stop: int) -> Any:
     """The chunk's share of an argument: what runs along the sequence is cut, the rest passes."""
     if isinstance(value, tuple):
         return tuple(_slice(item, total, start, stop) for item in value)
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
-    if name == "attention_mask":  # [B, tokens seen]: later chunks do not exist yet
-        return value[:, : value.shape[1] - (total - stop)]
     # Mostly axis 1; M-RoPE positions are [3, B, T], factors on queries [1, 1, T, 1].
     axis = next((axis for axis in range(1, value.ndim) if value.shape[axis] == total), None)
     return value if axis is None else value.narrow(axis, start, stop - start)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
@@ -18,6 +18,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.layer_major import LayerMajorPrefill, chunk_size, lie_on_host
 from hybrid_kv.models.some_layers import from_layer
 from tests.contracts.architectures import PAD, VOCAB, build
+from tests.contracts.edges.further_models import further_config
 from tests.kit import every
 
 PROMPT = 37
@@ -37,6 +38,12 @@ def _without_gradients() -> Any:
 @pytest.fixture(params=["llama", "gemma3", "gpt_oss"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
+
+
+def build_further(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(further_config(model_type))
+    return model.eval()
 
 
 def ids(length: int = PROMPT, rows: int = 1) -> Tensor:
@@ -63,6 +70,26 @@ def test_chunks_of_any_size_give_the_logits_and_tokens_of_one_pass(
         found = model.generate(prompt, attention_mask=mask, **passing(cache), **settings)
         cache.check_integrity()
     assert torch.equal(found, tokens)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("padding", [0, 9])
+def test_states_of_a_fixed_size_pass_from_chunk_to_chunk(kind: str, padding: int) -> None:
+    model = build_further(kind)
+    prompt = ids(rows=2)
+    prompt[1, :padding] = PAD
+    mask = (prompt != PAD).long()
+    want = model(prompt, attention_mask=mask, **passing(DynamicCache(config=model.config))).logits
+    parts = dict(model.named_modules())
+    mixer = next(part for name, part in parts.items() if name.endswith((".linear_attn", ".conv")))
+    seen: list[int] = []
+    with hkv.attach(model, config(10)) as runtime:
+        undo = mixer.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
+        found = model(prompt, attention_mask=mask, **passing(runtime.cache())).logits
+        undo.remove()
+    assert seen == [10, 10, 10, 7]
+    torch.testing.assert_close(found[0], want[0], **CLOSE)
+    torch.testing.assert_close(found[1, padding:], want[1, padding:], **CLOSE)
 
 
 def test_a_long_later_turn_is_exact_after_the_spill(model: PreTrainedModel) -> None:
