@@ -92,7 +92,8 @@ def table(rows: list[Row]) -> str:
 
 def _lines(rows: list[Row]) -> Iterator[str]:
     free = CARDS[CARD].memory_bytes / _GIB
-    yield f"| model, context | device, of {free:.1f} GiB | host | ms | one graph | dense ends at |"
+    head = "model, context", f"device, of {free:.1f} GiB", "host", "ms, as built", "ms, one graph"
+    yield f"| {' | '.join(head)} | dense ends at |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         device = f"{row.device_bytes / _GIB:.1f} ({row.weight_bytes / _GIB:.1f} weights"

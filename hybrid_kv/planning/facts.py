@@ -71,6 +71,7 @@ def model_facts(
         weights=dict(by_layout.most_common()),
         other_layers=others.num_layers,
         fixed_bytes=others.fixed_bytes,
+        linear_width=others.linear_width,
     )
 
 

@@ -17,15 +17,20 @@ from hybrid_kv.errors import UnsupportedModelError
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.support import text_config
 
+_BLOCK = 64
+"""Tokens whose products with one another linear attention makes at a time."""
+
 
 class OtherLayers(NamedTuple):
     """num_layers: those that are not tiered. window_bytes: keys and values of their windows at full
     length. fixed_bytes: states that have one size at any context, as linear attention keeps.
+    linear_width: see `ModelFacts`.
     """
 
     num_layers: int
     window_bytes: int
     fixed_bytes: int
+    linear_width: int
 
 
 @torch.no_grad()
@@ -39,7 +44,7 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
     cache = DynamicCache(config=config)
     count = len(cache.layers) - num_tiered
     if not count:
-        return OtherLayers(0, 0, 0)
+        return OtherLayers(0, 0, 0, 0)
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     try:
         model(input_ids=token, use_cache=True, **passing(cache))
@@ -55,8 +60,11 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
         for entry in (layer.keys, layer.values)
         if entry is not None
     ]
-    states = [state.nbytes for layer in cache.layers for state in fixed_states(layer)]
-    return OtherLayers(count, sum(windows), sum(states))
+    states = [state for layer in cache.layers for state in fixed_states(layer)]
+    # [1, heads, key channels, value channels] of a linear attention; those of kernels have 3 axes.
+    widths = [x.shape[1] * (x.shape[2] + x.shape[3] + _BLOCK) for x in states if x.ndim == 4]
+    fixed = sum(state.nbytes for state in states)
+    return OtherLayers(count, sum(windows), fixed, max(widths, default=0))
 
 
 def fixed_states(layer: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ class ModelFacts:
     experts those that it is routed to); weights: bytes by layout, such as Q4_K or bfloat16.
     layers: the layers that can be tiered. Of the `other_layers`: window_bytes: the most KV that
     sliding windows hold; fixed_bytes: states of one size at any context, as linear attention keeps.
+    linear_width: numbers of a token in all heads of its keys, values and block, 0 for none.
     dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
     None where it says nothing.
     """
@@ -36,6 +37,7 @@ class ModelFacts:
     weights: Mapping[str, int] = field(default_factory=dict)
     other_layers: int = 0
     fixed_bytes: int = 0
+    linear_width: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -6,12 +6,20 @@ import gc
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
 from hybrid_kv.models import widening
+from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.planning.other_layers import other_layers
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.planning.prefill_bytes import prefill_peak_bytes
+from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128
@@ -71,6 +79,41 @@ def test_the_planner_bounds_the_measured_peak_closely(
     measured = layer_major_peak(model, torch.randint(0, 512, (1, tokens)), chunk)
     predicted = prefill_peak_bytes(facts, tokens, chunk)
     assert measured <= predicted <= 1.15 * measured
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "key_dim", "value_dim"),
+    [(5120, 48, 128, 128), (1024, 16, 128, 128), (256, 8, 32, 64), (256, 4, 64, 32)],
+)
+def test_linear_attention_of_a_chunk_is_bounded_closely(
+    hidden: int, heads: int, key_dim: int, value_dim: int
+) -> None:
+    config = Qwen3_5TextConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=heads // 2,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=key_dim,
+        linear_value_head_dim=value_dim,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        states = torch.empty(1, 1000, hidden, dtype=torch.bfloat16)
+    cache = DynamicCache(config=config)
+    with torch.inference_mode(), LiveBytes() as live:
+        model.model.layers[0](
+            states, attention_mask=None, position_embeddings=None, **passing(cache)
+        )
+    others = other_layers(model, 1)
+    facts = ModelFacts("qwen", 0, 0, (), 0, hidden, 96, linear_width=others.linear_width)
+    predicted = PrefillBytes.of(facts, 1000, 1000).working
+    assert live.peak([]) <= predicted <= 1.3 * live.peak([])
 
 
 def test_live_bytes_are_counted_until_the_last_reference_goes() -> None:
