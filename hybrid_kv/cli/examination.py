@@ -15,6 +15,7 @@ from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
 from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
+from hybrid_kv.ops.native.packed import INSTRUCTIONS, PACKED_KINDS
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.environment import PACKAGES, installed_version
@@ -50,6 +51,7 @@ def examine() -> DoctorReport:
             *(check_package(name) for name in PACKAGES),
             *check_backends(),
             check_engine(),
+            check_packed_weights(),
             check_steps(),
             check_look_ahead(),
             *check_pinned_memory(),
@@ -130,6 +132,20 @@ def check_engine() -> Check:
     return Check(
         name="native engine", state="absent" if state.isa is None else "ok", detail=state.detail
     )
+
+
+def check_packed_weights() -> Check:
+    """Which kinds of packed weights are multiplied here as they lie, and with what."""
+    name, kinds = "packed weights", ", ".join(PACKED_KINDS)
+    try:
+        state = engine_state()
+    except (ConfigError, BackendUnavailable) as error:
+        return Check(name=name, state="missing", detail=str(error))
+    if state.isa is None:
+        detail = f"none without the engine: {state.detail}; GGUF files need --dequantize"
+        return Check(name=name, state="absent", detail=detail)
+    detail = f"{kinds} of GGUF files, on the CPU with {INSTRUCTIONS[state.isa]}"
+    return Check(name=name, state="ok", detail=detail)
 
 
 def check_steps() -> Check:

@@ -48,6 +48,7 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
         f"{rates.gather:.1f} GB/s in rows of 256 bytes anywhere; attending {_TOP_K} entries per "
         f"query head ({human_bytes(found)} at most) takes {_time(found, rates.gather)} a token",
     )
+    yield _weights(facts, rates)
     yield from _widening()
     yield from _few_tokens(facts)
     if rates.h2d is not None and rates.d2h is not None:
@@ -73,6 +74,15 @@ def _lines(facts: ModelFacts, tokens: int, rates: Rates) -> Iterator[Check]:
     )
     threads = torch.get_num_threads()
     yield _line("threads", f"{threads} of torch's; HYBRID_KV_THREADS sets the search's own")
+
+
+def _weights(facts: ModelFacts, rates: Rates) -> Check:
+    layouts = ", ".join(f"{human_bytes(size)} {name}" for name, size in facts.weights.items())
+    return _line(
+        "weights",
+        f"{facts.name} has {layouts}; a token reads {human_bytes(facts.read_bytes)} of them, in "
+        f"{_time(facts.read_bytes, rates.dram)} from the host's memory",
+    )
 
 
 def _widening() -> Iterator[Check]:

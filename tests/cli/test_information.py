@@ -14,10 +14,13 @@ import hybrid_kv
 from hybrid_kv.cli import examination, measurements
 from hybrid_kv.cli.main import app
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
+from hybrid_kv.ops.native.library import ISAS
+from hybrid_kv.ops.native.packed import INSTRUCTIONS
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.report.run import MachineGbps
 from tests.cli.support import call, report_of
+from tests.models.gguf_files import write
 from tests.ops.fake_cudart import Code, fake_cuda
 
 VERBS = ("generate", "chat", "demo", "profile", "plan", "report", "methods", "doctor")
@@ -168,6 +171,32 @@ def test_doctor_says_what_bandwidths_mean(monkeypatch: pytest.MonkeyPatch) -> No
     assert "(50.0 MiB at most) takes 10.5 ms" in lines["host gather"]
     assert "would take 53.7 ms a token, a prompt's leave in 42.9 ms" in lines["bus to the GPU"]
     assert "100 GB/s" in lines["GPU bandwidth"]
+    assert lines["weights"].startswith(
+        "random:llama-3-8b has 15.0 GiB bfloat16; a token reads 14.0"
+    )
+    assert lines["weights"].endswith("in 1.50 s from the host's memory")
+
+
+def test_doctor_says_what_a_packed_model_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "tiny.gguf", kinds=("Q5_0",))
+    monkeypatch.setattr(measurements, "measure_rates", lambda _: Rates(10.0, 10.0, 5.0))
+    report = report_of(call("doctor", "--model", str(path), "--context", "512", "--json", "-"))
+    lines = {check.name: check.detail for check in report.checks}
+    assert "KiB Q5_0" in lines["weights"]
+
+
+@pytest.mark.parametrize(("isa", "said"), [("baseline", "plain C++"), ("none", "--dequantize")])
+def test_doctor_says_which_weights_are_multiplied_packed(
+    monkeypatch: pytest.MonkeyPatch, isa: str, said: str
+) -> None:
+    monkeypatch.setenv("HYBRID_KV_ISA", isa)
+    check = examination.check_packed_weights()
+    assert check.state == ("absent" if isa == "none" else "ok")
+    assert said in check.detail
+    assert ("Q4_0, Q4_1" in check.detail) == (isa == "baseline")
+    assert set(INSTRUCTIONS) == set(ISAS)
 
 
 @pytest.mark.parametrize(("nodes", "said"), [(0, "one node"), (1, "one node"), (2, "2 nodes")])

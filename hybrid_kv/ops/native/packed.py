@@ -59,6 +59,17 @@ PACKED_KINDS: Mapping[str, PackedKind] = MappingProxyType(
 """The kinds that the engine multiplies, by GGUF's names."""
 
 
+INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "baseline": "plain C++",
+        "avx2": "AVX2",
+        "avxvnni": "AVX2 with VNNI",
+        "avx512": "AVX-512 with VNNI",
+    }
+)
+"""What products of packed weights are made with, by the instruction set of the engine's library."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A matrix of weights in blocks.
