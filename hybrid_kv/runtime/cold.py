@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from hybrid_kv.attention import attend, empty_partial, merge_partials
 from hybrid_kv.errors import MethodError
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
-from hybrid_kv.runtime.cold_plan import ColdPlan, cold_bytes
+from hybrid_kv.runtime.cold_plan import cold_bytes
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.step import ColdBudget, Step, count_cold, stacked
-from hybrid_kv.store import ColdExtent, Retrieved, RetrievedPart, Row
+from hybrid_kv.store import ByExtent, ColdExtent, Retrieved, RetrievedPart, Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import PartialAttention, TokenBudget
 
@@ -45,44 +45,46 @@ def ask_cold(step: Step) -> Asked | None:
     return Asked(queries)
 
 
+class ColdPart(Protocol):
+    """The cold entries of one row, in steps like the one that it was made for."""
+
+    def follow(self) -> bool:
+        """Takes up how many entries there are; False: it has to be made anew."""
+        ...
+
+    def described(self) -> list[tuple[str, object]]:
+        """The fields, with their values, that whoever attends was told beforehand."""
+        ...
+
+    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+        """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
+
+        Args:
+            near: see `attend_cold`.
+        """
+        ...
+
+
 def attend_cold(
-    step: Step,
-    asked: Asked,
-    budget: ColdBudget,
-    near: Parcel | None,
-    plans: Sequence[ColdPlan | None],
+    step: Step, asked: Asked, near: Parcel | None, parts: Sequence[ColdPart]
 ) -> PartialAttention:
     """Retrieved cold entries, or all of them, without those that the method keeps copies of.
 
     Args:
         near: [B, Hkv, M] log-sum-exp of what the device attends, opened when the search is over;
             None for nothing.
-        plans: by row its part as one call; None where it is made op by op.
+        parts: by row.
 
     Returns:
         out [B, Hkv, M, D], lse [B, Hkv, M] on the query's device.
     """
     q = step.grouped
-    if step.ahead is not None:
-        begin = step.phases.now()
-        step.ahead.wait()
-        step.phases.book("wait", begin)
-        if asked.queries is not None:
-            step.work.transfer_bytes += q.nbytes  # as predicted, of the same shape
     if asked.queries is not None:
         begin = step.phases.now()
         q = asked.queries.open()
         step.phases.book("wait", begin)
-    parts = []
-    for row in step.layer.rows:
-        number = row.number
-        plan = plans[number]
-        part = None if plan is None else plan.attend(step, q[number], step.ahead)
-        if part is None:
-            part = _attend_row(step, row, q[number], budget, near)
-        parts.append(part)
-    one = len(parts) == 1
-    part = PartialAttention(parts[0].out[None], parts[0].lse[None]) if one else stacked(parts)
+    found = [part.attend(step, own, near) for part, own in zip(parts, q, strict=True)]
+    part = stacked(found)
     if step.at_home:
         return part
     begin = step.phases.now()
@@ -92,54 +94,74 @@ def attend_cold(
     return part
 
 
-def _attend_row(
-    step: Step,
-    row: Row,
-    q: Tensor,
-    budget: ColdBudget,
-    near: Parcel | None,
-) -> PartialAttention:
-    stored = row.chain.num_tokens
-    if stored == 0:
-        return empty_partial(q)
-    if budget == "all" or budget.top_k >= stored:
-        return _attend_all(step, row, q)
-    ahead = step.ahead
-    spans, begin = row.chain.spans, step.phases.now()
-    first = None if ahead is None else ahead.ranked(row, q, budget)
-    if step.asked is not None:
-        first = row.chain.search(q, budget.width, budget.most, first=step.asked)
-    plain = not budget.weighs and row.copied is None and first is None
-    if plain and len(spans) == 1:  # nearly every step
-        result = spans[0].search(q, budget.width, budget.most, step.new)
-        only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
-        found = Retrieved([only], result.scored, read_bytes=result.read_bytes or 0)
-    else:
-        found = retrieve(
-            *(row.chain, q, budget),
-            new=step.new,
-            scale=step.scale,
-            softcap=step.softcap,
-            near=None if near is None else lambda: near.open()[row.number],
-            copied=() if row.copied is None else row.chain.by_span(row.copied),
-            first=first,
-        )
-    if ahead is not None:
-        ahead.compare(row, q, found, step.scale, step.softcap)
-    step.phases.book("search", begin)
-    step.work.scored += found.scored
-    step.work.search_bytes += found.read_bytes
-    _count_found(step, row, found.parts)
-    parts = [_attend_found(step, q, part) for part in found.parts]
-    if budget.estimate:
-        guesses = _estimates(step, row, q, budget, found.parts)
-        parts += [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
+class ColdOps:
+    """The cold entries of a row op by op: the definition of a `ColdPart`."""
+
+    def __init__(self, row: Row, budget: ColdBudget) -> None:
+        self._row, self._budget = row, budget
+
+    def follow(self) -> bool:
+        return False  # what was asked by Python may be asked otherwise now
+
+    def described(self) -> list[tuple[str, object]]:
+        return []
+
+    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+        row, budget = self._row, self._budget
+        stored = row.chain.num_tokens
+        if stored == 0:
+            return empty_partial(q)
+        if budget == "all" or budget.top_k >= stored:
+            return _attend_all(step, row, q)
+        return self.attend_found(step, q, self.search(step, q, near))
+
+    def search(
+        self, step: Step, q: Tensor, near: Parcel | None, first: ByExtent | None = None
+    ) -> Retrieved:
+        """What the row's queries retrieve under a budget of tokens.
+
+        Args:
+            first: what a search would find, where that is known; None searches.
+        """
+        row, budget, begin = self._row, self._budget, step.phases.now()
+        assert isinstance(budget, TokenBudget)
+        if step.asked is not None:
+            first = row.chain.search(q, budget.width, budget.most, first=step.asked)
+        spans = row.chain.spans
+        if not budget.weighs and row.copied is None and first is None and len(spans) == 1:
+            result = spans[0].search(q, budget.width, budget.most, step.new)  # nearly every step
+            only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
+            found = Retrieved([only], result.scored, read_bytes=result.read_bytes or 0)
+        else:
+            found = retrieve(
+                *(row.chain, q, budget),
+                new=step.new,
+                scale=step.scale,
+                softcap=step.softcap,
+                near=None if near is None else lambda: near.open()[row.number],
+                copied=() if row.copied is None else row.chain.by_span(row.copied),
+                first=first,
+            )
+        step.phases.book("search", begin)
+        return found
+
+    def attend_found(self, step: Step, q: Tensor, found: Retrieved) -> PartialAttention:
+        """What was retrieved, and the estimate of the rest where the budget wants one."""
+        row, budget = self._row, self._budget
+        assert isinstance(budget, TokenBudget)
+        step.work.scored += found.scored
+        step.work.search_bytes += found.read_bytes
+        _count_found(step, row, found.parts)
+        parts = [_attend_found(step, q, part) for part in found.parts]
+        if budget.estimate:
+            guesses = _estimates(step, row, q, budget, found.parts)
+            parts += [PartialAttention(out.to(q.dtype), lse) for out, lse in guesses]
+            if step.found is not None:
+                lses = torch.stack([guess.lse for guess in guesses])
+                found = found._replace(estimated=lses.logsumexp(0))
         if step.found is not None:
-            lses = torch.stack([guess.lse for guess in guesses])
-            found = found._replace(estimated=lses.logsumexp(0))
-    if step.found is not None:
-        step.found[row.number] = (budget, found)
-    return parts[0] if len(parts) == 1 else merge_partials(parts, ops=step.ops)
+            step.found[row.number] = (budget, found)
+        return parts[0] if len(parts) == 1 else merge_partials(parts, ops=step.ops)
 
 
 def _estimates(

@@ -1,13 +1,12 @@
 """The cold entries of a row as one call of the engine: searched, ranked, attended, estimated.
 
 That is the host's part of a step whose model computes on a device, where it is all that the device
-waits for; and of steps of several rows or tokens. Where a layer was searched ahead, the call ranks
-what was found in the place of a search. `EnginePlan` makes whole steps.
+waits for; and of steps of several rows or tokens. `EnginePlan` makes whole steps.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +14,10 @@ from torch import Tensor
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.runtime.step import Step
+from hybrid_kv.runtime.step import ColdBudget, Step
 from hybrid_kv.store import Row
-from hybrid_kv.types import PartialAttention, Read, SearchResult
-
-if TYPE_CHECKING:
-    from hybrid_kv.runtime.foreseen import Foreseen
+from hybrid_kv.transfer import Parcel
+from hybrid_kv.types import PartialAttention, SearchResult
 
 
 class ColdPlan:
@@ -34,10 +31,9 @@ class ColdPlan:
         self._told, self._row, self._searched = told, row, searched
 
     @classmethod
-    def of(cls, step: Step, read: Read, row: Row) -> ColdPlan | None:
+    def of(cls, step: Step, budget: ColdBudget, row: Row) -> ColdPlan | None:
         """Of a row in steps like this one; None where its cold part is no call of the engine."""
-        budget = read.cold
-        if row.placement is None or budget is None:
+        if row.placement is None:
             return None
         searched = SearchedEntries.of(row, budget)
         if searched is None:
@@ -62,18 +58,21 @@ class ColdPlan:
         """The fields of the engine's descriptor, with their values."""
         return self._told.described()
 
-    def attend(self, step: Step, q: Tensor, ahead: Foreseen | None) -> PartialAttention | None:
+    def attend(
+        self,
+        step: Step,
+        q: Tensor,
+        near: Parcel | None = None,
+        *,
+        named: Sequence[SearchResult] | None = None,
+    ) -> PartialAttention:
         """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
 
-        None where a layer on trial has to be searched twice.
+        Args:
+            near: no budget that the engine searches for asks for it.
+            named: by extent entries of which the best are attended; None searches.
         """
         row, searched, told = self._row, self._searched, self._told
-        named: list[SearchResult] | None = None
-        if ahead is not None:
-            found = ahead.named(row, searched.budget)
-            if found is None:
-                return None
-            named = [result for _, result in found]
         begin, estimated = step.phases.now(), searched.estimated(step)
         done = told.attend(
             q,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend_causal
-from hybrid_kv.runtime.cold import ask_cold, attend_cold
+from hybrid_kv.runtime.cold import ColdOps, ColdPart, ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages, stacked
+from hybrid_kv.runtime.step import ColdBudget, PlanReason, Step, pinned_pages, stacked
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
@@ -20,22 +20,23 @@ from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudge
 class OpsPlan:
     """A step op by op, as `decode` defines it.
 
-    cold: by row its cold entries as one call of the engine; None where ops attend them.
+    Args:
+        cold: by row its cold entries; empty where none are read.
     """
 
     table = by_numbers = None
 
-    def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPlan | None]) -> None:
+    def __init__(self, read: Read, reason: PlanReason, cold: Sequence[ColdPart]) -> None:
         self.reason, self._read, self._cold = reason, read, cold
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
         return False
 
     def follow(self) -> bool:
-        return all(cold is not None and cold.follow() for cold in self._cold)
+        return all(part.follow() for part in self._cold)
 
     def described(self) -> list[tuple[str, object]]:
-        return [field for cold in self._cold if cold is not None for field in cold.described()]
+        return [field for part in self._cold for field in part.described()]
 
     def attend(self, step: Step) -> PartialAttention:
         return decode(step, self._read, self._cold)
@@ -43,14 +44,25 @@ class OpsPlan:
 
 def ops_plan(step: Step, read: Read, reason: PlanReason) -> OpsPlan:
     """The plan of steps like this one op by op, each row's cold part by one call if it can be."""
-    return OpsPlan(read, reason, [ColdPlan.of(step, read, row) for row in step.layer.rows])
+    if read.cold is None:
+        return OpsPlan(read, reason, [])
+    return OpsPlan(read, reason, [_cold_part(step, read.cold, row) for row in step.layer.rows])
 
 
-def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialAttention:
+def _cold_part(step: Step, budget: ColdBudget, row: Row) -> ColdPart:
+    plan, ops = ColdPlan.of(step, budget, row), ColdOps(row, budget)
+    if step.ahead is None:
+        return plan or ops
+    from hybrid_kv.runtime.look_ahead import ForeseenPart
+
+    return ForeseenPart(row, budget, ops, plan)
+
+
+def decode(step: Step, read: Read, cold_parts: Sequence[ColdPart]) -> PartialAttention:
     """Attention of the new tokens over what the method named.
 
     Args:
-        plans: by row its cold part as one call; None where it is made op by op.
+        cold_parts: by row its cold entries; empty where none are read.
 
     Returns:
         out [B, Hq, T, D], lse [B, Hq, T].
@@ -74,7 +86,7 @@ def decode(step: Step, read: Read, plans: Sequence[ColdPlan | None]) -> PartialA
     elif cold is not None and asked is not None:
         weighs = isinstance(cold, TokenBudget) and cold.weighs
         beside = _send_lse(step, parts) if weighs else None
-        parts.append(attend_cold(step, asked, cold, beside, plans))
+        parts.append(attend_cold(step, asked, beside, cold_parts))
     begin = step.phases.now()
     out, lse = parts[0] if len(parts) == 1 else step.ops.merge(parts, step.q.dtype)
     step.phases.book("merge", begin)

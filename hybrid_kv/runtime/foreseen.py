@@ -1,11 +1,10 @@
-"""What the search of a layer finds before its queries are known, and their ranking of it."""
+"""Search results of a layer from before its queries were known, and their ranking of them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.retrieve import logits_of_found
-from hybrid_kv.store import ColdExtent, LayerKV, Retrieved, Row, best_of
+from hybrid_kv.store import ByExtent, ColdExtent, LayerKV, Retrieved, Row, best_of
 from hybrid_kv.transfer import Parcel
 from hybrid_kv.types import SearchResult, TokenBudget
 
@@ -22,8 +21,6 @@ TRIAL_LOOKS = 8
 MOST_LOST = 0.01
 """Of the softmax mass that a layer's own search finds, on average over looks and query heads: a
 layer that loses more in its trial is not searched ahead."""
-
-ByExtent: TypeAlias = list[tuple[ColdExtent, SearchResult]]
 
 
 @dataclass(slots=True)
@@ -115,27 +112,29 @@ class Foreseen:
             self._standing.reason = "its index weighs what it finds by the query that asked"
             self._found = {}
 
-    def named(self, row: Row, budget: TokenBudget) -> ByExtent | None:
-        """What was found ahead for a row; None where it has to be searched."""
-        if self._standing.on_trial or budget != self._budget:
-            return None
-        return self._found.get(row.number)
+    @property
+    def on_trial(self) -> bool:
+        """Whether the layer's own search is made as well, and serves."""
+        return self._standing.on_trial
 
-    def ranked(self, row: Row, queries: Tensor, budget: TokenBudget) -> ByExtent | None:
-        """What a search for the true queries [Hkv, G, D] of a row shall have found: the best of
-        what was found ahead. None where the row has to be searched.
-        """
-        found = self.named(row, budget)
-        return None if found is None else _best(found, queries, budget.most)
+    def named(self, row: Row, budget: TokenBudget | str) -> ByExtent | None:
+        """What was found ahead for a row; None for nothing, or for another budget."""
+        return self._found.get(row.number) if budget == self._budget else None
 
     def compare(
-        self, row: Row, queries: Tensor, found: Retrieved, scale: float, softcap: float | None
+        self,
+        ahead: ByExtent,
+        queries: Tensor,
+        found: Retrieved,
+        scale: float,
+        softcap: float | None,
     ) -> None:
-        """Notes, in a trial, how much of what the true queries found would have been lost."""
-        ahead = self._found.get(row.number)
+        """Notes, in a trial, how much of what the true queries [Hkv, G, D] found would have been
+        lost with what was found ahead.
+        """
         parts = found.ranked or [part.ids for part in found.parts]
         most = max(ids.shape[-1] for ids in parts)
-        if not self._standing.on_trial or ahead is None or not most:
+        if not most:
             return
 
         def mass(results: list[SearchResult]) -> Tensor:
@@ -150,13 +149,13 @@ class Foreseen:
         )
         losses = []
         for factor in self._standing.factors:
-            best = mass([result for _, result in _best(ahead, queries, most, factor * most)])
+            best = mass([result for _, result in best_named(ahead, queries, most, factor * most)])
             losses.append(float(1 - (best - true).exp().clamp_max(1.0).mean()))
         self._standing.note(losses)
 
 
-def _best(found: ByExtent, queries: Tensor, most: int, among: int | None = None) -> ByExtent:
-    """The best by the true queries, of all that was found or of the first so many."""
+def best_named(found: ByExtent, queries: Tensor, most: int, among: int | None = None) -> ByExtent:
+    """The best by the true queries [Hkv, G, D], of all that was found or of the first so many."""
     ranked = []
     for extent, result in found:
         best = _ranked(extent, queries, result.ids[..., :among], most)

@@ -20,10 +20,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.runtime.foreseen import Foreseen, Standing
-from hybrid_kv.store import LayerKV
-from hybrid_kv.transfer import Executor
-from hybrid_kv.types import Foresight, LayerShape, TokenBudget
+from hybrid_kv.runtime.cold import ColdOps, ColdPart
+from hybrid_kv.runtime.cold_plan import ColdPlan
+from hybrid_kv.runtime.foreseen import Foreseen, Standing, best_named
+from hybrid_kv.runtime.step import ColdBudget, Step
+from hybrid_kv.store import LayerKV, Row
+from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.types import Foresight, LayerShape, PartialAttention, TokenBudget
 
 _log = logging.getLogger(__name__)
 
@@ -151,3 +154,45 @@ class LookAhead:
         state = "off" if one.reason else "trial" if one.on_trial else "on"
         told = {"layer": layer_idx, "state": state, "reason": one.reason}
         return {**told, "factor": one.factor, "lost_mass": one.lost, "searches": one.searches}
+
+
+class ForeseenPart:
+    """The cold entries of a row whose layer was searched ahead: the best of what was found so.
+
+    In a trial the row searches as well, which serves, and what would have been lost is noted.
+
+    Args:
+        ops: how they are attended op by op. plan: as one call; None where that cannot be.
+    """
+
+    def __init__(self, row: Row, budget: ColdBudget, ops: ColdOps, plan: ColdPlan | None) -> None:
+        self._row, self._budget = row, budget
+        self._ops, self._plan = ops, plan
+        self._part: ColdPart = plan or ops
+
+    def follow(self) -> bool:
+        return self._part.follow()
+
+    def described(self) -> list[tuple[str, object]]:
+        return self._part.described()
+
+    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+        ahead, budget, ops = step.ahead, self._budget, self._ops
+        assert ahead is not None
+        begin = step.phases.now()
+        ahead.wait()
+        step.phases.book("wait", begin)
+        if not step.at_home:
+            step.work.transfer_bytes += q.nbytes  # the prediction, of the same shape
+        named = ahead.named(self._row, budget)
+        if named is None:
+            return self._part.attend(step, q, near)
+        if ahead.on_trial:
+            found = ops.search(step, q, near)
+            ahead.compare(named, q, found, step.scale, step.softcap)
+        elif self._plan is not None:
+            return self._plan.attend(step, q, named=[result for _, result in named])
+        else:
+            assert isinstance(budget, TokenBudget)
+            found = ops.search(step, q, near, best_named(named, q, budget.most))
+        return ops.attend_found(step, q, found)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_kv.store import ColdChain, ColdExtent, Retrieved, RetrievedPart
+from hybrid_kv.store import ByExtent, ColdChain, ColdExtent, Retrieved, RetrievedPart
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
@@ -25,7 +25,7 @@ def retrieve(
     softcap: float | None = None,
     near: Callable[[], Tensor] | None = None,
     copied: Sequence[Tensor | None] = (),
-    first: list[tuple[ColdExtent, SearchResult]] | None = None,
+    first: ByExtent | None = None,
 ) -> Retrieved:
     """Searches a row's cold entries, again and wider where `budget.min_share` asks for more.
 
@@ -76,9 +76,7 @@ def _without(ids: Tensor, hidden: Tensor | None) -> Tensor:
     return ids.masked_fill(there, -1)
 
 
-def _without_copies(
-    found: list[tuple[ColdExtent, SearchResult]], copied: Sequence[Tensor | None]
-) -> list[tuple[ColdExtent, SearchResult]]:
+def _without_copies(found: ByExtent, copied: Sequence[Tensor | None]) -> ByExtent:
     left = []
     for (extent, result), hidden in zip(found, copied, strict=True):
         ids = _without(result.ids, hidden)
@@ -87,9 +85,7 @@ def _without_copies(
     return left
 
 
-def _wants_more(
-    found: list[tuple[ColdExtent, SearchResult]], ids: list[Tensor], budget: TokenBudget
-) -> bool:
+def _wants_more(found: ByExtent, ids: list[Tensor], budget: TokenBudget) -> bool:
     """Whether a query attends all that was ranked, of an extent that has more."""
     if budget.min_share is None:
         return False

@@ -8,7 +8,7 @@ from hybrid_kv.store.cold import (
     best_of,
     check_finite,
 )
-from hybrid_kv.store.extent import ColdExtent, Retrieved, RetrievedPart, Span
+from hybrid_kv.store.extent import ByExtent, ColdExtent, Retrieved, RetrievedPart, Span
 from hybrid_kv.store.layer import LayerKV, SelectFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
@@ -16,6 +16,7 @@ from hybrid_kv.store.row import Overflow, Row, RowMark
 from hybrid_kv.store.table import PageTable
 
 __all__ = [
+    "ByExtent",
     "ColdChain",
     "ColdExtent",
     "ColdStore",

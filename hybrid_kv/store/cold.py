@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.aging import Aging
-from hybrid_kv.store.extent import ColdExtent, Span
+from hybrid_kv.store.extent import ByExtent, ColdExtent, Span
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamps
@@ -160,7 +160,7 @@ class ColdChain:
         most: int | None = None,
         first: SearchResult | None = None,
         new: int = 1,
-    ) -> list[tuple[ColdExtent, SearchResult]]:
+    ) -> ByExtent:
         """The best `top_k` entries of a row per query, by extent.
 
         Args:
@@ -331,9 +331,7 @@ class ColdStore:
         return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
 
 
-def best_of(
-    found: list[tuple[ColdExtent, SearchResult]], most: int
-) -> list[tuple[ColdExtent, SearchResult]]:
+def best_of(found: ByExtent, most: int) -> ByExtent:
     """The best `most` entries per query of all extents together; id -1, score -inf for others."""
     if len(found) < 2:
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -285,6 +285,10 @@ class RetrievedPart(NamedTuple):
     ids: Tensor
     bias: Tensor | None = None
     scores: Tensor | None = None
+
+
+ByExtent: TypeAlias = list[tuple[ColdExtent, SearchResult]]
+"""What a search of a row finds, by extent."""
 
 
 class Retrieved(NamedTuple):
