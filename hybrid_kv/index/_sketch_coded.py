@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hybrid_kv.index._base import runs
 from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
 from hybrid_kv.ops.native.step import EngineSearch
-from hybrid_kv.ops.sketch_codes import pack_tiers
+from hybrid_kv.ops.sketch_codes import SketchTier, pack_tiers
 from hybrid_kv.types import SearchReads, SearchResult
 
 SCANNED_KEYS = 256
@@ -98,6 +98,20 @@ class LaterKeys:
         return sum(scan.memory_bytes for _, scan in self._scans)
 
 
+class _Codes(NamedTuple):
+    """Codes that a search reads: how many, and bytes, with those of what queries are turned by."""
+
+    keys: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tiers: Iterable[Sequence[SketchTier]]) -> _Codes:
+        own = [tier for some in tiers for tier in some]
+        codes = sum(tier.count * tier.map.plan.code_bytes for tier in own)
+        maps = sum(tier.map.query_map.nbytes for tier in own)
+        return cls(sum(tier.count for tier in own), codes + maps)
+
+
 class CodedKeys:
     """Searches the keys of heads by their sketches, and the keys behind these one and all.
 
@@ -162,7 +176,8 @@ class CodedKeys:
         keys = [self._keys[head] for head in self.sketches]
         if self._searcher is not None:  # most often: a page of keys has come
             return self._searcher.follow(keys)
-        self._searcher = TierSearcher(keys, [sketch.tiers for sketch in self.sketches.values()])
+        tiers = [sketch.tiers for sketch in self.sketches.values()]
+        self._searcher, self._codes = TierSearcher(keys, tiers), _Codes.of(tiers)
 
     def search(
         self, queries: Tensor, count: int, most: int, num_rerank: Sequence[int]
@@ -203,12 +218,9 @@ class CodedKeys:
 
     def _reads(self, num_rerank: Sequence[int], num_exact: int, most: int) -> SearchReads:
         """Of a search of the codes: codes, what turns queries into them, keys ranked exactly."""
-        tiers = [tier for sketch in self.sketches.values() for tier in sketch.tiers]
-        codes = sum(tier.count * tier.map.plan.code_bytes for tier in tiers)
-        maps = sum(tier.map.query_map.nbytes for tier in tiers)
-        heads, ranked = len(self.sketches), sum(num_rerank)
+        codes, heads, ranked = self._codes, len(self.sketches), sum(num_rerank)
         row = self._keys.shape[2] * self._keys.itemsize
         later = heads * num_exact
-        scores = later + ranked + sum(tier.count for tier in tiers)
+        scores = later + ranked + codes.keys
         every = heads * self.encoded * row
-        return SearchReads(codes + maps + later * row, ranked * row, every, scores)
+        return SearchReads(codes.nbytes + later * row, ranked * row, every, scores)

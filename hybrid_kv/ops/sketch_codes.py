@@ -370,8 +370,8 @@ def check_followed(keys: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """
     fits = len(keys) == len(known) and all(
         new.dim() == 2
-        and len(new) >= len(old)
-        and new.shape[1:] == old.shape[1:]
+        and new.shape[0] >= old.shape[0]
+        and new.shape[1] == old.shape[1]
         and new.dtype == old.dtype
         and new.device == old.device
         and new.stride(1) == 1
@@ -448,12 +448,13 @@ def search_sizes(
             f"{list(num_rerank)}"
         )
     for rows, held in zip(keys, sketched, strict=True):
-        if not 0 <= num_exact <= len(rows) - held:
+        later = rows.shape[0] - held  # len(rows) is a call of Python, for each head of a layer
+        if not 0 <= num_exact <= later:
             raise ConfigError(
-                f"num_exact must be 0..{len(rows) - held}, the newest rows of which no tier "
+                f"num_exact must be 0..{later}, the newest rows of which no tier "
                 f"holds any, got {num_exact}"
             )
     candidates = [max(one, top_k) for one in num_rerank]
-    first_exact = [len(rows) - num_exact for rows in keys]
+    first_exact = [rows.shape[0] - num_exact for rows in keys]
     width = top_k if most is None else min(most, max(candidates, default=top_k) + num_exact)
     return SearchSizes(candidates, first_exact, width)

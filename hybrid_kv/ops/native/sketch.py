@@ -160,7 +160,7 @@ class SketchSearcher:
         """
         check_followed(keys, self.keys)
         for head, rows in zip(self._structs, keys, strict=True):
-            head.keys.data, head.keys.count = rows.data_ptr(), len(rows)
+            head.keys.data, head.keys.count = rows.data_ptr(), rows.shape[0]
             head.keys.stride = rows.stride(0)
         self.keys = list(keys)
 
