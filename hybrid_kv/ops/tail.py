@@ -169,6 +169,12 @@ class Tail:
             + between * keys[:, :, None] * values[:, None],
         )
 
+    def filled(self, other: Tail) -> Tail:
+        """The moments of another one in the memory of these, which are lost."""
+        for mine, its in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            mine.copy_(its)
+        return replace(self, count=other.count)
+
     def less(self, total: Tensor, count: Tensor, keys: Tensor, values: Tensor) -> Tail:
         """These entries, `total` [Hkv] in number, without some: covariances stay as they were.
 

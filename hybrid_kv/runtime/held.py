@@ -76,7 +76,9 @@ class HeldLayer:
             ConfigError: something finds its cold entries that only lives on its device.
         """
         (row,) = layer.rows
-        extents = [replace(_extent_of(layer, span), moments=span.known) for span in row.chain.spans]
+        extents = [
+            replace(_extent_of(layer, span), moments=span.share_known()) for span in row.chain.spans
+        ]
         k, v = row.table.view()
         moved = row.chain.num_tokens + row.dropped > 0
         first = row.sink_tokens if moved else k.shape[1]

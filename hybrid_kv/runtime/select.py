@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 from warnings import warn
 
 import torch
@@ -195,15 +195,16 @@ def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:
     return stacked(parts)
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Selection:
     """What the selection of a row's step hangs on, on the host.
 
-    places: where its extents and codes lie, or how long they are where all of them is attended.
-    tails: by extent the moments of what is estimated.
+    places: where its extents, codes and moments lie, or how long they are where all of it is
+    attended. tails: by extent the moments of what is estimated.
     """
 
     places: tuple[Hashable, ...] = ()
-    tails: tuple[Tail, ...] = ()
+    tails: tuple[Tail, ...] = field(default=(), compare=False)
 
 
 def tell_selection(
@@ -236,6 +237,7 @@ def tell_selection(
         work.select_bytes += index.selection_bytes(rows, budget.top_k)
         places.append((seen, k.data_ptr(), k.stride(), v.data_ptr(), v.stride()))
     tails = [span.tail(device) for span in row.chain.spans] if budget.form else []
+    places += [one.data_ptr() for tail in tails for one in tail.tensors().values()]
     work.estimate_bytes += sum(tail.nbytes for tail in tails)
     return Selection(tuple(places), tuple(tails))
 
@@ -256,8 +258,8 @@ def attend_told(
         return empty_partial(q)
     if not isinstance(budget, TokenBudget) or budget.top_k >= stored:
         return _attend_all(step, row, q)
-    places, tails = told
-    signature = tuple(places), tuple(tails), tuple(q.shape), budget, step.scale, step.softcap
+    tails = told.tails
+    signature = told.places, tuple(q.shape), budget, step.scale, step.softcap
     if step.found is not None:  # somebody looks at this step, and waits for it
         part, retrieved = _search(step, row, q, budget, tails)
         step.found[row.number] = budget, retrieved()

@@ -198,7 +198,7 @@ class _Spill:
             samples = replace(samples, queries=self.asked.open())
         row.chain.commit(new, make_index, samples, runner, nearest)
         if self.moments is not None:
-            new.span.known = self._known(self.moments)
+            new.span.known, new.span.known_is_own = self._known(self.moments), True
 
     def _known(self, moments: Tail) -> Tail:
         if not self.sent:

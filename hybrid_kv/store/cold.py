@@ -204,7 +204,9 @@ class ColdChain:
     def shared(self) -> ColdChain:
         """A chain that continues from the same entries; `release` it when it is done."""
         new = ColdChain(self.shape, self.dtype, self.pinned)
-        new.spans = [Span(span.extent, span.length, known=span.known) for span in self.spans]
+        new.spans = [
+            Span(span.extent, span.length, known=span.share_known()) for span in self.spans
+        ]
         new.num_tokens = self.num_tokens
         return new
 

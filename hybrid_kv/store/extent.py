@@ -160,6 +160,7 @@ class Span:
 
     near: [Hkv, M, K] what its latest search found, where the next one begins. known: these entries
     in sum, as of when somebody asked last. known_without: the same without some, and which.
+    known_is_own: whether nobody else has the tensors of `known`.
     """
 
     extent: ColdExtent
@@ -167,6 +168,7 @@ class Span:
     near: Tensor | None = None
     known: Tail | None = None
     known_without: tuple[Tensor, Tail] | None = None
+    known_is_own: bool = False
 
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
@@ -201,15 +203,25 @@ class Span:
         return result._replace(ids=ids, scores=scores[..., :most], bias=bias)
 
     def tail(self, device: torch.device) -> Tail:
-        """These entries as one Gaussian of each KV head; those of late may not be in it yet."""
+        """These entries as one Gaussian of each KV head; those of late may not be in it yet.
+
+        On a device they stay where they lie, so that a captured step goes on reading them.
+        """
         known = self.known
         if known is None or known.is_outgrown(self.length):
             k, v = self.extent.first(self.length)
-            known = Tail.of(k, v, device=device) if known is None else known.grown(k, v)
+            new = Tail.of(k, v, device=device) if known is None else known.grown(k, v)
+            stays = known is not None and self.known_is_own and known.keys.is_cuda
+            known, self.known_is_own = known.filled(new) if known and stays else new, True
         if known.keys.device != device:
-            known = known.to(device)
+            known, self.known_is_own = known.to(device), True
         self.known = known
         return known
+
+    def share_known(self) -> Tail | None:
+        """What is known of these entries, for somebody who will keep it."""
+        self.known_is_own = False
+        return self.known
 
     def tail_without(self, hidden: Tensor) -> Tail:
         """These entries but for `hidden` [Hkv, length] bool, on the host.
