@@ -253,7 +253,7 @@ class Context:
 
         Raises:
             ConfigError: the context is one of messages, or closed, or what came before its newest
-                tokens is gone: in sliding windows, or dropped by the method.
+                tokens is gone: in sliding windows and linear attention, or dropped by the method.
             BusyError: the model generates in another thread.
         """
         self._check_open()
@@ -416,8 +416,8 @@ class Context:
         if not self._cache.can_crop:
             raise ConfigError(
                 f"a context must still have what came before token {tokens} to be cut there, got "
-                "one whose method or sliding windows have lost it; make a new context, or fork it "
-                "earlier"
+                "one whose method, sliding windows or linear attention have lost it; make a new "
+                "context, or fork it earlier"
             )
         try:
             self._cache.crop(tokens - self._cache.get_seq_length())

@@ -45,7 +45,7 @@ def facts_of(path: Path) -> ContextReport:
         config=manifest.config,
         dtype=manifest.dtype,
         page_size=manifest.page_size,
-        num_layers=len(layers) + len(manifest.windows),
+        num_layers=manifest.num_layers,
         num_tokens=manifest.num_tokens,
         is_chat=manifest.messages is not None,
         prefill_s=manifest.prefill_s,
@@ -79,10 +79,20 @@ def _audit(manifest: Manifest) -> ContextAudit | None:
 def _bytes_by_part(path: Path, manifest: Manifest) -> dict[str, int]:
     kv = {layer.kv for layer in manifest.layers} | {layer.kv for layer in manifest.windows}
     kept = {layer.kept for layer in manifest.layers}
-    parts = {"keys and values": 0, "index": 0, "samples": 0, "kept by the method": 0, "other": 0}
+    states = {layer.states for layer in manifest.states}
+    parts = {
+        "keys and values": 0,
+        "states": 0,
+        "index": 0,
+        "samples": 0,
+        "kept by the method": 0,
+        "other": 0,
+    }
     for name, block in manifest.blocks.items():
         if name in kv:
             part = "keys and values"
+        elif name in states:
+            part = "states"
         elif name in kept:
             part = "kept by the method"
         elif name.endswith(".index"):

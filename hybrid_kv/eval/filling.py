@@ -25,6 +25,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer
+from hybrid_kv.models.fixed_state import is_fixed
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan
@@ -317,6 +318,8 @@ def filled_cache(
 ) -> TieredCache:
     """A cache of the attachment that holds the context in all its layers, sealed, indexes built.
 
+    States of a fixed size are left empty: a step takes as long whatever is in them.
+
     Continue it with `generate` on N + 1 token ids, of which only the last is computed.
 
     Args:
@@ -324,7 +327,7 @@ def filled_cache(
             filled; may raise to give up.
 
     Raises:
-        ConfigError: the model has layers that are not tiered.
+        ConfigError: the model has layers with sliding windows, or of another kind.
     """
     config = runtime.config.replace(index_build="wait")
     cache, dtype = runtime.cache(config), runtime.model.dtype
@@ -332,10 +335,12 @@ def filled_cache(
     cache.kv.means.reserve(context.num_tokens + context.max_steps)
     needs = cache.kv.means.method.needs
     for layer_idx, layer in enumerate(cache.layers):
+        if is_fixed(layer):
+            continue
         if not isinstance(layer, HybridLayer):
             raise ConfigError(
-                f"layer {layer_idx} keeps a cache of transformers' own and cannot be filled; use a "
-                "model whose layers all attend to the whole context"
+                f"layer {layer_idx} is a {type(layer).__name__} and cannot be filled; use a model "
+                "whose layers attend to the whole context or keep a state of a fixed size"
             )
         evidence = (context.evidence(layer_idx, needs, dtype),) if needs != Needs() else ()
         k, v = (tensor.to(runtime.model.device) for tensor in context.kv(layer_idx, dtype))

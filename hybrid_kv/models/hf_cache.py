@@ -19,6 +19,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import HybridLayer, can_go_back, new_layers
 from hybrid_kv.models.cache_state import CacheState, ShownTokens
+from hybrid_kv.models.fixed_state import stuck_layers
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import ModelInfo, Work
@@ -258,9 +259,18 @@ class TieredCache(ServedCache):
         """Forgets the newest tokens; transformers passes their negative number.
 
         Raises:
-            MethodError: a method has lost what would be the window; no layer has forgotten any.
+            ConfigError: a layer's state cannot follow; no layer has forgotten any.
+            MethodError: a method has lost what would be the window, likewise.
         """
         with self.in_use():
+            if (stuck := next(stuck_layers(self.layers), None)) is not None:
+                if not tokens_to_remove:
+                    return
+                raise ConfigError(
+                    f"layer {stuck} of this cache keeps one state for all its tokens (linear "
+                    "attention), from which none can be taken back; fork the cache before tokens "
+                    "that may have to go, or compute the shorter sequence anew"
+                )
             for store in self.kv.stores.values():
                 store.check_crop(max(0, -tokens_to_remove))
             super().crop(tokens_to_remove)
@@ -269,8 +279,11 @@ class TieredCache(ServedCache):
     def can_crop(self) -> bool:
         """Whether every layer still has what came before its newest tokens.
 
-        Windows have not, nor has a method that drops entries once it has dropped some.
+        Windows and states of a fixed size have not, nor has a method that drops entries once it has
+        dropped some.
         """
+        if next(stuck_layers(self.layers), None) is not None:
+            return False
         if any(row.lost_entries for store in self.kv.stores.values() for row in store.rows):
             return False
         return all(

@@ -6,15 +6,15 @@ values and states in the shapes and dtypes that they will have.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hybrid_kv.errors import UnsupportedModelError
 from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.fixed_state import states_of
 from hybrid_kv.models.support import text_config
 
 _BLOCK = 64
@@ -60,15 +60,8 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
         for entry in (layer.keys, layer.values)
         if entry is not None
     ]
-    states = [state for layer in cache.layers for state in fixed_states(layer)]
+    states = [state for layer in cache.layers for state in states_of(layer).values()]
     # [1, heads, key channels, value channels] of a linear attention; those of kernels have 3 axes.
     widths = [x.shape[1] * (x.shape[2] + x.shape[3] + _BLOCK) for x in states if x.ndim == 4]
     fixed = sum(state.nbytes for state in states)
     return OtherLayers(count, sum(windows), fixed, max(widths, default=0))
-
-
-def fixed_states(layer: Any) -> list[Tensor]:
-    """The states of a cache's layer that have one size at any context; [] for one that has none."""
-    names = ("conv_states", "recurrent_states")
-    held = [state for name in names for state in getattr(layer, name, {}).values()]
-    return [state for state in held if state is not None]

@@ -26,7 +26,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.blocks import BlockWriter, hash_of, mapped
 from hybrid_kv.saved.folder import check_target, publish, sync
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
-from hybrid_kv.saved.manifest import MANIFEST, Block, SavedLayer, SavedPart, SavedWindow
+from hybrid_kv.saved.manifest import MANIFEST, AnyLayer, Block, SavedPart
 from hybrid_kv.saved.rounding import Compression
 from hybrid_kv.saved.saving import Maker, check_layers, write_layer, write_rest
 
@@ -38,7 +38,7 @@ class BuildProgress(SavedPart):
 
     key: str
     folder: str
-    layers: list[SavedLayer | SavedWindow]
+    layers: list[AnyLayer]
     blocks: dict[str, Block]
     hidden: str
     prefill_s: float = Field(ge=0)
@@ -61,7 +61,7 @@ class ContextBuild:
     ) -> None:
         self.root, self.target, self._key, self._every_s = root, target, key, every_s
         self._compress = compress
-        self._layers: list[SavedLayer | SavedWindow] = []
+        self._layers: list[AnyLayer] = []
         self.hidden: Tensor | None = None
         self._before_s, self._begin = 0.0, monotonic()
         self._noted = self._begin

@@ -11,15 +11,15 @@ import os
 import stat
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_kv.errors import FileFormatError, ReadError
 
 FORMAT = "hybrid_kv context"
-VERSION = 2
-_READ = (1, VERSION)
+VERSION = 3
+_READ = (1, 2, VERSION)
 MANIFEST = "manifest.json"
 _MAX_BYTES = 64 * 2**20
 _BLOCK = r"^[a-z0-9]+(-[a-z0-9]+)*\.(safetensors|index|json)$"
@@ -135,6 +135,20 @@ class SavedWindow(SavedPart):
         return min(self.length, self.window - 1)
 
 
+class SavedState(SavedPart):
+    """A layer whose state has one size at any context, transformers' own: the state of all tokens
+    of the context, as it is.
+
+    states: block.
+    """
+
+    layer_idx: int = Field(ge=0)
+    states: str = Field(pattern=_BLOCK)
+
+
+AnyLayer: TypeAlias = SavedLayer | SavedWindow | SavedState
+
+
 class SavedModel(SavedPart):
     """facts: of its configuration, by name. weights: SHA-256 over a sample of all weights."""
 
@@ -166,7 +180,13 @@ class Manifest(SavedPart):
     audit: SavedAudit | None = None
     layers: list[SavedLayer]
     windows: list[SavedWindow] = []
+    states: list[SavedState] = []
     blocks: dict[str, Block]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return len(self.layers) + len(self.windows) + len(self.states)
 
     def path_of(self, root: Path, name: str) -> Path:
         """Where a block lies, a plain file of the size that it should have.

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import LinearAttentionLayer
 
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
+from hybrid_kv.models.fixed_state import check_states, is_fixed, take_states
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement
@@ -30,6 +32,7 @@ from hybrid_kv.saved.manifest import (
     SavedExtent,
     SavedLayer,
     SavedSamples,
+    SavedState,
     SavedWindow,
     damaged,
     read_manifest,
@@ -49,6 +52,30 @@ class Opened:
 
     ids: Tensor
     messages: list[Any] | None
+
+
+class _Content(NamedTuple):
+    """What was read of a context: text, and what goes to the layers of each kind."""
+
+    opened: Opened
+    layers: list[tuple[SavedLayer, HeldLayer]]
+    windows: list[tuple[SavedWindow, Tensor, Tensor]]
+    states: list[tuple[SavedState, dict[str, Tensor]]]
+
+    def go_to(self, cache: TieredCache, device: torch.device) -> None:
+        """Lets the empty layers of a cache go on from it."""
+        for layer, held in self.layers:
+            tiered = cache.layers[layer.layer_idx]
+            assert isinstance(tiered, HybridLayer)
+            tiered.take(held, device)
+        for window, k, v in self.windows:
+            sliding = cache.layers[window.layer_idx]
+            assert isinstance(sliding, SlidingLayer)
+            sliding.take(k, v, window.length, device)
+        for state, tensors in self.states:
+            fixed = cache.layers[state.layer_idx]
+            assert is_fixed(fixed)
+            take_states(fixed, tensors, device)
 
 
 @torch.no_grad()
@@ -86,26 +113,19 @@ def open_context(
         manifest = read_manifest(root)
         check_identity(root, manifest, model, tokenizer, cache.kv.config)
         try:
-            opened, layers, windows = _read(root, manifest, cache, device, verify)
+            content = _read(root, manifest, cache, device, verify)
         except FileFormatError:
             if read_manifest(root).folder == manifest.folder:
                 raise
             continue  # somebody has saved to it meanwhile
-        for layer_idx, held in layers.items():
-            layer = cache.layers[layer_idx]
-            assert isinstance(layer, HybridLayer)
-            layer.take(held, device)
-        for window, (k, v) in windows:
-            sliding = cache.layers[window.layer_idx]
-            assert isinstance(sliding, SlidingLayer)
-            sliding.take(k, v, window.length, device)
+        content.go_to(cache, device)
         cache.kv.check_source = OpenFiles.of(root, manifest).check
-        return opened
+        return content.opened
 
 
 def _read(
     root: Path, manifest: Manifest, cache: TieredCache, device: torch.device, verify: bool | None
-) -> tuple[Opened, dict[int, HeldLayer], list[tuple[SavedWindow, tuple[Tensor, Tensor]]]]:
+) -> _Content:
     with _refusing(root):
         if verify is None:
             verify = sum(block.num_bytes for block in manifest.blocks.values()) <= VERIFIED_BYTES
@@ -115,17 +135,23 @@ def _read(
         kinds = {number: type(layer) for number, layer in enumerate(cache.layers)}
         saved_kinds: dict[int, type] = {saved.layer_idx: HybridLayer for saved in manifest.layers}
         saved_kinds |= {saved.layer_idx: SlidingLayer for saved in manifest.windows}
-        if saved_kinds != kinds:
+        saved_kinds |= {saved.layer_idx: LinearAttentionLayer for saved in manifest.states}
+        if saved_kinds != kinds or manifest.num_layers != len(kinds):
             raise ValueError("it has other layers than the model")
         for name in manifest.blocks if verify else ():
             _check(root, manifest, name)
         reader = _Reader(root, manifest, cache.kv, device)
-        windows = []
-        for saved in manifest.windows:
-            sliding = cache.layers[saved.layer_idx]
+        windows, states = [], []
+        for window in manifest.windows:
+            sliding = cache.layers[window.layer_idx]
             assert isinstance(sliding, SlidingLayer)
-            windows.append((saved, reader.window(saved, sliding)))
-        return opened, {saved.layer_idx: reader.layer(saved) for saved in manifest.layers}, windows
+            windows.append((window, *reader.window(window, sliding)))
+        for state in manifest.states:
+            fixed = cache.layers[state.layer_idx]
+            assert is_fixed(fixed)
+            states.append((state, reader.states(state, fixed)))
+        layers = [(saved, reader.layer(saved)) for saved in manifest.layers]
+        return _Content(opened, layers, windows, states)
 
 
 @contextmanager
@@ -215,6 +241,12 @@ class _Reader:
         if k.shape != v.shape or k.shape[1] != saved.num_entries or {k.dtype, v.dtype} != {dtype}:
             raise ValueError(f"the window of layer {saved.layer_idx} has not what it should")
         return k, v
+
+    def states(self, saved: SavedState, layer: LinearAttentionLayer) -> dict[str, Tensor]:
+        """The states of a fixed size of one row, by name."""
+        tensors, _ = mapped(_check(self._root, self._manifest, saved.states))
+        check_states(layer, tensors)
+        return tensors
 
     def _keys_and_values(self, saved: SavedLayer) -> tuple[Tensor, Tensor]:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.kv))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
+from hybrid_kv.models.fixed_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.held import HeldExtent, HeldLayer
@@ -25,6 +26,7 @@ from hybrid_kv.saved.folder import replacing
 from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity
 from hybrid_kv.saved.manifest import (
     MANIFEST,
+    AnyLayer,
     Manifest,
     SavedAudit,
     SavedExtent,
@@ -33,6 +35,7 @@ from hybrid_kv.saved.manifest import (
     SavedMoments,
     SavedRounding,
     SavedSamples,
+    SavedState,
     SavedWindow,
     write_manifest,
 )
@@ -95,7 +98,7 @@ def write_rest(
     ids: Tensor,
     messages: Sequence[Any] | None,
     maker: Maker,
-    layers: Sequence[SavedLayer | SavedWindow],
+    layers: Sequence[AnyLayer],
     prefill_s: float | None,
 ) -> None:
     """Writes what a context has beside its layers, and the manifest of both.
@@ -103,11 +106,7 @@ def write_rest(
     Raises:
         OSError: it cannot be written.
     """
-    told, last = None, cache.layers[-1]  # earlier ones may come from an interrupted build
-    assert isinstance(last, HybridLayer | SlidingLayer)
-    kept = last.keys if isinstance(last, SlidingLayer) else last
-    assert kept is not None
-    assert kept.dtype is not None
+    told: str | None = None
     if messages is not None:
         told = writer.raw("messages.json", json.dumps(messages).encode())
     manifest = {
@@ -121,12 +120,13 @@ def write_rest(
         "model": model_identity(maker.model),
         "tokenizer": tokenizer_identity(maker.tokenizer),
         "config": cache.kv.config.flat(),
-        "dtype": name_of(kept.dtype),
+        "dtype": name_of(maker.model.dtype),
         "page_size": cache.kv.config.page_size,
         "prefill_s": prefill_s,
         "audit": _audited(cache),
         "layers": [layer for layer in layers if isinstance(layer, SavedLayer)],
         "windows": [layer for layer in layers if isinstance(layer, SavedWindow)],
+        "states": [layer for layer in layers if isinstance(layer, SavedState)],
         "blocks": writer.blocks,
     }
     write_manifest(root / MANIFEST, Manifest.model_validate(manifest))
@@ -151,17 +151,17 @@ def _audited(cache: TieredCache) -> SavedAudit | None:
 def check_layers(cache: TieredCache) -> None:
     """Raises ConfigError where a layer has state that no file holds."""
     for number, layer in enumerate(cache.layers):
-        if not isinstance(layer, HybridLayer | SlidingLayer):
+        if not isinstance(layer, HybridLayer | SlidingLayer) and not is_fixed(layer):
             raise ConfigError(
-                f"layer {number} must be one of full attention or of a sliding window to be saved, "
-                f"got a {type(layer).__name__}, whose state the file format does not hold; keep "
-                "the context in memory"
+                f"layer {number} must be one of full attention, of a sliding window or of linear "
+                f"attention to be saved, got a {type(layer).__name__}, whose state the file format "
+                "does not hold; keep the context in memory"
             )
 
 
 def write_layer(
     writer: BlockWriter, cache: TieredCache, layer_idx: int, compress: Compression | None
-) -> SavedLayer | SavedWindow:
+) -> AnyLayer:
     """Writes what a layer of a cache of one row holds.
 
     Raises:
@@ -171,6 +171,9 @@ def write_layer(
     layer = cache.layers[layer_idx]
     if isinstance(layer, SlidingLayer):
         return _write_window(writer, layer_idx, layer)
+    if is_fixed(layer):
+        block = writer.tensors(f"layer-{layer_idx:04d}-states.safetensors", states_of(layer))
+        return SavedState(layer_idx=layer_idx, states=block)
     return _write_held(writer, layer_idx, HeldLayer.of(cache.kv.stores[layer_idx]), compress)
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
@@ -16,6 +17,7 @@ from hybrid_kv.models.load import load_model
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
+from tests.contracts.edges.further_models import further_config
 from tests.device import emulated
 from tests.kit import held, kept_alive
 from tests.tolerances import TOLERANCES
@@ -98,6 +100,27 @@ def test_generation_continues_a_filled_context(context: SyntheticContext) -> Non
         )
         with too_many, torch.inference_mode():
             model(written[:, -1:], **passing(cache))
+
+
+def test_layers_with_a_state_of_fixed_size_begin_without_one() -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    config = further_config("qwen3_5_text", num_hidden_layers=4, layer_types=kinds)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with hkv.attach(model, hkv.HybridConfig(window_tokens=64, cold={"top_k": 50})) as runtime:
+        assert [shape.layer_idx for shape in runtime.info.layers] == [1, 3]
+        cache = filled_cache(runtime, SyntheticContext(runtime.info, 300, max_steps=4))
+        ids = torch.randint(2, 100, (1, 301))
+        model.generate(ids, **passing(cache), max_new_tokens=4, do_sample=False)
+        assert cache.get_seq_length() == 304
+        assert cache.layers[0].has_previous_state == {0: True}
+
+
+def test_layers_with_a_window_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(further_config("gemma4_text"))
+    with hkv.attach(model, hkv.HybridConfig(window_tokens=64)) as runtime:
+        context = SyntheticContext(runtime.info, 100)
+        with pytest.raises(ConfigError, match="layer 0 is a SlidingLayer and cannot be filled"):
+            filled_cache(runtime, context)
 
 
 def test_a_dropped_cache_is_gone_at_once(context: SyntheticContext) -> None:

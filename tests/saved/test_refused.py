@@ -239,15 +239,18 @@ def test_a_block_that_is_cut_off_or_gone_is_refused(llm: hkv.LLM, saved: Path, n
 
 def test_a_newer_version_is_refused(llm: hkv.LLM, saved: Path) -> None:
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
-    with pytest.raises(FileFormatError, match="format version 3, this package reads 1 to 2"):
+    path.write_text(path.read_text().replace('"version": 3', '"version": 4', 1))
+    with pytest.raises(FileFormatError, match="format version 4, this package reads 1 to 3"):
         llm.open(saved)
 
 
-def test_a_context_of_version_1_is_opened(llm: hkv.LLM, saved: Path) -> None:
-    rewrite(saved, lambda content: content.pop("windows"))
+@pytest.mark.parametrize(("version", "later"), [(1, ("windows", "states")), (2, ("states",))])
+def test_a_context_of_an_earlier_version_is_opened(
+    llm: hkv.LLM, saved: Path, version: int, later: tuple[str, ...]
+) -> None:
+    rewrite(saved, lambda content: [content.pop(name) for name in later])
     path = saved / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1', 1))
+    path.write_text(path.read_text().replace('"version": 3', f'"version": {version}', 1))
     llm.open(saved).close()
 
 

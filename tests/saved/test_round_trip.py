@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError, FileFormatError
@@ -293,8 +293,8 @@ def test_a_window_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_layers_that_no_file_holds_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
     with loaded(plain, "full") as llm:
         context = llm.context("oak")
-        cache_of(context).layers[1] = LinearAttentionLayer()
-        with pytest.raises(ConfigError, match=r"layer 1 must be .* got a LinearAttentionLayer"):
+        cache_of(context).layers[1] = LinearAttentionAndFullAttentionLayer()
+        with pytest.raises(ConfigError, match=r"layer 1 must be .* got a LinearAttentionAndFull"):
             context.save(tmp_path / "a.hkv")
     assert list(tmp_path.iterdir()) == []
 

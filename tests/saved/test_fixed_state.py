@@ -1,0 +1,168 @@
+"""Contexts of models whose other layers keep one state for all tokens: linear attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hybrid_kv as hkv
+from hybrid_kv.api.building import build_context
+from hybrid_kv.errors import ConfigError, FileFormatError
+from hybrid_kv.models.fixed_state import is_fixed, states_of
+from hybrid_kv.saved.blocks import hash_of
+from hybrid_kv.saved.manifest import read_manifest
+from tests.contracts.architectures import scale_weights
+from tests.contracts.edges.further_models import further_config
+from tests.kit import cache_of
+from tests.models.folder import WORDS
+from tests.saved.scene import SMALL, TEXT, TOKENS, blocks_of, flip, loaded, rewrite
+
+QUESTIONS = ["oak", "fox sea owl"]
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "conv"]},
+    "bamba": {"attn_layer_indices": [1]},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def plain(request: pytest.FixtureRequest) -> PreTrainedModel:
+    changes = MODELS[request.param]
+    config = further_config(
+        request.param,
+        vocab_size=len(WORDS),
+        num_hidden_layers=len(changes.get("layer_types", [0, 1, 2])),
+        max_position_embeddings=4096,
+        **changes,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        scale_weights(model)
+    return model.eval()
+
+
+def answers(context: hkv.Context) -> list[list[int]]:
+    return [context.ask(question, max_new_tokens=6).token_ids for question in QUESTIONS]
+
+
+def states(context: hkv.Context) -> dict[str, torch.Tensor]:
+    return {
+        f"{number}-{name}": state.clone()
+        for number, layer in enumerate(cache_of(context).layers)
+        if is_fixed(layer)
+        for name, state in states_of(layer).items()
+    }
+
+
+HYBRID: dict[str, Any] = {**SMALL, "cold": {"top_k": 5}}
+
+
+@pytest.mark.parametrize("method", ["hybrid", "full", "streaming_llm"])
+def test_an_opened_context_has_the_states_and_answers(
+    plain: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    settings = {"hybrid": HYBRID, "streaming_llm": SMALL}.get(method, {})
+    with loaded(plain, method, **settings) as llm:
+        context = llm.context(TEXT)
+        expected, held = answers(context), states(context)
+        assert len(set(map(tuple, expected))) == len(expected), "the model answers differently"
+        context.save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        cache_of(opened).check_integrity()
+        assert states(opened).keys() == held.keys()
+        assert all(torch.equal(states(opened)[name], state) for name, state in held.items())
+        assert answers(opened) == expected
+        assert answers(opened) == expected, "an ask leaves no trace"
+        opened.append("bee fox owl")
+        context.append("bee fox owl")
+        assert answers(opened) == answers(context) != expected
+        opened.save(tmp_path / "a.hkv")
+        assert answers(llm.open(tmp_path / "a.hkv")) == answers(context)
+
+
+def test_a_fork_goes_on_alone(plain: PreTrainedModel, tmp_path: Path) -> None:
+    with loaded(plain, "hybrid", **HYBRID) as llm:
+        llm.context(TEXT).save(tmp_path / "a.hkv")
+        opened = llm.open(tmp_path / "a.hkv")
+        expected = answers(opened)
+        fork = opened.fork()
+        fork.append("owl owl bee")
+        assert answers(opened) == expected != answers(fork)
+
+
+def test_a_build_that_was_interrupted_goes_on(plain: PreTrainedModel, tmp_path: Path) -> None:
+    if plain.config.model_type == "bamba":
+        pytest.skip("layers of Mamba take a prompt whole")
+    with loaded(plain, "hybrid", **HYBRID) as llm:
+        expected = answers(llm.context(TEXT))
+        last = plain.model.layers[-1]
+        undo = last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("end")))
+        with pytest.raises(KeyError, match="end"):
+            build_context(llm, TEXT, tmp_path / "a.hkv", every_s=0)
+        undo.remove()
+        built = build_context(llm, TEXT, tmp_path / "a.hkv", every_s=0)
+        assert built.found_layers == built.num_layers - 1 == len(plain.model.layers) - 1
+        assert answers(llm.open(tmp_path / "a.hkv")) == expected
+
+
+def test_what_a_state_cannot_follow_is_refused(plain: PreTrainedModel) -> None:
+    with loaded(plain, "hybrid", **HYBRID) as llm:
+        context = llm.context(TEXT)
+        cache, expected = cache_of(context), answers(context)
+        assert not cache.can_crop
+        with pytest.raises(
+            ConfigError, match=r"keeps one state for all its tokens .* fork the cache"
+        ):
+            cache.crop(-3)
+        cache.crop(0)
+        cache.check_integrity()
+        assert cache.get_seq_length() == TOKENS
+        assert answers(context) == expected
+
+
+def test_a_folder_of_contexts_takes_whole_ones_only(plain: PreTrainedModel, tmp_path: Path) -> None:
+    config = hkv.HybridConfig(method="hybrid", index_build="wait", **HYBRID)
+    for _ in range(2):
+        with loaded(plain, "hybrid", **HYBRID) as other:
+            expected = answers(other.context(TEXT))
+        with hkv.load(plain, tokenizer=other.tokenizer, config=config, cache_dir=tmp_path) as llm:
+            assert answers(llm.context(TEXT)) == expected
+            assert llm.prefixes is not None
+            hits = llm.prefixes.registry.counters.hits
+    assert hits == 1
+
+
+def test_damaged_states_are_refused(plain: PreTrainedModel, tmp_path: Path) -> None:
+    with loaded(plain, "hybrid", **HYBRID) as llm:
+        path = tmp_path / "a.hkv"
+        llm.context(TEXT).save(path)
+        block = read_manifest(path).states[0].states
+        file = blocks_of(path) / block
+        whole = load_file(file)
+        flip(file, -1)
+        with pytest.raises(FileFormatError, match="checksum"):
+            llm.open(path, verify=False)
+
+        def told(content: dict[str, Any]) -> None:
+            content["blocks"][block] = {"num_bytes": file.stat().st_size, "sha256": hash_of(file)}
+
+        name = next(iter(whole))
+        for wrong, sentence in (
+            ({"conv-7": whole[name]}, r"states must be of conv-0, .*, got conv-7"),
+            ({name: whole[name].repeat_interleave(2, 0)}, "states must be of one row"),
+            ({}, "states must be of conv-0"),
+        ):
+            save_file(wrong, file)
+            rewrite(path, told)
+            with pytest.raises(FileFormatError, match=sentence):
+                llm.open(path)
+        rewrite(path, lambda content: content["states"].pop())
+        with pytest.raises(FileFormatError, match="other layers than the model"):
+            llm.open(path)
