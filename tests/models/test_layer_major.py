@@ -73,8 +73,10 @@ def test_chunks_of_any_size_give_the_logits_and_tokens_of_one_pass(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2"])
-@pytest.mark.parametrize("padding", [0, 9])
-def test_states_of_a_fixed_size_pass_from_chunk_to_chunk(kind: str, padding: int) -> None:
+@pytest.mark.parametrize(("padding", "place"), [(0, "auto"), (9, "auto"), (9, "host")])
+def test_states_of_a_fixed_size_pass_from_chunk_to_chunk(
+    kind: str, padding: int, place: str
+) -> None:
     model = build_further(kind)
     prompt = ids(rows=2)
     prompt[1, :padding] = PAD
@@ -83,7 +85,7 @@ def test_states_of_a_fixed_size_pass_from_chunk_to_chunk(kind: str, padding: int
     parts = dict(model.named_modules())
     mixer = next(part for name, part in parts.items() if name.endswith((".linear_attn", ".conv")))
     seen: list[int] = []
-    with hkv.attach(model, config(10)) as runtime:
+    with hkv.attach(model, config(10).replace(prefill_states=place)) as runtime:
         undo = mixer.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
         found = model(prompt, attention_mask=mask, **passing(runtime.cache())).logits
         undo.remove()
