@@ -319,7 +319,7 @@ def _design_parts(step: DesignStep) -> Text:
     from rich.text import Text
 
     if step.why_not:
-        return Text("does not fit")
+        return Text("cannot run")
     lines = [
         f"({part.ms:.1f}) {part.name}" if part.hidden else f"{part.ms:.1f} {part.name}"
         for part in step.parts

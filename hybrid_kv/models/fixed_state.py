@@ -21,6 +21,11 @@ def is_fixed(layer: Any) -> TypeGuard[LinearAttentionLayer]:
     return type(layer) is LinearAttentionLayer
 
 
+def is_written_in_place(layer: Any) -> bool:
+    """Whether each further token overwrites a layer's states where they lie, of a fixed size."""
+    return is_fixed(layer) and all(layer.has_previous_state.values()) and not layer.record_past
+
+
 def states_of(layer: Any) -> dict[str, Tensor]:
     """The states that a layer holds, by kind and number; {} for one that holds none.
 

@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from hybrid_kv.models.cache_argument import CACHE_ARGUMENT
 from hybrid_kv.models.cache_layers import HybridLayer, hybrid_layers
 from hybrid_kv.models.early_queries import is_idle_on_devices
+from hybrid_kv.models.fixed_state import is_written_in_place, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.captures import CaptureBusyError
 from hybrid_kv.runtime import PlanReason
@@ -100,7 +101,7 @@ class StepGraphs:
         if use.reason is not None:
             self._known.pop(cache, None)
             return inner(**inputs)
-        granted = self._granted(module, inputs, plans)
+        granted = self._granted(cache, module, inputs, plans)
         known = self._known.get(cache)
         if known is None or known.granted != granted:
             places = self._places(cache, inputs, {} if known is None else known.given)
@@ -135,7 +136,7 @@ class StepGraphs:
     ) -> PlanReason | None:
         """Why a step cannot be captured; None where it can."""
         for idx, layer in enumerate(cache.layers):
-            if type(layer) is not HybridLayer:
+            if type(layer) is not HybridLayer and not is_written_in_place(layer):
                 kind = type(layer).__name__
                 return PlanReason("layers", f"layer {idx} keeps its state in a {kind}")
         if (why := _why_not_inputs(module, inputs)) is not None:
@@ -170,13 +171,20 @@ class StepGraphs:
     # What a graph hangs on ------------------------------------------------------------------------
 
     def _granted(
-        self, module: nn.Module, inputs: Mapping[str, Any], plans: Sequence[DevicePlan]
+        self,
+        cache: TieredCache,
+        module: nn.Module,
+        inputs: Mapping[str, Any],
+        plans: Sequence[DevicePlan],
     ) -> tuple[Any, ...]:
-        """All that is baked into a graph: plans, weights by where they lie, forwards, settings."""
+        """All that is baked into a graph: plans, weights and states of a fixed size by where they
+        lie, forwards, settings.
+        """
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda")
         told = sorted((name, _kind(name, value)) for name, value in inputs.items())
         hang_on = [plan.hangs_on() for plan in plans]
-        return hang_on, module, modes, told, self._weights()
+        states = [x.data_ptr() for layer in cache.layers for x in states_of(layer).values()]
+        return hang_on, module, modes, told, states, self._weights()
 
     def _weights(self) -> tuple[list[Any], list[int]]:
         held = [

@@ -340,6 +340,8 @@ class Designs:
         spilled = (_SPILL_MS + _SPILL_LAUNCHES * _LAUNCH_US / 1e3) / _DEFAULTS.page_size
         spills = DesignPart("pages to the host", "host", spilled)
         if one_graph:
+            if facts.window_bytes:
+                why = why or "layers with a sliding window are not captured"
             parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
             return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
         launches = self._kernels(2)  # queries' copy, graph

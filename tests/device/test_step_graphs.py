@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.captures import device_in_use
+from tests.contracts.architectures import scale_weights
+from tests.contracts.edges.further_models import further_config
 from tests.device import emulated
 from tests.device.cuda import values
 from tests.device.machine import Launch, Machine
@@ -261,6 +263,42 @@ def test_sliding_layers_are_refused_by_name() -> None:
             assert "layer 0" in graph["reason"]
             assert "SlidingLayer" in graph["reason"]
             assert machine.counts.captures == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+def test_states_of_a_fixed_size_are_written_by_replays(kind: str) -> None:
+    """Where they lie; a fork has its own, and others may take their place: both are captured."""
+
+    def steps(config: hkv.HybridConfig) -> list[Tensor]:
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_config(further_config(kind)).eval()
+        scale_weights(model)
+        model.to("cuda")
+        parts: list[Tensor] = []
+        with torch.inference_mode(), hkv.attach(model, config) as runtime:
+            cache = runtime.cache()
+            parts.append(model(tokens(130).cuda(), **passing(cache)).logits[:, -1])
+            caches = [cache]
+            for number in range(12):
+                if number == 6:
+                    caches.append(cache.fork())
+                if number == 9:
+                    moved: Any = cache.layers[0]
+                    moved.conv_states = {0: moved.conv_states[0].clone()}
+                for one in caches:
+                    ids = tokens(1, 20 * len(parts)).cuda()
+                    parts.append(model(ids, **passing(one)).logits[:, -1])
+            if config.capture_decode:
+                told = [graph_of(one) for one in caches]
+                assert [one["captures"] for one in told] == [2, 1]
+                assert sum(one["replays"] for one in told) >= 18 - 3 * READY
+        return list(map(values, parts))
+
+    with emulated(kernels="defined"):
+        expected = steps(plain("hybrid"))
+    with emulated(schedule="late", kernels="defined"):
+        found = steps(captured("hybrid"))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_capture_that_fails_is_followed_by_eager_steps_and_tried_again() -> None:

@@ -61,6 +61,14 @@ def test_layers_that_are_not_tiered_have_kernels_and_states_but_no_search() -> N
         assert step.device_bytes == before.device_bytes + GIB
 
 
+def test_a_model_with_sliding_windows_has_no_step_of_one_graph() -> None:
+    found = {name: step.why_not for name, step in steps(window_bytes=2**20, other_layers=5).items()}
+    assert found.pop("sketch on the device, one graph").endswith(
+        "a sliding window are not captured"
+    )
+    assert set(found.values()) == {""}
+
+
 def test_a_search_takes_its_work_or_its_bytes() -> None:
     cost = CoreCost(20.0, 100.0, 1.0, key_bytes=24.0)
     costs = replace(HOST_COSTS, search={"sketch": cost})
