@@ -73,7 +73,8 @@ class SnapKV(Evicting):
             if info.output_of(one.layer_idx) is None:
                 raise ConfigError(
                     "value_weighting 'projected' must know the output projection of layer "
-                    f"{one.layer_idx}, got none; choose 'values', whose own norm counts"
+                    f"{one.layer_idx} as a plain matrix, got none or a packed one; choose "
+                    "'values', whose own norm counts"
                 )
 
     def absorb(

@@ -20,7 +20,7 @@ from hybrid_kv.attention import apply_sink
 from hybrid_kv.errors import BackendUnavailable, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import HybridLayer, tiered_layers
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.packed_linear import packed_modules
+from hybrid_kv.models.packed_linear import WAY_OUT, packed_modules
 from hybrid_kv.types import PartialAttention
 
 NAME = "hybrid_kv_graph"
@@ -119,7 +119,7 @@ def _check(model: PreTrainedModel, text: PreTrainedConfig) -> None:
     if any(packed_modules(model)):
         raise UnsupportedModelError(
             f"compile_decode serves plain weights, those of this {name} are packed; set "
-            "compile_decode=False, or load the model with dequantize=True"
+            f"compile_decode=False, or {WAY_OUT}"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(

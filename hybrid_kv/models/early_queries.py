@@ -170,7 +170,7 @@ def _candidates(layer: nn.Module, attention: nn.Module, shape: LayerShape) -> It
     norms = [child for _, child in layer.named_children() if _is_norm(child)]
     own = list(attention.named_children())
     of_heads = [child for name, child in own if name.startswith("q") and _is_norm(child)]
-    products = [child for _, child in own if hasattr(child, "weight") and not _is_norm(child)]
+    products = [child for _, child in own if not _is_norm(child)]
     # The query's projection by its name before those of key, value and output.
     products.sort(key=lambda child: child is not getattr(attention, "q_proj", None))
     for norm in (*norms, None):

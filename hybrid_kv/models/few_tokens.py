@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from hybrid_kv.models.forwards import replaced
 from hybrid_kv.models.linear_product import LinearProduct, StepThread
+from hybrid_kv.models.weight_tensors import is_plain_linear
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.linear import MAX_TOKENS, linear, multiplies
 from hybrid_kv.ops.native.workers import pool_here
@@ -140,8 +141,8 @@ def _pieces(weights: Iterable[Tensor]) -> Iterator[Tensor]:
 class FewTokens:
     """The linear layers of a model, and the block in which the engine may multiply for them.
 
-    Only plain 16-bit matrices in host memory that nobody else works on take part: quantised and
-    adapted layers are classes of their own, accelerate sets a hook, others a forward.
+    Only plain 16-bit matrices in host memory that nobody else works on take part: accelerate sets a
+    hook, others a forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -194,7 +195,7 @@ def _is_own(module: nn.Linear) -> bool:
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
-        type(module) is nn.Linear
+        is_plain_linear(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.bfloat16, torch.float16)
         and module.weight.nbytes >= _LEAST_BYTES

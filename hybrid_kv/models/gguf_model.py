@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hybrid_kv.models.checkpoint import check_tensors, one_sentence
 from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
-from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 
@@ -108,14 +108,7 @@ def _order(
     order = conversion.row_order(tensor)
     if type(module) is nn.Linear:
         return order
-    return order if _is_table(module) and order is not None and order.columns is None else None
-
-
-def _is_table(module: nn.Module) -> bool:
-    """Embeddings as torch has them, and those that a model multiplies by one number."""
-    if type(module) is nn.Embedding:
-        return module.max_norm is None
-    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    return order if is_table(module) and order is not None and order.columns is None else None
 
 
 def fill(
@@ -190,12 +183,7 @@ def _packed(module: nn.Module, placed: Placed, dtype: torch.dtype, exact: bool) 
             *(tensor.kind, blocks, module.in_features, bias), exact=exact, columns_in=columns
         )
     assert isinstance(module, nn.Embedding)
-    scale = getattr(module, "embed_scale", None)
-    return PackedEmbedding(
-        *(tensor.kind, blocks, module.embedding_dim, dtype),
-        scale=None if scale is None else float(scale),
-        padding_idx=module.padding_idx,
-    )
+    return PackedEmbedding.in_place_of(module, tensor.kind, blocks, dtype)
 
 
 def _values(tensors: Iterable[GgufTensor], conversion: Conversion) -> Iterable[tuple[str, Tensor]]:

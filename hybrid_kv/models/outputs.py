@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybrid_kv.models.weight_tensors import is_plain_linear
 from hybrid_kv.types import ModelInfo
 
 _NAMES = ("o_proj", "out_proj", "dense", "wo")
@@ -20,7 +21,7 @@ def find_outputs(model: PreTrainedModel, info: ModelInfo) -> tuple[Tensor | None
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
         for part in (getattr(module, name, None) for name in _NAMES):
-            if isinstance(layer_idx, int) and type(part) is nn.Linear:
+            if isinstance(layer_idx, int) and is_plain_linear(part):
                 found[layer_idx] = part.weight.detach()
     return tuple(
         weight if weight is not None and not weight.is_meta and weight.shape[1] == width else None

@@ -1,27 +1,28 @@
 """Linear layers and embeddings whose weights stay packed in blocks, as a GGUF file holds them.
 
-A weight is a parameter of bytes, [rows, bytes of a row], mostly in a mapped file. The engine
+A weight is a parameter of bytes, [rows, bytes of a row], in a mapped file or in memory. The engine
 multiplies straight from it; nothing is ever unpacked but the rows of an embedding asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.gguf_file import unpacked
+from hybrid_kv.models.blocks import unpacked
 from hybrid_kv.ops.native.packed import PackedWeight, packed_linear
 from hybrid_kv.ops.native.workers import pool_here
 
-_WAY_OUT = "load the model with dequantize=True"
+WAY_OUT = "load the model unpacked (dequantize=True for a GGUF file, without weights= for others)"
+"""Of what packed weights cannot."""
 _IN_GRAPHS = (
     "products of packed weights cannot be part of a graph; call torch.compile without "
-    f"fullgraph=True, or {_WAY_OUT}"
+    f"fullgraph=True, or {WAY_OUT}"
 )
 _PIECE_BYTES = 2**20
 """Of packed rows that are unpacked at a time, where values are asked for."""
@@ -77,15 +78,21 @@ class _Packed(nn.Module):
         if tried.device.type not in ("cpu", "meta") or tried.dtype != torch.uint8:
             raise ConfigError(
                 f"weights packed in {self.kind} must stay bytes on the CPU, got {tried.dtype} on "
-                f"'{tried.device}'; {_WAY_OUT} for plain weights"
+                f"'{tried.device}'; {WAY_OUT}"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        """Raises ConfigError: no checkpoint holds weights in this form."""
+        """Raises ConfigError: no checkpoint holds weights in this form.
+
+        An empty module, whose weight is still to be read, gives its name all the same.
+        """
+        if self.weight.is_meta:
+            super()._save_to_state_dict(*args)
+            return
         raise ConfigError(
-            f"a model whose weights are packed in {self.kind} has no state_dict; copy its GGUF "
-            f"file, or {_WAY_OUT} to save plain weights"
+            f"a model whose weights are packed in {self.kind} has no state_dict; copy the files "
+            f"that it came from, or {WAY_OUT} to save plain weights"
         )
 
 
@@ -132,7 +139,7 @@ class PackedLinear(_Packed):
         """
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError(
-                f"weights packed in {self.kind} give no gradients; {_WAY_OUT} to train, or compute "
+                f"weights packed in {self.kind} give no gradients; {WAY_OUT} to train, or compute "
                 "under torch.no_grad()"
             )
         order = self._buffers["columns_in"]
@@ -174,6 +181,18 @@ class PackedEmbedding(_Packed):
         self.register_buffer("embed_scale", factor, persistent=False)  # follows `.to(dtype)`
         self.is_scaled = scale is not None
 
+    @classmethod
+    def in_place_of(
+        cls, table: nn.Embedding, kind: str, blocks: Tensor, dtype: torch.dtype
+    ) -> PackedEmbedding:
+        """What gives the rows that a plain table would; arguments as of the class."""
+        scale = getattr(table, "embed_scale", None)
+        return cls(
+            *(kind, blocks, table.embedding_dim, dtype),
+            scale=None if scale is None else float(scale),
+            padding_idx=table.padding_idx,
+        )
+
     def compute(self, input_ids: Tensor) -> Tensor:
         """Rows [..., embedding_dim] of ids [...]."""
         scale = self.embed_scale
@@ -188,6 +207,15 @@ class PackedEmbedding(_Packed):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
+
+
+def is_table(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
+    """Whether `PackedEmbedding` can stand for an embedding: one as torch has it, or one that a
+    model multiplies by one number.
+    """
+    if type(module) is nn.Embedding:
+        return module.max_norm is None
+    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
 
 
 def packed_modules(model: nn.Module) -> Iterator[_Packed]:

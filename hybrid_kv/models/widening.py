@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybrid_kv.models.forwards import replaced
+from hybrid_kv.models.weight_tensors import is_plain_linear
 
 MIN_TOKENS = 64
 """Fewer tokens, over all rows, than these are computed with the weights as they are."""
@@ -97,11 +98,10 @@ def _chosen(layer: nn.Module, num_tokens: int) -> list[nn.Linear]:
 def _may_widen(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Plain 16-bit matrices in host memory that nobody else works on.
 
-    Quantised and adapted layers are classes of their own; accelerate, which fetches weights when
-    they are needed, sets a hook and a forward.
+    Accelerate, which fetches weights when they are needed, sets a hook and a forward.
     """
     return (
-        type(module) is nn.Linear
+        is_plain_linear(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in _NARROW
         and "forward" not in module.__dict__

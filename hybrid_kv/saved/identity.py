@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import OtherContextError, is_removed
 from hybrid_kv.models.support import text_config
+from hybrid_kv.models.weight_tensors import stored_tensors
 from hybrid_kv.saved.manifest import Manifest, SavedModel
 
 _SAMPLED = 64
@@ -42,8 +43,8 @@ def model_identity(model: PreTrainedModel) -> SavedModel:
     config = text_config(model).to_dict()
     facts = {name: config[name] for name in _FACTS if config.get(name) is not None}
     weights = sha256()
-    for name, weight in sorted(model.named_parameters()):
-        flat = weight.detach().reshape(-1)
+    for name, weight in sorted(stored_tensors(model)):
+        flat = weight.reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED].cpu().contiguous()
         weights.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         weights.update(_bytes_of(sample))

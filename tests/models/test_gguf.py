@@ -262,10 +262,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda model: model.type(torch.float32),
         "must stay bytes on the CPU, got torch.float32",
     ),
-    "state_dict": (lambda model: model.state_dict(), "has no state_dict; copy its GGUF file"),
+    "state_dict": (lambda model: model.state_dict(), "has no state_dict; copy the files that"),
     "training": (
         lambda model: model(inputs_embeds=torch.ones(1, 2, 96, requires_grad=True)),
-        "give no gradients; load the model with dequantize=True",
+        "give no gradients; load the model unpacked .dequantize=True",
     ),
 }
 
@@ -280,7 +280,7 @@ def test_what_packed_weights_cannot_is_refused(what: str, model: PreTrainedModel
 
 
 def test_saving_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no state_dict; copy its GGUF file, or load the"):
+    with pytest.raises(ConfigError, match="has no state_dict; copy the files that it came from"):
         model.save_pretrained(tmp_path)
 
 

@@ -1,0 +1,42 @@
+"""What the weights of a model are made of: plain tensors, and the modules that have no others.
+
+Libraries pack weights in three ways: modules of their own (bitsandbytes, gptqmodel,
+compressed-tensors), a parameter of a tensor class of their own in a module of torch's (torchao), or
+buffers in place of parameters (gptqmodel). Whoever reads weights asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from torch import Tensor, nn
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Whether a module is torch's linear layer, and its weight a matrix of numbers."""
+    return type(module) is nn.Linear and type(module._parameters["weight"]) is nn.Parameter
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers of a model by name, each once.
+
+    A tensor that is made of others, as torchao's are, comes as those.
+    """
+    for name, weight in model.named_parameters():
+        yield from _parts(name, weight.detach())
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            saved = name not in module._non_persistent_buffers_set
+            if buffer is not None and saved and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield from _parts(f"{path}.{name}", buffer)
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
