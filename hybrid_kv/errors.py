@@ -135,7 +135,11 @@ class ContextWarning(RuntimeWarning):
     """A context on disk could not be used or left there; everything works, more slowly."""
 
 
-class GgufWarning(UserWarning):
+class WeightsWarning(UserWarning):
+    """Weights take more memory than their files or the kind that was asked for."""
+
+
+class GgufWarning(WeightsWarning):
     """Weights were unpacked from a GGUF file and take more memory than it does."""
 
 

@@ -24,6 +24,7 @@ class LoadOptions(TypedDict, total=False):
     device: str | torch.device | None
     dtype: str | torch.dtype | None
     layers: int | None
+    weights: str | None
     quantization_config: Any
     dequantize: bool
     exact_products: bool

@@ -23,6 +23,7 @@ from hybrid_kv.cli.options import (
     OutputOptions,
     Plugins,
     Settings,
+    Weights,
     count,
     each_of,
 )
@@ -134,6 +135,7 @@ class ContestModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    weights: Weights = None
     dequantize: Dequantize = None
     exact_products: ExactProducts = None
 
@@ -190,6 +192,7 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
         "settings": {**stored, **parse_settings(options.settings or ())},
         "device": options.device,
         "dtype": options.dtype,
+        "weights": options.weights,
         "dequantize": options.dequantize,
         "exact_products": options.exact_products,
     }
@@ -217,6 +220,7 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
     place = ModelOptions(
         device=arguments.device,
         dtype=arguments.dtype,
+        weights=arguments.weights,
         dequantize=arguments.dequantize,
         exact_products=arguments.exact_products,
     )

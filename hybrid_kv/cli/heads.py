@@ -15,6 +15,7 @@ from hybrid_kv.cli.options import (
     ModelArgument,
     ModelOptions,
     OutputOptions,
+    Weights,
     count,
 )
 
@@ -31,6 +32,7 @@ def heads(
     ] = 2048,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     dequantize: Dequantize = None,
     exact_products: ExactProducts = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
@@ -50,7 +52,11 @@ def heads(
         raise ConfigError(f"-o '{out}' must be a file in a folder that is there; make the folder")
     output = OutputOptions(quiet=quiet, debug=debug)
     options = ModelOptions(
-        device=device, dtype=dtype, dequantize=dequantize, exact_products=exact_products
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        dequantize=dequantize,
+        exact_products=exact_products,
     )
     with opened(model, options, observing(), output) as llm:
         scores = observe_heads(llm, found.text or "", tokens)

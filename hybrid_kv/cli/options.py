@@ -110,6 +110,16 @@ Dtype = Annotated[
 ]
 
 
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="KIND",
+        help="Pack linear layers while loading: int8, int4 or nf4; plan takes GGUF's, too. "
+        "[dim]default: as they are[/]",
+        rich_help_panel=_MODEL,
+    ),
+]
 Dequantize = Annotated[
     bool | None,
     typer.Option(
@@ -147,6 +157,7 @@ class ModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    weights: Weights = None
     dequantize: Dequantize = None
     exact_products: ExactProducts = None
 

@@ -60,15 +60,6 @@ class MachineOptions:
             rich_help_panel=_MACHINE,
         ),
     ] = None
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="What weights would be stored in, such as int4, int8 or q4_k_m. [dim]default: as "
-            "they are[/]",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None
 
 
 def plan(
@@ -119,7 +110,7 @@ def plan(
         host_bytes=machine.host_memory,
         dtype=options.dtype,
         layers=layers.layers,
-        weights=machine.weights,
+        weights=options.weights,
         dequantize=bool(options.dequantize),
     )
     measured = {} if beside is None else _measured(beside, made, config.method)

@@ -25,6 +25,7 @@ from hybrid_kv.cli.options import (
     OutputOptions,
     Plugins,
     Settings,
+    Weights,
     count,
     each_of,
 )
@@ -127,6 +128,7 @@ class ProfileModelOptions:
     config: ConfigFile = None
     device: Device = None
     dtype: Dtype = None
+    weights: Weights = None
     dequantize: Dequantize = None
     exact_products: ExactProducts = None
 
@@ -286,6 +288,7 @@ def _arguments(
         "settings": {**stored, **parse_settings(options.settings or ())},
         "device": options.device,
         "dtype": options.dtype,
+        "weights": options.weights,
         "dequantize": options.dequantize,
         "exact_products": options.exact_products,
         "seed": asked.seed,

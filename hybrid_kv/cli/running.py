@@ -20,7 +20,7 @@ from hybrid_kv.api import LLM, Generation, load
 from hybrid_kv.cli.display import prefill_bar, waiting
 from hybrid_kv.cli.options import CacheOptions, ModelOptions, OutputOptions
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import GgufWarning
+from hybrid_kv.errors import WeightsWarning
 
 Write = Callable[[str], None]
 
@@ -54,6 +54,7 @@ def opened(
             device=options.device,
             dtype=options.dtype,
             layers=layers,
+            weights=options.weights,
             dequantize=bool(options.dequantize),
             exact_products=bool(options.exact_products),
             **more,
@@ -69,12 +70,12 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def told_in_a_line(output: OutputOptions) -> Iterator[None]:
-    """Says a warning about GGUF files in a line of ours, or not at all with --quiet."""
+    """Says a warning about weights in a line of ours, or not at all with --quiet."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", GgufWarning)
+        warnings.simplefilter("always", WeightsWarning)
         yield
     for warning in caught:
-        if not issubclass(warning.category, GgufWarning):
+        if not issubclass(warning.category, WeightsWarning):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )

@@ -20,9 +20,10 @@ _GROUPS = {"ruler": RULER}
 class EvalArguments(Params):
     """One comparison of methods.
 
-    model, device, dtype, dequantize, exact_products: as `load_model`. tasks: names of `TASKS` with
-    settings of their own, such as key_value:records=32; "ruler" for its thirteen, "all" for all
-    that the model's language has and that need no file. contexts: tokens of context and question.
+    model, device, dtype, weights, dequantize, exact_products: as `load_model`. tasks: names of
+    `TASKS` with settings of their own, such as key_value:records=32; "ruler" for its thirteen,
+    "all" for all that the model's language has and that need no file. contexts: tokens of context
+    and question.
     methods: registered names with settings of their own, such as quest:dense_layers=2; "all" stands
     for each of them once; full attention always takes part. budgets: shares of the context (5%) or
     tokens that a query head attends in a step. question: when it comes, "after" the eviction,
@@ -43,6 +44,7 @@ class EvalArguments(Params):
     settings: dict[str, Any] = Field(default_factory=dict)
     device: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     dequantize: bool = False
     exact_products: bool = False
     text: str | None = None

@@ -59,7 +59,13 @@ class Contest:
         self._asked = asked
         ends = _ends(llm.model.generation_config.eos_token_id)
         writer = Writer(llm.require_tokenizer(), ends=ends, text=asked.text, raw=asked.raw)
-        facts = model_facts(asked.model, dtype=asked.dtype, dequantize=asked.dequantize)
+        facts = model_facts(
+            asked.model,
+            dtype=asked.dtype,
+            weights=asked.weights,
+            dequantize=asked.dequantize,
+            device=str(llm.model.device),
+        )
         self._place = Place(llm.runtime, facts, writer)
         self.groups = list(self._groups())
 

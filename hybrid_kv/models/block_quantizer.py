@@ -8,28 +8,27 @@ multiplies straight from the blocks, as it does for GGUF files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hybrid_kv.models.blocks import packed
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
+from hybrid_kv.models.weight_kinds import HEAD_BLOCKS
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 
 _METHOD = "hybrid_kv_blocks"
-HEAD_KIND = "Q8_0"
-"""Of the output projection: its rounding moves every token, and it is read once a token."""
 
 
 @register_quantization_config(_METHOD)
-class BlockConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class BlockConfig(QuantizationConfigMixin):
     """What `from_pretrained` is given.
 
     Args:
@@ -38,15 +37,23 @@ class BlockConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
 
     def __init__(self, kind: str, *, exact: bool = False, **_: Any) -> None:
-        self.quant_method = _METHOD
+        self.quant_method = _METHOD  # type: ignore[assignment]  # or any registered name
         self.kind, self.exact = kind, exact
 
 
 @register_quantizer(_METHOD)
-class BlockQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Packs linear layers whose inputs come in whole blocks, and the output projection."""
+class BlockQuantizer(HfQuantizer):
+    """Packs linear layers whose inputs come in whole blocks, and the output projection.
+
+    misfits: names, stored shapes and expected ones of matrices that were left out.
+    """
 
     quantization_config: BlockConfig
+    misfits: set[tuple[str, torch.Size, torch.Size]]
+
+    def __init__(self, quantization_config: BlockConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.misfits = set()
 
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **kwargs: Any
@@ -57,7 +64,7 @@ class BlockQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_quantize_ops(self) -> _Pack:
         """The operation that makes them."""
-        return _Pack()
+        return _Pack(self.misfits)
 
     def is_serializable(self) -> bool:
         """Nothing would read the blocks of a folder."""
@@ -69,56 +76,77 @@ class BlockQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        head = model.get_output_embeddings()
-        kept = [*(model._keep_in_fp32_modules or ()), *_tied_modules(model)]
-        for path, module in list(model.named_modules()):
-            kind = HEAD_KIND if module is head else self.quantization_config.kind
-            if _comes_in_blocks(module) and should_convert_module(path, kept):
-                model.set_submodule(path, self._empty(module, kind))
+        pack_linears(model, self.quantization_config)
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        """Packs the table that is the output projection as well."""
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is None or not (is_table(table) and _comes_in_blocks(head)):
-            return model
-        if head.weight is not table.weight:
-            return model
-        blocks = packed(table.weight.detach(), HEAD_KIND)
-        embedding = PackedEmbedding.in_place_of(table, HEAD_KIND, blocks, table.weight.dtype)
-        exact = self.quantization_config.exact
-        output = PackedLinear(HEAD_KIND, blocks, head.in_features, head.bias, exact=exact)
-        output.weight = embedding.weight
-        model.set_input_embeddings(embedding)
-        model.set_output_embeddings(output)
+        pack_tied_table(model, self.quantization_config)
         return model
 
-    def _empty(self, module: nn.Linear, kind: str) -> PackedLinear:
+
+def pack_linears(model: PreTrainedModel, config: BlockConfig) -> None:
+    """Puts packed modules in the place of linear layers, one after the other.
+
+    Of weights on the meta device they are empty. What is tied to another weight is left.
+    """
+    head = model.get_output_embeddings()
+    kept = [*(model._keep_in_fp32_modules or ()), *_tied_modules(model)]
+    for path, module in list(model.named_modules()):
+        if _comes_in_blocks(module) and should_convert_module(path, kept):
+            kind = HEAD_BLOCKS if module is head else config.kind
+            model.set_submodule(path, _packed_linear(module, kind, exact=config.exact))
+
+
+def pack_tied_table(model: PreTrainedModel, config: BlockConfig) -> None:
+    """Packs an embedding table that is the output projection as well, for both at once."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not (is_table(table) and _comes_in_blocks(head) and head.weight is table.weight):
+        return
+    output = _packed_linear(head, HEAD_BLOCKS, exact=config.exact)
+    dtype = table.weight.dtype
+    embedding = PackedEmbedding.in_place_of(table, HEAD_BLOCKS, output.weight.detach(), dtype)
+    embedding.weight = output.weight
+    model.set_input_embeddings(embedding)
+    model.set_output_embeddings(output)
+
+
+def _packed_linear(module: nn.Linear, kind: str, *, exact: bool) -> PackedLinear:
+    if module.weight.is_meta:
         size = PACKED_KINDS[kind].row_bytes(module.in_features)
         blocks = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
-        exact = self.quantization_config.exact
-        return PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
+    else:
+        blocks = packed(module.weight.detach(), kind)
+    return PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
 
 
-class _Pack(ConversionOps):  # type: ignore[misc]
-    """Blocks in place of a tensor that was read, for the module that waits for it."""
+class _Pack(ConversionOps):
+    """Blocks in place of a tensor that was read, for the module that waits for it.
 
-    def convert(
-        self, input_dict: dict[str, Any], model: PreTrainedModel, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    An error here would come out as a table of transformers', so a shape that does not fit is
+    recorded.
+    """
+
+    def __init__(self, misfits: set[tuple[str, torch.Size, torch.Size]]) -> None:
+        self._misfits = misfits
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
         """By name the blocks of a matrix [N, K]."""
-        made: dict[str, Tensor] = {}
+        model, made = kwargs["model"], {}
         for name, value in input_dict.items():
             module = model.get_submodule(name.rpartition(".")[0])
             assert isinstance(module, PackedLinear)
             matrix = value[0] if isinstance(value, list) else value
+            wanted = torch.Size((module.out_features, module.in_features))
+            if matrix.shape != wanted:
+                self._misfits.add((name, matrix.shape, wanted))
+                continue
             made[name] = nn.Parameter(packed(matrix, module.kind), requires_grad=False)
         return made
 
 
-def _comes_in_blocks(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.in_features % PACKED_KINDS[HEAD_KIND].values == 0
+def _comes_in_blocks(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.in_features % PACKED_KINDS[HEAD_BLOCKS].values == 0
 
 
 def _tied_modules(model: PreTrainedModel) -> Iterator[str]:

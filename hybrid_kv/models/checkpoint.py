@@ -80,6 +80,7 @@ def read_model(
             **where,
         )
     model, info = read
+    info["mismatched_keys"] |= getattr(getattr(model, "hf_quantizer", None), "misfits", set())
     check_tensors(name, info)
     return model.eval()  # type: ignore[no-any-return]
 

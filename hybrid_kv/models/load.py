@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
-from hybrid_kv.models.checkpoint import read_config, read_model, read_tokenizer
+from hybrid_kv.models.checkpoint import read_config, read_tokenizer
 from hybrid_kv.models.gguf import SMOLLM2, GgufOptions, is_gguf, smollm2_file
 from hybrid_kv.models.hub import hub_path
+from hybrid_kv.models.packed_checkpoint import read_checkpoint
+from hybrid_kv.models.quantisers import block_config, check_weights
 from hybrid_kv.models.shapes import random_config
-from hybrid_kv.models.weight_kinds import StoredWeight
+from hybrid_kv.models.weight_kinds import BLOCKS, StoredWeight
 from hybrid_kv.runtime import memory_errors
 
 NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
@@ -77,6 +79,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
+    weights: str | None = None,
     quantization_config: Any = None,
     dequantize: bool = False,
     exact_products: bool = False,
@@ -90,6 +93,8 @@ def load_model(
         dtype: of the weights; None keeps the stored one (bfloat16 for random weights). Of a GGUF
             file, what the model computes in: bfloat16 for None.
         layers: number of layers of a random shape.
+        weights: 'int8', 'int4' or 'nf4': linear layers are packed while they are read; see
+            `quantisers`. None for what the checkpoint says.
         quantization_config: handed to `from_pretrained` as it is.
         dequantize: unpack the weights of a GGUF file to `dtype`; else they stay packed in the
             mapped file, on the CPU.
@@ -100,27 +105,38 @@ def load_model(
     Raises:
         ModelNotFoundError: the folder or id cannot be read, or its weights are not those of its
             configuration; the message says what is missing.
-        ConfigError: unknown shape, dtype or device, packed weights for a GPU, or an option of GGUF
-            files for another model.
-        BackendUnavailable: packed weights, and no engine here to multiply them.
+        ConfigError: unknown shape, dtype, device or kind of weights, packed weights of a GGUF file
+            for a GPU, weights that are packed already, or an option for another model.
+        BackendUnavailable: packed weights, and no engine or package here to multiply them.
         DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
 
     Warns:
-        GgufWarning: how much memory weights of a GGUF file take that are unpacked.
+        WeightsWarning: how much memory weights take that are unpacked, or are not packed.
     """
+    check_weights(weights, str(spec), quantization_config)
     options = GgufOptions(dequantize, exact_products)
     target, wanted, begin = resolve_device(device), resolve_dtype(dtype), perf_counter()
     with memory_errors(lambda: "load"):
         if (shape := _shape_of(spec)) is not None:
-            _check_is_gguf(spec, options)
+            _check_is_gguf(spec, options, weights)
             model = _random(shape, target, wanted, layers, seed)
+            if weights is not None:
+                _pack_random(model, weights, target, exact=exact_products)
         elif is_gguf(path := _path_of(spec, layers)):
             from hybrid_kv.models.gguf_load import read_gguf
 
+            if weights is not None:
+                raise ConfigError(
+                    f"the weights of '{spec}' have the kinds of their file, got "
+                    f"weights='{weights}'; leave it out"
+                )
             model = read_gguf(str(spec), path, target, wanted, quantization_config, options)
         else:
-            _check_is_gguf(spec, options)
-            model = read_model(str(spec), path, target, wanted, quantization_config)
+            _check_is_gguf(spec, options, weights)
+            asked = weights, quantization_config
+            model = read_checkpoint(
+                *(str(spec), path, target, wanted, *asked), exact=exact_products
+            )
     kind, taken = type(model).__name__, perf_counter() - begin
     _log.info("loaded %s (%s, %s) to %s in %.1f s", spec, kind, model.dtype, target, taken)
     return model
@@ -186,10 +202,14 @@ def packed_weights(
     return packed_weights_of(str(spec), path, dtype, device)
 
 
-def _check_is_gguf(spec: str | Path, options: GgufOptions) -> None:
-    """Raises ConfigError where options of GGUF files are set for another model."""
+def _check_is_gguf(spec: str | Path, options: GgufOptions, weights: str | None = None) -> None:
+    """Raises ConfigError where options of packed weights are set for plain ones.
+
+    Args:
+        weights: what plain ones are packed into.
+    """
     for name in ("dequantize", "exact_products"):
-        if getattr(options, name):
+        if getattr(options, name) and (name == "dequantize" or weights is None):
             raise ConfigError(
                 f"{name} is for packed weights in GGUF files, got MODEL '{spec}'; leave it out"
             )
@@ -226,6 +246,22 @@ def _path_of(spec: str | Path, layers: int | None = None) -> str:
             f"model folder '{path}' has no config.json; point to a folder saved by save_pretrained"
         )
     return path
+
+
+def _pack_random(
+    model: PreTrainedModel, weights: str, device: torch.device, *, exact: bool
+) -> None:
+    """Packs weights that come from nowhere, one after the other."""
+    if device.type != "cpu" or weights not in BLOCKS:
+        raise ConfigError(
+            f"random weights are packed into {' or '.join(BLOCKS)} on the CPU only, got "
+            f"weights='{weights}' on '{device}'; leave it out"
+        )
+    from hybrid_kv.models.block_quantizer import pack_linears, pack_tied_table
+
+    config = block_config(weights, exact=exact)
+    pack_linears(model, config)
+    pack_tied_table(model, config)
 
 
 def _random(

@@ -24,14 +24,14 @@ SYNTHETIC_LIMIT_S = 120.0
 class ProfileArguments(Params):
     """One sweep over contexts and methods.
 
-    model, layers, device, dtype, dequantize, exact_products: as `load_model`. contexts: prompt
-    tokens, ascending. methods: registered names, in the order of the rows. fill: "prefill" computes
-    a prompt of random tokens, "synthetic" puts attention-like KV in place. new_tokens: decode steps
-    that are measured, after warmup_tokens that are not. audit_every: steps from one look of the
-    audit to the next, in a pass of as many further steps; 0 for no audit. trace: keeps the spans of
-    three further steps. row_limit_s: seconds that a row may take before it is skipped or measured
-    shorter; None for no limit. settings: by dotted name, for the methods that know them. Quest's
-    dense layers are none where `layers` would leave no others, unless they are set.
+    model, layers, device, dtype, weights, dequantize, exact_products: as `load_model`. contexts:
+    prompt tokens, ascending. methods: registered names, in the order of the rows. fill: "prefill"
+    computes a prompt of random tokens, "synthetic" puts attention-like KV in place. new_tokens:
+    decode steps that are measured, after warmup_tokens that are not. audit_every: steps from one
+    look of the audit to the next, in a pass of as many further steps; 0 for no audit. trace: keeps
+    the spans of three further steps. row_limit_s: seconds that a row may take before it is skipped
+    or measured shorter; None for no limit. settings: by dotted name, for the methods that know
+    them. Quest's dense layers are none where `layers` would leave no others, unless they are set.
     """
 
     model: str
@@ -46,6 +46,7 @@ class ProfileArguments(Params):
     settings: dict[str, Any] = Field(default_factory=dict)
     device: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     dequantize: bool = False
     exact_products: bool = False
     seed: int = 0

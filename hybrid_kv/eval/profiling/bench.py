@@ -78,7 +78,12 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
     """
     device = resolve_device(asked.device)
     facts = model_facts(
-        asked.model, dtype=asked.dtype, layers=asked.layers, dequantize=asked.dequantize
+        asked.model,
+        dtype=asked.dtype,
+        layers=asked.layers,
+        weights=asked.weights,
+        dequantize=asked.dequantize,
+        device=str(device),
     )
     configs = asked.configs()
     longest, limit = asked.contexts[-1] + asked.steps, facts.max_context_tokens
@@ -103,6 +108,7 @@ def open_bench(asked: ProfileArguments, rates: Rates | None = None) -> Bench:
         device=device,
         dtype=asked.dtype,
         layers=asked.layers,
+        weights=asked.weights,
         dequantize=asked.dequantize,
         exact_products=asked.exact_products,
         seed=asked.seed,
