@@ -14,7 +14,7 @@ from warnings import warn
 
 import torch
 from torch import nn
-from transformers import CompressedTensorsConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, WeightsWarning
 from hybrid_kv.models.checkpoint import read_config, read_model
@@ -68,8 +68,8 @@ def read_checkpoint(
         computed = dtype or getattr(config, "dtype", None) or torch.bfloat16
         quantization_config = quantiser(name, config, weights, device, computed, exact=exact)
     if method == _COMPRESSED and quantization_config is None:
-        # Else all of them are unpacked at once, by the first forward.
-        quantization_config = CompressedTensorsConfig(dequantize=True)
+        # Else all weights are unpacked without a word by the first forward, and not as they are read.
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
     model = read_model(name, path, device, dtype, quantization_config, config=config)
     if method is not None and getattr(model, "hf_quantizer", None) is None:
         _warn(
