@@ -68,7 +68,7 @@ def read_checkpoint(
         computed = dtype or getattr(config, "dtype", None) or torch.bfloat16
         quantization_config = quantiser(name, config, weights, device, computed, exact=exact)
     if method == _COMPRESSED and quantization_config is None:
-        # Else all weights are unpacked without a word by the first forward, and not as they are read.
+        # Else the first forward unpacks them without a word, all at once.
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     model = read_model(name, path, device, dtype, quantization_config, config=config)
     if method is not None and getattr(model, "hf_quantizer", None) is None:

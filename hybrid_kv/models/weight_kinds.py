@@ -131,16 +131,26 @@ def kind_of_checkpoint(config: PreTrainedConfig) -> str | None:
         return None
     said: Mapping[str, Any] = told if isinstance(told, Mapping) else told.to_dict()
     method, bits = said.get("quant_method"), said.get("bits")
+    if method == "compressed-tensors":  # unpacked while they are read
+        return None
     if method == "bitsandbytes":
-        bits = 4 if said.get("load_in_4bit") else 8
+        return "nf4" if said.get("load_in_4bit") else "int8"
     if method == "mxfp4":
         return "mxfp4"
-    if method in ("awq", "gptq", "bitsandbytes") and bits in (4, 8):
+    if method == "torchao":
+        bits = _bits_of_torchao(said)
+    if method in ("awq", "gptq", "torchao") and bits in (4, 8):
         return f"int{bits}"
     raise ConfigError(
         f"the checkpoint's weights are packed by '{method}', whose bytes are not known here; name "
         f"the nearest kind as weights, one of {', '.join(WEIGHT_KINDS)}"
     )
+
+
+def _bits_of_torchao(said: Mapping[str, Any]) -> int | None:
+    """Bits of torchao's weight-only kinds, from the name of their configuration."""
+    name = said.get("quant_type", {}).get("default", {}).get("_type", "")
+    return {"Int4WeightOnlyConfig": 4, "Int8WeightOnlyConfig": 8}.get(name)
 
 
 def stored_weights(model: PreTrainedModel, kind: WeightKind | None) -> Iterator[StoredWeight]:

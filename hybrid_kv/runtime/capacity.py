@@ -19,7 +19,7 @@ _MARGIN = 0.95
 """Share of the free memory that may be filled; the rest is for activations and the system."""
 
 _KEEP_LESS = "keep fewer tokens on the GPU (window_tokens, spare_tokens, or method='hybrid')"
-_FEWER_BITS = "load weights in fewer bits (quantization_config)"
+_FEWER_BITS = "load weights in fewer bits (weights='int4')"
 _ON_DEVICE: dict[Stage, str] = {
     "load": f"{_FEWER_BITS}, take a smaller model or device='cpu'",
     "prefill": (

@@ -286,5 +286,5 @@ def test_a_model_that_does_not_fit_says_what_to_take(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError(FULL)
 
     monkeypatch.setattr(load, "_random", fail)
-    with pytest.raises(DeviceMemoryError, match=r"at load: 2.00 GiB .*quantization_config"):
+    with pytest.raises(DeviceMemoryError, match=r"at load: 2.00 GiB .*weights='int4'"):
         hkv.load("random:tiny")

@@ -167,7 +167,15 @@ def packed_checkpoint(folder: Path, **told: Any) -> Path:
     [
         ({"quant_method": "awq", "bits": 4}, "int4"),
         ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}},
+            },
+            "int8",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "bfloat16"),
     ],
 )
 def test_what_a_checkpoint_says_of_its_weights_counts(

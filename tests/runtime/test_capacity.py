@@ -18,7 +18,7 @@ TORCH_SAYS = (
     "use. 22.00 GiB allowed; Of the allocated memory 21.3 GiB is allocated by PyTorch, and 0 bytes "
     "is reserved by PyTorch but unallocated."
 )
-LOAD, PREFILL, DECODE = "quantization_config", "lower prefill_chunk_tokens", "fewer new tokens"
+LOAD, PREFILL, DECODE = "weights='int4'", "lower prefill_chunk_tokens", "fewer new tokens"
 
 
 @pytest.mark.parametrize(
