@@ -240,7 +240,8 @@ class Designs:
         self._card, self._rates, self._planned_codes = card, rates, code_bytes
         self._cold = max(0, tokens - _WINDOW)
         self._layers, self._depth = len(facts.layers), facts.num_layers
-        self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token + facts.other_bytes
+        self._resident = min(tokens, _WINDOW) * facts.kv_bytes_per_token
+        self._resident += facts.other_kv_bytes(tokens) + facts.fixed_bytes
         self._leaving = facts.kv_bytes_per_token if self._cold else 0  # pages, over their tokens
 
     def all(self) -> tuple[DesignStep, ...]:
@@ -340,8 +341,8 @@ class Designs:
         spilled = (_SPILL_MS + _SPILL_LAUNCHES * _LAUNCH_US / 1e3) / _DEFAULTS.page_size
         spills = DesignPart("pages to the host", "host", spilled)
         if one_graph:
-            if facts.window_bytes:
-                why = why or "layers with a sliding window are not captured"
+            if facts.other_kv_bytes(self._tokens):
+                why = why or "layers whose keys are transformers' own are not captured"
             parts = (*device, DesignPart("generate", "host", _CAPTURED_CALLER_MS), spills)
             return self._step(f"{name}, one graph", parts, 1, 0, 0.0, 0.0, rows, codes, why)
         launches = self._kernels(2)  # queries' copy, graph

@@ -70,6 +70,7 @@ def model_facts(
         max_context_tokens=max_context(text),
         weights=dict(by_layout.most_common()),
         other_layers=others.num_layers,
+        untiered_kv_bytes=others.untiered_kv_bytes,
         fixed_bytes=others.fixed_bytes,
         linear_width=others.linear_width,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid_kv.errors import UnsupportedModelError
 from hybrid_kv.models.cache_argument import passing
@@ -23,12 +23,13 @@ _BLOCK = 64
 
 class OtherLayers(NamedTuple):
     """num_layers: those that are not tiered. window_bytes: keys and values of their windows at full
-    length. fixed_bytes: states that have one size at any context, as linear attention keeps.
-    linear_width: see `ModelFacts`.
+    length. untiered_kv_bytes: of a token in layers that keep all of them. fixed_bytes: states that
+    have one size at any context, as linear attention keeps. linear_width: see `ModelFacts`.
     """
 
     num_layers: int
     window_bytes: int
+    untiered_kv_bytes: int
     fixed_bytes: int
     linear_width: int
 
@@ -44,7 +45,9 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
     cache = DynamicCache(config=config)
     count = len(cache.layers) - num_tiered
     if not count:
-        return OtherLayers(0, 0, 0, 0)
+        return OtherLayers(0, 0, 0, 0, 0)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # others look at numbers, or at dtypes
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     try:
         model(input_ids=token, use_cache=True, **passing(cache))
@@ -53,15 +56,19 @@ def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
             f"what the layers of {type(model).__name__} hold that are not tiered cannot be found "
             f"without computing it ({str(error).partition(chr(10))[0]})"
         ) from error
-    windows = [
-        layer.sliding_window * entry.nbytes
-        for layer in cache.layers
-        if isinstance(layer, DynamicSlidingWindowLayer)
-        for entry in (layer.keys, layer.values)
-        if entry is not None
-    ]
+    windows = untiered = 0
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            windows += layer.sliding_window * _kv_bytes(layer)
+        elif isinstance(layer, DynamicLayer) and type(layer) is not DynamicLayer:
+            untiered += _kv_bytes(layer)
     states = [state for layer in cache.layers for state in states_of(layer).values()]
     # [1, heads, key channels, value channels] of a linear attention; those of kernels have 3 axes.
     widths = [x.shape[1] * (x.shape[2] + x.shape[3] + _BLOCK) for x in states if x.ndim == 4]
     fixed = sum(state.nbytes for state in states)
-    return OtherLayers(count, sum(windows), fixed, max(widths, default=0))
+    return OtherLayers(count, windows, untiered, fixed, max(widths, default=0))
+
+
+def _kv_bytes(layer: DynamicLayer) -> int:
+    """Keys and values of one token."""
+    return sum(entry.nbytes for entry in (layer.keys, layer.values) if entry is not None)

@@ -19,7 +19,9 @@ class ModelFacts:
     weight_bytes: all weights; read_bytes: those that one token reads (no embedding table, and of
     experts those that it is routed to); weights: bytes by layout, such as Q4_K or bfloat16.
     layers: the layers that can be tiered. Of the `other_layers`: window_bytes: the most KV that
-    sliding windows hold; fixed_bytes: states of one size at any context, as linear attention keeps.
+    sliding windows hold; untiered_kv_bytes: K and V of a token in those that keep all and share a
+    cache layer with a state; fixed_bytes: states of one size at any context, as linear attention
+    keeps.
     linear_width: numbers of a token in all heads of its keys, values and block, 0 for none.
     dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
     None where it says nothing.
@@ -36,6 +38,7 @@ class ModelFacts:
     max_context_tokens: int | None = None
     weights: Mapping[str, int] = field(default_factory=dict)
     other_layers: int = 0
+    untiered_kv_bytes: int = 0
     fixed_bytes: int = 0
     linear_width: int = 0
 
@@ -44,10 +47,9 @@ class ModelFacts:
         """All layers, tiered or not."""
         return len(self.layers) + self.other_layers
 
-    @property
-    def other_bytes(self) -> int:
-        """What layers hold and read that are not tiered."""
-        return self.window_bytes + self.fixed_bytes
+    def other_kv_bytes(self, tokens: int) -> int:
+        """Keys and values that layers hold and read which are not tiered."""
+        return self.window_bytes + tokens * self.untiered_kv_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

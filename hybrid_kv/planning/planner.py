@@ -95,16 +95,16 @@ class _Planner:
 
     def _dense(self, tokens: int, mode: Mode, size: float) -> Option:
         facts, rates = self._facts, self._machine.rates
-        kv = int(size * tokens * facts.kv_bytes_per_token)
+        kv = int(size * tokens * facts.kv_bytes_per_token) + facts.other_kv_bytes(tokens)
         where = {
             "weights": facts.weight_bytes,
-            "kv": kv + facts.window_bytes,
+            "kv": kv,
             "states": facts.fixed_bytes,
             "prefill": prefill_peak_bytes(facts, tokens, self._chunk(tokens)),
         }
         read = {
             "weights": facts.read_bytes,
-            "resident_attention": kv + facts.window_bytes,
+            "resident_attention": kv,
             "states": 2 * facts.fixed_bytes,  # read and written
         }
         ms = {name: _ms(count, rates.device) for name, count in read.items()}
@@ -131,7 +131,7 @@ class _Planner:
             working = max(working, parts.making_rotary)
             prefill = parts.ids + parts.waiting + 2 * layer_kv + working + learning.collecting
         kept, rest = self._tiers(tokens - pinned)
-        resident = (pinned + kept) * per_token + facts.window_bytes
+        resident = (pinned + kept) * per_token + facts.other_kv_bytes(tokens)
         if self._has_digests:
             resident += kept * per_token // config.page_size
         taken = facts.weight_bytes + resident + facts.fixed_bytes + prefill
@@ -269,7 +269,9 @@ class _Planner:
             "states": _ms(2 * facts.fixed_bytes, rates.device),
             "select": _ms(digests * facts.kv_bytes_per_token, rates.device),
             "resident_attention": _ms(
-                (pinned + paged) * facts.kv_bytes_per_token + facts.window_bytes, rates.device
+                (pinned + paged) * facts.kv_bytes_per_token
+                + facts.other_kv_bytes(cold + pinned + extra),
+                rates.device,
             ),
             "search": _ms(streamed, rates.dram) + _ms(random, rates.gather),
             "cold_attention": _ms(read, rates.gather),

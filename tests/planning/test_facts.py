@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+)
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
+from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.fixed_state import states_of
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.planning.facts import model_facts
+from tests.contracts.edges.further_models import further_config
 
 
 def test_weights_are_counted_as_loading_would_hold_them() -> None:
@@ -57,13 +66,40 @@ def test_linear_attention_keeps_states_of_one_size() -> None:
     conv, recurrent = 2 * 10240 * 4, 4 * 48 * 128 * 128  # bfloat16, float32
     assert facts.fixed_bytes == 48 * (conv + recurrent)
     assert facts.window_bytes == 0
-    assert facts.other_bytes == facts.fixed_bytes
+    assert facts.other_kv_bytes(2**18) == 0
 
 
 def test_windows_hold_their_length() -> None:
     facts = model_facts("random:gemma-3-27b")
     assert facts.window_bytes == 52 * 1024 * 2 * 16 * 128 * 2
     assert facts.fixed_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "jamba", "lfm2", "olmo3", "qwen3_next"])
+def test_a_plan_has_what_layers_that_are_not_tiered_hold(kind: str, tmp_path: Path) -> None:
+    config = further_config(kind)
+    config.save_pretrained(tmp_path)
+    facts = model_facts(tmp_path, dtype="float32")
+    cache = DynamicCache(config=config)
+    tokens = 30  # longer than a window of 12
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model(torch.randint(1, 100, (1, tokens)), **passing(cache))
+        model(torch.randint(1, 100, (1, 1)), **passing(cache))
+    states = sum(state.nbytes for layer in cache.layers for state in states_of(layer).values())
+    assert facts.fixed_bytes == states
+    tiered = {shape.layer_idx for shape in facts.layers}
+    kept = [
+        tensor
+        for idx, layer in enumerate(cache.layers)
+        if idx not in tiered
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if tensor is not None
+    ]
+    # A window holds one token less between two calls.
+    window = sum(x.nbytes // x.shape[-2] for x in kept) if facts.window_bytes else 0
+    assert facts.other_kv_bytes(tokens + 1) == sum(x.nbytes for x in kept) + window
+    assert facts.num_layers == config.num_hidden_layers
 
 
 def test_gpt_oss_takes_what_its_checkpoint_takes_and_reads_four_experts() -> None:
@@ -115,6 +151,11 @@ def test_kinds_take_what_published_files_of_llama_3_1_8b_take(
     facts = model_facts("random:llama-3-8b", dtype="float16", weights=kind)
     assert facts.weight_bytes / 1e9 == pytest.approx(published_gb, rel=0.005)
     assert sum(facts.weights.values()) == facts.weight_bytes
+
+
+def test_a_tied_table_of_a_published_file_is_a_head() -> None:
+    facts = model_facts("random:gemma-3-27b", weights="q4_0")
+    assert facts.weight_bytes / 1e9 == pytest.approx(15.6, rel=0.005)
 
 
 def test_a_tied_table_is_packed_as_a_head_and_read() -> None:
