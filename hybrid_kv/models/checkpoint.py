@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from logging import ERROR
+from logging import ERROR, NOTSET, WARNING, Filter, LogRecord, getLogger
 from typing import Any
 
 import torch
@@ -19,11 +19,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hybrid_kv.errors import HybridKVError, ModelNotFoundError
+from hybrid_kv.errors import BackendUnavailable, HybridKVError, ModelNotFoundError
 from hybrid_kv.runtime import memory_errors
 
 _REASON_CHARACTERS = 400
 _NAMED = 3  # tensors that a sentence names of each kind
+_REPORTER = getLogger("transformers.modeling_utils")
+_CONVERSION_ERROR = re.compile(r"^(.+)\nError: \w+ on tensors destined for ", re.MULTILINE)
+"""The last line of what an error says; its traceback stands before it."""
 
 
 def read_config(name: str, path: str, **where: Any) -> PreTrainedConfig:
@@ -64,11 +67,12 @@ def read_model(
     Raises:
         ModelNotFoundError: a file is missing or damaged, or tensors are missing, left over or of
             another shape; the message names them.
+        BackendUnavailable: weights cannot be packed, or unpacked, here.
         DeviceMemoryError, CapacityError: the weights do not fit into the memory of GPU or host.
     """
     if quantization_config is not None:  # None would overrule what the checkpoint's config says
         where["quantization_config"] = quantization_config
-    with one_sentence(name, "be loaded"), _no_report(), memory_errors(lambda: "load"):
+    with one_sentence(name, "be loaded"), memory_errors(lambda: "load"), _no_report(name):
         read: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype or "auto",
@@ -112,14 +116,47 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def _no_report() -> Iterator[None]:
-    """Without transformers' table of tensors that do not fit: our sentence names them."""
-    before = logging.get_verbosity()
+def _no_report(name: str) -> Iterator[None]:
+    """Without transformers' table of tensors that do not fit: our sentence names them.
+
+    An error while a tensor was packed or unpacked stands nowhere else, and is raised.
+    """
+    before, report = logging.get_verbosity(), _Report()
     logging.set_verbosity(max(before, ERROR))
+    _REPORTER.setLevel(WARNING)
+    _REPORTER.addFilter(report)
     try:
         yield
+    except RuntimeError as error:
+        if (why := report.conversion_error) is None:
+            raise
+        if "out of memory" in why:
+            raise torch.OutOfMemoryError(why) from error
+        if "allocate memory" in why:
+            raise RuntimeError(why) from error
+        raise BackendUnavailable(
+            f"the weights of '{name}' cannot be packed or unpacked here: {why}; take another kind "
+            "of weights, or the model in 16 bits"
+        ) from error
     finally:
+        _REPORTER.removeFilter(report)
+        _REPORTER.setLevel(NOTSET)
         logging.set_verbosity(before)
+
+
+class _Report(Filter):
+    """Keeps what is logged to itself.
+
+    conversion_error: what the first error says that it tells of; None for none.
+    """
+
+    conversion_error: str | None = None
+
+    def filter(self, record: LogRecord) -> bool:
+        found = _CONVERSION_ERROR.search(record.getMessage())
+        if found is not None and self.conversion_error is None:
+            self.conversion_error = reason(RuntimeError(found[1]))
+        return False
 
 
 def check_tensors(name: str, info: dict[str, Any]) -> None:

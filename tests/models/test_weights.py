@@ -27,7 +27,9 @@ from transformers import (
 import hybrid_kv as hkv
 from hybrid_kv.errors import (
     BackendUnavailable,
+    CapacityError,
     ConfigError,
+    DeviceMemoryError,
     ModelNotFoundError,
     WeightsWarning,
 )
@@ -197,6 +199,45 @@ def test_a_matrix_of_another_shape_is_refused_by_its_name(folder: Path, tmp_path
         ModelNotFoundError, match=r"up_proj\.weight is \[128, 96\] instead of \[160"
     ):
         load_model(tmp_path, device="cpu", weights="int8")
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("error", "named", "said"),
+    [
+        (
+            ValueError("Details:\nno kernel for this CPU."),
+            BackendUnavailable,
+            "cannot be packed or unpacked here: no kernel for this CPU; take another kind of w",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+            DeviceMemoryError,
+            "GPU memory ran out at load: 2.00 GiB were asked for; load weights in fewer bits",
+        ),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
+            CapacityError,
+            "host memory ran out at load: 9 bytes were asked for",
+        ),
+    ],
+)
+def test_what_fails_while_weights_are_packed_is_one_sentence(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    named: type[Exception],
+    said: str,
+) -> None:
+    """It stood in a table that transformers logs, and its own error named no cause."""
+
+    def fail(*_: Any) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(block_quantizer, "packed", fail)
+    assert said in refused(named, lambda: load_model(folder, device="cpu", weights="int4"))
 
 
 # What is refused --------------------------------------------------------------------------------
