@@ -235,7 +235,7 @@ def test_a_graph_of_torch_compile_is_cut_around_products(model: PreTrainedModel)
     both = nn.Sequential(model.get_input_embeddings(), model.get_output_embeddings())
     with torch.inference_mode():
         assert torch.equal(torch.compile(both, backend="eager")(TOKENS), both(TOKENS))
-    with pytest.raises(UnsupportedModelError, match=r"plain weights, .* load the model with deq"):
+    with pytest.raises(UnsupportedModelError, match=r"plain weights, .* load the model unpacked"):
         hkv.attach(model, hkv.HybridConfig(compile_decode=True))
 
 
