@@ -106,7 +106,7 @@ def test_an_output_projection_that_is_not_known_is_asked_for() -> None:
     tested = method("pyramidkv", value_weighting="projected")
     assert tested.needs.outputs
     assert not method("pyramidkv", value_weighting="values").needs.outputs
-    with pytest.raises(ConfigError, match="must know the output projection of layer 0, got none"):
+    with pytest.raises(ConfigError, match="must know the output projection of layer 0 as a plain"):
         drive(tested)
 
 
