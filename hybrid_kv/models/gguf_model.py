@@ -127,7 +127,7 @@ def fill(
         name: what the user called the model; for messages.
         dtype: of what is plain, and of embeddings.
         device: of what is plain.
-        exact: see `PackedLinear`.
+        exact: see `PackedLinear`; the output projection is exact in any case.
 
     Raises:
         ModelNotFoundError: tensors are missing, or of another shape.
@@ -151,6 +151,9 @@ def fill(
         plain = values.to(device, dtype)
         own[leaf] = nn.Parameter(plain, requires_grad=False) if own is module._parameters else plain
     _tie(model, exact)
+    head = model.get_output_embeddings()
+    if isinstance(head, PackedLinear):
+        head.exact = True  # last tokens only pass it, and a third of the loss of 8 bits was its own
     for tensor in plan.ignored:
         if tensor.name == _ROPE_FACTORS:
             _stretch_rotation(model, tensor.values())

@@ -107,6 +107,23 @@ def test_logits_are_those_of_the_weights_that_transformers_unpacks(
         assert_alike(rounded(TOKENS).logits, logits, 0.2)
 
 
+@pytest.mark.parametrize("head", ["Q5_1", None])
+def test_the_output_projection_is_exact_where_others_are_rounded(
+    head: str | None, tmp_path: Path
+) -> None:
+    """A head of its own, and one that is the embedding."""
+    path = write(tmp_path / "one.gguf", kinds=KINDS, head=head)
+    model = load_model(path, dtype="float32", device="cpu")
+    with torch.inference_mode():
+        inner = model.get_decoder()(TOKENS).last_hidden_state
+        plain = as_transformers_reads(path).get_output_embeddings()
+        assert_alike(model.get_output_embeddings()(inner), plain(inner), 2e-4)
+        up = model.get_submodule("model.layers.1.mlp.up_proj")
+        other = as_transformers_reads(path).get_submodule("model.layers.1.mlp.up_proj")
+        with pytest.raises(AssertionError):
+            assert_alike(up(inner), other(inner), 2e-4)
+
+
 def test_several_kinds_in_one_file_and_a_head_of_its_own(
     file: Path, model: PreTrainedModel
 ) -> None:
