@@ -114,16 +114,25 @@ class LayerKV:
         if exactly:
             self.resident = self._without_absorbed()
         else:
-            self.resident = self.resident.select(range(len(self.rows)))
+            self.resident = self.resident.select(range(len(self.rows)), self._room)
         for row, table in zip(self.rows, self.resident.tables, strict=True):
             row.take_table(table)
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a row at most, once a prompt has left: those that stay, and a page that leaves.
+
+        A pool that has to grow moves all of its pages, and whoever captured a step captures again.
+        """
+        size = self.resident.pool.page_size
+        return max((row.full_tokens + size for row in self.rows if row.drains), default=0)
 
     def _without_absorbed(self) -> ResidentStore:
         """The resident tier less what left it to the token; the window begins a page."""
         outside = [row.outside_of_prompt() for row in self.rows]
         rows = zip(self.rows, outside, strict=True)
         most = max(row.table.num_tokens - (stop - start) for row, (start, stop) in rows)
-        new = self.resident.empty(len(self.rows), most)
+        new = self.resident.empty(len(self.rows), max(most, self._room))
         for row, table, (start, stop) in zip(self.rows, new.tables, outside, strict=True):
             k, v = row.table.view()
             table.append(k[:, :start], v[:, :start], 0)
@@ -132,7 +141,7 @@ class LayerKV:
 
     def branch(self) -> LayerKV:
         """A layer that continues from the same entries: resident ones copied, cold ones shared."""
-        return self._beside(self.resident.select(range(len(self.rows))))
+        return self._beside(self.resident.select(range(len(self.rows)), self._room))
 
     def forked(self) -> LayerKV:
         """A layer of another cache that continues from the same entries; this one must be sealed.
@@ -155,7 +164,7 @@ class LayerKV:
         if len(sources) == len(self.rows):
             self.resident.fork(sources)
         else:
-            self.resident = self.resident.select(sources)
+            self.resident = self.resident.select(sources, self._room)
         self.cold.fork(sources)
         self.rows = self._continued(sources, self)
 

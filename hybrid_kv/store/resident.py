@@ -67,10 +67,14 @@ class ResidentStore:
         self.pool.view = None
         return new
 
-    def select(self, sources: Sequence[int]) -> ResidentStore:
-        """A new store whose row r is a copy of row sources[r]; any number of rows."""
+    def select(self, sources: Sequence[int], room_tokens: int = 0) -> ResidentStore:
+        """A new store whose row r is a copy of row sources[r]; any number of rows.
+
+        Args:
+            room_tokens: how many there is room for in a row, at least.
+        """
         most = max((self.tables[source].num_tokens for source in sources), default=0)
-        new = self.empty(len(sources), most)
+        new = self.empty(len(sources), max(most, room_tokens))
         for table, source in zip(new.tables, sources, strict=True):
             table.take(self.tables[source])
         if self.pool.key_min is not None:

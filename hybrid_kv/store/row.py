@@ -46,8 +46,9 @@ class Row:
     copied: [Hkv, cold entries] bool on the host, the cold entries that `kept` has; None for none.
     placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
     has what the method drops, for audits, and nobody attends it. full_tokens: resident tokens from
-    which on some of them may be outside the window: below, nobody need look. later_index: makes the
-    index of a further extent where the row's device finds cold entries by itself; else None.
+    which on a page leaves, which is outside the window by then; below, nobody need look. The layers
+    of a model take turns within a page, so that no step moves a page of each. later_index: makes
+    the index of a further extent where the row's device finds cold entries by itself; else None.
     """
 
     number: int
@@ -72,6 +73,11 @@ class Row:
         spans = self.chain.spans
         return len(self.table.pool.stores) > 1 or any(len(s.extent.readers) > 1 for s in spans[:1])
 
+    @property
+    def drains(self) -> bool:
+        """Whether what is outside of the window leaves."""
+        return self.full_tokens < HIDDEN
+
     def seal(self, placement: Placement) -> None:
         """Fixes where entries live from now on; `outside` then says what has to move."""
         self.placement, size = placement, self.page_size
@@ -80,7 +86,8 @@ class Row:
             self.full_tokens = HIDDEN
             return
         sinks = placement.sink_tokens // size + 1
-        self.full_tokens = sinks * size + placement.window_tokens + placement.spare_tokens
+        kept = sinks * size + placement.window_tokens + placement.spare_tokens
+        self.full_tokens = kept + self.table.pool.shape.layer_idx % size
 
     # What leaves the window ---------------------------------------------------------------------
 

@@ -71,8 +71,8 @@ def test_replayed_steps_are_those_of_eager_ones(method: str, count: int) -> None
             work.append(cache.work)
             if config.capture_decode:
                 told = [graph_of(one) for one in (cache, other)]
-                # As often as pages begin that find no room: each time it is made ready again.
-                most = 2 if method == "streaming_llm" else 5
+                # Once each; again where pages find no room, or a fork begins an extent.
+                most = {"streaming_llm": 2, "hybrid": 4}.get(method, 3)
                 assert sum(one["captures"] for one in told) <= most
                 assert sum(one["replays"] for one in told) >= count + 50 - 10
         return list(map(values, parts))
