@@ -21,6 +21,7 @@ SIDES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", choices=list(SIDES), required=True)
+    parser.add_argument("--gguf", help="a model whose weights stay packed; else bf16 ones")
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=1)
@@ -30,18 +31,14 @@ def main() -> None:
     os.environ["HYBRID_KV_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(args.threads)
 
     import torch
-    from transformers import AutoModelForCausalLM
 
     import hybrid_kv as hkv
     from hybrid_kv.eval.filling import SyntheticContext, filled_cache
     from hybrid_kv.models import few_tokens
-    from hybrid_kv.models.shapes import random_config
+    from hybrid_kv.models.load import load_model
 
     torch.set_num_threads(args.threads)
-    shape: Any = random_config("llama-3-8b", args.layers)
-    shape.vocab_size = 4096
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+    model: Any = _model(args.layers) if args.gguf is None else load_model(args.gguf, device="cpu")
     times: list[tuple[float, float]] = []
     with hkv.attach(model, hkv.HybridConfig(**SIDES[args.side])) as runtime, torch.inference_mode():
 
@@ -67,6 +64,19 @@ def main() -> None:
         for found, trial in few_tokens._trials.items()
     }
     print(json.dumps({"times_ms": times, "system": hkv.__version__, "weights": multiplied}))
+
+
+def _model(layers: int) -> Any:
+    """Random bf16 weights of so many layers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hybrid_kv.models.shapes import random_config
+
+    shape: Any = random_config("llama-3-8b", layers)
+    shape.vocab_size = 4096
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
 
 
 if __name__ == "__main__":

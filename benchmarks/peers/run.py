@@ -9,9 +9,9 @@ Layers of the Llama-3-8B shape with their whole FFN and a vocabulary of 4,096, a
 for the smallest weights to be several times the last-level cache; figures are of one layer. KV is
 filled in: random in llama.cpp, whose work does not depend on it, attention-like in ours. llama.cpp
 runs with weights of 16, 8 and 4 bits, with flash attention and without, and with KV in 8 bits,
-which needs it; ours has bf16 weights only. One process per run, sides in turn, so that what else
-the machine does meets all of them; a figure is the median over rounds of a run's median, of wall
-time and of CPU time.
+which needs it; ours with bf16 weights, and with llama.cpp's files of 8 and 4 bits. One process per
+run, sides in turn, so that what else the machine does meets all of them; a figure is the median
+over rounds of a run's median, of wall time and of CPU time.
 
 `--prompt` computes the contexts instead, once with all layers and once with one less, and the
 difference is a layer's: llama.cpp's last layer computes its FFN for the last token only.
@@ -41,7 +41,12 @@ from hybrid_kv.report import probe_environment
 
 HERE = Path(__file__).parent
 PACKAGE = "@node-llama-cpp/linux-x64@3.22.1"
-OURS = ("full", "hybrid", "flat int8")
+OURS = {
+    **dict.fromkeys(("full", "hybrid", "flat int8"), "bf16"),
+    **{f"hybrid {weights}": weights for weights in ("q8_0", "q4_k_s")},
+    "full q4_k_s": "q4_k_s",
+}
+"""By side of ours its weights; other than 16 bits are those of a file of llama.cpp's."""
 _BITS = {"16": ("bf16", "f16"), "8": ("q8_0",), "4": ("q4_k_s",)}
 _LAYER_WEIGHTS = 218_103_808
 _LEAST_BITS = 4.5
@@ -112,7 +117,9 @@ class Files:
             which += ["--gguf", str(self.path(asked.weights, layers)), "--kv", asked.kv]
             which += ["--flash"] * asked.flash
         else:
-            which = [str(HERE / "ours.py"), "--side", side]
+            weights = OURS[side]
+            which = [str(HERE / "ours.py"), "--side", side.removesuffix(f" {weights}")]
+            which += [] if weights == "bf16" else ["--gguf", str(self.path(weights, layers))]
         sizes = ["--context", str(context), "--threads", str(threads), "--layers", str(layers)]
         cpus = ["taskset", "-c", ",".join(map(str, range(threads)))]
         return [*cpus, sys.executable, *which, *sizes, *more]
@@ -246,10 +253,11 @@ def table(rows: Sequence[dict[str, Any]], threads: int, by: str) -> Iterator[str
         found = [least.get((context, threads, bits)) for context in contexts]
         cells = ["–" if one is None else f"{one[by]:.1f} ({_how(one['side'])})" for one in found]
         yield f"| llama.cpp, {bits}-bit weights, its best | " + " | ".join(cells) + " |"
-    for side in OURS:
+    for side, weights in OURS.items():
         cells = [_beside(times.get((side, c)), c, threads, least, by) for c in contexts]
         if any(cell != "–" for cell in cells):
-            yield f"| `{side}`, 16-bit weights | " + " | ".join(cells) + " |"
+            own = ", 16-bit weights" if weights == "bf16" else ""
+            yield f"| `{side}`{own} | " + " | ".join(cells) + " |"
     for bits in _BITS:
         ours = [(c, times["hybrid", c]) for c in contexts if ("hybrid", c) in times]
         theirs = [(c, least[c, threads, bits][by]) for c in contexts if (c, threads, bits) in least]

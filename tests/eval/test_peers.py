@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,15 @@ def test_ratios_are_to_the_best_side_of_each_kind_of_weights() -> None:
     lines = "\n".join(run.table(rows, 1, "ms"))
     assert "16-bit weights, its best | 25.0 (f16) |" in lines
     assert "`hybrid`, 16-bit weights | 20.0 (0.80, –, 1.25) |" in lines
+
+
+@pytest.mark.parametrize("side", ["hybrid", "hybrid q4_k_s", "flat int8", "llama.cpp q4_k_s"])
+def test_packed_weights_of_both_sides_are_of_one_file(side: str, tmp_path: Path) -> None:
+    (tmp_path / "2-q4_k_s.gguf").touch()
+    command = run.Files(tmp_path, tmp_path).command(side, 2, 8192, 1, [])
+    assert (str(tmp_path / "2-q4_k_s.gguf") in command) is ("q4_k_s" in side)
+    if "llama" not in side:
+        assert command[command.index("--side") + 1] == side.removesuffix(" q4_k_s")
 
 
 def test_the_crossing_is_between_the_contexts_that_it_lies_between() -> None:
