@@ -129,7 +129,8 @@ def _check_can_stay_packed(
     if device != "cpu":
         raise ConfigError(
             f"the weights of '{name}' are packed, which is for the CPU, got device '{device}'; "
-            f"pass device='cpu', or {unpacked}, {_mib(_plain_bytes(config, dtype))}"
+            "pass device='cpu', take the model as a checkpoint with weights='int4', or pass "
+            f"{unpacked}, {_mib(_plain_bytes(config, dtype))}"
         )
     if (state := engine_state()).isa is None:
         raise BackendUnavailable(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
-from hybrid_kv.errors import BackendUnavailable, ConfigError, unknown_name
+from hybrid_kv.errors import BackendUnavailable, ConfigError, said, unknown_name
 from hybrid_kv.models.gguf_model import empty_model
 from hybrid_kv.models.weight_kinds import BLOCKS, WEIGHT_KINDS
 from hybrid_kv.ops.native.library import engine_state
@@ -37,13 +37,15 @@ def check_weights(weights: str | None, spec: str, quantization_config: Any) -> N
     """Raises ConfigError for a word that `load` does not know, or two answers to one question."""
     if weights is None:
         return
+    if not isinstance(weights, str):
+        raise ConfigError(f"weights must be one of {', '.join(LOADED)}, got {said(weights)}")
     if weights in WEIGHT_KINDS and weights not in LOADED:
         raise ConfigError(
             f"weights='{weights}' can be planned for and not loaded, one of {', '.join(LOADED)} "
             f"can; take a checkpoint or a GGUF file of model '{spec}' in that kind"
         )
     if weights not in LOADED:
-        raise unknown_name("weights", str(weights), LOADED)
+        raise unknown_name("weights", weights, LOADED)
     if quantization_config is not None:
         raise ConfigError(
             f"weights='{weights}' and a quantization_config both say how weights are packed; leave "

@@ -313,7 +313,9 @@ def test_options_that_do_not_fit_are_refused(file: Path, monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match=f"{name} must be True or False, got 'yes'"):
             hkv.load(file, device="cpu", **options)
     monkeypatch.setattr("hybrid_kv.models.load.resolve_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"for the CPU, got device 'cuda'; pass device='cpu', or"):
+    with pytest.raises(
+        ConfigError, match=r"for the CPU, got device 'cuda'; pass device='cpu', take"
+    ):
         load_model(file)
 
 
