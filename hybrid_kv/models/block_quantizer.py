@@ -33,7 +33,7 @@ class BlockConfig(QuantizationConfigMixin):
 
     Args:
         kind: of the linear layers, one that `packed` makes.
-        exact: as of `PackedLinear`.
+        exact: as of `PackedLinear`; the output projection is exact in any case.
     """
 
     def __init__(self, kind: str, *, exact: bool = False, **_: Any) -> None:
@@ -81,7 +81,7 @@ class BlockQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        pack_tied_table(model, self.quantization_config)
+        pack_tied_table(model)
         return model
 
 
@@ -94,16 +94,16 @@ def pack_linears(model: PreTrainedModel, config: BlockConfig) -> None:
     kept = [*(model._keep_in_fp32_modules or ()), *_tied_modules(model)]
     for path, module in list(model.named_modules()):
         if _comes_in_blocks(module) and should_convert_module(path, kept):
-            kind = HEAD_BLOCKS if module is head else config.kind
-            model.set_submodule(path, _packed_linear(module, kind, exact=config.exact))
+            made = _packed_head(module) if module is head else _packed_linear(module, config)
+            model.set_submodule(path, made)
 
 
-def pack_tied_table(model: PreTrainedModel, config: BlockConfig) -> None:
+def pack_tied_table(model: PreTrainedModel) -> None:
     """Packs an embedding table that is the output projection as well, for both at once."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not (is_table(table) and _comes_in_blocks(head) and head.weight is table.weight):
         return
-    output = _packed_linear(head, HEAD_BLOCKS, exact=config.exact)
+    output = _packed_head(head)
     dtype = table.weight.dtype
     embedding = PackedEmbedding.in_place_of(table, HEAD_BLOCKS, output.weight.detach(), dtype)
     embedding.weight = output.weight
@@ -111,13 +111,19 @@ def pack_tied_table(model: PreTrainedModel, config: BlockConfig) -> None:
     model.set_output_embeddings(output)
 
 
-def _packed_linear(module: nn.Linear, kind: str, *, exact: bool) -> PackedLinear:
+def _packed_head(module: nn.Linear) -> PackedLinear:
+    """The output projection: exact, since only last tokens pass it."""
+    return _packed_linear(module, BlockConfig(HEAD_BLOCKS, exact=True))
+
+
+def _packed_linear(module: nn.Linear, config: BlockConfig) -> PackedLinear:
+    kind = config.kind
     if module.weight.is_meta:
         size = PACKED_KINDS[kind].row_bytes(module.in_features)
         blocks = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
     else:
         blocks = packed(module.weight.detach(), kind)
-    return PackedLinear(kind, blocks, module.in_features, module.bias, exact=exact)
+    return PackedLinear(kind, blocks, module.in_features, module.bias, exact=config.exact)
 
 
 class _Pack(ConversionOps):

@@ -261,7 +261,7 @@ def _pack_random(
 
     config = block_config(weights, exact=exact)
     pack_linears(model, config)
-    pack_tied_table(model, config)
+    pack_tied_table(model)
 
 
 def _random(

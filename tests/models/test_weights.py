@@ -110,6 +110,7 @@ def test_blocks_of_large_matrices_are_made_piece_by_piece(monkeypatch: pytest.Mo
 def test_linear_layers_and_the_head_become_blocks(
     folder: Path, weights: str, kind: str, bound: float
 ) -> None:
+    assert load_model(folder, device="cpu", weights=weights).get_output_embeddings().exact
     model = load_model(folder, device="cpu", weights=weights, exact_products=True)
     made = {type(module): 0 for module in packed_modules(model)}
     assert list(made) == [PackedLinear]
