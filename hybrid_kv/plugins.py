@@ -281,6 +281,9 @@ class Placement:
     index: makes the index that finds offloaded keys; None where all of them are attended.
     learns: of the queries that were collected, what that index is given; None for all.
     digests: keep the page digests that a page budget in `read` needs.
+    in_step: pages leave in the same steps as those of other layers, since one layer reads what
+        another has found. Else layers take turns: layer n lets go of a page n % page_size tokens
+        later than layer 0, where the window has 16 pages or more.
     """
 
     sink_tokens: int = 0
@@ -293,6 +296,7 @@ class Placement:
     digests: bool = False
     select: Select = "host"
     moments: bool = False
+    in_step: bool = False
 
     @property
     def offloads(self) -> bool:

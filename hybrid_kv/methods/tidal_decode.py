@@ -50,7 +50,10 @@ class TidalDecode(Method):
         kind = SelectingIndex if layer_idx in self._selecting else ReusingIndex
         make, params = partial(kind, self._choices), self.params
         return Placement(
-            params.sink_tokens, params.window_tokens, rest=Demotion.OFFLOAD, index=make
+            *(params.sink_tokens, params.window_tokens),
+            rest=Demotion.OFFLOAD,
+            index=make,
+            in_step=True,
         )
 
     def read(self, layer_idx: int, q: Tensor) -> Read:

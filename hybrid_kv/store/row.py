@@ -23,6 +23,9 @@ from hybrid_kv.types import HIDDEN, Demotion
 if TYPE_CHECKING:
     from hybrid_kv.entries import Entries
 
+_LEAST_PAGES = 16
+"""Of a window in which layers take turns: what is resident beyond it is half a page on average."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowMark:
@@ -47,8 +50,9 @@ class Row:
     placement: where entries live from the prompt's end on; None before it. shadows: the cold tier
     has what the method drops, for audits, and nobody attends it. full_tokens: resident tokens from
     which on a page leaves, which is outside the window by then; below, nobody need look. The layers
-    of a model take turns within a page, so that no step moves a page of each. later_index: makes
-    the index of a further extent where the row's device finds cold entries by itself; else None.
+    of a model take turns within a page where that is a small part of the window, so that no step
+    moves a page of each. later_index: makes the index of a further extent where the row's device
+    finds cold entries by itself; else None.
     """
 
     number: int
@@ -87,7 +91,8 @@ class Row:
             return
         sinks = placement.sink_tokens // size + 1
         kept = sinks * size + placement.window_tokens + placement.spare_tokens
-        self.full_tokens = kept + self.table.pool.shape.layer_idx % size
+        takes_turns = not placement.in_step and placement.window_tokens >= _LEAST_PAGES * size
+        self.full_tokens = kept + (self.table.pool.shape.layer_idx % size if takes_turns else 0)
 
     # What leaves the window ---------------------------------------------------------------------
 
