@@ -1,4 +1,4 @@
-"""What fits on a 24 GB card with weights in 4 bits and keys and values in 16, in Markdown.
+"""Table of models that fit on a 24 GB card, weights in 4 bits, keys and values in 16.
 
     python benchmarks/what_fits/run.py
     python benchmarks/what_fits/run.py --write     # into README.md, between marks
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 def planned(case: Case) -> Row:
-    """What a case takes on a card beside a host of two channels of DDR5."""
+    """The plan of a case on a card beside a host of two channels of DDR5."""
     card, host = CARDS[CARD], Host(CORES, *DESKTOP_GBPS)
     rates = rates_of_card(card, Rates(host.dram, host.dram, host.gather))
     facts = model_facts(f"random:{case.shape}", weights=WEIGHTS, device=CARD)

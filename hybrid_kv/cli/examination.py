@@ -135,7 +135,7 @@ def check_engine() -> Check:
 
 
 def check_packed_weights() -> Check:
-    """Which kinds of packed weights are multiplied here as they lie, and with what."""
+    """Kinds of packed weights that are multiplied here as they lie, and with what."""
     name, kinds = "packed weights", ", ".join(PACKED_KINDS)
     try:
         state = engine_state()

@@ -29,7 +29,7 @@ _METHOD = "hybrid_kv_blocks"
 
 @register_quantization_config(_METHOD)
 class BlockConfig(QuantizationConfigMixin):
-    """What `from_pretrained` is given.
+    """Settings of `BlockQuantizer`, as `from_pretrained` takes them.
 
     Args:
         kind: of the linear layers, one that `packed` makes.

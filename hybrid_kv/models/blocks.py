@@ -77,4 +77,4 @@ def _bytes(halves: Tensor) -> Tensor:
 
 
 PACKERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"Q4_1": _q4_1, "Q8_0": _q8_0})
-"""What makes blocks [n, bytes of a block] of values [n, 32] in float32, by kind."""
+"""By kind the function that packs values [n, 32] in float32: blocks [n, bytes of a block]."""

@@ -98,7 +98,7 @@ def read_gguf(
 def packed_weights_of(
     name: str, path: str, dtype: torch.dtype, device: str | None
 ) -> list[StoredWeight]:
-    """What each of a file's weights takes when they stay packed.
+    """Sizes of a file's weights when they stay packed.
 
     Args:
         dtype: of what cannot stay packed.

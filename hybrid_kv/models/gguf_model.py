@@ -59,7 +59,7 @@ class PackedPlan:
     ignored: list[GgufTensor] = field(default_factory=list)
 
     def stored(self, conversion: Conversion, dtype: torch.dtype) -> Iterator[StoredWeight]:
-        """What the model's weights take, with what is not packed in a dtype."""
+        """Sizes of the model's weights, with what is not packed in a dtype."""
         for one in self.packed:
             yield StoredWeight(one.target, one.tensor.kind, one.tensor.data.nbytes)
         plain = str(dtype).removeprefix("torch.")

@@ -178,7 +178,7 @@ def packed_weights(
     dequantize: bool = False,
     device: str | None = None,
 ) -> list[StoredWeight] | None:
-    """What each weight takes where they stay packed in a GGUF file; None for other models, and
+    """Sizes of weights that stay packed in a GGUF file; None for other models, and
     where they do not.
 
     Args:

@@ -31,7 +31,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "torchao": ("torchao",),
     }
 )
-"""What reads weights that were packed by a method; transformers says it of others."""
+"""Packages that read weights packed by a method; transformers names those of others."""
 _TOLD_SHARE = 0.05
 """Of a model's bytes: matrices that stay plain are told of from here on."""
 

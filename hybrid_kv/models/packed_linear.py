@@ -185,7 +185,7 @@ class PackedEmbedding(_Packed):
     def in_place_of(
         cls, table: nn.Embedding, kind: str, blocks: Tensor, dtype: torch.dtype
     ) -> PackedEmbedding:
-        """What gives the rows that a plain table would; arguments as of the class."""
+        """A module that gives the rows a plain table would; arguments as of the class."""
         scale = getattr(table, "embed_scale", None)
         return cls(
             *(kind, blocks, table.embedding_dim, dtype),

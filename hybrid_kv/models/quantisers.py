@@ -96,7 +96,7 @@ def quantiser(
 
 
 def block_config(weights: str, *, exact: bool) -> BlockConfig:
-    """How the engine's blocks are made for one of `BLOCKS`.
+    """The configuration that makes the engine's blocks of one of `BLOCKS`.
 
     Raises:
         BackendUnavailable: there is no engine.

@@ -49,7 +49,7 @@ _LAYOUTS: Mapping[str, _Layout] = MappingProxyType(
 """int8: a 16-bit scale a row. int4: a 16-bit scale and zero for 128 numbers. mxfp4: an 8-bit
 exponent for 32. nf4: a 32-bit scale for 64. The others: GGUF's."""
 _NARROW_ROWS = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
-"""What llama.cpp's quantiser takes where a row is no whole number of blocks of 256."""
+"""Layouts of llama.cpp's quantiser where a row is no whole number of blocks of 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ biases always stay plain."""
 _BETTER = ("v_proj", "down_proj")
 
 BLOCKS: Mapping[str, str] = MappingProxyType({"int8": "Q8_0", "int4": "Q4_1"})
-"""What int8 and int4 are on a CPU, where the engine multiplies blocks. Of the layouts of 4 bits
+"""Layouts of int8 and int4 on a CPU, where the engine multiplies blocks. Of the layouts of 4 bits
 Q4_1 errs least where values are rounded to the nearest: .078 of the root mean square of normal
 weights, Q4_0 .086, IQ4_NL .080."""
 HEAD_BLOCKS = "Q8_0"
@@ -154,7 +154,7 @@ def _bits_of_torchao(said: Mapping[str, Any]) -> int | None:
 
 
 def stored_weights(model: PreTrainedModel, kind: WeightKind | None) -> Iterator[StoredWeight]:
-    """What each parameter of a model takes in a kind; in the model's own dtypes for None."""
+    """Size of each parameter of a model in a kind; in the model's own dtypes for None."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     for target, weight in model.named_parameters():
         owner = model.get_submodule(target.rpartition(".")[0])

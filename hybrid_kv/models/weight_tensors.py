@@ -1,4 +1,4 @@
-"""What the weights of a model are made of: plain tensors, and the modules that have no others.
+"""Tensors of the weights of a model: plain ones, and the modules that have no others.
 
 Libraries pack weights in three ways: modules of their own (bitsandbytes, gptqmodel,
 compressed-tensors), a parameter of a tensor class of their own in a module of torch's (torchao), or

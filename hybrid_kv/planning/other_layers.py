@@ -1,4 +1,4 @@
-"""What the layers hold that are not tiered: sliding windows, and states of a fixed size.
+"""Memory of the layers that are not tiered: sliding windows, and states of a fixed size.
 
 One token passes the model on the meta device, where nothing is computed; its cache then has keys,
 values and states in the shapes and dtypes that they will have.
@@ -36,7 +36,7 @@ class OtherLayers(NamedTuple):
 
 @torch.no_grad()
 def other_layers(model: PreTrainedModel, num_tiered: int) -> OtherLayers:
-    """What a model on the meta device holds beside its tiered layers, for one sequence.
+    """Memory of a model on the meta device beside its tiered layers, for one sequence.
 
     Raises:
         UnsupportedModelError: the model cannot be passed without being computed.

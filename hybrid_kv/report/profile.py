@@ -22,7 +22,7 @@ CACHE_PHASES = (
 
 
 class BytesPerToken(Group):
-    """What one decode step reads, by purpose; states: of a fixed size, read and written."""
+    """Bytes that one decode step reads, by purpose; states: of a fixed size, read and written."""
 
     weights: int | None = None
     resident_attention: int | None = None

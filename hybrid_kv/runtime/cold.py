@@ -57,7 +57,7 @@ class ColdPart(Protocol):
         ...
 
     def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
-        """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
+        """Attention of the row's queries [Hkv, M, D] on the host, out and lse as these.
 
         Args:
             near: see `attend_cold`.
@@ -118,7 +118,7 @@ class ColdOps:
     def search(
         self, step: Step, q: Tensor, near: Parcel | None, first: ByExtent | None = None
     ) -> Retrieved:
-        """What the row's queries retrieve under a budget of tokens.
+        """Entries that the row's queries retrieve under a budget of tokens.
 
         Args:
             first: what a search would find, where that is known; None searches.
@@ -146,7 +146,7 @@ class ColdOps:
         return found
 
     def attend_found(self, step: Step, q: Tensor, found: Retrieved) -> PartialAttention:
-        """What was retrieved, and the estimate of the rest where the budget wants one."""
+        """Attention over what was retrieved, and the estimate of the rest where one is wanted."""
         row, budget = self._row, self._budget
         assert isinstance(budget, TokenBudget)
         step.work.scored += found.scored

@@ -66,7 +66,7 @@ class ColdPlan:
         *,
         named: Sequence[SearchResult] | None = None,
     ) -> PartialAttention:
-        """What the row's queries [Hkv, M, D] on the host attend, out and lse as these.
+        """Attention of the row's queries [Hkv, M, D] on the host, out and lse as these.
 
         Args:
             near: no budget that the engine searches for asks for it.

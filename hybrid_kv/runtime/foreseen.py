@@ -118,7 +118,7 @@ class Foreseen:
         return self._standing.on_trial
 
     def named(self, row: Row, budget: TokenBudget | str) -> ByExtent | None:
-        """What was found ahead for a row; None for nothing, or for another budget."""
+        """Results of the search ahead for a row; None for none, or for another budget."""
         return self._found.get(row.number) if budget == self._budget else None
 
     def compare(

@@ -55,7 +55,7 @@ class Opened:
 
 
 class _Content(NamedTuple):
-    """What was read of a context: text, and what goes to the layers of each kind."""
+    """Parts of a context as they were read: text, and what goes to the layers of each kind."""
 
     opened: Opened
     layers: list[tuple[SavedLayer, HeldLayer]]

@@ -219,7 +219,7 @@ class Span:
         return known
 
     def share_known(self) -> Tail | None:
-        """What is known of these entries, for somebody who will keep it."""
+        """Moments of these entries so far, for somebody who will keep them."""
         self.known_is_own = False
         return self.known
 
@@ -300,7 +300,7 @@ class RetrievedPart(NamedTuple):
 
 
 ByExtent: TypeAlias = list[tuple[ColdExtent, SearchResult]]
-"""What a search of a row finds, by extent."""
+"""Results of a search of a row, by extent."""
 
 
 class Retrieved(NamedTuple):

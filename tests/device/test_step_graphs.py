@@ -267,7 +267,7 @@ def test_sliding_layers_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
 def test_states_of_a_fixed_size_are_written_by_replays(kind: str) -> None:
-    """Where they lie; a fork has its own, and others may take their place: both are captured."""
+    """States by where they lie: a fork has its own, and others may take their place."""
 
     def steps(config: hkv.HybridConfig) -> list[Tensor]:
         torch.manual_seed(2)

@@ -121,7 +121,7 @@ class Wrapped(nn.Module):
 
 
 def test_a_projection_is_found_whatever_module_it_is() -> None:
-    """Those of libraries that pack weights hold them under names of their own."""
+    """Libraries that pack weights hold them under names of their own."""
     model = deepcopy(build("llama"))
     for layer in model.model.layers:
         layer.self_attn.q_proj = Wrapped(layer.self_attn.q_proj)

@@ -1,4 +1,4 @@
-"""Who looks into a model, by how a library packs its weights: it works, or says why not."""
+"""Features that look into a model, with weights packed by each library: they work, or refuse."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ INSTRUCTIONS: Mapping[str, str] = MappingProxyType(
         "avx512": "AVX-512 with VNNI",
     }
 )
-"""What products of packed weights are made with, by the instruction set of the engine's library."""
+"""Instructions of products of packed weights, by the instruction set of the engine's library."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
