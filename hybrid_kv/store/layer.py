@@ -123,9 +123,12 @@ class LayerKV:
         """Tokens of a row at most, once a prompt has left: those that stay, and a page that leaves.
 
         A pool that has to grow moves all of its pages, and whoever captured a step captures again.
+        Where a window is never filled, three pages more than there are.
         """
         size = self.resident.pool.page_size
-        return max((row.full_tokens + size for row in self.rows if row.drains), default=0)
+        rows = [row for row in self.rows if row.drains]
+        most = (min(row.full_tokens + size, row.table.num_tokens + 3 * size) for row in rows)
+        return max(most, default=0)
 
     def _without_absorbed(self) -> ResidentStore:
         """The resident tier less what left it to the token; the window begins a page."""

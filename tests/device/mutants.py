@@ -66,6 +66,7 @@ class Verdict:
 
 
 RECORDED = "device/test_recorded_steps.py"
+LATER = "device/test_later_turns.py"
 METHODS = "device/test_methods.py"
 TRANSFERS = "device/test_transfers.py"
 SELECTION = "device/test_selection.py"
@@ -159,8 +160,15 @@ MUTANTS = [
     Mutant(
         "a recording goes on with moments that were replaced",
         "runtime/select.py",
-        "    signature = tuple(places), tuple(tails), tuple(q.shape), ",
-        "    signature = tuple(places), tuple(q.shape), ",
+        "    places += [one.data_ptr() for tail in tails for one in tail.tensors().values()]\n",
+        "",
+        [f"{LATER}::test_later_turns_give_what_they_give_on_the_host"],
+    ),
+    Mutant(
+        "moments that a recording reads are not renewed",
+        "ops/tail.py",
+        "            mine.copy_(its)\n",
+        "            pass\n",
         [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(
@@ -291,7 +299,7 @@ MUTANTS = [
     Mutant(
         "sliding layers are captured",
         "models/step_graphs.py",
-        "            if type(layer) is not HybridLayer:\n",
+        "            if type(layer) is not HybridLayer and not is_written_in_place(layer):\n",
         "            if False:\n",
         [f"{GRAPHS}::test_sliding_layers_are_refused_by_name"],
     ),

