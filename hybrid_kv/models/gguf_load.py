@@ -26,6 +26,7 @@ from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
 from hybrid_kv.models.gguf_file import GgufFile, open_gguf
 from hybrid_kv.models.gguf_model import PackedPlan, empty_model, fill, plan_of
 from hybrid_kv.models.weight_kinds import StoredWeight
+from hybrid_kv.models.weight_tensors import dtype_name, mib
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 from hybrid_kv.runtime import check_weights_memory
@@ -125,17 +126,17 @@ def _check_can_stay_packed(
     name: str, config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> None:
     """Raises ConfigError or BackendUnavailable where nothing multiplies packed weights."""
-    unpacked = f"dequantize=True for weights in {_word(dtype)}"
+    unpacked = f"dequantize=True for weights in {dtype_name(dtype)}"
     if device != "cpu":
         raise ConfigError(
             f"the weights of '{name}' are packed, which is for the CPU, got device '{device}'; "
             "pass device='cpu', take the model as a checkpoint with weights='int4', or pass "
-            f"{unpacked}, {_mib(_plain_bytes(config, dtype))}"
+            f"{unpacked}, {mib(_plain_bytes(config, dtype))}"
         )
     if (state := engine_state()).isa is None:
         raise BackendUnavailable(
             f"the weights of '{name}' are packed, which needs the native engine ({state.detail}); "
-            f"pass {unpacked}, {_mib(_plain_bytes(config, dtype))}"
+            f"pass {unpacked}, {mib(_plain_bytes(config, dtype))}"
         )
 
 
@@ -155,8 +156,8 @@ def _tell_of_unpacked(name: str, file: GgufFile, plan: PackedPlan, dtype: torch.
         return
     if not plan.packed:
         _warn(
-            f"the weights of '{name}' are unpacked from GGUF to {_word(dtype)} and take "
-            f"{_mib(plan.num_bytes(dtype))}, {_mib(file.num_bytes)} in the file"
+            f"the weights of '{name}' are unpacked from GGUF to {dtype_name(dtype)} and take "
+            f"{mib(plan.num_bytes(dtype))}, {mib(file.num_bytes)} in the file"
         )
         return
     packed = sum(tensor.data.nbytes for tensor in plan.unpacked)
@@ -164,8 +165,8 @@ def _tell_of_unpacked(name: str, file: GgufFile, plan: PackedPlan, dtype: torch.
     first = plan.unpacked[0]
     _warn(
         f"{len(plan.unpacked)} tensors of '{name}' ({first.name} of kind {first.kind}, for one) "
-        f"cannot stay packed in this architecture: in {_word(dtype)} they take {_mib(taken)}, "
-        f"{_mib(packed)} in the file"
+        f"cannot stay packed in this architecture: in {dtype_name(dtype)} they take {mib(taken)}, "
+        f"{mib(packed)} in the file"
     )
 
 
@@ -210,11 +211,3 @@ def _plain_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 def _warn(text: str) -> None:
     warn(text, GgufWarning, stacklevel=6)  # whoever called hybrid_kv.load
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, WeightsWarning
 from hybrid_kv.models.checkpoint import read_config, read_model
 from hybrid_kv.models.quantisers import need_packages, quantiser
-from hybrid_kv.models.weight_tensors import stored_tensors
+from hybrid_kv.models.weight_tensors import dtype_name, mib, stored_tensors
 
 _COMPRESSED = "compressed-tensors"
 _PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -74,7 +74,7 @@ def read_checkpoint(
     if method is not None and getattr(model, "hf_quantizer", None) is None:
         _warn(
             f"the weights of '{name}' are packed by {method}, which nothing here multiplies on "
-            f"'{device}': unpacked to {_word(model.dtype)} they take {_mib(_num_bytes(model))}"
+            f"'{device}': unpacked to {dtype_name(model.dtype)} they take {mib(_num_bytes(model))}"
         )
     if weights is not None:
         _tell_of_plain(name, model, weights)
@@ -127,8 +127,8 @@ def _tell_of_plain(name: str, model: PreTrainedModel, weights: str) -> None:
         first = max(plain, key=lambda target: plain[target])
         _warn(
             f"weights='{weights}' packs linear layers of whole blocks: {len(plain)} matrices of "
-            f"'{name}' ({first}, for one) stay in {_word(model.dtype)} and take "
-            f"{_mib(sum(plain.values()))}"
+            f"'{name}' ({first}, for one) stay in {dtype_name(model.dtype)} and take "
+            f"{mib(sum(plain.values()))}"
         )
 
 
@@ -144,11 +144,3 @@ def _num_bytes(model: PreTrainedModel) -> int:
 
 def _warn(text: str) -> None:
     warn(text, WeightsWarning, stacklevel=5)  # whoever called hybrid_kv.load
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

@@ -21,6 +21,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 from hybrid_kv.errors import BackendUnavailable, ConfigError, said, unknown_name
 from hybrid_kv.models.gguf_model import empty_model
 from hybrid_kv.models.weight_kinds import BLOCKS, WEIGHT_KINDS
+from hybrid_kv.models.weight_tensors import dtype_name
 from hybrid_kv.ops.native.library import engine_state
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _torchao_int4(
 
     if dtype != torch.bfloat16:
         raise ConfigError(
-            f"weights='int4' on a GPU computes in bfloat16, got {_word(dtype)}; pass "
+            f"weights='int4' on a GPU computes in bfloat16, got {dtype_name(dtype)}; pass "
             "dtype='bfloat16'"
         )
     if (have := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
@@ -151,7 +152,3 @@ def need_packages(what: str, packages: tuple[str, ...]) -> None:
             f"{what} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}; run pip "
             f"install {' '.join(missing)}"
         )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 
@@ -40,3 +41,13 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     for part in tensor.__tensor_flatten__()[0]:
         yield from _parts(f"{name}.{part}", getattr(tensor, part))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as users write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def mib(size: int) -> str:
+    """So many bytes in words."""
+    return f"{size / 2**20:,.0f} MiB"

@@ -171,8 +171,9 @@ class Tail:
 
     def filled(self, other: Tail) -> Tail:
         """The moments of another one in the memory of these, which are lost."""
-        for mine, its in zip(self.tensors().values(), other.tensors().values(), strict=True):
-            mine.copy_(its)
+        with torch.inference_mode():  # these may have been made so, and the caller not be in it
+            for mine, its in zip(self.tensors().values(), other.tensors().values(), strict=True):
+                mine.copy_(its)
         return replace(self, count=other.count)
 
     def less(self, total: Tensor, count: Tensor, keys: Tensor, values: Tensor) -> Tail:

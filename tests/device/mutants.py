@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "moments that a recording reads are not renewed",
         "ops/tail.py",
-        "            mine.copy_(its)\n",
-        "            pass\n",
+        "                mine.copy_(its)\n",
+        "                pass\n",
         [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],
     ),
     Mutant(

@@ -233,3 +233,17 @@ def test_some_entries_leave_the_means() -> None:
         kept = slice(int(gone[head]), None)
         torch.testing.assert_close(less.keys[head], k[head, kept].mean(0), **NEAR)
         torch.testing.assert_close(less.values[head], v[head, kept].mean(0), **NEAR)
+
+
+def test_moments_of_a_block_without_gradients_are_renewed_outside_of_it() -> None:
+    """A prompt is read under inference_mode, and steps follow under no_grad."""
+    with torch.inference_mode():
+        known = Tail.of(torch.randn(2, 40, 8), torch.randn(2, 40, 8))
+    before = {name: tensor.data_ptr() for name, tensor in known.tensors().items()}
+    with torch.no_grad():
+        new = Tail.of(torch.randn(2, 70, 8), torch.randn(2, 70, 8))
+        filled = known.filled(new)
+    assert filled.count == 70
+    for name, tensor in filled.tensors().items():
+        assert tensor.data_ptr() == before[name]
+        assert torch.equal(tensor, new.tensors()[name])
