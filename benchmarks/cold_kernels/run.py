@@ -4,13 +4,12 @@
 
 All data is read cold: a call serves the KV heads of one layer, and layers are visited in turn until
 they exceed the last cache several times. The stream rate is measured between the repeats of every
-row, because a shared machine changes it. The last line on stdout is one JSON document.
+row, because a shared machine changes it. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,6 +28,7 @@ from hybrid_kv.ops.native.flat import FlatScan, stream
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -200,7 +200,7 @@ def main() -> None:
     environment = probe_environment().model_dump(mode="json")
     load = os.getloadavg()[0]
     document = {"benchmark": "cold_kernels", "settings": vars(options), "load": load, "rows": rows}
-    print(json.dumps({**document, "environment": environment}))
+    print(compact({**document, "environment": environment}), end="")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
 
 Fills one layer of a shape through the store and compares two numbers with the raw KV bytes: what
 the store counts and what the process grew by; then the same after 4K more tokens left the window
-page by page. The last line on stdout is one JSON document.
+page by page. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ import psutil
 import torch
 
 from hybrid_kv.config import parse_count
+from hybrid_kv.report.compact import compact
 from hybrid_kv.store import ColdStore
 from hybrid_kv.types import LayerShape
 
@@ -76,7 +76,7 @@ def main() -> None:
             f"{row['counted_ratio']:.4f}x  committed {row['committed_ratio']:.4f}x",
             file=sys.stderr,
         )
-    print(json.dumps({"benchmark": "cold_memory", "settings": vars(options), "rows": rows}))
+    print(compact({"benchmark": "cold_memory", "settings": vars(options), "rows": rows}), end="")
 
 
 if __name__ == "__main__":

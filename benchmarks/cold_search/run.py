@@ -6,14 +6,13 @@ Every row answers the same queries, taken at random among the 2,048 positions af
 the query heads of a group at the same position. Settings are found on other positions of these, so
 the recall that is reported is that of queries nobody tuned on. A hot time asks one head again and
 again; a cold one visits copies of it in turn, one group each, after the caches were emptied, as
-decoding goes from layer to layer. The last line on stdout is one JSON document (README.md).
+decoding goes from layer to layer. Stdout is one JSON document (README.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,6 +44,7 @@ from benchmarks.common.head_stats import head_stats
 from hybrid_kv.config import parse_count
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.synthetic import PROFILES
+from hybrid_kv.report.compact import compact
 
 SCHEMA = 3
 STATS_STEP = 8
@@ -203,13 +203,13 @@ def main() -> None:
             return
         for document in measure_all(options, rows):
             if options.out:
-                options.out.write_text(json.dumps(document) + "\n")
+                options.out.write_text(compact(document))
     except (LookupError, MemoryError) as error:
         raise SystemExit(f"error: {error}") from None
     if options.figures and any("recall" in row for row in document["rows"]):
         for path in plots.save_figures(document, options.figures):
             say(f"wrote {path.name}")
-    print(json.dumps(document))
+    print(compact(document), end="")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ A call searches some KV heads of a layer, with a group of query heads each. Cold
 visited in turn until they exceed the last cache; hot: one copy again and again (with one KV head it
 fits into caches). Keys are random numbers and
 maps random rotations: this says what a search costs and nothing of what it finds. Rows are timed in
-turn, round by round, with the stream rate of the same moments; figures are medians of rounds. The
-last line on stdout is one JSON document.
+turn, round by round, with the stream rate of the same moments; figures are medians of rounds.
+Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.sketch import SketchSearcher, SketchTier
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, pack_tiers
+from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 
 PLANS = {
@@ -193,7 +193,7 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "rows": results,
     }
-    print(json.dumps({**document, "environment": probe_environment().model_dump(mode="json")}))
+    print(compact({**document, "environment": probe_environment().model_dump(mode="json")}), end="")
 
 
 def _short(value: object) -> str:

@@ -6,7 +6,7 @@
 One model, one process: each context is prefilled and asked, saved, opened and asked, and both are
 asked a longer question in turn. `open_first_token` is all from `llm.open` to the first token;
 `prefill_first_token` all from `llm.context`, the wait for its index included. The file lies
-in the page cache. The last line on stdout is one JSON document.
+in the page cache. Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.needle import make_sample
+from hybrid_kv.report.compact import compact
 from hybrid_kv.saved import verify_context
 
 
@@ -114,7 +115,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(
-        json.dumps(
+        compact(
             {
                 "model": args.model,
                 "config": config.flat(),
@@ -122,7 +123,8 @@ def main() -> None:
                 "repeats": args.repeats,
                 "rows": rows,
             }
-        )
+        ),
+        end="",
     )
 
 

@@ -9,13 +9,12 @@ hide the attention. `hybrid` at its default budget is timed beside them.
 
 Beside the times stand counts, which are the same on every machine: the Python functions that one
 step of one layer enters (of the package, and of anybody), and the files of the package that they
-are in. The last line on stdout is one JSON document.
+are in. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from hybrid_kv.config import parse_count
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.load import resolve_dtype
 from hybrid_kv.models.shapes import random_config
+from hybrid_kv.report.compact import compact
 
 Step = Callable[[], float]
 
@@ -148,7 +148,7 @@ def main() -> None:
             file=sys.stderr,
         )
     settings = {**vars(options), "torch": torch.__version__, "cores": torch.get_num_threads()}
-    print(json.dumps({"benchmark": "decode_overhead", "settings": settings, "rows": result}))
+    print(compact({"benchmark": "decode_overhead", "settings": settings, "rows": result}), end="")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The cheapest of 16 steps, as nearly all are, and what the 16 cost beyond it: in them a page begins
 and one leaves the window, be it in the layer's own call or at the forward's end.
 Calls of the package's functions, of anybody's, functions and files of the package. With `--before`
-each cell has the earlier figure first. The last line on stdout is one JSON document, which `--out`
+each cell has the earlier figure first. Stdout is one JSON document, which `--out`
 writes too. `HYBRID_KV_ONE_CALL=0` counts the step op by op.
 """
 
@@ -26,6 +26,7 @@ if __name__ == "__main__":  # a script: what benchmarks share is beside its own 
 
 import hybrid_kv as hkv
 from benchmarks.common.layer_cost import MODELS, PARTS, PartCost, layer_costs
+from hybrid_kv.report.compact import compact, expand
 
 _STEPS = ("a quiet step", "a page")
 _COLUMNS = ("calls", "all_calls", "functions", "files")
@@ -76,12 +77,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     rows = rows_of(options.method, options.shapes.split(","))
-    before = json.loads(options.before.read_text())["rows"] if options.before else {}
+    before = expand(json.loads(options.before.read_text()))["rows"] if options.before else {}
     print("\n".join(lines(rows, before)))
-    report = json.dumps({"benchmark": "decode_calls", "method": options.method, "rows": rows})
+    report = compact({"benchmark": "decode_calls", "method": options.method, "rows": rows})
     if options.out:
-        options.out.write_text(report + "\n")
-    print(report)
+        options.out.write_text(report)
+    print(report, end="")
 
 
 if __name__ == "__main__":

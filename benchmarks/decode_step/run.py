@@ -7,15 +7,14 @@ model would ask it, layer by layer, without the model's own products. With `--hf
 transformers does in `model.generate()`: keys and values go through the cache, queries
 through the attention function, once for each layer of a forward. Arithmetic is what runs inside the
 native engine (search, attention, merge) and torch's attention; all else is overhead. Times are CPU
-times of the calling thread with one thread everywhere, so that a busy machine changes less. The
-last line on stdout is one JSON document.
+times of the calling thread with one thread everywhere, so that a busy machine changes less. Stdout
+is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import os
 import pstats
 import sys
@@ -39,6 +38,7 @@ from hybrid_kv.models.hf_attention import hybrid_attention
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops import torch_cpu
 from hybrid_kv.ops.native import library
+from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 from hybrid_kv.watch.phases import ATTENTION, PHASES
@@ -209,7 +209,7 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": rows,
     }
-    print(json.dumps(report))
+    print(compact(report), end="")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A context of records is prefilled up to its `--prompt` first tokens; the `--gene
 follow are then generated one by one (forced, so that there is something to ask about). Beside it
 stands a fresh context of the same tokens, prefilled as a whole. Both then generate the same further
 tokens in turn, which gives the ratio of their times per token, and answer the same questions, at
-which an audit looks in every step. The last line on stdout is one JSON document.
+which an audit looks in every step. Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import hybrid_kv as hkv
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import AuditParams, parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
+from hybrid_kv.report.compact import compact
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import bytes_per_token
 from hybrid_kv.watch.auditor import Auditor
@@ -196,13 +197,14 @@ def main() -> None:
             rows[name] = measure(llm, options)
         print(name, json.dumps(rows[name], indent=1), file=sys.stderr, flush=True)
     print(
-        json.dumps(
+        compact(
             {
                 **{key: value for key, value in vars(options).items() if key != "indexes"},
                 **surroundings(),
                 "rows": rows,
             }
-        )
+        ),
+        end="",
     )
 
 

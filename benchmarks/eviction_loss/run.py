@@ -10,13 +10,12 @@ evenly in the logarithm. The methods evict after the prompt; the loss is the L1 
 query's output from full attention's, a head on average (Ada-KV, arXiv:2407.11550, equation 8 with
 an output matrix of 1 on the diagonal); the mass that was lost is half its bound (theorem 2). With
 --model the layers are a model's own: of smollm2 on prose, of needle on its key-value records; the
-loss is of the query behind the prompt. The last line on stdout is one JSON document.
+loss is of the query behind the prompt. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from hybrid_kv.entries import Entries  # noqa: E402
 from hybrid_kv.eval.needle import make_sample  # noqa: E402
 from hybrid_kv.models.load import load_model, load_tokenizer  # noqa: E402
 from hybrid_kv.plugins import Method  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo  # noqa: E402
 
 METHODS = ("snapkv", "ada_snapkv")
@@ -188,7 +188,7 @@ def main() -> None:
         )
     snap, ada = (rows[name]["l1_error"] for name in METHODS)
     print(f"margin {snap - ada:.4f} ({1 - ada / snap:.1%} of SnapKV's error)", file=sys.stderr)
-    print(json.dumps({"benchmark": "eviction_loss", "settings": given, "rows": rows}))
+    print(compact({"benchmark": "eviction_loss", "settings": given, "rows": rows}), end="")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
 One prefill serves all: full attention, and `hybrid` at full and at its default budget. Each
 conversation is a fork of the context, which is asked five questions in turn that are kept. At full
-budget the tokens of every turn have to be those of full attention. The last line on stdout is one
-JSON document.
+budget the tokens of every turn have to be those of full attention. Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from benchmarks.common.surroundings import surroundings
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.needle import is_correct, make_sample
 from hybrid_kv.eval.prefilled import open_cache, prefill
+from hybrid_kv.report.compact import compact
 
 TURNS = 5
 
@@ -98,14 +98,15 @@ def main() -> None:
             rows.append(measure(llm, options, seed))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print(
-        json.dumps(
+        compact(
             {
                 **vars(options),
                 "dtype": "float32",
                 **surroundings(),
                 "rows": rows,
             }
-        )
+        ),
+        end="",
     )
 
 

@@ -8,13 +8,12 @@ stands for the rest of a model, so that a step has something beside attention to
 of `index_build` do the same, in turns: `first_s` is the time from the stored prompt to the end of
 the first step (builds that are waited for are in it, the prompt's own computation is not),
 `beside_ms` a step after it, `later_ms` a step when all graphs are built; `..._cpu_...` is processor
-time of the decoding thread. The last line on stdout is one JSON document.
+time of the decoding thread. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
+from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo
 
@@ -128,7 +128,7 @@ def main() -> None:
         mode: {name: statistics.median(run[name] for run in found) for name in found[0]}
         for mode, found in runs.items()
     }
-    print(json.dumps({"settings": vars(args), "medians": medians, "runs": runs}))
+    print(compact({"settings": vars(args), "medians": medians, "runs": runs}), end="")
 
 
 if __name__ == "__main__":

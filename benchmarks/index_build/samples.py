@@ -3,7 +3,7 @@
 Graph and sketch learn from M spread positions and the last M, turned to where decoding will ask,
 and are asked for later queries. A line each: recall@100 and softmax mass, what the self-check
 promised, keys read by a group, seconds of one thread to build. `uniform` and `tiers` are sketches
-whose codes are given, 32 bytes a key or tiers. The last line on stdout is one JSON document.
+whose codes are given, 32 bytes a key or tiers. Stdout is one JSON document.
 
     HYBRID_KV_THREADS=1 .venv/bin/python benchmarks/index_build/samples.py --keys 128k
 """
@@ -11,7 +11,6 @@ whose codes are given, 32 bytes a key or tiers. The last line on stdout is one J
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from time import thread_time
@@ -22,6 +21,7 @@ import torch
 from hybrid_kv.config import IndexConfig, parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.plugins import Index
+from hybrid_kv.report.compact import compact
 
 TOP_K, ASKED, HORIZON = 100, 512, 4096
 KINDS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def main() -> None:
                         flush=True,
                     )
     threads = os.environ.get("HYBRID_KV_THREADS", "")
-    print(json.dumps({"threads": threads, "rows": results}))
+    print(compact({"threads": threads, "rows": results}), end="")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ A made-up head (`hybrid_kv/eval/synthetic.py`, PROFILE:SEED) is decoded from the
 on: every position searches, and every 16 positions the keys that have left the window are added.
 `tail` never links them, `linked` does as the index comes, `rebuilt` is built anew at each mark with
 what the prompt and decoding asked for. Recall of the exact best 100 and keys read (for the group of
-four query heads) are those of positions to come, which took no part in any build. The last line on
-stdout is one JSON document.
+four query heads) are those of positions to come, which took no part in any build. Stdout is one
+JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from copy import copy
 from time import thread_time
@@ -24,6 +23,7 @@ import torch
 from hybrid_kv.config import IndexConfig, parse_count
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.report.compact import compact
 
 TOP_K = 100
 WINDOW = 512
@@ -162,7 +162,7 @@ def main() -> None:
                 table["rebuilt"]["marks"].append(examine(index, data, mark, index.reports[0].beam))
                 print("rebuilt", table["rebuilt"]["marks"][-1], file=sys.stderr, flush=True)
         results[name] = table
-    print(json.dumps(results))
+    print(compact(results), end="")
 
 
 if __name__ == "__main__":

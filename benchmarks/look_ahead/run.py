@@ -8,7 +8,6 @@ See the README beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -33,6 +32,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval import prefilled
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.models.hf_cache import TieredCache
+from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import foreseen
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import Copies, CudaExecutor
@@ -209,8 +209,8 @@ def main() -> None:
     for idx, of_factor in lost.items():
         print(idx, " ".join(f"{value:.4f}" for value in of_factor), file=sys.stderr)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps(report))
+        options.json.write_text(compact(report))
+    print(compact(report), end="")
 
 
 if __name__ == "__main__":

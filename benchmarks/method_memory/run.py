@@ -5,8 +5,8 @@
 Every method gets the parameters of one budget (`Method.at_budget`, a share of the context) and the
 same random keys and values as a complete prompt, in a process of its own. Measured is by how much
 the resident set has grown when all is sealed, offloaded and indexed, and what was let go is handed
-back to the system; counted is what the method keeps, and the pages beside it. The last line on
-stdout is one JSON document.
+back to the system; counted is what the method keeps, and the pages beside it. Stdout is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
 from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
 from hybrid_kv.rotary import Rotary  # noqa: E402
 from hybrid_kv.runtime import KVCache  # noqa: E402
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo  # noqa: E402
@@ -219,7 +220,7 @@ def main() -> None:
         for settings in ({}, OFFLOAD) if offloads else ({},):
             rows.append(measured_apart(name, settings, sys.argv[1:]))
             print(_line(rows[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"benchmark": "method_memory", "settings": vars(options), "rows": rows}))
+    print(compact({"benchmark": "method_memory", "settings": vars(options), "rows": rows}), end="")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -5,14 +5,12 @@
 The graph of one made-up head (hybrid_kv/eval/synthetic.py) is learned once and serves several heads
 from copies in memory of their own, so that no head warms the cache for another; the other heads
 have no graph. Every round asks each layer one position after the other, in turn. With one thread
-the figure is the CPU time of the calling thread, else wall time. The last line on stdout is one
-JSON document.
+the figure is the CPU time of the calling thread, else wall time. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +28,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.key_graph import KeyGraph, no_graph
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native import workers as pools
+from hybrid_kv.report.compact import compact
 
 HEADS, GROUP, TOP_K = 8, 4, 100
 LEARNED_POSITIONS = 6144
@@ -142,7 +141,7 @@ def main() -> None:
         "head": learned["reason"],
         "threads": table,
     }
-    print(json.dumps(report))
+    print(compact(report), end="")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@
 Every method reads the same budget, 2% of the context, except `full` (everything) and `quest` (whose
 first two layers are dense, as in its paper; `quest_all_sparse` shows it without). `top100` attends
 the exact best 100 cold entries, and its `recall` rows an index that misses each of them with a
-fixed chance: what a bad index costs. One prefill serves all methods. The last line on stdout is one
-JSON document.
+fixed chance: what a bad index costs. One prefill serves all methods. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from functools import reduce
@@ -34,6 +32,7 @@ from hybrid_kv.eval import prefilled
 from hybrid_kv.eval.needle import filler, make_sample
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import INDEXES
+from hybrid_kv.report.compact import compact
 from hybrid_kv.types import SearchResult
 
 PAGE = 16
@@ -169,7 +168,7 @@ def main() -> None:
                 some = (records, options.questions, options.seed, only)
                 rows += measure(llm.runtime, context, *some)
     settings = {**vars(options), "budget_ratio": BUDGET, "torch": torch.__version__}
-    print(json.dumps({"benchmark": "needle_accuracy", "settings": settings, "rows": rows}))
+    print(compact({"benchmark": "needle_accuracy", "settings": settings, "rows": rows}), end="")
 
 
 if __name__ == "__main__":

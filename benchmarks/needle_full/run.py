@@ -4,13 +4,12 @@
 Every context is prefilled once and asked many questions. The StreamingLLM column attends to 4
 sinks and the last 512 tokens only while question and answer are read. It counts the questions whose
 records all lie outside that window: what is right there was guessed, so the column shows that the
-others cannot be answered without the far context. The last line of stdout is one JSON object.
+others cannot be answered without the far context. Stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common.dense import DenseReader, sinks_and_window  # noqa: E402
 from hybrid_kv.eval.needle import TASKS, Question, is_correct, make_sample  # noqa: E402
 from hybrid_kv.eval.needle.vocabulary import ASK, KEY, PASS  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
 
 FIRST_SEED = 7_000_000
 WINDOW_TOKENS = 512
@@ -211,13 +211,14 @@ def main() -> None:
         "dtype": arguments.dtype,
     }
     print(
-        json.dumps(
+        compact(
             {
                 "benchmark": "needle_full",
                 "environment": environment,
                 "rows": [asdict(row) for row in rows],
             }
-        )
+        ),
+        end="",
     )
 
 

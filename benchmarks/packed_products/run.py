@@ -2,14 +2,13 @@
 
     python benchmarks/packed_products/run.py --kinds Q4_K,Q4_0 --tokens 1,8,512 --llama FOLDER
 
-Sides take turns, each with copies of the weights of its own, so that no weights lie in a cache. The
-last line on stdout is one JSON document.
+Sides take turns, each with copies of the weights of its own, so that no weights lie in a cache.
+Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,6 +28,7 @@ from hybrid_kv.ops.native import linear
 from hybrid_kv.ops.native.flat import stream
 from hybrid_kv.ops.native.packed import PACKED_KINDS, PackedWeight, packed_linear
 from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -162,7 +162,7 @@ def main() -> None:
         "llama_cpp": bench.ggml.build if bench.ggml else None,
         "rows": rows,
     }
-    print(json.dumps({**document, "environment": probe_environment().model_dump(mode="json")}))
+    print(compact({**document, "environment": probe_environment().model_dump(mode="json")}), end="")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from hybrid_kv.config import parse_count
 from hybrid_kv.report import probe_environment
+from hybrid_kv.report.compact import compact, expand
 
 HERE = Path(__file__).parent
 PACKAGE = "@node-llama-cpp/linux-x64@3.22.1"
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="prints the tables of an earlier run")
     args = parser.parse_args()
     if args.show is not None:
-        show(json.loads(args.show.read_text()))
+        show(expand(json.loads(args.show.read_text())))
         return
     args.sides = args.sides or (_RUN_PROMPT if args.prompt else _RUN)
     cache = last_level_cache()
@@ -331,7 +332,7 @@ def main() -> None:
     def write(rows: list[dict[str, Any]]) -> None:
         builds = [one.pop("build") for one in rows if "build" in one]
         document.update(rows=rows, build=builds[0] if builds else document["build"])
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        args.out.write_text(compact(document))
 
     sys.path.insert(0, str(HERE))
     with tempfile.TemporaryDirectory() as scratch, libraries(args.library) as found:

@@ -4,14 +4,13 @@
 
 Runs one prompt through a random Llama: plainly, in transformers' own chunks, and layer-major in
 several chunk sizes. Every storage that an operation makes is followed from its first to its last
-use, so the figure holds for any device; scratch inside a kernel is not seen. The last line on
-stdout is one JSON document.
+use, so the figure holds for any device; scratch inside a kernel is not seen. Stdout is one JSON
+document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 import hybrid_kv as hkv
 from hybrid_kv.config import parse_count
 from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.report.compact import compact
 
 
 class LiveBytes(TorchDispatchMode):
@@ -148,7 +148,7 @@ def main() -> None:
         "peak_in_hidden_states": peaks,
         "torch": torch.__version__,
     }
-    print(json.dumps(report))
+    print(compact(report), end="")
 
 
 if __name__ == "__main__":

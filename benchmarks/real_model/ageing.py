@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct (extra smollm2), stretched by YaRN, reads a text with full
 index is made when the first part has been read and is then asked with the queries of the rest, one
 token after the other, while keys leave the window and join it: what the runtime does
 (`store.live_index`), but for the attention. A line per kind: recall@100 of every 1,024 tokens, mean
-over heads, and of the worst head. The last line on stdout is one JSON document, which `--out` also
+over heads, and of the worst head. Stdout is one JSON document, which `--out` also
 writes to a file after every head.
 
     .venv/bin/python benchmarks/real_model/ageing.py --tokens 8192 --then 8192 --heads 10
@@ -13,7 +13,6 @@ writes to a file after every head.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -33,6 +32,7 @@ from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.eval import prefilled
 from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.report.compact import compact
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.index_builder import BuildWork, InlineRunner
 from hybrid_kv.store.live_index import LiveIndex
@@ -176,12 +176,12 @@ def main() -> None:
             for head in some:
                 rows.append(measure(head, KINDS[kind], again=again, step=options.step))
                 if options.out is not None:
-                    options.out.write_text(json.dumps(results) + "\n")
+                    options.out.write_text(compact(results))
             blocks = torch.tensor([row["recall"] for row in rows])
             for what, values in (("mean", blocks.mean(0)), ("worst", blocks.amin(0))):
                 told = " | ".join(f"{value:.3f}" for value in values.tolist())
                 print(f"| {name} | {what} | {told} |", file=sys.stderr, flush=True)
-    print(json.dumps(results))
+    print(compact(results), end="")
 
 
 if __name__ == "__main__":

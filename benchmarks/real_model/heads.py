@@ -12,7 +12,6 @@ and seconds of one thread to build.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.eval import prefilled
 from hybrid_kv.plugins import Index
+from hybrid_kv.report.compact import compact
 from hybrid_kv.types import Evidence, Needs
 
 SINKS, WINDOW, ASKED, TOP_K = 16, 512, 512, 100
@@ -186,7 +186,7 @@ def main() -> None:
         )
         print(f"| {' | '.join(columns)} |", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        options.json.write_text(compact(results))
 
 
 if __name__ == "__main__":

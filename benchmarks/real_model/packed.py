@@ -32,6 +32,7 @@ from hybrid_kv.errors import GgufWarning
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.gguf import smollm2_file
 from hybrid_kv.models.load import load_model, load_tokenizer
+from hybrid_kv.report.compact import compact
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain float32": {"dtype": "float32", "dequantize": True},
@@ -63,7 +64,7 @@ def main() -> None:
             rows[way] = json.loads(done.stdout.splitlines()[-1])
             print(f"{way:16}", "  ".join(f"{k} {v:.4g}" for k, v in rows[way].items()), flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(compact(rows))
 
 
 def measure(way: str, num_tokens: int, folder: Path) -> dict[str, float]:

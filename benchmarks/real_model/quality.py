@@ -10,7 +10,6 @@ tokens. Needs no network:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from benchmarks.common import accuracy
 from benchmarks.real_model.text import prose
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval import prefilled
+from hybrid_kv.report.compact import compact
 from hybrid_kv.types import Needs
 
 WINDOW = 512
@@ -128,7 +128,7 @@ def main() -> None:
         )
     if options.json:
         report = {"tokens": options.tokens, "then": options.then, "full_nats": nats, "rows": rows}
-        options.json.write_text(json.dumps(report, indent=1))
+        options.json.write_text(compact(report))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ A server process is asked the same requests twice, block by block in turn: by on
 for each answer, and by several at once. Blocks that FOLDER has are not measured again. Prompts are
 of mixed lengths, answers greedy, nothing is kept from one request to the next. `needle` is served
 without its end tokens, so that every answer has all its tokens. Times are those a client sees: TTFT
-from sending to the first token, ITL from one token to the next of the same answer. The last line on
-stdout is one JSON document.
+from sending to the first token, ITL from one token to the next of the same answer. Stdout is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+
+from hybrid_kv.report.compact import compact
 
 MIX = {1024: 40, 2048: 30, 4096: 18, 8192: 8, 16384: 4}
 """Tokens of a prompt, and how many of a hundred prompts have them."""
@@ -254,7 +256,7 @@ def main() -> None:
         "longest_ms": round(1e3 * max(each["stall_seconds"] for each in stalls), 1),
     }
     print(json.dumps(document, indent=1), file=sys.stderr)
-    print(json.dumps(document))
+    print(compact(document), end="")
 
 
 if __name__ == "__main__":

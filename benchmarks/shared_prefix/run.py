@@ -7,14 +7,12 @@ A cache of random keys and values is forked; then all rows take the same decode 
 one by one and once together, step by step in turn. Attention only, no weights; with several layers
 a layer's keys have left the CPU's caches when its turn comes again. CPU seconds are those of all
 threads of the process; `HYBRID_KV_THREADS` says how many the engine has. After `--alone` steps what
-has left the window of a row lies in an extent of its own. The last line on stdout is one JSON
-document.
+has left the window of a row lies in an extent of its own. Stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -29,6 +27,7 @@ if __name__ == "__main__":  # a script: the project's root is not on its path
 import torch
 
 from hybrid_kv.config import HybridConfig, parse_count
+from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.together import JointRow, attend_shared
 from hybrid_kv.types import LayerShape, ModelInfo
@@ -135,7 +134,7 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "threads": args.threads,
     }
-    print(json.dumps({**about, "results": results}))
+    print(compact({**about, "results": results}), end="")
 
 
 if __name__ == "__main__":

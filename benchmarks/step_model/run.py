@@ -7,8 +7,8 @@ one thread, as for a model on a device: queries are sent, the host makes its par
 engine, and its result is delivered. Times are CPU times of that thread, the lowest tenth of the
 steps: other work on the machine empties caches. Entering is the Python around that call, from the
 queries' arrival to the result; launching is that of all else, which a device does not wait for
-while its own part of a layer is longer. `planning.designs.HOST_COSTS` was set from such runs. The
-last line on stdout is one JSON document.
+while its own part of a layer is longer. `planning.designs.HOST_COSTS` was set from such runs.
+Stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import library
 from hybrid_kv.planning.designs import HOST_COSTS
 from hybrid_kv.report import probe_environment
+from hybrid_kv.report.compact import compact
 from hybrid_kv.runtime import KVCache, decode
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
@@ -155,7 +156,7 @@ def main() -> None:
             )
             print(f"{tokens:>8,} {kind:>7}: model / measured us: {cells}", file=sys.stderr)
     environment = json.loads(probe_environment().model_dump_json())
-    print(json.dumps({"benchmark": "step_model", "environment": environment, "rows": rows}))
+    print(compact({"benchmark": "step_model", "environment": environment, "rows": rows}), end="")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
     python benchmarks/streams/run.py --context 32k --streams 8
 
 Layers of an 8B model with their weights; each stream has a context that no other one has. One
-forward of all streams and one forward of a single stream are timed in turn. The last line on stdout
-is one JSON document: milliseconds of a step, and Python calls of the cache's part of it.
+forward of all streams and one forward of a single stream are timed in turn. Stdout is one JSON
+document: milliseconds of a step, and Python calls of the cache's part of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,6 +34,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.models.shapes import random_config
+from hybrid_kv.report.compact import compact
 
 _WARM = 4
 _VOCAB = 4096
@@ -110,7 +110,7 @@ def main() -> None:
         f"ms: each {ratio:.2f} of one alone; Python calls {calls['one']} and {calls['all']}",
         file=sys.stderr,
     )
-    print(json.dumps(report))
+    print(compact(report), end="")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ last.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.eviction_loss.run import Layer, model_layers  # noqa: E402
 from hybrid_kv.config import parse_count  # noqa: E402
 from hybrid_kv.ops.tail import AttendedSums, Form, Tail  # noqa: E402
+from hybrid_kv.report.compact import compact  # noqa: E402
 from hybrid_kv.types import PartialAttention  # noqa: E402
 
 SINKS = 4
@@ -113,7 +113,7 @@ def main() -> None:
         print(
             f"{share:>4.0%} " + "  ".join(f"{n} {v:.4f}" for n, v in sums.items()), file=sys.stderr
         )
-    print(json.dumps({"benchmark": "tail_estimate", "settings": vars(options), "rows": rows}))
+    print(compact({"benchmark": "tail_estimate", "settings": vars(options), "rows": rows}), end="")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hybrid_kv.cli.options import OutputOptions
 
 if TYPE_CHECKING:
     from hybrid_kv.report.html.sources import Source
-    from hybrid_kv.report.schema import PageReport
+    from hybrid_kv.report.schema import EvalReport, PageReport, Report
 
 _PAGE = "What to write"
 
@@ -48,8 +48,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN.json...",
-            help="What profile, generate, chat or demo wrote with --json. Further profiles are "
-            "compared with the first.",
+            help="What profile, generate, chat or demo wrote with --json; further profiles are "
+            "compared with the first. Or the results.json of one eval.",
         ),
     ],
     *,
@@ -61,6 +61,7 @@ def report(
     from hybrid_kv.cli.documents import write_report
     from hybrid_kv.report import read_report
     from hybrid_kv.report.files import write_file
+    from hybrid_kv.report.html.evaluation import render_evaluation
     from hybrid_kv.report.html.export import Format, export
     from hybrid_kv.report.html.page import render
     from hybrid_kv.report.html.raster import check_raster
@@ -69,11 +70,17 @@ def report(
     _check_paths(runs, page, output)
     if page.png is not None:
         check_raster()
-    sources = [drawable(read_report(path), str(path)) for path in runs]
+    reports = [read_report(path) for path in runs]
+    evaluation = _evaluation(reports, runs, page)
+    sources = (
+        []
+        if evaluation is not None
+        else [drawable(one, str(path)) for one, path in zip(reports, runs, strict=True)]
+    )
     written: list[Path] = []
     lines: list[str] = []
     if page.html is not None:
-        text = render(sources)
+        text = render(sources) if evaluation is None else render_evaluation(evaluation)
         write_file(page.html, text, "page")
         lines.append(f"{page.html}: {human_bytes(len(text.encode()))}")
         written.append(page.html)
@@ -84,7 +91,7 @@ def report(
             lines.append(f"{folder}: {len(figures)} figures")
             written += figures
     if output.json is not None:
-        write_report(_document(sources, written), output)
+        write_report(_document([*map(str, runs)], sources, written), output)
     for line in lines:
         note(line, output)
 
@@ -110,7 +117,23 @@ def _check_paths(runs: list[Path], page: PageOptions, output: OutputOptions) -> 
             check_folder(name, folder)
 
 
-def _document(sources: list[Source], written: list[Path]) -> PageReport:
+def _evaluation(reports: list[Report], runs: list[Path], page: PageOptions) -> EvalReport | None:
+    """The evaluation among what was given, which is drawn alone and as a page."""
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.report.schema import EvalReport
+
+    for report, path in zip(reports, runs, strict=True):
+        if isinstance(report, EvalReport):
+            if len(reports) > 1 or page.html is None or page.svg or page.png:
+                raise ConfigError(
+                    f"an evaluation is drawn alone and with --html, got '{path}' of eval beside "
+                    "other runs or other files to write; leave these out"
+                )
+            return report
+    return None
+
+
+def _document(runs: list[str], sources: list[Source], written: list[Path]) -> PageReport:
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.html.compare import ratios_of
     from hybrid_kv.report.html.sources import comparisons
@@ -118,7 +141,7 @@ def _document(sources: list[Source], written: list[Path]) -> PageReport:
 
     return PageReport(
         environment=probe_environment(),
-        runs=tuple(source.name for source in sources),
+        runs=tuple(runs),
         written=tuple(str(path) for path in written),
         ratios=tuple(ratio for one in comparisons(sources) for ratio in ratios_of(one)),
     )

@@ -68,11 +68,11 @@ class Cell(Group):
 
 
 class Interval(Group):
-    """A mean with its 95% bootstrap interval."""
+    """A mean with its 95% bootstrap interval; null in summaries that left the interval out."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 class DepthScore(Group):

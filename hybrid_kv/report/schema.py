@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from hybrid_kv.config import first_sentence
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.report.compact import expand
 from hybrid_kv.report.environment import Environment
 from hybrid_kv.report.evaluation import EvalRow
 from hybrid_kv.report.profile import ProfileRow
@@ -362,13 +363,13 @@ def to_json(report: _Envelope) -> str:
 
 
 def parse_report(text: str, source: str = "report") -> Report:
-    """The report in a JSON text; `source` is what errors call it.
+    """The report in a JSON text, whole or compact; `source` is what errors call it.
 
     Raises:
         ConfigError: the text is no JSON, has another schema number, or does not fit the schema.
     """
     try:
-        data = json.loads(text)
+        data = expand(json.loads(text))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{source} must be a JSON document, got a syntax error in line {error.lineno}; "

@@ -34,6 +34,17 @@ def test_a_page_is_written(run: Path, tmp_path: Path) -> None:
     assert f"hybrid-kv profile --repeat {run}" in text
 
 
+def test_a_summary_of_an_evaluation_is_drawn_alone(run: Path, tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    (kept, *_) = sorted(results.rglob("eval-smollm2-passkey.json"))
+    page = tmp_path / "page.html"
+    report = report_of(call("report", kept, "--html", page, "--json", "-"))
+    assert (report.runs, report.ratios) == ((str(kept),), ())
+    assert "methods compared" in page.read_text(encoding="utf-8")
+    for more in ([run], ["--svg", tmp_path]):
+        assert "is drawn alone" in refused("report", kept, *more, "--html", page)
+
+
 def test_what_generate_wrote_can_be_drawn(tmp_path: Path) -> None:
     run, page = tmp_path / "run.json", tmp_path / "page.html"
     assert call("generate", *TINY, "--set", "audit_every=1", "--json", run).exit_code == 0

@@ -34,6 +34,7 @@ from hybrid_kv.index._auto_costs import decoding_pace
 from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native.workers import default_pool
+from hybrid_kv.report.compact import expand
 from tests.tolerances import TOLERANCES
 
 NUM_KEYS, DIM, GROUP, POSITIONS = 523, 24, 3, 11
@@ -607,7 +608,7 @@ def test_results_are_plain_json(plan: measure.Plan) -> None:
     )
 
 
-def test_the_last_line_on_stdout_is_the_document(
+def test_stdout_is_the_document(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rows = ["flat keys=f16*", "faiss-flat"]
@@ -615,7 +616,7 @@ def test_the_last_line_on_stdout_is_the_document(
     asked += ["--memory", "1m", "--rows", *rows, "--text", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["run.py", *asked])
     run.main()
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    document = expand(json.loads(capsys.readouterr().out))
     assert document["schema"] == run.SCHEMA
     assert document["settings"]["text"] == tmp_path.name  # and not where it lies
     about, absent = document["heads"]
@@ -644,7 +645,7 @@ def test_a_run_that_is_ended_leaves_the_rows_that_it_had(
     monkeypatch.setattr("sys.argv", ["run.py", *asked, "--out", str(place)])
     with pytest.raises(KeyboardInterrupt):
         run.main()
-    document = json.loads(place.read_text())
+    document = expand(json.loads(place.read_text()))
     assert [row["row"] for row in document["rows"]] == ["faiss-flat", "faiss-flat"]
     assert [about["n"] for about in document["heads"]] == [700]
     assert str(tmp_path) not in place.read_text()
