@@ -25,23 +25,8 @@ if TYPE_CHECKING:
         load,
         plan,
     )
-    from hybrid_kv.attended import Attended
-    from hybrid_kv.config import HybridConfig, IndexConfig, Params
-    from hybrid_kv.entries import Entries
-    from hybrid_kv.errors import HybridKVError, MethodError
-    from hybrid_kv.plugins import INDEXES, METHODS, Index, Method, Placement
-    from hybrid_kv.ragged import Ragged
-    from hybrid_kv.types import (
-        Demotion,
-        Evidence,
-        LayerShape,
-        ModelInfo,
-        Needs,
-        Read,
-        SearchResult,
-        Tiers,
-        TokenBudget,
-    )
+    from hybrid_kv.config import HybridConfig, IndexConfig
+    from hybrid_kv.errors import HybridKVError
 
 __version__ = "0.1.0"
 
@@ -60,55 +45,42 @@ _HOME = {
     "HybridConfig": "hybrid_kv.config",
     "IndexConfig": "hybrid_kv.config",
     "HybridKVError": "hybrid_kv.errors",
-    "INDEXES": "hybrid_kv.plugins",
-    "METHODS": "hybrid_kv.plugins",
-    "Index": "hybrid_kv.plugins",
-    "Method": "hybrid_kv.plugins",
-    "Attended": "hybrid_kv.attended",
-    "Params": "hybrid_kv.config",
-    "Entries": "hybrid_kv.entries",
-    "Ragged": "hybrid_kv.ragged",
-    "MethodError": "hybrid_kv.errors",
-    "Placement": "hybrid_kv.plugins",
-    "Demotion": "hybrid_kv.types",
-    "Evidence": "hybrid_kv.types",
-    "LayerShape": "hybrid_kv.types",
-    "ModelInfo": "hybrid_kv.types",
-    "Needs": "hybrid_kv.types",
-    "Read": "hybrid_kv.types",
-    "SearchResult": "hybrid_kv.types",
-    "Tiers": "hybrid_kv.types",
-    "TokenBudget": "hybrid_kv.types",
 }
 
+_OF_PLUG_INS = frozenset(
+    [
+        "Attended",
+        "Demotion",
+        "Entries",
+        "Evidence",
+        "INDEXES",
+        "Index",
+        "LayerShape",
+        "METHODS",
+        "Method",
+        "MethodError",
+        "ModelInfo",
+        "Needs",
+        "Params",
+        "Placement",
+        "Ragged",
+        "Read",
+        "SearchResult",
+        "Tiers",
+        "TokenBudget",
+    ]
+)
+"""Names that moved to `hybrid_kv.plugin`, refused with their new place until 1.0."""
+
 __all__ = [
-    "INDEXES",
     "LLM",
-    "METHODS",
-    "Attended",
     "Context",
     "Conversation",
-    "Demotion",
-    "Entries",
-    "Evidence",
     "Generation",
     "HybridCache",
     "HybridConfig",
     "HybridKVError",
-    "Index",
     "IndexConfig",
-    "LayerShape",
-    "Method",
-    "MethodError",
-    "ModelInfo",
-    "Needs",
-    "Params",
-    "Placement",
-    "Ragged",
-    "Read",
-    "SearchResult",
-    "Tiers",
-    "TokenBudget",
     "attach",
     "detach",
     "load",
@@ -119,6 +91,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name in _OF_PLUG_INS:
+        # Python hides the text of an AttributeError behind its own in `from hybrid_kv import ...`.
+        raise ImportError(f"'{name}' is for authors of plug-ins; import it from hybrid_kv.plugin")
     raise AttributeError(f"module 'hybrid_kv' has no attribute '{name}'")
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LEVELS = [
     {"types", "counts", "errors", "masses", "registry", "rotary"},
     {"ops"},
-    {"attended", "config", "entries", "keywords", "plugins", "ragged"},
+    {"attended", "config", "entries", "keywords", "plugin", "plugins", "ragged"},
     {"attention", "index"},
     {"store"},
     {"transfer"},

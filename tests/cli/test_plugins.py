@@ -9,7 +9,7 @@ import pytest
 from tests.cli.support import TINY, call, refused, run_of
 
 METHOD = """
-from hybrid_kv import METHODS, Method, Params, Placement, Read
+from hybrid_kv.plugin import METHODS, Method, Params, Placement, Read
 
 @METHODS.register("everything_twice")
 class Everything(Method):
