@@ -4,7 +4,8 @@ A plug-in is a class with a nested frozen pydantic model `Params`. Registering i
 selectable from Python, YAML and the command line, and enters it into the contract tests.
 
 Built-in plug-ins live in packages above this one. A registry imports its `provider` package by
-name on the first lookup, as an entry point would; no lower level depends on what it finds there.
+name, as an entry point would; no lower level depends on what it finds there. The package's table
+`BUILT_IN` says which module has a name, and that one is imported when the name is asked for.
 
 Those of others are found by entry points: a distribution names its module under the group that is
 called as the provider (`hybrid_kv.methods`, `hybrid_kv.index`), and it is imported when the name is
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -54,9 +56,9 @@ class Registry(Generic[T]):
         self._offers: dict[str, list[EntryPoint]] | None = None
         Registry.all.append(self)
 
-    def __len__(self) -> int:
-        """Plug-ins that are registered now; imports nothing."""
-        return len(self._plugins)
+    def others(self) -> set[str]:
+        """Names of plug-ins that are registered now and are not built in."""
+        return set(self._plugins) - set(self._built_in)
 
     def register(self, name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
         """Class decorator; the first docstring line becomes the summary.
@@ -66,6 +68,8 @@ class Registry(Generic[T]):
         """
 
         def add(factory: type[T]) -> type[T]:
+            if factory.__module__ != self._built_in.get(name):
+                self._load(name)
             if name in self._plugins:
                 taken = self._plugins[name].factory
                 raise ConfigError(
@@ -93,21 +97,22 @@ class Registry(Generic[T]):
             ConfigError: no such name; the message has the nearest one. Or one that several have, or
                 whose module cannot be imported.
         """
-        import_module(self._provider)
         self._take(name)
         if name not in self._plugins:
-            raise unknown_name(self.family, name, {*self._plugins, *self._offered()})
+            known = {*self._built_in, *self._plugins, *self._offered()}
+            raise unknown_name(self.family, name, known)
         return self._plugins[name]
 
     def __iter__(self) -> Iterator[str]:
-        """All names in order; a module that cannot be imported is left out, with a warning."""
-        import_module(self._provider)
+        """All names in order; built-in ones are not imported, and those of others that cannot be
+        imported are left out, with a warning.
+        """
         for name in self._offered():
             try:
                 self._take(name)
             except ConfigError as error:
                 warnings.warn(str(error), PluginWarning, stacklevel=2)
-        return iter(sorted(self._plugins))
+        return iter(sorted({*self._built_in, *self._plugins}))
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)
@@ -115,17 +120,31 @@ class Registry(Generic[T]):
     @contextmanager
     def scope(self) -> Iterator[None]:
         """A block at whose end the plug-ins that were registered in it are forgotten."""
-        import_module(self._provider)
         before = dict(self._plugins)
         try:
             yield
         finally:
-            self._plugins = before
+            # A built-in module is imported once: what it registered stays.
+            built_in = self._built_in
+            loaded = {name: own for name, own in self._plugins.items() if name in built_in}
+            self._plugins = before | loaded
 
     def has_of(self, module: str) -> bool:
         """Whether a plug-in of this module, or of one inside of it, is registered."""
         places = (plugin.factory.__module__ for plugin in self._plugins.values())
         return any(place == module or place.startswith(f"{module}.") for place in places)
+
+    @cached_property
+    def _built_in(self) -> dict[str, str]:
+        """The full names of the modules that have the built-in plug-ins, by the names of these."""
+        package = import_module(self._provider)
+        table = getattr(package, "BUILT_IN", {})
+        return {name: f"{self._provider}.{module}" for name, module in table.items()}
+
+    def _load(self, name: str) -> None:
+        """Imports the module of a built-in plug-in."""
+        if name not in self._plugins and (module := self._built_in.get(name)) is not None:
+            import_module(module)
 
     def _offered(self) -> dict[str, list[EntryPoint]]:
         """What distributions offer, by name; read once, which takes milliseconds."""
@@ -136,7 +155,8 @@ class Registry(Generic[T]):
         return self._offers
 
     def _take(self, name: str) -> None:
-        """Imports what a distribution offers under a name, if any does."""
+        """Imports what is built in, or what a distribution offers, under a name, if anything is."""
+        self._load(name)
         offers = self._offered().get(name, [])
         own = self._plugins.get(name)
         if not offers or (own is not None and len(offers) == 1 and _is_of(own, offers[0])):
@@ -180,7 +200,7 @@ def load_plugin(module: str) -> None:
     Raises:
         ConfigError: it cannot be imported, or registers nothing.
     """
-    before, path = sum(map(len, Registry.all)), Path(module)
+    before, path = _others(), Path(module)
     try:
         name = _import_file(path) if path.suffix == ".py" else import_module(module).__name__
     except ConfigError:
@@ -191,11 +211,15 @@ def load_plugin(module: str) -> None:
             f"plugin '{module}' must be a module that can be imported, got {type(error).__name__}: "
             f"{error}; {way}"
         ) from error
-    if sum(map(len, Registry.all)) == before and not any(one.has_of(name) for one in Registry.all):
+    if _others() == before and not any(one.has_of(name) for one in Registry.all):
         raise ConfigError(
             f"plugin '{module}' must register a method or an index kind, got neither; decorate its "
             "class with @METHODS.register(NAME) or @INDEXES.register(NAME)"
         )
+
+
+def _others() -> list[set[str]]:
+    return [registry.others() for registry in Registry.all]
 
 
 def _import_file(path: Path) -> str:

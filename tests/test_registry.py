@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,20 +63,6 @@ def test_a_class_without_docstring_has_an_empty_summary(registry: Registry[Base]
     assert registry["bare"].summary == ""
 
 
-@pytest.mark.parametrize("look", [list, lambda r: "lamp" in r, lambda r: r["lamp"]])
-def test_the_provider_is_imported_on_the_first_lookup(
-    look: Callable[[Registry[Base]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lazy_gadgets.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lazy_gadgets", raising=False)
-    registry: Registry[Base] = Registry("gadget", provider="lazy_gadgets")
-    registry.register("lamp")(type("Lamp", (Base,), {}))
-    assert "lazy_gadgets" not in sys.modules
-    look(registry)
-    assert "lazy_gadgets" in sys.modules
-
-
 LAMP = """
 from pydantic import BaseModel
 from tests.test_registry import current
@@ -91,6 +77,47 @@ class Lamp:
 Offer = Callable[..., None]
 current: list[Registry[Base]] = []
 """The registry that a plug-in of these tests registers with."""
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry[Base]]:
+    """A registry whose provider has the lamp and the rug built in, each in a module."""
+    package = tmp_path / "house"
+    package.mkdir()
+    (package / "__init__.py").write_text("BUILT_IN = {'lamp': 'light', 'rug': 'floor'}")
+    (package / "light.py").write_text(LAMP.format(name="lamp"))
+    (package / "floor.py").write_text(LAMP.format(name="rug"))
+    monkeypatch.syspath_prepend(tmp_path)
+    current[:] = [Registry("gadget", provider="house")]
+    yield current[0]
+    for name in ("house", "house.light", "house.floor"):
+        sys.modules.pop(name, None)
+
+
+def test_a_built_in_module_is_imported_when_its_name_is_asked_for(house: Registry[Base]) -> None:
+    assert "lamp" in house
+    assert list(house) == ["lamp", "rug"]
+    assert not {"house.light", "house.floor"} & set(sys.modules)
+    assert house["lamp"].summary == "Gives light."
+    assert {"house.light", "house.floor"} & set(sys.modules) == {"house.light"}
+    with pytest.raises(ConfigError, match="did you mean 'rug'"):
+        house["rugg"]
+
+
+def test_the_name_of_a_built_in_plug_in_is_taken_before_it_is_imported(
+    house: Registry[Base],
+) -> None:
+    with pytest.raises(ConfigError, match=r"'lamp' is registered already, by house\.light\.Lamp"):
+        house.register("lamp")(type("Other", (Base,), {}))
+
+
+def test_a_built_in_plug_in_outlives_the_scope_that_imports_it(house: Registry[Base]) -> None:
+    with house.scope():
+        house.register("sofa")(type("Sofa", (Base,), {}))
+        assert house["lamp"].name == "lamp"
+        assert house.others() == {"sofa"}
+    assert list(house) == ["lamp", "rug"]
+    assert house["lamp"].name == "lamp"
 
 
 @pytest.fixture

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hybrid_kv
 import hybrid_kv.plugin
+from hybrid_kv.plugin import INDEXES, METHODS, Index, Method
 
-PUBLIC_NAMES = 12
+PUBLIC_NAMES, MODULES = 12, 80
 
 
 def test_the_package_has_few_names() -> None:
@@ -22,7 +28,7 @@ def test_the_package_has_few_names() -> None:
 def test_names_for_plug_ins_have_one_place(name: str) -> None:
     assert hasattr(hybrid_kv.plugin, name)
     with pytest.raises(ImportError, match=rf"'{name}' .* import it from hybrid_kv\.plugin$"):
-        importlib.import_module("hybrid_kv").__getattr__(name)
+        hybrid_kv.__getattr__(name)
     with pytest.raises(ImportError, match=r"import it from hybrid_kv\.plugin$"):
         exec(f"from hybrid_kv import {name}")
 
@@ -30,3 +36,29 @@ def test_names_for_plug_ins_have_one_place(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Metod'"):
         hybrid_kv.__getattr__("Metod")
+
+
+@pytest.mark.parametrize(("registry", "family"), [(METHODS, Method), (INDEXES, Index)])
+def test_every_built_in_plug_in_is_in_the_table(registry: Any, family: type) -> None:
+    for name in registry:
+        assert issubclass(registry[name].factory, family)
+    package = import_module(registry[name].factory.__module__.rpartition(".")[0])
+    there = {path.stem for path in Path(str(package.__file__)).parent.glob("*.py")}
+    for module in sorted(there - {"__init__"}):
+        import_module(f"{package.__name__}.{module}")
+    assert set(registry) == set(package.BUILT_IN), "a module registers a name that is in no table"
+
+
+LOADED = """
+import json, sys, hybrid_kv
+hybrid_kv.HybridConfig()
+print(json.dumps(sorted(name for name in sys.modules if name.split(".")[0] == "hybrid_kv")))
+"""
+
+
+def test_a_configuration_loads_what_it_names() -> None:
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    loaded = json.loads(run.stdout)
+    assert len(loaded) <= MODULES, loaded
+    methods = {name for name in loaded if name.startswith("hybrid_kv.methods.")}
+    assert methods == {f"hybrid_kv.methods.{own}" for own in ("budget", "hybrid", "retrieval")}

@@ -1,22 +1,23 @@
-"""Index kinds over cold keys, one file each; importing the package registers them."""
+"""Index kinds over cold keys; the module of one is imported when its name is asked for."""
 
-from hybrid_kv.index import (
-    auto,
-    blocks,
-    clusters,
-    flat,
-    frames,
-    graph,
-    hnsw,
-    ivf,
-    label_channels,
-    landmarks,
-    lsh,
-    pages,
-    pca,
-    pq,
-    query_channels,
-    query_lists,
-    sketch,
-    skewed_channels,
-)
+BUILT_IN = {
+    "auto": "auto",
+    "blocks": "blocks",
+    "clusters": "clusters",
+    "flat": "flat",
+    "frames": "frames",
+    "graph": "graph",
+    "hnsw": "hnsw",
+    "ivf": "ivf",
+    "label_channels": "label_channels",
+    "landmarks": "landmarks",
+    "lsh": "lsh",
+    "pages": "pages",
+    "pca": "pca",
+    "pq": "pq",
+    "query_channels": "query_channels",
+    "query_lists": "query_lists",
+    "sketch": "sketch",
+    "skewed_channels": "skewed_channels",
+}
+"""Names of index kinds, each with the module that registers it."""

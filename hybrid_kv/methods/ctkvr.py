@@ -34,4 +34,4 @@ class CTkvr(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind query_lists."""
 
-        cold: _CTkvrCold = _CTkvrCold()
+        cold: _CTkvrCold = Field(default_factory=_CTkvrCold)

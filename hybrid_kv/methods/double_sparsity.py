@@ -32,4 +32,4 @@ class DoubleSparsity(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind label_channels."""
 
-        cold: _DoubleSparsityCold = _DoubleSparsityCold()
+        cold: _DoubleSparsityCold = Field(default_factory=_DoubleSparsityCold)

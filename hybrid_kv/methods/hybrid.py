@@ -36,7 +36,7 @@ class Hybrid(RetrievalAttention):
     class Params(RetrievalParams):
         """spare_tokens: resident beyond sinks and window; page_budget: pages of them to read."""
 
-        cold: _AutoCold = _AutoCold()
+        cold: _AutoCold = Field(default_factory=_AutoCold)
         spare_tokens: Tokens = 0
         page_budget: BudgetField = 32
 

@@ -34,4 +34,4 @@ class InfiniGenProxy(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind skewed_channels."""
 
-        cold: _InfiniGenProxyCold = _InfiniGenProxyCold()
+        cold: _InfiniGenProxyCold = Field(default_factory=_InfiniGenProxyCold)

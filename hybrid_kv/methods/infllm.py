@@ -32,4 +32,4 @@ class InfLLM(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind blocks."""
 
-        cold: _BlocksCold = _BlocksCold()
+        cold: _BlocksCold = Field(default_factory=_BlocksCold)

@@ -33,4 +33,4 @@ class Loki(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind pca."""
 
-        cold: _LokiCold = _LokiCold()
+        cold: _LokiCold = Field(default_factory=_LokiCold)

@@ -51,7 +51,7 @@ class MagicPig(RetrievalAttention):
     class Params(ResidentParams):
         """cold: everything but sinks and window."""
 
-        cold: SampledColdParams = SampledColdParams()
+        cold: SampledColdParams = Field(default_factory=SampledColdParams)
 
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:

@@ -33,4 +33,4 @@ class PQCache(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind pq."""
 
-        cold: _PQCacheCold = _PQCacheCold()
+        cold: _PQCacheCold = Field(default_factory=_PQCacheCold)

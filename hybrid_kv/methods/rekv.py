@@ -37,4 +37,4 @@ class ReKV(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind frames."""
 
-        cold: _ReKVCold = _ReKVCold()
+        cold: _ReKVCold = Field(default_factory=_ReKVCold)

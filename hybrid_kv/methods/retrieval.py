@@ -124,7 +124,7 @@ class ColdParams(Params):
 class RetrievalParams(ResidentParams):
     """cold: everything but sinks and window."""
 
-    cold: ColdParams = ColdParams()
+    cold: ColdParams = Field(default_factory=ColdParams)
 
 
 @METHODS.register("retrieval_attention", paper="Liu et al. 2024, arXiv:2409.10516, section 3")
@@ -216,7 +216,7 @@ class Flat(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind flat."""
 
-        cold: _FlatCold = _FlatCold()
+        cold: _FlatCold = Field(default_factory=_FlatCold)
 
 
 class _IvfCold(ColdParams):
@@ -239,7 +239,7 @@ class Ivf(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind ivf."""
 
-        cold: _IvfCold = _IvfCold()
+        cold: _IvfCold = Field(default_factory=_IvfCold)
 
 
 @METHODS.register("hnsw", paper="Malkov and Yashunin 2016, arXiv:1603.09320")
@@ -254,4 +254,4 @@ class Hnsw(RetrievalAttention):
     class Params(RetrievalParams):
         """As retrieval_attention, with cold.index of kind hnsw."""
 
-        cold: _HnswCold = _HnswCold()
+        cold: _HnswCold = Field(default_factory=_HnswCold)

@@ -37,4 +37,4 @@ class RetroInfer(RetrievalAttention):
         and cold.estimate.
         """
 
-        cold: _RetroInferCold = _RetroInferCold()
+        cold: _RetroInferCold = Field(default_factory=_RetroInferCold)

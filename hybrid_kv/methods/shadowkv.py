@@ -39,4 +39,4 @@ class ShadowKV(RetrievalAttention):
         """As retrieval_attention, with cold.index of kind landmarks."""
 
         window_tokens: Tokens = 32
-        cold: _ShadowKVCold = _ShadowKVCold()
+        cold: _ShadowKVCold = Field(default_factory=_ShadowKVCold)

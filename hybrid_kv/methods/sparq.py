@@ -40,4 +40,4 @@ class SparQ(RetrievalAttention):
         and cold.estimate.
         """
 
-        cold: _SparQCold = _SparQCold()
+        cold: _SparQCold = Field(default_factory=_SparQCold)

@@ -16,7 +16,7 @@ from hybrid_kv.contest.run import Contest
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.errors import MethodError
-from hybrid_kv.methods import Quest
+from hybrid_kv.methods.quest import Quest
 from hybrid_kv.report.evaluation import Cell, EvalRow
 from hybrid_kv.types import Needs
 from scripts.needle.tokenizer import build_tokenizer

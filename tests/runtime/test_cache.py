@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
-from hybrid_kv.methods import RetrievalAttention
+from hybrid_kv.methods.retrieval import RetrievalAttention
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
