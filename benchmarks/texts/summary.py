@@ -1,7 +1,7 @@
 """Tables of `rows.csv`, in Markdown: medians over texts with intervals, worst texts, kinds.
 
     python benchmarks/texts/summary.py [ROWS]
-    python benchmarks/texts/summary.py --write     # into README.md and docs/eval.md, between marks
+    python benchmarks/texts/summary.py --write     # into documents, between marks
 
 An interval is of the median over texts, at 95%, by drawing texts (bootstrap), not tokens of one.
 """
@@ -109,7 +109,7 @@ def name_of(results: Results, method: str) -> str:
 
 
 def headline(results: Results) -> Iterator[str]:
-    """README's table: median KL with its interval and bytes; the worst text at the first budget."""
+    """The widest table: median KL with its interval and bytes, and the worst text."""
     first = results.shares[0]
     yield f"| method | {' | '.join(results.shares)} | worst text at {first} |"
     yield "|---" * (len(results.shares) + 2) + "|"
@@ -243,8 +243,35 @@ def _pairs(results: Results, ours: str, theirs: str) -> list[tuple[str, float, f
     return [(name, row.kl, other[name].kl) for name, row in mine.items() if name in other]
 
 
+EXCERPT = (_ESTIMATED, _EXACT, "quest", "snapkv", "streaming_llm")
+"""Methods of README's table: ours, the same without the estimate, and three that readers know."""
+
+
 def readme(results: Results) -> str:
-    """README's part: what was read, the headline, and what may be said."""
+    """README's part: five methods at the least budget and at a larger one, from the same rows."""
+    first, more = results.shares[0], results.shares[2]
+    full = size(median(results.values("full", "", "bytes")))
+    lines = [
+        f"SmolLM2-135M, {results.texts()} texts of 4,096 tokens: KL from full attention, median "
+        f"over texts, when a head attends {first} or {more} of the context (full attention reads "
+        f"{full} MB a token; `benchmarks/texts/run.py`).",
+        "",
+        f"| method | KL at {first} | KL at {more} | MB read a token at {first} "
+        f"| worst text at {first} |",
+        "|---|---|---|---|---|",
+    ]
+    for method in EXCERPT:
+        least, wide = (median(results.values(method, one, "kl")) for one in (first, more))
+        read_bytes = size(median(results.values(method, first, "bytes")))
+        lines.append(
+            f"| `{method}` | {short(least)} | {short(wide)} | {read_bytes} "
+            f"| {_worst(results, method, first)} |"
+        )
+    return "\n".join(lines)
+
+
+def overview(results: Results) -> str:
+    """The part of docs/results.md: what was read, the headline, and what may be said."""
     kinds, count = list(results.kinds), results.texts()
     first = results.shares[0]
     worth = round(max(results.values(_ESTIMATED, first, "estimate"), default=0))
@@ -259,13 +286,13 @@ def readme(results: Results) -> str:
         f"exactly ({', '.join(kinds[:-1])} and {kinds[-1]}) and 128 more through each method, 16 "
         "at a time: KL from full attention, median over texts (95% interval, over texts) · MB "
         f"read per token (keys, values, codes, moments; full attention reads {full}), by share of "
-        "the context that a query head attends. [Rows](benchmarks/texts/rows.csv) of "
-        "`benchmarks/texts/run.py`; [by kind, with nats and tokens](docs/eval.md#many-texts).",
+        "the context that a query head attends. [Rows](../benchmarks/texts/rows.csv) of "
+        "`benchmarks/texts/run.py`; [by kind, with nats and tokens](eval.md#many-texts).",
         "",
         *headline(results),
         "",
         f"`{_ESTIMATED}` attends to the keys that stand out and takes all others as one Gaussian "
-        "per KV head ([how it works](docs/how-it-works.md)), whose moments are read as well, bytes "
+        "per KV head ([how it works](how-it-works.md)), whose moments are read as well, bytes "
         f"worth {worth} entries here.{more} {' '.join(_ahead(results))}{weak}",
     ]
     return "\n".join(lines)
@@ -299,6 +326,7 @@ def main() -> None:
     results = Results(read(args.rows))
     if args.write:
         put(ROOT / "README.md", "texts", readme(results))
+        put(ROOT / "docs" / "results.md", "texts", overview(results))
         put(ROOT / "docs" / "eval.md", "texts", documented(results))
         return
     print(f"{results.texts()} texts that all methods have read, {len(results.kinds)} kinds\n")

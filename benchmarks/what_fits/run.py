@@ -1,7 +1,7 @@
 """Table of models that fit on a 24 GB card, weights in 4 bits, keys and values in 16.
 
     python benchmarks/what_fits/run.py
-    python benchmarks/what_fits/run.py --write     # into README.md, between marks
+    python benchmarks/what_fits/run.py --write     # into docs/results.md, between marks
 
 Computed from configurations and specifications: nothing is loaded and nothing is measured. A row is
 `hybrid-kv plan MODEL --context N --card rtx-4090 --host-memory 256GiB --cores 16 --weights int4`.
@@ -27,7 +27,7 @@ from hybrid_kv.planning import CARDS, Machine, Plan, Rates, make_plan, rates_of_
 from hybrid_kv.planning.designs import DESKTOP_GBPS, Designs, Host
 from hybrid_kv.planning.facts import model_facts
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 CARD, CORES, HOST_BYTES, WEIGHTS = "rtx-4090", 16, 256 * 2**30, "int4"
 _GIB = 2**30
 
@@ -86,7 +86,7 @@ def planned(case: Case) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The table of the README."""
+    """The table of docs/results.md."""
     return "\n".join(_lines(rows))
 
 
@@ -108,10 +108,10 @@ def _lines(rows: list[Row]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="the README's table")
+    parser.add_argument("--write", action="store_true", help="the page's table")
     made = table([planned(case) for case in CASES])
     if parser.parse_args().write:
-        put(README, "what fits", made)
+        put(PAGE, "what fits", made)
     print(made)
 
 

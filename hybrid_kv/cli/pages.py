@@ -1,4 +1,4 @@
-"""What is told of one plug-in: the same in a terminal, as JSON and as a page of docs/methods.
+"""What is told of one plug-in: the same in a terminal, as JSON and as a page of the site.
 
 Everything comes from where the plug-in is written: its docstring, the paper it was registered with
 and its parameters. A docstring has a summary, how it works with its formula, and paragraphs that
@@ -65,7 +65,7 @@ def _flat(text: str) -> str:
 
 
 def markdown(page: Page) -> str:
-    """The page as a document, whose links are of docs/methods."""
+    """The page as a document, whose links are of the site."""
     paper = _NUMBER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", page.paper)
     parts = [f"# {page.name}", page.summary, f"Paper: {paper}." if paper else "", page.how]
     parts += [f"**{label}.** {_sentence(text)}" for label, text in page.sections.items()]
@@ -81,8 +81,8 @@ def markdown(page: Page) -> str:
     else:
         parts.append("None of its own.")
     parts.append(
-        "Beside them stand the settings of every method: `hybrid-kv methods --verbose`, and "
-        "[parameters.md](../parameters.md). All methods: [methods.md](../methods.md)."
+        "Beside them stand the [settings](../settings.md) of every method "
+        "(`hybrid-kv methods --verbose`)."
     )
     parts.append(f"`hybrid-kv methods --describe {page.name}` shows this page.")
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,6 +1,6 @@
 """The recipe: sizes of the model, and the stages of one training run.
 
-docs/lab/needle.md says where every number comes from and what happened without it.
+docs/archive/needle.md says where every number comes from and what happened without it.
 """
 
 from __future__ import annotations

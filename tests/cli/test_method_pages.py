@@ -1,4 +1,4 @@
-"""`methods --describe NAME`, and the pages in docs/methods, which are the same text."""
+"""`methods --describe NAME`, and the pages of methods in Markdown, which are the same text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli.pages import LABELS, markdown, page_of, write_pages
+from hybrid_kv.cli.pages import LABELS, page_of, write_pages
 from hybrid_kv.cli.parameters import parameters_of
 from hybrid_kv.plugins import INDEXES, METHODS
 from tests.cli.support import call, report_of
 
-DOCS = Path(__file__).parents[2] / "docs"
 FLAT = re.compile(r"\s+")
 
 
@@ -31,23 +30,6 @@ def test_a_method_says_all_that_a_page_has(name: str) -> None:
     assert list(page.sections) == list(LABELS)
     assert re.search(r"arXiv:\d{4}\.\d{4,5}", page.paper)
     assert all(parameter.range for parameter in page.parameters)
-
-
-@pytest.mark.parametrize("name", built_in())
-def test_the_documents_have_the_page_as_it_is(name: str) -> None:
-    path = DOCS / "methods" / f"{name}.md"
-    current = markdown(page_of(METHODS[name]))
-    assert path.is_file(), "make it: hybrid-kv methods --pages docs/methods"
-    assert path.read_text(encoding="utf-8") == current, "hybrid-kv methods --pages docs/methods"
-
-
-def test_there_is_no_page_of_what_is_not_there() -> None:
-    assert {path.stem for path in (DOCS / "methods").iterdir()} == set(built_in())
-
-
-def test_the_overview_names_every_method() -> None:
-    overview = (DOCS / "methods.md").read_text(encoding="utf-8")
-    assert [name for name in built_in() if f"](methods/{name}.md)" not in overview] == []
 
 
 @pytest.mark.parametrize("name", ["ada_snapkv", "kivi", "graph"])

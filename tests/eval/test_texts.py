@@ -141,4 +141,5 @@ def test_the_documents_say_what_the_rows_say() -> None:
         pytest.skip("the rows of all texts are not in the tree")
     results = Results(summary.read(summary.ROWS))
     assert summary.readme(results) in (summary.ROOT / "README.md").read_text()
+    assert summary.overview(results) in (summary.ROOT / "docs" / "results.md").read_text()
     assert summary.documented(results) in (summary.ROOT / "docs" / "eval.md").read_text()

@@ -1,0 +1,87 @@
+"""The documents: what is generated, what may be long, which examples run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from hybrid_kv.cli.main import app
+from hybrid_kv.cli.parameters import common_parameters
+from hybrid_kv.plugins import INDEXES, METHODS
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))  # scripts of the site, which no package holds
+
+import generated  # noqa: E402
+import words  # noqa: E402
+
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    generated.write_reference(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("registry", "home"), [(METHODS, "methods"), (INDEXES, "indexes")])
+def test_every_plug_in_has_a_page_and_a_line(registry, home: str, reference: Path) -> None:
+    listed = (reference / f"{home}.md").read_text()
+    for name in registry:
+        summary = registry[name].summary.replace("|", "\\|")
+        assert f"[`{name}`]({home}/{name}.md) | {summary}" in listed
+        assert (reference / home / f"{name}.md").read_text().startswith(f"# {name}\n")
+
+
+def test_every_verb_and_every_option_is_listed(reference: Path) -> None:
+    page = (reference / "cli.md").read_text()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert "profile" in commands
+    for name, command in commands.items():
+        if hasattr(command, "commands"):
+            continue
+        own = page.partition(f"## hybrid-kv {name}\n")[2].partition("\n## ")[0]
+        options = [one.opts[0] for one in command.params if one.param_type_name == "option"]
+        assert [option for option in options if f"`{option}`" not in own] == []
+
+
+def test_every_common_setting_is_listed(reference: Path) -> None:
+    page = (reference / "settings.md").read_text()
+    assert [one.name for one in common_parameters() if f"| `{one.name}` |" not in page] == []
+
+
+def test_a_page_of_what_is_gone_goes_and_others_are_left(tmp_path: Path) -> None:
+    generated.write_reference(tmp_path)
+    gone = tmp_path / "methods" / "gone.md"
+    gone.write_text("# gone\n")
+    before = (tmp_path / "cli.md").stat().st_mtime_ns
+    generated.write_reference(tmp_path)
+    assert not gone.exists()
+    assert (tmp_path / "cli.md").stat().st_mtime_ns == before
+
+
+def test_the_documents_are_as_short_as_they_have_to_be() -> None:
+    assert words.excess(words.words()) == []
+
+
+def test_a_long_document_is_named() -> None:
+    counts = {"README.md": 901, "docs/ARCHITECTURE.md": 2_000, "docs/x.md": words.ALL}
+    said = words.excess(counts)
+    assert said[0].startswith("README.md: expected at most 900 words, got 901")
+    assert said[1].startswith("all documents: ")
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("page", ["tutorial-128k", "tutorial-book", "save", "plan"])
+def test_the_examples_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = PYTHON.findall((ROOT / "docs" / f"{page}.md").read_text())
+    assert blocks
+    exec("\n".join(blocks), {})
