@@ -28,6 +28,7 @@ from hybrid_kv.models.support import (
     inspect_model,
     text_config,
 )
+from hybrid_kv.models.weight_tensors import keep_as_stored
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import make_executor
 from hybrid_kv.transfer import Executor
@@ -59,6 +60,7 @@ class Attachment:
         check_backend(config.backend, self._devices)
         self.model, self.config = model, config
         self.info = inspect_model(model)
+        keep_as_stored(model)
         self._open = True
         self._turn = threading.RLock()  # held by the thread that generates
         self._executor: Executor | None = None  # of all caches that build in the background

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, WeightsWarning
 from hybrid_kv.models.checkpoint import read_config, read_model
 from hybrid_kv.models.quantisers import need_packages, quantiser
-from hybrid_kv.models.weight_tensors import dtype_name, mib, stored_tensors
+from hybrid_kv.models.weight_tensors import dtype_name, keep_as_stored, mib, stored_tensors
 
 _COMPRESSED = "compressed-tensors"
 _PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -71,6 +71,7 @@ def read_checkpoint(
         # Else the first forward unpacks them without a word, all at once.
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     model = read_model(name, path, device, dtype, quantization_config, config=config)
+    keep_as_stored(model)
     if method is not None and getattr(model, "hf_quantizer", None) is None:
         _warn(
             f"the weights of '{name}' are packed by {method}, which nothing here multiplies on "

@@ -35,6 +35,18 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield from _parts(f"{path}.{name}", buffer)
 
 
+def keep_as_stored(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing 4-bit weights anew in the first forward on a CPU.
+
+    It does so on CPUs with AVX512-BF16, for a kernel of another package. A saved context would then
+    belong to another model after a forward than before, and matrices whose rows are no whole number
+    of blocks make the forward raise.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor

@@ -120,6 +120,17 @@ def test_with_every_budget_open_a_tiered_cache_answers_as_a_full_one(
 
 
 @by_packing
+def test_a_forward_leaves_the_identity_of_the_model_as_it_was(
+    folder: Path, request: pytest.FixtureRequest, packed: PreTrainedModel
+) -> None:
+    """On CPUs with AVX512-BF16 bitsandbytes would pack its weights anew."""
+    fresh = PACKED[request.node.callspec.params["packed"]](folder)
+    before = model_identity(fresh)
+    logits(fresh)
+    assert model_identity(fresh) == before == model_identity(packed)
+
+
+@by_packing
 def test_look_ahead_finds_every_query_but_the_first(packed: PreTrainedModel) -> None:
     with hkv.attach(packed, SETTINGS) as runtime:
         early = EarlyQueries(packed, runtime.info)

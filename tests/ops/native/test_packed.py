@@ -106,7 +106,8 @@ def test_extreme_codes_do_not_overflow(engine: ctypes.CDLL, kind: str, tokens: i
     for sign in (1.0, -1.0):
         x = torch.full((tokens, 512), sign)
         wanted = x.double() @ dequantised(weight).T
-        torch.testing.assert_close(packed_linear(x, weight, engine=engine).double(), wanted)
+        found = packed_linear(x, weight, engine=engine).double()
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # of sums in float32
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
