@@ -2,17 +2,24 @@
 
 The engine is a plain C library that is loaded at run time, not a Python extension: setuptools
 only brings the compiler. Where none works the package installs without it and says so.
+
+A wheel has the libraries of all instruction sets. An editable install, and `build_ext --inplace`,
+make those alone that this CPU runs, in half the time; HYBRID_KV_BUILD=all makes all of them, for a
+checkout that several machines share.
 """
 
 import copy
+import ctypes
 import os
 import platform
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 NATIVE = Path("native")
@@ -43,9 +50,43 @@ class BuildEngine(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 
+    def run(self) -> None:
+        # Read here: setuptools sets `inplace` to 0 while it builds.
+        self.for_this_cpu = bool(self.inplace or self.editable_mode)
+        super().run()
+
     def build_extensions(self) -> None:
         self.parallel = self.parallel or os.cpu_count()
+        if self.for_this_cpu and os.environ.get("HYBRID_KV_BUILD") != "all":
+            self.keep(self.runnable())
         super().build_extensions()
+
+    def runnable(self) -> set[str]:
+        """The instruction sets that this CPU runs, as the engine says; all where nothing compiles."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                objects = self.compiler.compile(
+                    [str(NATIVE / "src" / "library.cpp")],
+                    output_dir=folder,
+                    macros=[("HKV_ISA_NAME", '"baseline"')],
+                    include_dirs=[str(NATIVE / "include")],
+                    extra_postargs=FLAGS["all"],
+                )
+                path = str(Path(folder, "library.so"))
+                self.compiler.link_shared_object(objects, path, target_lang="c++")
+                library = ctypes.CDLL(path)
+            except (CCompilerError, ExecError, PlatformError, OSError):
+                return set(FLAGS["isas"])  # which are optional: each says why it cannot be built
+            library.hkv_runnable_isas.restype = ctypes.c_char_p
+            return set(library.hkv_runnable_isas().decode().split())
+
+    def keep(self, isas: set[str]) -> None:
+        """Leaves the other libraries out, and removes those that an earlier build has left."""
+        kept = [ext for ext in self.extensions if ext.name.rpartition("_")[2] in isas]
+        for ext in self.extensions:
+            if ext not in kept:
+                Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        self.extensions = kept
 
     def build_extension(self, ext: Extension) -> None:
         # The libraries have the same sources: each needs a place for its objects.

@@ -13,6 +13,11 @@ print(*flags["all"], *flags["isas"][sys.argv[2]])
 PY
 }
 
+# isas: the names of all instruction sets that the engine is compiled for, the least first.
+isas() {
+    sed -n '/^\[isas\]/,$s/^\([a-z0-9]*\) = .*/\1/p' "$root/native/flags.toml"
+}
+
 # find_compiler: $CXX, or the first C++ compiler on PATH.
 find_compiler() {
     local name
