@@ -62,7 +62,7 @@ class BuildEngine(build_ext):
         super().build_extensions()
 
     def runnable(self) -> set[str]:
-        """The instruction sets that this CPU runs, as the engine says; all where nothing compiles."""
+        """Instruction sets that this CPU runs, as the engine says; all where nothing compiles."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 objects = self.compiler.compile(
