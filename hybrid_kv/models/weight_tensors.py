@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 
+_PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
+
+
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's linear layer, and its weight a matrix of numbers."""
     return type(module) is nn.Linear and type(module._parameters["weight"]) is nn.Parameter
@@ -43,8 +46,8 @@ def keep_as_stored(model: nn.Module) -> None:
     of blocks make the forward raise.
     """
     for module in model.modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            module.support_avx512bf16_for_cpu = False
+        if hasattr(module, _PACKS_ANEW):
+            setattr(module, _PACKS_ANEW, False)
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
