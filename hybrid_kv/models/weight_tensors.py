@@ -13,7 +13,6 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-
 _PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
