@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS)]
@@ -27,3 +30,14 @@ autodoc_member_order = "bysource"
 suppress_warnings = ["myst.header"]  # pages of methods begin below the level of their list
 
 write_reference(DOCS / "reference")
+
+
+def flatten_settings(app: Any, what: str, name: str, item: Any, options: Any, lines: Any) -> None:
+    """Take the indentation out of docstrings of settings, which list `name: meaning` in prose."""
+    if isinstance(item, type) and issubclass(item, BaseModel):
+        lines[:] = [line.strip() for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", flatten_settings, priority=400)  # before napoleon
