@@ -6,7 +6,7 @@ method stand side by side; a key that the method does not use is refused, never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
 
@@ -60,13 +60,18 @@ class Params(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    owner: ClassVar[str] = ""
+    """The method whose group this is, where only one has it."""
+    in_python: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no settings: Python code alone may give them, for tests and measurements."""
+
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
         # "forbid" would refuse them too, without saying which names there are.
         for key, value in data.items() if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
-                raise unknown_setting("setting", str(key), cls.model_fields)
+                raise unknown_setting("setting", str(key), settings_in(cls), cls.owner)
             if isinstance(value, bool) and not _takes_bool(cls.model_fields[key].annotation):
                 raise ConfigError(
                     f"{key} must not be true or false, got {value}; YAML reads yes, no, on and off "
@@ -198,10 +203,19 @@ def _flat_group(group: BaseModel) -> dict[str, Any]:
     return data
 
 
+def settings_in(group: type[BaseModel]) -> list[str]:
+    """Names of the settings of a group."""
+    return [name for name in group.model_fields if name not in _hidden(group)]
+
+
+def _hidden(group: type[BaseModel]) -> frozenset[str]:
+    return group.in_python if issubclass(group, Params) else frozenset()
+
+
 def _refuse_unknown(plugin: Plugin[Any], given: Mapping[str, Any], own: set[str]) -> None:
     for key in given:
         if key not in plugin.params.model_fields:
-            known = own | set(plugin.params.model_fields)
+            known = own | set(settings_in(plugin.params))
             raise unknown_setting(f"{plugin.name} setting", key, known)
 
 
@@ -328,6 +342,7 @@ class HybridConfig(PluginConfig):
 
     registry: ClassVar[Registry[Any]] = METHODS
     name_field: ClassVar[str] = "method"
+    in_python = frozenset({"prefill_states", "dense_extend_tokens"})
 
     method: str = "hybrid"
     page_size: Count = 16
@@ -431,10 +446,11 @@ class HybridConfig(PluginConfig):
         if "method" in settings:
             tree["method"] = settings["method"]
         plugin = METHODS[str(tree.get("method", cls.model_fields["method"].default))]
-        paths = cls.settings_of(plugin.name)
+        shown = cls.settings_of(plugin.name, settings, base)
+        hidden = cls.python_only(plugin.name, settings, base)
         values: dict[str, object] = {}
         for key, value in settings.items():
-            path = _full_path(str(key), paths, plugin.name)
+            path = _full_path(str(key), shown, hidden, plugin)
             if path in values:
                 raise ConfigError(f"setting '{path}' is given twice; keep one")
             values[path] = _copy_tree(value) if isinstance(value, Mapping) else value
@@ -450,30 +466,29 @@ class HybridConfig(PluginConfig):
         return tree
 
     @classmethod
+    def python_only(cls, method: str, *given: Mapping[str, object]) -> set[str]:
+        """Dotted names of fields that are no settings; see `Params.in_python` and `settings_of`."""
+        params = METHODS[method].params
+        places = [*_groups(params).items(), *_kinds_in(params, given).items()]
+        found = {f"{path}.{name}" for path, group in places for name in _hidden(group)}
+        return {*_hidden(cls), *_hidden(params), *found}
+
+    @classmethod
     def knows(cls, method: str, key: str) -> bool:
         """Whether a method has the setting that a dotted key, or the last part of one, names, with
         the kind of index that it has by itself.
         """
-        paths = cls.settings_of(method)
-        own = cls(method=method)
-        return any(
-            (path == key or path.endswith(f".{key}")) and _reaches(own, path.split("."))
-            for path in paths
-        )
+        return any(path == key or path.endswith(f".{key}") for path in cls.settings_of(method))
 
     @classmethod
-    def settings_of(cls, method: str) -> set[str]:
-        """Dotted names of all settings that a method may be given."""
-        return {*cls.model_fields, *_paths(METHODS[method].params)} - {"params"}
+    def settings_of(cls, method: str, *given: Mapping[str, object]) -> set[str]:
+        """Dotted names of the settings that a method may be given, those of its index included.
 
-
-def _reaches(group: object, path: list[str]) -> bool:
-    """Whether a group of settings has the one at a path, as it stands."""
-    for name in path:
-        if not hasattr(group, name):
-            return False
-        group = getattr(group, name)
-    return True
+        Args:
+            given: settings that may name the kind of that index; the first that does counts.
+        """
+        params = METHODS[method].params
+        return {*settings_in(cls), *_paths(params, _kinds_in(params, given))} - {"params"}
 
 
 def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -483,8 +498,8 @@ def _copy_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _groups(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel]]:
     """The groups of settings below `model` by their dotted names, plug-ins as one group each."""
     groups: dict[str, type[BaseModel]] = {}
-    for name, field in model.model_fields.items():
-        group = _group_of(field.annotation)
+    for name in settings_in(model):
+        group = _group_of(model.model_fields[name].annotation)
         if group is None or name == "params":
             continue
         groups[prefix + name] = group
@@ -493,28 +508,104 @@ def _groups(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseMode
     return groups
 
 
-def _paths(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted names of all settings below `model`, those of every plug-in it may name included."""
-    paths = {prefix + name for name in model.model_fields if name != "params"}
+def _kinds_in(
+    model: type[BaseModel], given: Sequence[Mapping[str, object]]
+) -> dict[str, type[BaseModel]]:
+    """The settings of each plug-in below `model`, by its dotted name, for the kind that is given.
+
+    Args:
+        given: mappings that may name it; the first that does counts, and then its default.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    found = {}
+    for path, group in _groups(model).items():
+        if not issubclass(group, PluginConfig) or issubclass(group, MethodConfig):
+            continue
+        named = (_named_in(tree, path, group.name_field) for tree in given)
+        kind = next((one for one in named if one is not None), None)
+        if kind is None:
+            kind = _default_kind(model, path, group)
+        try:
+            found[path] = group.registry[kind].params
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return found
+
+
+def _named_in(values: Mapping[str, object], path: str, name_field: str) -> str | None:
+    """The kind of a plug-in that settings name, in whichever spelling; None if none does."""
+    parts = path.split(".")
+    spellings: list[tuple[str, tuple[str, ...]]] = [
+        *((f"{path}.{name_field}", ()), (name_field, ()), (parts[-1], (name_field,))),
+        *((".".join(parts[:cut]), (*parts[cut:], name_field)) for cut in range(1, len(parts) + 1)),
+    ]
+    for key, below in spellings:
+        value = values.get(key)
+        for place, name in enumerate(below):
+            if isinstance(value, str) and place == len(below) - 1:
+                break  # short for the group
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if isinstance(value, str):
+            return value
+    return None
+
+
+def _default_kind(model: type[BaseModel], path: str, group: type[PluginConfig]) -> str:
+    first, _, rest = path.partition(".")
+    default = _default_group(model.model_fields[first])
+    for name in [name for name in rest.split(".") if name]:
+        default = getattr(default, name, None)
+    return str(getattr(default, group.name_field, group.model_fields[group.name_field].default))
+
+
+def _paths(
+    model: type[BaseModel], kinds: Mapping[str, type[BaseModel]], prefix: str = ""
+) -> set[str]:
+    """Dotted names of all settings below `model`, those of the plug-ins in `kinds` included."""
+    paths = {prefix + name for name in settings_in(model) if name != "params"}
     for path, group in _groups(model, prefix).items():
         if issubclass(group, MethodConfig):
             continue  # written as a group: methods compose each other without end
-        paths |= {f"{path}.{name}" for name in group.model_fields if name != "params"}
-        if issubclass(group, PluginConfig):
-            for kind in group.registry:
-                paths |= _paths(group.registry[kind].params, f"{path}.")
+        paths |= {f"{path}.{name}" for name in settings_in(group) if name != "params"}
+        if path in kinds:
+            paths |= _paths(kinds[path], {}, f"{path}.")
     return paths
 
 
-def _full_path(key: str, paths: set[str], method: str) -> str:
+def _full_path(key: str, shown: set[str], hidden: set[str], plugin: Plugin[Any]) -> str:
+    """The dotted name of a setting, given by it or by its last part.
+
+    Raises:
+        ConfigError: there is none, or there are two.
+    """
+    paths = shown | hidden
     if "." in key or key in paths:
         return key
     matches = sorted(path for path in paths if path.split(".")[-1] == key)
     if not matches:
-        raise unknown_setting(f"{method} setting", key, paths)
+        from hybrid_kv.former import is_former
+
+        if not is_former(plugin.name, key):
+            _refuse_of_another_kind(key, plugin)
+        raise unknown_setting(f"{plugin.name} setting", key, shown)
     if len(matches) > 1:
         raise ConfigError(f"setting '{key}' may mean {' or '.join(matches)}; write it out")
     return matches[0]
+
+
+def _refuse_of_another_kind(key: str, plugin: Plugin[Any]) -> None:
+    """Raises ConfigError where other kinds of a plug-in below have a setting of this name."""
+    for path, group in _groups(plugin.params).items():
+        if not issubclass(group, PluginConfig) or issubclass(group, MethodConfig):
+            continue
+        kinds = [kind for kind in group.registry if key in settings_in(group.registry[kind].params)]
+        if kinds:
+            raise ConfigError(
+                f"{path}: '{key}' is a setting of kind {', '.join(kinds)}, got another "
+                f"{group.name_field}; set {path}={kinds[0]} beside it or leave it out"
+            )
 
 
 def _is_in_a_group(values: Mapping[str, object], path: str) -> bool:

@@ -153,31 +153,18 @@ def said(value: object) -> str:
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
-REMOVED_SETTINGS = {
-    "hot_tokens": "leave it out, or use spare_tokens, which keep further pages on the device",
-    "cold.attend": "leave it out: what the host finds it attends; cold.select='device' attends on "
-    "the device",
-    "cold.stand_in": "leave it out: a scan serves while an index is built; with "
-    "cold.select='device' nothing is waited for",
-}
-"""Settings that there were once, with what to do instead."""
-
-
-def is_removed(setting: str) -> bool:
-    """Whether a setting, by its whole dotted name, is one that there was once."""
-    return any(f".{setting}".endswith(f".{old}") for old in REMOVED_SETTINGS)
-
-
-def unknown_setting(owner: str, name: str, known: Iterable[str]) -> ConfigError:
-    """An error for a setting that `owner` does not have: as for any name, or that it was removed.
+def unknown_setting(owner: str, name: str, known: Iterable[str], of: str = "") -> ConfigError:
+    """An error for a setting that `owner` does not have: as for any name, or that it had it once.
 
     Args:
         owner: 'setting', or what has it: 'hybrid setting'.
         name: dotted, or the last part of one.
+        of: the method or index kind, where `owner` does not begin with it.
     """
-    for old, way in REMOVED_SETTINGS.items():
-        if f".{old}".endswith(f".{name}") or f".{name}".endswith(f".{old}"):
-            return ConfigError(f"{owner} '{name}' was removed; {way}")
+    from hybrid_kv.former import gone
+
+    if (said_of_it := gone(of or owner.removesuffix("setting").strip(), name)) is not None:
+        return ConfigError(f"{owner} '{name}' {said_of_it}")
     return unknown_name(owner, name, known)
 
 

@@ -247,3 +247,11 @@ def _stores(owner: Any, *, settled: bool = True) -> dict[int, LayerKV]:
     if settled:
         return kv.stores
     return {idx: one.store for idx, one in kv.layers.items() if one.store is not None}
+
+
+def sized(kind: str, **given: Any) -> dict[str, Any]:
+    """An index of a kind: for `auto` these are sizes, but for its settings."""
+    if kind != "auto":
+        return {"kind": kind, **given}
+    recall = {name: given.pop(name) for name in ("target_recall",) if name in given}
+    return {"kind": kind, **recall, "sizes": given}

@@ -477,9 +477,11 @@ class TestBuiltInMethods:
     def test_settings_of_another_kind_are_refused_and_leave_the_index(self) -> None:
         """Regression: they chose index kind flat under the method's name."""
         assert refusal(method="ivf", rerank=4).startswith(
-            "cold.index: unknown ivf setting 'rerank'"
+            "cold.index: 'rerank' is a setting of kind flat, label_channels, pca"
         )
-        assert refusal(rerank=2).startswith("cold.index: unknown auto setting 'rerank'; did you")
+        assert refusal(rerank=2).endswith(
+            "got another kind; set cold.index=flat beside it or leave it out"
+        )
         ivf = HybridConfig(method="ivf", nprobe=4)
         assert (ivf.cold.index.kind, ivf.cold.index.nprobe) == ("ivf", 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -13,9 +14,15 @@ import pytest
 
 import hybrid_kv
 import hybrid_kv.plugin
+from hybrid_kv.cli.options import ModelOptions
+from hybrid_kv.cli.parameters import common_parameters, parameters_of
+from hybrid_kv.cli.settings import build_config
+from hybrid_kv.config import HybridConfig
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.former import FORMER
 from hybrid_kv.plugin import INDEXES, METHODS, Index, Method
 
-PUBLIC_NAMES, MODULES = 12, 80
+PUBLIC_NAMES, MODULES, SETTINGS = 12, 49, 20
 
 
 def test_the_package_has_few_names() -> None:
@@ -62,3 +69,23 @@ def test_a_configuration_loads_what_it_names() -> None:
     assert len(loaded) <= MODULES, loaded
     methods = {name for name in loaded if name.startswith("hybrid_kv.methods.")}
     assert methods == {f"hybrid_kv.methods.{own}" for own in ("budget", "hybrid", "retrieval")}
+
+
+def test_hybrid_has_few_settings_and_each_can_be_set_as_it_is_printed() -> None:
+    printed = [*parameters_of(METHODS["hybrid"].params), *common_parameters()]
+    assert len(printed) + 1 <= SETTINGS, "with the method itself"
+    for one in printed:
+        config = HybridConfig.from_settings({one.name: one.default})
+        assert config == HybridConfig()
+
+
+@pytest.mark.parametrize("name", sorted({*FORMER[""], *FORMER["hybrid"], *FORMER["auto"]}))
+def test_a_former_setting_is_refused_by_its_name(name: str) -> None:
+    """On the command line; Python has a way to set some of them, for tests and measurements."""
+    last = f"cold.{name}" if name in FORMER["hybrid"] and name != "page_budget" else name
+    for spelling in {name, last, f"cold.index.{name}" if name in FORMER["auto"] else name}:
+        with pytest.raises(ConfigError) as refusal:
+            build_config(ModelOptions(settings=[f"{spelling}=1"]))
+        assert re.search(
+            "is no setting any more; leave it out|is a setting of kind", str(refusal.value)
+        )

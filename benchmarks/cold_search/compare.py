@@ -20,7 +20,7 @@ _AUTO: Any = INDEXES["auto"].params()
 PROMISE = {
     "target_recall": _AUTO.target_recall,
     "target_mass": 1.0,
-    "max_scanned": _AUTO.max_scanned,
+    "max_scanned": _AUTO.sizes.max_scanned,
 }
 """What `auto` asks of a graph: the kind alone promises less by default, and is quicker for it."""
 

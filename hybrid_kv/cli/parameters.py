@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hybrid_kv.config import HybridConfig, MethodConfig, PluginConfig
+from hybrid_kv.config import HybridConfig, MethodConfig, PluginConfig, settings_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def common_parameters() -> list[Parameter]:
 
 
 def _walk(group: BaseModel, prefix: str) -> Iterator[Parameter]:
-    for name, field in type(group).model_fields.items():
-        value = getattr(group, name)
+    for name in settings_in(type(group)):
+        field, value = type(group).model_fields[name], getattr(group, name)
         if isinstance(value, MethodConfig):
             yield Parameter(prefix + name, _said(value), meaning(type(group), name), "a method")
         elif isinstance(value, Mapping):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.errors import ConfigError, unknown_setting
+from hybrid_kv.former import is_former
 
 PATH = Path(__file__).parent.parent / "assets" / "settings.json"
 _DEFAULT = "hybrid"
@@ -19,20 +20,17 @@ _DEFAULT = "hybrid"
 
 def table() -> dict[str, Any]:
     """Names of all settings: those of every method ("common"), and what each has beside them."""
-    from hybrid_kv.config import HybridConfig
-    from hybrid_kv.plugins import METHODS
+    from hybrid_kv.config import HybridConfig, settings_in
+    from hybrid_kv.plugins import INDEXES, METHODS
 
     own = [name for name in METHODS if METHODS[name].factory.__module__.startswith("hybrid_kv.")]
     names = {method: HybridConfig.settings_of(method) for method in own}
     common = set.intersection(*names.values())
-    index = {path for path in names[_DEFAULT] if path.startswith("cold.index.")}
+    kinds = {kind: settings_in(INDEXES[kind].params) for kind in INDEXES}
     return {
         "common": sorted(common),
-        "index": sorted(index),
-        "methods": {
-            method: [*sorted(found - common - index), *(["*index"] if index <= found else [])]
-            for method, found in names.items()
-        },
+        "index": sorted({name for names in kinds.values() for name in names}),
+        "methods": {method: sorted(found - common) for method, found in names.items()},
     }
 
 
@@ -47,17 +45,19 @@ def check_names(method: str | None, texts: Iterable[str]) -> None:
         return
 
     def names(of: str) -> set[str]:
-        own = set(methods[of])
-        return (
-            own - {"*index"} | set(known["common"]) | set(known["index"] if "*index" in own else ())
-        )
+        return {*methods[of], *known["common"]}
 
     accepted = set.union(*map(names, methods if method is None else [method]))
+    if any(name.startswith("cold.index.") for name in accepted):
+        accepted.update(known["index"])  # of another kind, which may be given beside it
     for text in texts:
         key, equals, _ = text.partition("=")
         key = key.strip()
         if not equals or not key:
             raise ConfigError(f"--set must be KEY=VALUE like top_k=64, got '{text}'")
+        group, _, last = key.rpartition(".")
+        if group == "cold" and method is not None and is_former(method, last):
+            raise unknown_setting(f"{method} setting", key, ())
         # What lies below a composed method, and its own settings by dots, is known to it alone.
         if "." in key or key in accepted or any(path.endswith(f".{key}") for path in accepted):
             continue

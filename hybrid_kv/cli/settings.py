@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_kv.cli.options import ModelOptions
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import ConfigError
+from hybrid_kv.errors import ConfigError, unknown_setting
 from hybrid_kv.types import Work
 
 
@@ -18,7 +18,20 @@ def build_config(options: ModelOptions) -> HybridConfig:
     Raises:
         ConfigError: a setting is unknown, out of range or badly written.
     """
-    return HybridConfig.from_settings(given_settings(options))
+    given = given_settings(options)
+    _check_all_are_settings(
+        str(given.get("method", HybridConfig.model_fields["method"].default)), given
+    )
+    return HybridConfig.from_settings(given)
+
+
+def _check_all_are_settings(method: str, given: Mapping[str, object]) -> None:
+    """Raises ConfigError for a name that Python code alone may give."""
+    for path in HybridConfig.python_only(method, given):
+        for key in given:
+            if key == path or path.endswith(f".{key}") or key.startswith(f"{path}."):
+                known = HybridConfig.settings_of(method, given)
+                raise unknown_setting(f"{method} setting", key, known)
 
 
 def config_of_context(saved: Mapping[str, Any], options: ModelOptions) -> HybridConfig:
@@ -30,12 +43,15 @@ def config_of_context(saved: Mapping[str, Any], options: ModelOptions) -> Hybrid
     Raises:
         ConfigError: another method is given, or a setting is unknown or out of range.
     """
-    given, known = given_settings(options), dict(_flatten(saved))
+    from hybrid_kv.saved.identity import settings_of_file
+
+    given, known = given_settings(options), dict(_flatten(settings_of_file(saved)))
     if given.get("method", known["method"]) != known["method"]:
         raise ConfigError(
             f"a context must be read by the method that it was made with, '{known['method']}', got "
             f"'{given['method']}'; leave the method out"
         )
+    _check_all_are_settings(str(known["method"]), given)
     kept = {key: value for key, value in known.items() if not any(_covers(f, key) for f in given)}
     return HybridConfig.from_settings({**kept, **given})
 

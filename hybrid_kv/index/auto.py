@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
@@ -20,7 +20,7 @@ from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.flat import StandIn
-from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.index.sketch import Codes, SketchIndex
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -177,6 +177,52 @@ def _graph_index() -> type[GraphIndex]:
     return GraphIndex
 
 
+class AutoSizes(config.Params):
+    """Constants of an auto index; tests and measurements may give others.
+
+    min_keys: fewer are scanned, which takes less than a search beside the rest of a step.
+    sampled_queries, recent_queries: prefill queries per query head to learn from, spread evenly
+    (up to twice as many) and from the prompt's end; horizon_tokens: they are turned to so many
+    positions behind the prompt (RoPE), and all is learned again when so many further keys have
+    come, since what was learned ages; 0 for neither. target_mass: of the softmax, beside
+    target_recall, for sketches alone; check_queries, check_positions: held out for the self-check
+    of a sketch and of a graph; check_top_k: the best keys that it asks for; codes, num_rerank,
+    beam: "auto" for what the self-check found. gain: how much more work a scan must be for a head
+    to get a sketch: below 1, so that both are timed where their forecasts are close.
+
+    graph_tokens: of decoding, in which a graph has to win back its build, eight times
+    horizon_tokens, since every token waits for a search and none for a build; 0 for no graphs.
+    graph_min_keys: no graph is tried with fewer; graph_trial_seconds: of a core, that a layer
+    spends on graphs of no use before it tries no more; max_scanned: larger than for `graph`, since
+    each is timed against what serves. max_degree, list_length, candidates, cap, alpha, link_keys
+    and link_positions are those of `graph`.
+    """
+
+    sampled_queries: config.Tokens = 1024
+    recent_queries: config.Tokens = 1024
+    horizon_tokens: config.Tokens = 4096
+    min_keys: config.Count = 4096
+    target_mass: float = Field(default=0.997, gt=0, le=1)
+    check_queries: config.Count = 192
+    check_top_k: config.Count = 100
+    gain: float = Field(default=0.8, ge=0)
+    codes: Codes = "auto"
+    num_rerank: config.Count | Literal["auto"] = "auto"
+    max_degree: int = Field(default=64, ge=2, le=256)
+    list_length: config.Count = 100
+    candidates: config.Count = 512
+    cap: int = Field(default=32, ge=2, le=255)
+    alpha: float = Field(default=1.2, gt=0)
+    beam: config.Count | Literal["auto"] = "auto"
+    check_positions: config.Count = 128
+    max_scanned: float = Field(default=0.25, gt=0, le=1)
+    link_keys: config.Tokens = 0
+    link_positions: config.Count = 1024
+    graph_tokens: config.Tokens = 32768
+    graph_min_keys: config.Count = 16384
+    graph_trial_seconds: float = Field(default=30.0, ge=0)
+
+
 @INDEXES.register("auto", paper="this project; arXiv:2409.10516 for the graph")
 class AutoIndex(PartedIndex):
     """Serves each head by a sketch, a scan or a graph: by what takes the least time where it runs.
@@ -196,30 +242,32 @@ class AutoIndex(PartedIndex):
 
     file_kind = "auto"
 
-    class Params(SketchIndex.Params, GraphParams):
-        """graph_tokens: decoded tokens in which a head's graph has to win back its build, 0 for no
-        graphs; graph_min_keys: no graph is tried with fewer keys; target_recall: of a graph too;
-        target_mass: of sketches only; max_scanned: of graphs; graph_trial_seconds: of a core, that
-        a layer spends on graphs of no use before it tries no more; min_keys: fewer are scanned;
-        gain: below 1, where forecasts of sketch and scan are close, both are timed.
+    class Params(config.Params):
+        """target_recall: of the best keys, those that a head's sketch or graph finds on held-out
+        queries, or the head is scanned.
         """
 
-        graph_tokens: config.Tokens = 32768
-        graph_min_keys: config.Count = 16384
-        gain: float = Field(default=0.8, ge=0)
-        max_scanned: float = Field(default=0.25, gt=0, le=1)
-        graph_trial_seconds: float = Field(default=30.0, ge=0)
+        owner = "auto"
+        in_python = frozenset({"sizes"})
+
+        target_recall: float = Field(default=0.96, gt=0, le=1)
+        sizes: AutoSizes = AutoSizes()
+
+        @property
+        def min_keys(self) -> int:
+            """With fewer keys all heads are scanned."""
+            return self.sizes.min_keys
 
     def __init__(self, params: Any, before: Sketched | None = None) -> None:
         super().__init__(params)
         sketch, graph = _params_of_kinds(params)
-        self._chooser = KindChooser(params, SketchLearner(sketch, self._cancellation))
+        self._chooser = KindChooser(params.sizes, SketchLearner(sketch, self._cancellation))
         self._before, self._graph_params = before, graph
         self._graphs: GraphChooser | None = None  # of what follows sketches
         if before is not None:
             from hybrid_kv.index._graph_choice import GraphChooser
 
-            self._graphs = GraphChooser(params, graph, self._cancellation)
+            self._graphs = GraphChooser(params.sizes, graph, self._cancellation)
         self._sketched: Sketched | None = None  # what a successor begins with
 
     @classmethod
@@ -236,21 +284,26 @@ class AutoIndex(PartedIndex):
         index._serve(Chosen(reports, sketches))
         return index
 
+    @property
+    def goals(self) -> SketchIndex.Params:
+        """See `SketchIndex.goals`."""
+        return self._chooser.sketcher.params  # type: ignore[no-any-return]
+
     @classmethod
     def needs(cls, params: Any) -> Needs:
-        return SketchIndex.needs(params)
+        return SketchIndex.needs(params.sizes)
 
     @classmethod
     def bytes_per_key(cls, params: Any, num_keys: int, head_dim: int) -> int:
         sketch, graph = _params_of_kinds(params)
         most = SketchIndex.bytes_per_key(sketch, num_keys, head_dim)
-        if params.graph_tokens:
+        if params.sizes.graph_tokens:
             most = max(most, bytes_per_key(graph, num_keys, head_dim))
         return most
 
     @property
     def relearn_keys(self) -> int:
-        horizon = int(self.params.horizon_tokens)
+        horizon = int(self.params.sizes.horizon_tokens)
         return min((part.index.relearn_keys for part in self._parts), default=horizon)
 
     def stand_in(self, keys: Tensor, samples: Tensor | None) -> Index | None:
@@ -286,7 +339,8 @@ class AutoIndex(PartedIndex):
             heads = list(range(len(self._keys))[part.heads])
             parts.append({"kind": part.index.file_kind, "heads": heads, "meta": meta})
             arrays |= {f"{number}/{name}": array for name, array in own.items()}
-        return {"params": self.params.model_dump(mode="json"), "parts": parts}, arrays
+        own = self.params.model_dump(mode="json")
+        return {"params": {**own.pop("sizes"), **own}, "parts": parts}, arrays
 
     @classmethod
     def from_file(
@@ -296,8 +350,9 @@ class AutoIndex(PartedIndex):
         from hybrid_kv.index._file import refusing_what_is_damaged
 
         with refusing_what_is_damaged(path):
-            known = {n: meta["params"][n] for n in cls.Params.model_fields if n in meta["params"]}
-            index = cls(cls.Params.model_validate(known))  # older files have `remember`
+            written = meta["params"]  # older files have `remember` too
+            sizes = {name: written[name] for name in AutoSizes.model_fields if name in written}
+            index = cls(cls.Params(target_recall=written["target_recall"], sizes=sizes))
             index._known = keys
             index._parts = tuple(
                 part_of_file(path, number, part, arrays, keys)
@@ -311,10 +366,11 @@ class AutoIndex(PartedIndex):
 
 def _params_of_kinds(params: Any) -> tuple[BaseModel, BaseModel]:
     """The share of the parameters that sketches have, and that graphs have."""
+    sizes, recall = params.sizes, params.target_recall
 
     def own(kind: type[BaseModel], **changed: Any) -> BaseModel:
-        shared = {name: getattr(params, name) for name in kind.model_fields}
-        return kind.model_validate(shared | changed)
+        shared = {name: getattr(sizes, name, None) for name in kind.model_fields}
+        return kind.model_validate({**shared, "target_recall": recall, **changed})
 
-    graph = own(GraphParams, target_mass=1.0, min_keys=params.graph_min_keys)
+    graph = own(GraphParams, target_mass=1.0, min_keys=sizes.graph_min_keys)
     return own(SketchIndex.Params), graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
@@ -34,6 +34,12 @@ _RERANK = 1.5
 def _as_text(value: object) -> object:
     """16 -> "16": YAML reads a number of bytes as a number."""
     return str(value) if isinstance(value, int) else value
+
+
+Codes: TypeAlias = Annotated[
+    Literal["auto", "16", "24", "32", "48", "64", "tiers"], BeforeValidator(_as_text)
+]
+"""Bytes of a key's code at head_dim 128."""
 
 
 @INDEXES.register("sketch", paper="this project; ScaNN (Guo et al. 2020)")
@@ -76,10 +82,13 @@ class SketchIndex(SavedIndex):
         check_queries: config.Count = 192
         check_top_k: config.Count = 100
         gain: float = Field(default=1.0, ge=0)
-        codes: Annotated[
-            Literal["auto", "16", "24", "32", "48", "64", "tiers"], BeforeValidator(_as_text)
-        ] = "auto"
+        codes: Codes = "auto"
         num_rerank: config.Count | Literal["auto"] = "auto"
+
+    @property
+    def goals(self) -> Params:
+        """What a sketch of these keys has to reach, wherever it is learned."""
+        return self.params  # type: ignore[no-any-return]
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

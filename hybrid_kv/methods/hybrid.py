@@ -10,12 +10,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hybrid_kv.config import BudgetField, IndexConfig, Tokens
-from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
+from hybrid_kv.methods.budget import ResidentParams
+from hybrid_kv.methods.retrieval import RetrievalAttention, SearchParams
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.types import Budget, Evidence, Read
 
 
-class _AutoCold(ColdParams):
+class _AutoCold(SearchParams):
+    owner = "hybrid"
+    in_python = frozenset({"look_ahead", "look_ahead_factor"})
+
     index: IndexConfig = Field(default="auto", validate_default=True)
     estimate: Literal["none", "gaussian", "first_order", "index"] = "gaussian"
 
@@ -33,8 +37,12 @@ class Hybrid(RetrievalAttention):
     Deviations: the combination is of this project.
     """
 
-    class Params(RetrievalParams):
-        """spare_tokens: resident beyond sinks and window; page_budget: pages of them to read."""
+    class Params(ResidentParams):
+        """spare_tokens: resident beyond sinks and window, of which a step reads the best 32 pages;
+        page_budget: so many pages.
+        """
+
+        in_python = frozenset({"page_budget"})
 
         cold: _AutoCold = Field(default_factory=_AutoCold)
         spare_tokens: Tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -24,28 +25,21 @@ from hybrid_kv.types import (
 )
 
 
-class ColdParams(Params):
-    """top_k: cold entries attended per query head and step; shared: on average, for the heads of a
-    layer share their budgets by the weight of what they found; max_tokens: by one head at most, of
-    what the search ranked (null: top_k, or four times as many where heads share); min_share: only
-    entries with at least this share of the softmax, which may widen the search up to max_tokens
-    (null: no limit); index: how they are found; look_ahead: a layer's search begins while the layer
-    before it computes, by a predicted query, "always", "never", or where a search then has time of
-    its own (a model on a GPU) and a trial loses little ("auto"); look_ahead_factor: it finds up to
-    so many times the entries, which the true query ranks; select: cold entries are found by the
-    "host", or by the "device", which holds codes of all cold keys and attends what it finds
-    ("auto": the device on a GPU where they fit, with an index of kind sketch or auto); estimate:
-    what was not found is left out ("none"), or attended as an estimate: keys and values of a KV
-    head as one "gaussian", below the lowest logit that was found, for an index that ranks (flat,
-    sketch, graph, auto, hnsw, query_lists or query_channels); by their mean and to "first_order",
-    for any index; or as the
-    "index" knows them (of kind clusters or query_channels).
+class SearchParams(Params):
+    """top_k: cold entries attended per query head and step; index: how they are found; look_ahead:
+    a layer's search begins while the layer before it computes, by a predicted query, "always",
+    "never", or where a search then has time of its own (a model on a GPU) and a trial loses little
+    ("auto"); look_ahead_factor: it finds up to so many times the entries, which the true query
+    ranks; select: cold entries are found by the "host", or by the "device", which holds codes of
+    all cold keys and attends what it finds ("auto": the device on a GPU where they fit, with an
+    index of kind sketch or auto); estimate: what was not found is left out ("none"), or attended as
+    an estimate: keys and values of a KV head as one "gaussian", below the lowest logit that was
+    found, for an index that ranks (flat, sketch, graph, auto, hnsw, query_lists or query_channels);
+    by their mean and to "first_order", for any index; or as the "index" knows them (of kind
+    clusters or query_channels).
     """
 
     top_k: BudgetField = 100
-    max_tokens: Count | None = None
-    min_share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
-    shared: bool = False
     index: IndexConfig = Field(default="graph", validate_default=True)
     look_ahead: Literal["auto", "always", "never"] = "auto"
     look_ahead_factor: Count = 4
@@ -94,6 +88,32 @@ class ColdParams(Params):
             )
         return self
 
+    @property
+    def budget(self) -> TokenBudget | Literal["all"]:
+        """What a query head attends of the cold tier."""
+        if self.top_k == "all":
+            return "all"
+        return TokenBudget(self.top_k, estimate=None if self.estimate == "none" else self.estimate)
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """How layers are searched ahead; None for never."""
+        if self.look_ahead == "never":
+            return None
+        return Foresight(self.look_ahead, self.look_ahead_factor)
+
+
+class ColdParams(SearchParams):
+    """shared: top_k on average, for the heads of a layer share their budgets by the weight of what
+    they found; max_tokens: by one head at most, of what the search ranked (null: top_k, or four
+    times as many where heads share); min_share: only entries with at least this share of the
+    softmax, which may widen the search up to max_tokens (null: no limit).
+    """
+
+    max_tokens: Count | None = None
+    min_share: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
+    shared: bool = False
+
     @model_validator(mode="after")
     def _budget_is_possible(self) -> Self:
         for name in ("max_tokens", "min_share"):
@@ -107,18 +127,12 @@ class ColdParams(Params):
 
     @property
     def budget(self) -> TokenBudget | Literal["all"]:
-        """What a query head attends of the cold tier."""
-        if self.top_k == "all":
+        """See `SearchParams`."""
+        if (plain := super().budget) == "all":
             return "all"
-        estimate = None if self.estimate == "none" else self.estimate
-        return TokenBudget(self.top_k, self.max_tokens, self.min_share, self.shared, estimate)
-
-    @property
-    def foresight(self) -> Foresight | None:
-        """How layers are searched ahead; None for never."""
-        if self.look_ahead == "never":
-            return None
-        return Foresight(self.look_ahead, self.look_ahead_factor)
+        return replace(
+            plain, max_tokens=self.max_tokens, min_share=self.min_share, shared=self.shared
+        )
 
 
 class RetrievalParams(ResidentParams):
@@ -195,63 +209,7 @@ class RetrievalAttention(Method):
     @classmethod
     def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
         sinks, window, top_k = split_budget(tokens, page_size)
-        cold = params.cold.model_copy(update={"top_k": top_k, "max_tokens": None})
+        limits = {"max_tokens": None} if "max_tokens" in type(params.cold).model_fields else {}
+        cold = params.cold.model_copy(update={"top_k": top_k, **limits})
         split = {"sink_tokens": sinks, "window_tokens": window, "cold": cold}
         return params.model_copy(update=split)
-
-
-class _FlatCold(ColdParams):
-    index: IndexConfig = Field(default="flat", validate_default=True)
-
-
-@METHODS.register("flat", paper="exact search; baseline of arXiv:2409.10516, section 4")
-class Flat(RetrievalAttention):
-    """Retrieval by exact top-k over all cold keys, one scan per group of query heads.
-
-    The top_k highest q . k of each query head are attended, beside sinks and window.
-
-    Deviations: none; it is the paper's exact baseline.
-    """
-
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind flat."""
-
-        cold: _FlatCold = Field(default_factory=_FlatCold)
-
-
-class _IvfCold(ColdParams):
-    index: IndexConfig = Field(default="ivf", validate_default=True)
-
-
-class _HnswCold(ColdParams):
-    index: IndexConfig = Field(default="hnsw", validate_default=True)
-
-
-@METHODS.register("ivf", paper="Douze et al. 2024 (Faiss), arXiv:2401.08281")
-class Ivf(RetrievalAttention):
-    """Retrieval by an inverted-file index (Faiss).
-
-    Keys lie in lists by their nearest centroid; the nprobe lists nearest to the query are scored.
-
-    Deviations: none; lists and probes are parameters of Faiss.
-    """
-
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind ivf."""
-
-        cold: _IvfCold = Field(default_factory=_IvfCold)
-
-
-@METHODS.register("hnsw", paper="Malkov and Yashunin 2016, arXiv:1603.09320")
-class Hnsw(RetrievalAttention):
-    """Retrieval by a small-world graph built from keys alone (Faiss).
-
-    A greedy walk from layer to layer of neighbours, with a list of ef_search candidates.
-
-    Deviations: none; degree and widths are parameters of Faiss.
-    """
-
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind hnsw."""
-
-        cold: _HnswCold = Field(default_factory=_HnswCold)

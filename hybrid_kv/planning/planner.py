@@ -291,7 +291,8 @@ class _Planner:
         rows = min(cold, _GRAPH_ROWS * (cold / _GRAPH_KEYS) ** _GRAPH_GROWTH) if cold else 0
         walked = float(sum(rows * (layer.head_dim + 1) * (1 + _LIST_SHARE) for layer in heads))
         # Of the keys that come before codes are made again, half on average; they are scanned.
-        later = min(cold, getattr(index, "horizon_tokens", 0) // 2)
+        needs = index.plugin().factory.needs(index.params)
+        later = min(cold, needs.horizon_tokens // 2)
         coded = float(
             sum(
                 (cold - later) * layer.head_dim * _SKETCH_BYTES / _SKETCH_DIM

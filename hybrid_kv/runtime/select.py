@@ -95,7 +95,7 @@ class Selectors:
     ) -> tuple[MakeIndex, MakeIndex] | None:
         """See `SelectFor`; one warning where the device has no memory for it."""
         assert place.index is not None
-        goals = place.index().params
+        goals = _goals(place.index())
         if place.select == "auto" and (keys.shape[1] < goals.min_keys or not far.is_pinned()):
             return None
         if not bool(torch.isfinite(keys).all() & torch.isfinite(samples).all()):
@@ -137,7 +137,7 @@ class Selectors:
         place, pool = layer.placement, layer.resident.pool
         if self.of(layer) is None or place is None or place.index is None:
             return None
-        goals, size = place.index().params, self._sizes[pool.device]
+        goals, size = _goals(place.index()), self._sizes[pool.device]
         found: list[tuple[MakeIndex, MakeIndex]] = []
         for index in indexes:
             if not isinstance(index, SketchIndex | AutoIndex):
@@ -358,3 +358,9 @@ def _count(work: Work, queries: int, most: int) -> None:
     work.attended += queries * most
     work.retrieved += queries * most
     work.most_retrieved = max(work.most_retrieved, most)
+
+
+def _goals(index: Index) -> SketchIndex.Params:
+    """What a sketch has to reach; the settings of a method allow other kinds no device."""
+    assert isinstance(index, SketchIndex | AutoIndex)
+    return index.goals

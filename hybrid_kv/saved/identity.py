@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.errors import OtherContextError, is_removed
+from hybrid_kv.errors import OtherContextError
+from hybrid_kv.former import is_former, is_removed
 from hybrid_kv.models.support import text_config
 from hybrid_kv.models.weight_tensors import stored_tensors
+from hybrid_kv.plugins import INDEXES
 from hybrid_kv.saved.manifest import Manifest, SavedModel
 
 _SAMPLED = 64
@@ -136,11 +138,38 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         if not prefix and name in _RUNNING:
             continue
-        if isinstance(value, Mapping):
+        if prefix == "cold.index." and name == "sizes":  # stood beside the others once
+            found |= _flat(value, prefix)
+        elif isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{name}.")
         elif prefix + name not in _READING and not is_removed(prefix + name):
             found[prefix + name] = value
     return found
+
+
+def settings_of_file(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as `HybridConfig.flat` wrote it once, in today's names.
+
+    What is decided without a setting today is left out, and so is what was removed.
+    """
+    method = str(tree["method"])
+    group = tree.get("cold")
+    index = group.get("index") if isinstance(group, Mapping) else None
+    kept = {name: value for name, value in tree.items() if not _is_gone(method, name)}
+    if isinstance(group, Mapping):
+        kept["cold"] = {
+            name: value for name, value in group.items() if not _is_gone(method, f"cold.{name}")
+        }
+        if isinstance(index, Mapping) and (kind := str(index.get("kind"))) in INDEXES:
+            own = set(INDEXES[kind].params.model_fields) | {"kind"}
+            sizes = {name: value for name, value in index.items() if is_former(kind, name)}
+            known = {name: value for name, value in index.items() if name in own}
+            kept["cold"]["index"] = known | ({"sizes": sizes} if sizes else {})
+    return kept
+
+
+def _is_gone(method: str, path: str) -> bool:
+    return is_removed(path) or is_former(method, path.rpartition(".")[2])
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ ITEM = 2  # keys in 16 bits, so that arrays which are not show
 PARAMS: dict[str, dict[str, Any]] = {
     "graph": {"min_keys": 1, "check_positions": 4, "max_scanned": 1, "target_recall": 0.01},
     "sketch": {"min_keys": 1, "gain": 0, "target_recall": 1e-6, "target_mass": 1e-6},
-    "auto": {"min_keys": 1, "graph_tokens": 0},
+    "auto": {"sizes": {"min_keys": 1, "graph_tokens": 0}},
     "lsh": {"num_bits": 4, "num_tables": 11},
     "frames": {"page_size": 19},
     "landmarks": {"outlier_chunks": 2},

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index import _device_learn
-from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.device_sketch import sketch_of
+from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import get_ops
 from tests.device import emulated
 from tests.device.cuda import values
@@ -30,7 +30,7 @@ def test_codes_of_each_head_find_the_best_of_its_keys(monkeypatch: pytest.Monkey
     samples = drawn(HEADS, GROUP, 100, DIM, seed=1)
     with emulated(schedule="late", kernels="defined"):
         there, host = keys.cuda(), keys.pin_memory()
-        goals = AutoIndex.Params(check_top_k=TOP_K)
+        goals = SketchIndex.Params(check_top_k=TOP_K)
         made = sketch_of(get_ops("auto"), there, samples.cuda(), 64, goals)
         assert made is not None
         index = made[0]()

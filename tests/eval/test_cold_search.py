@@ -468,7 +468,8 @@ def test_auto_is_compared_with_what_it_chooses_from(plan: measure.Plan) -> None:
 def test_copies_of_auto_have_the_graph_that_follows_its_sketch() -> None:
     head = heads.synthetic("paper", 4200, 0, 5)
     wanted = {"graph_min_keys": 1, "graph_tokens": 10**9, "min_keys": 1}
-    engine = own("auto", keys="f16", **wanted, gain=0, target_recall=0.3, max_scanned=1.0).make()
+    sizes = {**wanted, "gain": 0, "max_scanned": 1.0}
+    engine = own("auto", keys="f16", sizes=sizes, target_recall=0.3).make()
     assert isinstance(engine, Own)
     engine.build(head.keys, head.prompt)
     copies = engine.repeated(2)

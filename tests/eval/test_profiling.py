@@ -36,7 +36,7 @@ from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work
 from hybrid_kv.watch import phases as phases_module
 from hybrid_kv.watch.recorder import DEVICE, HOST, DeviceClock, TraceSpan
-from tests.kit import every
+from tests.kit import every, sized
 
 TINY = {"model": "random:tiny", "device": "cpu", "dtype": "float32"}
 SMALL = {"new_tokens": 5, "warmup_tokens": 1}
@@ -501,7 +501,7 @@ def test_a_sketch_reads_codes_and_later_keys_as_they_are_scored(
     model = load_model("random:tiny", device="cpu", dtype="float32")
     config = hkv.HybridConfig(
         method="hybrid",
-        cold={"index": {"kind": kind, "codes": "64", "num_rerank": 10, **always}, "top_k": 10},
+        cold={"index": sized(kind, codes="64", num_rerank=10, **always), "top_k": 10},
         **{"window_tokens": 32, "sink_tokens": 16, "spare_tokens": 0, "index_build": "wait"},
     )
     with hkv.attach(model, config) as runtime, torch.inference_mode():

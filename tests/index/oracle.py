@@ -33,7 +33,7 @@ OPENED: dict[str, dict[str, Any]] = {
     "hnsw": {"ef_search": 600},
     "graph": {"min_keys": 1, "check_positions": 4},
     "sketch": {"min_keys": 1, "gain": 0},
-    "auto": {"min_keys": 1},
+    "auto": {"sizes": {"min_keys": 1}},
 }
 # Kinds whose parameters make an index of another nature are tested as kinds of their own.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -30,6 +30,7 @@ from hybrid_kv.store.index_builder import InlineRunner
 from hybrid_kv.store.live_index import LiveIndex
 from tests.index.oracle import check_result, recall
 from tests.index.sketch_heads import seen_heads
+from tests.kit import sized
 from tests.store.scene import LaterRunner
 
 pytestmark = pytest.mark.skipif(
@@ -77,7 +78,7 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def new(**changes: Any) -> auto.AutoIndex:
-    index: auto.AutoIndex = IndexConfig(kind="auto", **{**OPEN, **changes}).build()
+    index: auto.AutoIndex = IndexConfig(**sized("auto", **{**OPEN, **changes})).build()
     return index
 
 

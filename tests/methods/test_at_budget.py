@@ -79,7 +79,7 @@ def _has_budget(name: str) -> bool:
 
 def test_other_parameters_stay_as_they_were_given() -> None:
     cold = {"shared": True, "index": {"kind": "ivf", "nprobe": 5}}
-    given = at_budget("hybrid", 100, 8, cold=cold)
+    given = at_budget("retrieval_attention", 100, 8, cold=cold)
     assert (given.cold.shared, given.cold.index.kind, given.cold.index.nprobe) == (True, "ivf", 5)
     assert given.cold.top_k == 100 - 8 - 24 - 4
 

@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cold", "text"), REFUSED)
-@pytest.mark.parametrize("method", ["hybrid", "retrieval_attention", "ivf"])
+@pytest.mark.parametrize("method", ["retrieval_attention", "ivf"])
 def test_a_budget_that_means_nothing_is_refused(
     method: str, cold: dict[str, Any], text: str
 ) -> None:

@@ -259,7 +259,6 @@ def test_codes_are_as_large_as_fit(size: int) -> None:
     [
         ({"cold": {"select": "host"}}, "as cold.select says"),
         ({"cold": {"index": "graph"}}, "kind sketch or auto, got graph"),
-        ({"cold": {"min_share": 0.01}}, "min_share"),
     ],
 )
 def test_the_plan_says_why_the_host_searches(settings: dict[str, object], why: str) -> None:

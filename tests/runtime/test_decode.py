@@ -84,7 +84,7 @@ NAMED = {
     ),
     "what_weighs_of_the_whole_beam": Named(
         {
-            "method": "hybrid",
+            "method": "flat",
             "cold": {"top_k": 2, "max_tokens": 13, "min_share": 0.01, **FLAT},
             **SIZES,
         },
@@ -123,15 +123,25 @@ NAMED = {
         top_k=3,
         estimate=True,
     ),
-    "estimated_beside_spare_and_what_weighs": Named(
+    "estimated_beside_spare": Named(
         {
             **{"method": "hybrid", **SIZES},
-            "cold": {"top_k": 2, "max_tokens": 7, "min_share": 0.05, **ESTIMATED},
+            "cold": {"top_k": 2, **ESTIMATED},
             "page_budget": "all",
             "spare_tokens": 8,
         },
         4,
         8,
+        8,
+        top_k=2,
+        estimate=True,
+    ),
+    "estimated_beside_what_weighs": Named(
+        {
+            **{"method": "flat", **SIZES},
+            "cold": {"top_k": 2, "max_tokens": 7, "min_share": 0.05, **ESTIMATED},
+        },
+        4,
         8,
         top_k=2,
         most=7,

@@ -22,7 +22,11 @@ def plain() -> PreTrainedModel:
 
 
 def settings(kind: str) -> dict[str, Any]:
-    return {**SMALL, "cold": {"top_k": 5, "index": {**INDEXES[kind], "horizon_tokens": 128}}}
+    index = dict(INDEXES[kind])
+    place = "sizes" if kind == "auto" else None
+    longer = {"horizon_tokens": 128}
+    index |= longer if place is None else {place: {**index[place], **longer}}
+    return {**SMALL, "cold": {"top_k": 5, "index": index}}
 
 
 def served(context: hkv.Context) -> set[str]:

@@ -27,7 +27,7 @@ from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.transfer.recorded import Recording, WorkRecorder
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.index.sketch_heads import seen_heads
-from tests.kit import Held, held
+from tests.kit import Held, held, sized
 from tests.oracle import softmax_attention, spread
 from tests.store.scene import append
 from tests.tolerances import TOLERANCES
@@ -178,7 +178,7 @@ def recalls(scene: Scene, steps: int) -> float:
 
 @pytest.mark.parametrize("index", ["sketch", "auto"])
 def test_most_of_the_best_are_found_by_their_codes(index: str) -> None:
-    scene = Scene(12_000, index={"kind": index, "check_top_k": 20})
+    scene = Scene(12_000, index=sized(index, check_top_k=20))
     scene.step()
     (extent,) = scene.row.extents
     codes = extent.index.serving.codes

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
+from tests.kit import sized
 from tests.models.folder import model, tokenizer
 
 TEXT = " ".join(["sea sky sun ice oak elm bee fox owl sea", "oak fox bee sky"] * 70)
@@ -21,7 +22,7 @@ EASY = {"target_recall": 0.01, "min_keys": 64, "horizon_tokens": 512}
 INDEXES = {
     "graph": {"kind": "graph", "max_scanned": 1.0, **EASY},
     "sketch": {"kind": "sketch", "gain": 0.0, "target_mass": 0.01, **EASY},
-    "auto": {"kind": "auto", "graph_tokens": 0, "gain": 0.0, "target_mass": 0.01, **EASY},
+    "auto": sized("auto", graph_tokens=0, gain=0.0, target_mass=0.01, **EASY),
 }
 
 

@@ -23,6 +23,7 @@ from hybrid_kv.errors import (
     WriteError,
 )
 from hybrid_kv.saved import opening, verify_context
+from hybrid_kv.saved.identity import settings_of_file
 from tests.models.folder import model, tokenizer
 from tests.saved.scene import INDEXES, SMALL, TEXT, blocks_of, flip, loaded, long_model, rewrite
 
@@ -268,6 +269,26 @@ def test_a_context_with_settings_that_were_removed_is_opened(
 
     rewrite(saved, as_then)
     llm.open(saved).close()
+
+
+def test_a_context_with_settings_that_are_none_any_more_is_opened(
+    twin: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Sizes of an auto index stood beside its settings, and hybrid had those of all budgets."""
+
+    def as_then(content: dict[str, Any]) -> None:
+        index = content["config"]["cold"]["index"]
+        index |= index.pop("sizes")
+        content["config"]["cold"] |= {"max_tokens": None, "min_share": None, "shared": False}
+        written.append(content["config"])
+
+    written: list[dict[str, Any]] = []
+    cold = {"top_k": 5, "index": INDEXES["auto"]}
+    with loaded(twin, "hybrid", **SMALL, cold=cold) as llm:
+        llm.context(TEXT).save(tmp_path / "a.hkv")
+        rewrite(tmp_path / "a.hkv", as_then)
+        llm.open(tmp_path / "a.hkv").close()
+        assert hkv.HybridConfig(**settings_of_file(written[0])) == llm.runtime.config
 
 
 def test_a_file_of_another_program_is_refused(

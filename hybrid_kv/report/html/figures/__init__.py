@@ -1,0 +1,1 @@
+"""From values to scenes: every figure is a pure function."""
