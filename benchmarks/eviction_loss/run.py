@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hybrid_kv.config import HybridConfig, parse_count  # noqa: E402
-from hybrid_kv.contest.prose import python_prose  # noqa: E402
+from hybrid_kv.contest.prompts import python_prose  # noqa: E402
 from hybrid_kv.entries import Entries  # noqa: E402
 from hybrid_kv.eval.needle import make_sample  # noqa: E402
 from hybrid_kv.models.load import load_model, load_tokenizer  # noqa: E402

@@ -126,7 +126,7 @@ def _from(text: str, after: str) -> str:
 
 def reference(_: Packages) -> str:
     """Paragraphs of Python's language reference, as `hybrid-kv eval` reads by itself."""
-    return str(import_module("hybrid_kv.contest.prose").python_prose())
+    return str(import_module("hybrid_kv.contest.prompts").python_prose())
 
 
 def _lines(count: int, line: Callable[[Random, int], str], seed: int) -> str:

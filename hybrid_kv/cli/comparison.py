@@ -15,6 +15,7 @@ from hybrid_kv.api import LLM, Generation
 from hybrid_kv.api.prefill import PrefillWatch
 from hybrid_kv.api.turn import Turn, check_room
 from hybrid_kv.cli.display import (
+    TextCell,
     attended_ratio,
     human_bytes,
     human_seconds,
@@ -25,7 +26,6 @@ from hybrid_kv.cli.display import (
 from hybrid_kv.cli.documents import describe_run, environment_of
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
 from hybrid_kv.cli.running import checked, ended_by_ctrl_c, opened, run
-from hybrid_kv.cli.tables import TextCell
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill

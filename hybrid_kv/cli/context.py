@@ -80,11 +80,10 @@ def build(
     from hybrid_kv.api.prefill import PrefillCancelled
     from hybrid_kv.cli.context_facts import print_facts
     from hybrid_kv.cli.display import prefill_bar
-    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.cli.documents import check_target, read_texts
     from hybrid_kv.cli.prompts import PromptSource
     from hybrid_kv.cli.running import cancel_on_ctrl_c, opened
     from hybrid_kv.cli.settings import build_config
-    from hybrid_kv.cli.texts import read_texts
     from hybrid_kv.saved.rounding import checked_compression
 
     config = build_config(options)

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid_kv.cli.display import console, human_bytes, human_seconds
+from hybrid_kv.cli.display import console, facts_table, human_bytes, human_seconds
 from hybrid_kv.cli.documents import write_report
 from hybrid_kv.cli.options import OutputOptions
-from hybrid_kv.cli.tables import facts_table
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.schema import ContextAudit, ContextReport
 from hybrid_kv.saved.manifest import Manifest, read_manifest

@@ -104,8 +104,15 @@ def _describe(result: Comparison, layer: LayerReport | None) -> DemoReport:
 def _print(result: Comparison) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.display import attended_ratio, console, human_seconds, percent
-    from hybrid_kv.cli.tables import Column, facts_table, print_columns
+    from hybrid_kv.cli.display import (
+        Column,
+        attended_ratio,
+        console,
+        facts_table,
+        human_seconds,
+        percent,
+        print_columns,
+    )
 
     out = console()
     facts = facts_table("bold")

@@ -52,7 +52,7 @@ def doctor(
 
 
 def _with_measurements(report: DoctorReport, model: str, context: int) -> DoctorReport:
-    from hybrid_kv.cli.measurements import measure
+    from hybrid_kv.cli.examination import measure
     from hybrid_kv.report.run import MachineGbps
 
     rates, lines = measure(model, context)
@@ -72,8 +72,7 @@ def _with_measurements(report: DoctorReport, model: str, context: int) -> Doctor
 def _print(report: DoctorReport) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.display import console, human_bytes
-    from hybrid_kv.cli.tables import facts_table
+    from hybrid_kv.cli.display import console, facts_table, human_bytes
 
     out, machine = console(), report.environment
     cpu = machine.cpu

@@ -248,8 +248,7 @@ def _measured(contest: Contest, folder: ResultsFolder, output: OutputOptions) ->
 
 
 def _print(report: EvalReport, folder: Path, output: OutputOptions) -> None:
-    from hybrid_kv.cli.display import console, note
-    from hybrid_kv.cli.tables import Column, print_columns
+    from hybrid_kv.cli.display import Column, console, note, print_columns
     from hybrid_kv.report.evaluation_tables import sheets
 
     if output.json_only:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,7 +23,6 @@ from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.heads import heads
-from hybrid_kv.cli.logs import logged
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan
@@ -116,3 +117,20 @@ for _verb, _example in _EXAMPLES.items():
     app.command(_NAMES.get(_verb), epilog=f"Example: {_example}")(grouped(_verb))
 
 app.add_typer(context, name="context", help="Build, ask and look at contexts in files.")
+
+
+@contextmanager
+def logged(*, debug: bool) -> Iterator[None]:
+    """A block whose log lines are shown: errors, with their tracebacks, and all if `debug`."""
+    logger, handler = logging.getLogger("hybrid_kv"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(relativeCreated)7d ms %(name)s: %(message)s"))
+    level, shown = logger.level, logging.DEBUG if debug else logging.ERROR
+    handler.setLevel(shown)
+    logger.addHandler(handler)
+    if debug:
+        logger.setLevel(shown)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -121,7 +121,7 @@ def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parame
 def _print_table(out: Console, title: str, plugins: list[Plugin[Any]]) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.tables import facts_table
+    from hybrid_kv.cli.display import facts_table
 
     out.print(title, style="bold")
     table = facts_table("cyan")
@@ -148,7 +148,7 @@ def _print_one(out: Console, family: str, page: Page) -> None:
 
 
 def _print_parameters(out: Console, parameters: list[Parameter]) -> None:
-    from hybrid_kv.cli.tables import facts_table
+    from hybrid_kv.cli.display import facts_table
 
     if not parameters:
         out.print("  no parameters", style="dim")

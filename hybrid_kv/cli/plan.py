@@ -13,7 +13,7 @@ from hybrid_kv.cli.options import LayersOption, ModelArgument, ModelOptions, Out
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from hybrid_kv.cli.tables import Column
+    from hybrid_kv.cli.display import Column
     from hybrid_kv.planning.designs import DesignStep
     from hybrid_kv.planning.plan import Option, Plan
     from hybrid_kv.report.schema import PlanReport
@@ -243,8 +243,7 @@ def _report(
 def _print(made: Plan, measured: dict[str, float]) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.display import console, human_bytes
-    from hybrid_kv.cli.tables import Column, print_columns
+    from hybrid_kv.cli.display import Column, console, human_bytes, print_columns
 
     out, machine, facts = console(), made.machine, made.facts
     memory = f"{human_bytes(machine.host_bytes)} of host memory"
@@ -281,8 +280,7 @@ def _print(made: Plan, measured: dict[str, float]) -> None:
 def _print_designs(designs: tuple[DesignStep, ...]) -> None:
     from rich.text import Text
 
-    from hybrid_kv.cli.display import console, human_bytes
-    from hybrid_kv.cli.tables import Column, print_columns
+    from hybrid_kv.cli.display import Column, console, human_bytes, print_columns
 
     if not designs:
         return
@@ -330,7 +328,7 @@ def _verdict(option: Option) -> Text:
 def _measured_column(made: Plan, measured: dict[str, float]) -> Column:
     from rich.text import Text
 
-    from hybrid_kv.cli.tables import Column
+    from hybrid_kv.cli.display import Column
 
     times = [measured.get(option.mode) for option in made.options]
     return Column("measured", [Text("-" if ms is None else f"{ms:.1f}", "bold") for ms in times])

@@ -174,7 +174,7 @@ def profile(
     """Measure where the time of a token goes, by context and method."""
     from hybrid_kv.cli.documents import write_report
     from hybrid_kv.cli.profile_record import find_earlier, lacking, rows_of
-    from hybrid_kv.cli.profile_report import read_profile
+    from hybrid_kv.cli.profile_tables import read_profile
     from hybrid_kv.cli.running import silence_transformers
     from hybrid_kv.report.files import check_files
 

@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_kv.cli.display import note
 from hybrid_kv.cli.documents import environment_on, write_report
 from hybrid_kv.cli.options import OutputOptions
-from hybrid_kv.cli.profile_report import (
+from hybrid_kv.cli.profile_tables import (
     describe_profile,
     read_profile,
     threads_here,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +14,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_kv.api.template import ChatTemplate, common_length
-from hybrid_kv.contest.prose import python_prose
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Question, filler
 from hybrid_kv.eval.needle.vocabulary import TOKENS
@@ -229,3 +230,16 @@ def _needle_prompt(task: Task, context_tokens: int, seed: int) -> Prompt:
 def _asked(question: Question, places: tuple[int, ...], context_tokens: int) -> AskedQuestion:
     depth = places[0] / context_tokens if len(places) == 1 else None
     return AskedQuestion(question.ids, Exact(question.answer), depth)
+
+
+def python_prose() -> str:
+    """The paragraphs of the reference's longest topics."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    # Grammar and tables are no prose; the longest topics are mostly text.
+    longest = sorted(topics.values(), key=len, reverse=True)
+    return "\n\n".join(
+        re.sub(r"\s+", " ", paragraph).strip()
+        for text in longest
+        for paragraph in text.split("\n\n")
+        if len(paragraph) > 200 and "::=" not in paragraph
+    )

@@ -1,7 +1,7 @@
-"""From a MODEL argument to a transformers model, its tokenizer or its configuration.
+"""A transformers model, its tokenizer or its configuration from a MODEL argument.
 
 A model has one of three sources: a named shape with random weights, a GGUF file, or a checkpoint
-that transformers reads.
+that transformers reads from a folder or the hub.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import get_session, validate_repo_id  # type: ignore[attr-defined]
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -22,7 +25,6 @@ from transformers import (
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_tokenizer
 from hybrid_kv.models.gguf import SMOLLM2, GgufOptions, is_gguf, smollm2_file
-from hybrid_kv.models.hub import hub_path
 from hybrid_kv.models.packed_checkpoint import read_checkpoint
 from hybrid_kv.models.quantisers import block_config, check_weights
 from hybrid_kv.models.shapes import random_config
@@ -33,8 +35,8 @@ NEEDLE_PATH = Path(__file__).resolve().parent.parent / "assets" / "needle"
 """The small trained model that ships with the package."""
 
 _RANDOM = "random:"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _log = logging.getLogger(__name__)
 
@@ -272,3 +274,43 @@ def _random(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
     return model.eval()  # type: ignore[no-any-return]
+
+
+_WAIT_S = 5.0
+
+
+def hub_path(name: str) -> str:
+    """The hub id where the hub answers, else the folder in which its cache has the model.
+
+    transformers itself tries a hub that is out of reach six times for each file.
+
+    Raises:
+        ModelNotFoundError: it can be no hub id, or it is not cached and the hub does not answer.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ModelNotFoundError(
+            f"model '{name}' cannot be loaded: there is no such folder, and a hub id is like "
+            "OWNER/NAME; check the path"
+        ) from None
+    if (why := _out_of_reach()) is None:
+        return name
+    found = try_to_load_from_cache(name, "config.json")
+    if isinstance(found, str):
+        return str(Path(found).parent)
+    raise ModelNotFoundError(
+        f"model '{name}' cannot be loaded: there is no such folder, the hub's cache has no model "
+        f"of that name, and {why}; check the path, or download the model and give its folder"
+    )
+
+
+def _out_of_reach() -> str | None:
+    """Why the hub cannot be asked; None where it answers, whatever it says."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_WAIT_S)
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE forbids to ask the hub"
+    except Exception as error:  # of the client that the hub's package has chosen
+        return f"the hub cannot be reached ({type(error).__name__})"
+    return None

@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.models.layer_major import lie_on_host
+from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
-from hybrid_kv.planning.learning import Learning, learning_bytes
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
 from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.store.extent import pinned_room
-from hybrid_kv.types import Budget
+from hybrid_kv.types import Budget, LayerShape, Needs
 
 _log = logging.getLogger(__name__)
 
 AIR_BYTES = 2**30
 """Of a device, for nobody: a display, cuBLAS, and what torch's allocator cannot use of blocks."""
+
 _CONTEXT_BYTES = 600 * 2**20
 """What a CUDA process takes before its first tensor (estimate)."""
+
 _ROUND_TRIP_MS = 0.08
 """Query out and result in, for one layer: copies, an event, entering the engine (estimate)."""
+
 _GRAPH_ROWS, _GRAPH_KEYS, _GRAPH_GROWTH = 9000, 2**17, 0.6
 """Rows that one joint search of a group reads at 128K keys, and how they grow (docs/lab.md)."""
+
 _LIST_SHARE = 0.5
 """Bytes of neighbour lists that a search reads, per byte of rows."""
+
 _SKETCH_BYTES, _SKETCH_DIM, _SKETCH_ROWS = 32, 128, 200
 """Bytes of codes that a search by sketch reads of each key at so many channels, and keys that a
 query ranks exactly: those of most heads of a real model (docs/lab.md)."""
+
 _LONGEST = 2**24
 
 
@@ -347,3 +353,37 @@ class _Planner:
 
 def _ms(count: float, gbps: float) -> float:
     return count / gbps / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """Bytes of one layer and row, at most.
+
+    collecting: on the device, while a layer's prompt is computed and the layer before it leaves.
+    sealing: on the device beside that, when the layer ends. kept: on the host until its index is
+    built.
+    """
+
+    collecting: int = 0
+    sealing: int = 0
+    kept: int = 0
+
+
+def learning_bytes(layer: LayerShape, needs: Needs, num_tokens: int, itemsize: int) -> Learning:
+    """What `needs` make of a prompt of `num_tokens`, for queries of `itemsize` bytes a channel."""
+    sampled = min(2 * needs.sampled_queries, num_tokens)  # a stride doubles when so many are held
+    positions = sampled + min(needs.last_queries, num_tokens)
+    if not positions:
+        return Learning()
+    per_position = itemsize * layer.num_q_heads * layer.head_dim
+    queries = positions * per_position
+    found = scratch = 0
+    if needs.nearest_keys:
+        count = min(needs.nearest_keys, num_tokens)
+        found = result_bytes(layer.num_q_heads, positions, count)
+        scratch = SCRATCH_BYTES
+    # The collector joins pieces by copying; queries and result of the layer before are leaving.
+    collecting = 3 * queries + queries + found
+    # Queries are turned to where decoding will ask them, through temporaries in float32.
+    turning = 5 * queries
+    return Learning(collecting, queries + found + max(scratch, turning), queries + found)

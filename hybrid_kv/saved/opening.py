@@ -1,4 +1,4 @@
-"""Opening a saved context: a new cache goes on from what the file holds, read as it is needed."""
+"""Opening a saved context: a cache that reads from the file as it needs, and marks it as in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.held import HeldExtent, HeldLayer
 from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
 from hybrid_kv.saved.identity import check_identity, ids_hash
-from hybrid_kv.saved.in_use import OpenFiles
 from hybrid_kv.saved.manifest import (
     Manifest,
     SavedExtent,
@@ -305,3 +304,45 @@ class _Reader:
         positions = tensors.get("positions")
         samples = Samples(tensors["queries"], positions, rotary, saved.first, saved.horizon)
         return Aging(samples, saved.num_keys, saved.prompt_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFiles:
+    """The blocks of a saved context that are mapped into memory.
+
+    A page of a file that was cut is no memory any more, and whoever reads it is killed by SIGBUS.
+    So their sizes are looked at before each forward. What is cut in the middle of one is not seen.
+
+    files: path, inode and size of each when it was opened.
+    """
+
+    root: Path
+    files: tuple[tuple[Path, int, int], ...]
+
+    @classmethod
+    def of(cls, root: Path, manifest: Manifest) -> OpenFiles:
+        """Those of keys and values.
+
+        Raises:
+            FileFormatError, ReadError: one is not as the manifest says.
+        """
+        blocks = [layer.kv for layer in manifest.layers] + [one.kv for one in manifest.windows]
+        paths = [manifest.path_of(root, block) for block in blocks]
+        states = [path.stat() for path in paths]
+        files = zip(paths, states, strict=True)
+        return cls(root, tuple((path, state.st_ino, state.st_size) for path, state in files))
+
+    def check(self) -> None:
+        """Raises FileFormatError where one was cut; one that was replaced or removed stays whole
+        for whoever has it open.
+        """
+        for path, inode, size in self.files:
+            try:
+                now = path.stat()
+            except OSError:
+                continue
+            if now.st_ino == inode and now.st_size < size:
+                raise FileFormatError(
+                    f"saved context '{self.root}' was cut while it was open: block '{path.name}' "
+                    f"must have {size} bytes, got {now.st_size}; make the context again"
+                )

@@ -17,9 +17,9 @@ from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context
 from hybrid_kv.saved.registry import ContextRegistry
+from hybrid_kv.serve.admission import Needed, check, needed_bytes
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, Ticket
-from hybrid_kv.serve.room import Needed, check, needed_bytes
-from hybrid_kv.serve.rounds import Rounds
+from hybrid_kv.serve.scheduler import Rounds
 
 _log = logging.getLogger(__name__)
 

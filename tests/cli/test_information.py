@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hybrid_kv
-from hybrid_kv.cli import examination, measurements
+from hybrid_kv.cli import examination
 from hybrid_kv.cli.main import app
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.ops.native.library import ISAS
@@ -161,7 +161,7 @@ def test_doctor_says_which_engine_serves(
 def test_doctor_says_what_bandwidths_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 10 GB/s: 8,192 tokens x 32 layers x 8 heads x 129 bytes are 27 ms."""
     rates = Rates(device=100.0, dram=10.0, gather=5.0, h2d=20.0, d2h=25.0)
-    monkeypatch.setattr(measurements, "measure_rates", lambda _: rates)
+    monkeypatch.setattr(examination, "measure_rates", lambda _: rates)
     report = report_of(call("doctor", "--context", "8k", "--json", "-"))
     assert report.bandwidth_gbps == MachineGbps(device=100, dram=10, gather=5, h2d=20, d2h=25)
     assert (report.model, report.context_tokens) == ("random:llama-3-8b", 8192)
@@ -181,7 +181,7 @@ def test_doctor_says_what_a_packed_model_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "tiny.gguf", kinds=("Q5_0",))
-    monkeypatch.setattr(measurements, "measure_rates", lambda _: Rates(10.0, 10.0, 5.0))
+    monkeypatch.setattr(examination, "measure_rates", lambda _: Rates(10.0, 10.0, 5.0))
     report = report_of(call("doctor", "--model", str(path), "--context", "512", "--json", "-"))
     lines = {check.name: check.detail for check in report.checks}
     assert "KiB Q5_0" in lines["weights"]
@@ -206,8 +206,8 @@ def test_doctor_counts_numa_nodes(
     for number in range(nodes):
         (tmp_path / f"node{number}").mkdir()
     (tmp_path / "possible").touch()
-    monkeypatch.setattr(measurements, "_NODES", tmp_path)
-    monkeypatch.setattr(measurements, "measure_rates", lambda _: Rates(1.0, 1.0, 1.0))
+    monkeypatch.setattr(examination, "_NODES", tmp_path)
+    monkeypatch.setattr(examination, "measure_rates", lambda _: Rates(1.0, 1.0, 1.0))
     report = report_of(call("doctor", "--json", "-"))
     (line,) = [check for check in report.checks if check.name == "NUMA"]
     assert line.detail.startswith(said)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import hybrid_kv as hkv
-from hybrid_kv.cli.logs import logged
+from hybrid_kv.cli.main import logged
 from hybrid_kv.planning.rates import Rates
 from tests.cli.support import TINY, call
 

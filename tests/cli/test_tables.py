@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid_kv.api import planning
-from hybrid_kv.cli import display, examination, measurements
+from hybrid_kv.cli import display, examination
 from hybrid_kv.cli.display import human_bytes, human_seconds, waiting
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.parameters import common_parameters, parameters_of
@@ -130,7 +130,7 @@ def test_no_default_of_a_parameter_is_cut() -> None:
 @pytest.mark.usefixtures("width")
 def test_no_figure_of_doctor_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "installed_version", lambda name: None)
-    monkeypatch.setattr(measurements, "measure_rates", lambda _: Rates(1234.5, 10.25, 5.75))
+    monkeypatch.setattr(examination, "measure_rates", lambda _: Rates(1234.5, 10.25, 5.75))
     text = call("doctor").output
     assert "…" not in text
     words = " ".join(text.split())

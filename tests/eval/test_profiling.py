@@ -20,7 +20,7 @@ from hybrid_kv.eval.profiling import ProfileArguments, chrome_trace, open_bench,
 from hybrid_kv.eval.profiling import bench as sweep_module
 from hybrid_kv.eval.profiling import row as row_module
 from hybrid_kv.eval.profiling import steps as steps_module
-from hybrid_kv.eval.profiling.room import lack_of_room
+from hybrid_kv.eval.profiling.bench import lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime
 from hybrid_kv.eval.profiling.steps import StepWatch
 from hybrid_kv.index import _auto_choice

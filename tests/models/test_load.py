@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
-from hybrid_kv.models import hub
+from hybrid_kv.models import load
 from hybrid_kv.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype
 from hybrid_kv.models.shapes import SHAPES, random_config
 from tests.models.folder import save_model
@@ -71,8 +71,8 @@ def test_a_name_that_can_be_no_hub_id_is_refused() -> None:
 def test_a_cached_model_is_read_without_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    assert hub.hub_path("somebody/something") == str(tmp_path)
+    monkeypatch.setattr(load, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert load.hub_path("somebody/something") == str(tmp_path)
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest() -> None:

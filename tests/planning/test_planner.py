@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.planning.learning import learning_bytes
 from hybrid_kv.planning.plan import Machine, ModelFacts, Option
-from hybrid_kv.planning.planner import AIR_BYTES, make_plan
+from hybrid_kv.planning.planner import AIR_BYTES, learning_bytes, make_plan
 from hybrid_kv.planning.rates import CARDS, Rates, rates_of_card
 from hybrid_kv.types import LayerShape
 

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_kv.api import LLM
-from hybrid_kv.serve.http.lengths import bytes_per_token
-from hybrid_kv.serve.http.texts import Texts
+from hybrid_kv.serve.http.tokenizer import Texts, bytes_per_token
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import serving
 from tests.serve.test_hostile import connected, posted, until
@@ -80,7 +79,7 @@ def _added(word: str, **how: bool) -> Any:
 def test_a_prompt_that_is_too_long_by_its_bytes_is_never_encoded(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.serve.http.texts.bytes_per_token", lambda _: 8)
+    monkeypatch.setattr("hybrid_kv.serve.http.tokenizer.bytes_per_token", lambda _: 8)
     encoded: list[str] = []
     own = type(tiny.require_tokenizer())
     call = own.__call__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_kv.serve.pace import PrefillPace
+from hybrid_kv.serve.prefill_queue import PrefillPace
 
 
 def taking(pace: PrefillPace, each: float, before: float, chunks: list[tuple[int, int]]) -> None:

@@ -15,7 +15,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Sampling, Ticket, Token
-from hybrid_kv.serve.rounds import Rounds
+from hybrid_kv.serve.scheduler import Rounds
 from tests.serve.asking import asked, prompt, slow, small_model, tiered
 
 FLAT = {"kind": "flat", "precision": "stored"}

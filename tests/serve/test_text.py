@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.models.load import NEEDLE_PATH, load_tokenizer
-from hybrid_kv.serve.text import AnswerText
+from hybrid_kv.serve.output import AnswerText
 from tests.models.folder import tokenizer
 
 WORDS = tokenizer()

@@ -14,7 +14,7 @@ import hybrid_kv as hkv
 from hybrid_kv.runtime.layers import Layers
 from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
-from hybrid_kv.serve.rounds import Rounds
+from hybrid_kv.serve.scheduler import Rounds
 from tests.serve.asking import (
     NEW,
     alone,

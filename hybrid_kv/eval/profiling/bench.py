@@ -13,7 +13,6 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, ConfigError, HybridKVError
 from hybrid_kv.eval.filling import SyntheticContext, context_bytes
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
-from hybrid_kv.eval.profiling.room import USABLE, host_bytes, lack_of_room
 from hybrid_kv.eval.profiling.row import Overtime, Progress, RowMeasurement, Surroundings
 from hybrid_kv.models.load import load_config, load_model, resolve_device
 from hybrid_kv.models.support import inspect_model
@@ -22,6 +21,7 @@ from hybrid_kv.planning.facts import model_facts
 from hybrid_kv.planning.forecast import BuildForecast
 from hybrid_kv.planning.plan import Machine, ModelFacts
 from hybrid_kv.planning.planner import make_plan
+from hybrid_kv.planning.prefill_bytes import prefill_peak_bytes
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.planning.traffic import index_of
 from hybrid_kv.report.profile import ProfileRow
@@ -30,6 +30,7 @@ from hybrid_kv.watch.recorder import TraceSpan
 
 RowTold = Callable[[ProfileRow, str, int, int], None]
 """Called with a row, what is being done for it, how much of that is done, and how much there is."""
+
 Kept = Callable[[ProfileRow, Sequence[TraceSpan]], None]
 """Called with a row and the spans of a few steps."""
 
@@ -290,3 +291,47 @@ def _predicted(bench: Bench, config: HybridConfig, num_tokens: int) -> dict[str,
     plan = make_plan(bench.facts, machine, num_tokens, config)
     mode = "dense" if config.method == "full" else "hybrid"
     return dict(next(option.ms for option in plan.options if option.mode == mode))
+
+
+USABLE = 0.95
+"""Share of the free memory that may be filled; the rest is for activations and the system."""
+
+
+def host_bytes(
+    asked: ProfileArguments,
+    facts: ModelFacts,
+    config: HybridConfig,
+    num_tokens: int,
+    *,
+    on_device: bool,
+) -> dict[str, int]:
+    """Bytes of host memory by purpose at the moment when most is needed.
+
+    Args:
+        on_device: whether weights and prefill lie in another memory.
+    """
+    total, method = num_tokens + asked.steps, config.build()
+    index = sum(total * method.index_bytes_per_token(layer, total) for layer in facts.layers)
+    # One layer is both where it was filled and where it goes to.
+    kv = total * (facts.kv_bytes_per_token + facts.largest_layer_bytes)
+    needed = {"weights": 0 if on_device else facts.weight_bytes, "KV": kv, "index": index}
+    if asked.fill == "synthetic":
+        needed["the made-up context"] = context_bytes(facts.layers, num_tokens, facts.dtype_bytes)
+    elif not on_device:
+        needed["prefill"] = prefill_peak_bytes(facts, num_tokens, min(4096, num_tokens))
+    return {purpose: count for purpose, count in needed.items() if count}
+
+
+def lack_of_room(
+    num_tokens: int, method: str, needed: dict[str, int], free: FreeMemory
+) -> str | None:
+    """The arithmetic in a sentence where it does not fit; None where it does."""
+    if sum(needed.values()) <= USABLE * free.num_bytes:
+        return None
+    parts = " + ".join(f"{count / 2**30:.1f} {name}" for name, count in needed.items())
+    return (
+        f"context of {num_tokens:,} tokens with method {method} needs "
+        f"{sum(needed.values()) / 2**30:.1f} GiB of host memory ({parts}), "
+        f"{free.num_bytes / 2**30:.1f} GiB are free{free.limit}; "
+        "profile a shorter context or fewer layers"
+    )

@@ -9,10 +9,8 @@ from hybrid_kv.eval.tasks.base import (
     TextQuestion,
     TextSample,
 )
-from hybrid_kv.eval.tasks.counting import CommonWords, FrequentWords, MostFrequent
-from hybrid_kv.eval.tasks.documents import OneStep, TwoSteps
-from hybrid_kv.eval.tasks.infinite_bench import InfiniteBench
-from hybrid_kv.eval.tasks.longbench import LongBench
+from hybrid_kv.eval.tasks.data_sets import InfiniteBench, LongBench, RulerFiles
+from hybrid_kv.eval.tasks.documents import OneStep, Perplexity, TwoSteps
 from hybrid_kv.eval.tasks.needles import (
     KeyValue,
     MultiKey1,
@@ -25,10 +23,8 @@ from hybrid_kv.eval.tasks.needles import (
     Single2,
     Single3,
 )
-from hybrid_kv.eval.tasks.perplexity import Perplexity
 from hybrid_kv.eval.tasks.recorded import Recorded
-from hybrid_kv.eval.tasks.ruler_files import RulerFiles
-from hybrid_kv.eval.tasks.tracking import VariableTracking
+from hybrid_kv.eval.tasks.ruler import CommonWords, FrequentWords, MostFrequent, VariableTracking
 
 RULER = (
     *("single_1", "single_2", "single_3", "multi_key_1", "multi_key_2", "multi_key_3"),

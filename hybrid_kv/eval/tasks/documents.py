@@ -1,20 +1,21 @@
-"""Questions about documents of generated facts: in one step, and in two."""
+"""Documents: questions that take one step or two, and the perplexity of files."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from hybrid_kv.config import Count
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.tasks.base import TASKS, Room, Task, TextQuestion, TextSample
+from hybrid_kv.eval.tasks.base import TASKS, Language, Room, Task, TextQuestion, TextSample
 from hybrid_kv.eval.tasks.words import FIRST_NAMES, LAST_NAMES, MAKERS, TOWNS, TRADES
 
 _INTRO = "Answer the question by the following documents."
+
 _RULER = "Hsieh et al. 2024 (RULER), arXiv:2404.06654"
 
 
@@ -140,3 +141,19 @@ class TwoSteps(_Questions):
         text, starts = _join([halves[number] for number in order])
         place = {number: starts[where] for where, number in enumerate(order)}
         return text, [place[2 * number + 1] for number in range(len(taken))]
+
+
+@TASKS.register("perplexity", paper="Tang et al. 2024, arXiv:2406.10774, section 4.2")
+class Perplexity(Task):
+    """Nats, KL divergence and top-1 agreement while reading on in a text."""
+
+    reads: ClassVar[bool] = True
+
+    class Params(BaseParams):
+        """then: tokens that are read after the context; step: so many at once."""
+
+        then: Count = 256
+        step: Count = 16
+
+    def speaks(self, language: Language) -> bool:
+        return True

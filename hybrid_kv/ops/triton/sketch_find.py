@@ -7,13 +7,15 @@ not from length, so the launches can be recorded once.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.sketch_select import DeviceCodes, sampled_share
+from hybrid_kv.ops.triton._common import padded
 from hybrid_kv.ops.triton.sketch_limit import rank_limit
 from hybrid_kv.ops.triton.sketch_lists import Lists, empty, keep_best, keys_in
-from hybrid_kv.ops.triton.sketch_query import quantise
 from hybrid_kv.ops.triton.sketch_rank import exact_scores
 from hybrid_kv.ops.triton.sketch_scan import find_recent, scan
 from hybrid_kv.types import Candidates
@@ -62,3 +64,79 @@ def _find(
         keep_best(lists)
         scores = exact_scores(q, k, lists.ids, lost=(lists.counts, by.lost))
     return Candidates(lists.ids, scores)
+
+
+_BLOCK_CHANNELS = 32
+
+
+def quantise(by: DeviceCodes, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [Hkv, M, d] float16, whole numbers; half_scale, twice_zero, shift as [Hkv, M, 3]."""
+    heads, rows, dim = q.shape
+    dims = by.plan.num_dims
+    codes = torch.empty(heads, rows, dims, dtype=torch.float16, device=q.device)
+    scales = torch.empty(heads, rows, 3, dtype=torch.float32, device=q.device)
+    first_8, first_4 = _bounds(by)
+    _quantise_kernel[(heads * rows,)](
+        q.contiguous(),
+        by.query_map,
+        by.mean,
+        codes,
+        scales,
+        rows,
+        DIM=dim,
+        BLOCK_DIM=padded(dim),
+        CHANNELS=_BLOCK_CHANNELS,
+        CODE_DIMS=dims,
+        BLOCK_CODE=padded(dims),
+        UNTIL_8=first_8,
+        UNTIL_4=first_4,
+    )
+    return codes, scales
+
+
+def _bounds(by: DeviceCodes) -> tuple[int, int]:
+    """Dims with 8 bits, and dims with 4 bits or more."""
+    dims = {bits: num_dims for num_dims, bits in by.plan.groups}
+    return dims.get(8, 0), dims.get(8, 0) + dims.get(4, 0)
+
+
+@triton.jit
+def _quantise_kernel(
+    q,
+    query_map,
+    mean,
+    codes,
+    scales,
+    num_rows,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CODE_DIMS: tl.constexpr,
+    BLOCK_CODE: tl.constexpr,
+    UNTIL_8: tl.constexpr,
+    UNTIL_4: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = row // num_rows
+    dims = tl.arange(0, BLOCK_CODE)
+    in_code = dims < CODE_DIMS
+    x = tl.zeros((BLOCK_CODE,), tl.float32)
+    for begin in range(0, DIM, CHANNELS):
+        channels = begin + tl.arange(0, CHANNELS)
+        in_dim = channels < DIM
+        some = tl.load(q + row * DIM + channels, mask=in_dim, other=0.0).to(tl.float32)
+        at = (head * CODE_DIMS + dims)[:, None] * DIM + channels[None, :]
+        weights = tl.load(query_map + at, mask=in_code[:, None] & in_dim[None, :], other=0.0)
+        x += tl.sum(weights * some[None, :], 1)
+    every = tl.arange(0, BLOCK_DIM)
+    query = tl.load(q + row * DIM + every, mask=every < DIM, other=0.0).to(tl.float32)
+    centre = tl.load(mean + head * DIM + every, mask=every < DIM, other=0.0)
+    scale = tl.max(tl.abs(x), 0) / 127.0
+    inverse = tl.where(scale >= 1.1754943508222875e-38, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+    # Rounded as torch does, halves to even, by adding what has no room for a fraction.
+    rounded = tl.minimum(tl.maximum(x * inverse, -127.0), 127.0) + 12582912.0 - 12582912.0
+    top = tl.where(dims < UNTIL_8, 255.0, tl.where(dims < UNTIL_4, 15.0, 3.0))
+    tl.store(codes + row * CODE_DIMS + dims, rounded.to(tl.float16), mask=in_code)
+    tl.store(scales + row * 3, 0.5 * scale)
+    tl.store(scales + row * 3 + 1, tl.sum(tl.where(in_code, rounded * top, 0.0), 0))
+    tl.store(scales + row * 3 + 2, tl.sum(query * centre, 0))

@@ -29,7 +29,7 @@ def scan(
     """Writes the scores of a sample of the codes, or adds those above the limit to the lists.
 
     Args:
-        codes, scales: the queries, see `sketch_query.quantise`.
+        codes, scales: the queries, see `sketch_find.quantise`.
         limit: [Hkv, M]. sample: [Hkv, M, samples].
         is_sample: which of the two; the other one's tensors are not touched.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_kv.api.asked_messages import AskedMessages
 from hybrid_kv.serve.http.errors import ApiError
-from hybrid_kv.serve.http.texts import Encoder, Texts
+from hybrid_kv.serve.http.tokenizer import Encoder, Texts
 
 MAX_DOCUMENTS = 16
 MAX_CHARACTERS = 64 * 2**20

@@ -1,4 +1,7 @@
-"""From what was asked to requests of the engine, and the tickets that are open."""
+"""HTTP requests parsed to requests of the engine, and the open ones by their id.
+
+Fields that are not served are refused, or ignored where clients send them without meaning it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from types import UnionType
+from typing import Any, Protocol, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 from hybrid_kv.api import LLM
+from hybrid_kv.config import HybridConfig, PluginConfig
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.support import max_context
 from hybrid_kv.serve.http.errors import ApiError
-from hybrid_kv.serve.http.extensions import asked_config
 from hybrid_kv.serve.http.journal import answered
 from hybrid_kv.serve.http.metrics import Metrics
 from hybrid_kv.serve.http.schemas import (
@@ -24,7 +31,7 @@ from hybrid_kv.serve.http.schemas import (
     Extensions,
     Generating,
 )
-from hybrid_kv.serve.http.texts import Texts
+from hybrid_kv.serve.http.tokenizer import Texts
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -277,3 +284,54 @@ def _reason(ticket: Ticket) -> Reason | None:
     last = list(ticket.events())[-1]
     assert isinstance(last, Finished)
     return last.reason
+
+
+def asked_config(
+    base: HybridConfig, asked: Extensions | None, total_tokens: int
+) -> HybridConfig | None:
+    """The configuration of one request; None for the server's.
+
+    Args:
+        total_tokens: what a share of the context is taken of.
+
+    Raises:
+        ConfigError: a method or setting is unknown, out of range, or would name a file.
+    """
+    if asked is None or (asked.method is None and not asked.set and asked.budget is None):
+        return None
+    settings: dict[str, Any] = dict(asked.set or {})
+    if asked.method is not None:
+        if "method" in settings:
+            raise ConfigError("method is given twice; leave it out of set")
+        settings["method"] = asked.method
+    config = base.replace(**settings)
+    for name in _free_texts(config):
+        raise ConfigError(
+            f"{name} may name a file, which no request can; give its values, or start the server "
+            "with it"
+        )
+    if asked.budget is not None:
+        config = config.at_budget(str(asked.budget), total_tokens)
+    return config
+
+
+def _free_texts(group: BaseModel, path: str = "") -> Iterator[str]:
+    """Settings that hold any text, which may be a path, and not their default."""
+    names = {group.name_field} if isinstance(group, PluginConfig) else set()
+    for name, field in type(group).model_fields.items():
+        value = getattr(group, name)
+        if isinstance(value, BaseModel):
+            yield from _free_texts(value, path if name == "params" else f"{path}{name}.")
+        elif (
+            isinstance(value, str)
+            and str in _members(field.annotation)
+            and value != field.default
+            and name not in names | {"backend"}
+        ):
+            yield path + name
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return get_args(annotation)
+    return (annotation,)

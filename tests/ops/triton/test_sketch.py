@@ -94,12 +94,12 @@ def test_codes_of_keys_are_those_of_the_definition(
 def test_what_lies_above_the_limit_is_found(
     ops: Ops, device: str, size: int, new: int, dtype: torch.dtype
 ) -> None:
-    from hybrid_kv.ops.triton import sketch_query
+    from hybrid_kv.ops.triton import sketch_find
 
     codes, keys, q = scene(device, dtype, size, new=new)
     found = ops.find_by_sketch(codes, q, keys, new=new, width=512)
     assert ops.served == {"find_by_sketch": "triton"}
-    own, scales = sketch_query.quantise(codes, q)
+    own, scales = sketch_find.quantise(codes, q)
     queries = QueryCodes(own.float(), *(part.contiguous() for part in scales.unbind(-1)))
     defined = sketch_select.quantise(codes, q)
     assert int((queries.codes - defined.codes).abs().max()) <= 1

@@ -1,4 +1,4 @@
-"""What an engine has done so far, for its figures."""
+"""Counters of an engine, from which its metrics are made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from hybrid_kv.serve.active import ActiveRequest
 from hybrid_kv.serve.requests import EngineStats, Finished
+from hybrid_kv.serve.running import ActiveRequest
 from hybrid_kv.store.tiers import TierBytes
 
 _SHARE = 0.2

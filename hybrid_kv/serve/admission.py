@@ -1,7 +1,7 @@
-"""Which memory a request needs, and how much is left beside what was promised to others.
+"""Admission: the memory that a request needs, and what is left beside that promised to others.
 
 Until the end of its prompt a request has all keys and values where the model computes them; on a
-GPU most of them leave for the host then, by its method.
+GPU most of them are offloaded then, by its method.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request while it is computed: its cache, its place in the prompt, its answer so far."""
+"""One running request: its cache, its place in the prompt, its answer so far."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import Stage
+from hybrid_kv.serve.admission import Needed
+from hybrid_kv.serve.output import AnswerText, Sampler
 from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, Token, Usage
-from hybrid_kv.serve.room import Needed
-from hybrid_kv.serve.sampling import Sampler
-from hybrid_kv.serve.text import AnswerText
 from hybrid_kv.store.tiers import tier_bytes
 from hybrid_kv.watch.places import Places
 

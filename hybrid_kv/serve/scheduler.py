@@ -1,7 +1,6 @@
-"""What the engine's thread does again and again.
+"""Scheduler of the engine: admits requests, computes a chunk of one prompt, then one decode step.
 
-A round admits what fits, ends what shall end early, computes one piece of a prompt, as large as the
-streams of others can bear, and then one token of every answer, all in one pass through the weights.
+The decode step of all running requests is one pass through the weights.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.active import ActiveRequest
+from hybrid_kv.serve.admission import Needed, check, fits, needed_bytes
+from hybrid_kv.serve.counters import EngineTally
+from hybrid_kv.serve.prefill_queue import Prompts
 from hybrid_kv.serve.prefixes import KeptPrefixes
-from hybrid_kv.serve.prompts import Prompts
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -37,8 +37,7 @@ from hybrid_kv.serve.requests import (
     Ticket,
     Usage,
 )
-from hybrid_kv.serve.room import Needed, check, fits, needed_bytes
-from hybrid_kv.serve.tally import EngineTally
+from hybrid_kv.serve.running import ActiveRequest
 from hybrid_kv.store.tiers import tier_bytes
 
 _log = logging.getLogger(__name__)
