@@ -37,7 +37,7 @@ class PageOptions:
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Each figure as PNG, 300 dpi at 17 cm. [dim]needs the extra report[/]",
+            help="Each figure as PNG, 300 dpi at 17 cm.",
             rich_help_panel=_PAGE,
         ),
     ] = None
@@ -62,14 +62,10 @@ def report(
     from hybrid_kv.report import read_report
     from hybrid_kv.report.files import write_file
     from hybrid_kv.report.html.evaluation import render_evaluation
-    from hybrid_kv.report.html.export import Format, export
-    from hybrid_kv.report.html.page import render
-    from hybrid_kv.report.html.raster import check_raster
+    from hybrid_kv.report.html.page import Format, export, render
     from hybrid_kv.report.html.sources import drawable
 
     _check_paths(runs, page, output)
-    if page.png is not None:
-        check_raster()
     reports = [read_report(path) for path in runs]
     evaluation = _evaluation(reports, runs, page)
     sources = (

@@ -62,7 +62,6 @@ def test_figures_are_written(run: Path, tmp_path: Path) -> None:
 
 
 def test_figures_are_written_as_png(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="PNG needs the extra report")
     bare = profiles.profile(rows=(profiles.row("flat", 37, audit=None),))
     result = call("report", save(run, bare), "--png", tmp_path, "--quiet")
     assert result.exit_code == 0, result.output
@@ -96,7 +95,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("drawn before the mistake was found")
 
     monkeypatch.setattr("hybrid_kv.report.html.page.render", draw)
-    monkeypatch.setattr("hybrid_kv.report.html.export.export", draw)
+    monkeypatch.setattr("hybrid_kv.report.html.page.export", draw)
 
 
 @pytest.mark.usefixtures("untouched")
@@ -147,13 +146,6 @@ class TestMistakes:
         self, run: Path, tmp_path: Path, option: str, name: str
     ) -> None:
         assert f"{option} must name a folder" in refused("report", run, option, tmp_path / name)
-
-    def test_png_without_matplotlib(
-        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-        assert "hybrid-kv[report]" in refused("report", run, "--png", tmp_path / "figures")
-        assert not (tmp_path / "figures").exists()
 
 
 def test_profiles_that_share_nothing_leave_no_page(run: Path, tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ import pytest
 
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
 from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
-from hybrid_kv.report.html.evaluation import render_evaluation
-from hybrid_kv.report.html.figures.depths import DepthMap, depths_figure
-from hybrid_kv.report.html.figures.pareto import ParetoMark, frontier, pareto_figure
-from hybrid_kv.report.html.palette import looks
-from hybrid_kv.report.html.scene import Dot, Text, text_width
+from hybrid_kv.report.html.canvas import to_inline
+from hybrid_kv.report.html.entries import looks
+from hybrid_kv.report.html.evaluation import (
+    depths_table,
+    frontier,
+    pareto_figure,
+    render_evaluation,
+)
+from hybrid_kv.report.html.figures import Spot
 from hybrid_kv.report.schema import EvalReport, parse_report, to_json
 from tests.report.profiles import HOSTILE, environment
 from tests.report.test_html_page import Page
@@ -119,7 +123,7 @@ def test_the_page_is_well_formed_and_no_name_is_markup() -> None:
     page = Page(render_evaluation(report()))
     assert page.count["script"] == 1  # the page's own
     assert page.count["table"] >= 3
-    assert page.count["svg"] >= 5
+    assert page.count["svg"] >= 4
     words = " ".join(page.words)
     assert "hybrid 5% scores 0.75 (full attention 1.00)" in words
     assert "it broke" in words
@@ -136,7 +140,7 @@ def test_a_report_comes_back_from_its_json() -> None:
 
 def test_the_frontier_is_what_nobody_beats() -> None:
     look = looks(["a"])["a"]
-    marks = [ParetoMark("a", None, look, b, s) for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
+    marks = [Spot("a", look, b, s, "") for b, s in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.5))]
     assert frontier(marks) == marks[:2]
 
 
@@ -144,11 +148,10 @@ def test_the_frontier_is_what_nobody_beats() -> None:
 def test_of_many_methods_only_those_that_nobody_beats_are_named(count: int, named: int) -> None:
     names = [f"m{number}" for number in range(count)]
     look = looks(names)
-    marks = [ParetoMark(name, None, look[name], 9 + i, 0.5) for i, name in enumerate(names)]
-    scene = pareto_figure("p", "title", "bytes", marks, 640.0)
-    words = [item.text for item in scene.marks if isinstance(item, Text)]
-    assert [name for name in names if name in words] == names[:named]
-    assert len([item for item in scene.marks if isinstance(item, Dot)]) == count
+    marks = [Spot(name, look[name], 9 + i, 0.5, f"tip {name}") for i, name in enumerate(names)]
+    text = to_inline(pareto_figure("p", "bytes", marks, 640.0), "p")
+    assert [name for name in names if f">{name}</text>" in text] == names[:named]
+    assert text.count("<title>tip ") == count
 
 
 @pytest.mark.parametrize(
@@ -168,15 +171,19 @@ def test_of_equal_scores_the_page_names_who_reads_least() -> None:
     assert "; 1 more score as much and read more" in words
 
 
-@pytest.mark.parametrize("width", [320.0, 700.0])
-def test_names_above_the_maps_of_depths_do_not_run_into_each_other(width: float) -> None:
-    scores = (DepthScore(low=0.2, high=0.4, score=1.0, questions=4),)
-    names = ("full", "snapkv:demote=offload 10%", "h2o 5%")
-    maps = [DepthMap(name, ((2048, scores), (4096, scores))) for name in names]
-    scene = depths_figure("depths", "passkey", maps, width)
-    shown = [one for one in scene.marks if isinstance(one, Text) and one.text in names]
-    assert len(shown) == 3
-    for one in shown:
-        right = one.x + text_width(one.text, one.size, bold=True)
-        beside = [other.x for other in shown if other.y == one.y and other.x > one.x]
-        assert right <= min(beside, default=width)
+def test_maps_of_depths_name_their_rows_and_empty_is_not_zero() -> None:
+    asked = row("h2o", "5%", 0.0).model_copy(update={"context_tokens": 2048})
+    parts = (*asked.depths, DepthScore(low=0.0, high=0.2, score=0.5, questions=1))
+    table = depths_table(
+        "passkey",
+        [row("full", None, 1.0), row("h2o", "5%", 0.9), asked.model_copy(update={"depths": parts})],
+    )
+    assert list(table.head) == ["method, context", "0 to 20%", "20 to 40%"]
+    assert [one[0] for one in table.rows] == ["full, 4K", "h2o 5%, 2K", "h2o 5%, 4K"]
+    cells = [[(cell.text, cell.kind) for cell in one[1:]] for one in table.rows]  # type: ignore[union-attr]
+    assert cells == [
+        [("–", "none"), ("1.00", "h8")],
+        [("0.50", "h4"), ("0.00", "h0")],
+        [("–", "none"), ("0.90", "h7")],
+    ]
+    assert "4 questions" in table.rows[0][2].tip  # type: ignore[union-attr]

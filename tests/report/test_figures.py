@@ -1,4 +1,4 @@
-"""Figures: values land where they belong, labels keep apart, colours can be read."""
+"""Figures: values land where they belong, nothing is cut, colours can be read."""
 
 from __future__ import annotations
 
@@ -10,71 +10,56 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.entries import Entry, entries_of, phases
-from hybrid_kv.report.html.figures.bars import Bar, BarPart, bars_figure
-from hybrid_kv.report.html.figures.frame import spread
-from hybrid_kv.report.html.figures.heat import EDGES, heat_figure
-from hybrid_kv.report.html.figures.lines import LinePoint, Series, lines_figure
-from hybrid_kv.report.html.figures.points import place
-from hybrid_kv.report.html.figures.scales import Scale, fitted
-from hybrid_kv.report.html.palette import COLOURS, METHOD_SLOTS, looks
-from hybrid_kv.report.html.profile_figures import (
+from hybrid_kv.report.html.canvas import COLOURS, Canvas, Marker, Picture, drawn, to_inline
+from hybrid_kv.report.html.entries import METHOD_SLOTS, Entry, entries_of, looks, phases
+from hybrid_kv.report.html.figures import (
+    Bar,
+    BarPart,
+    LinePoint,
+    Series,
+    Spot,
+    bars_figure,
+    fitted,
+    linear,
+    lines_figure,
+    spots_figure,
+)
+from hybrid_kv.report.html.pictures import (
     limit_figure,
     memory_figure,
     phases_figure,
     quality_figure,
     tpot_figure,
 )
-from hybrid_kv.report.html.scene import Box, Dot, Scene, Text, text_width
-from hybrid_kv.report.run import AuditedHead, PhasesMs
+from hybrid_kv.report.html.tables import EDGES, heat_table
+from hybrid_kv.report.run import AuditedHead, AuditReport, PhasesMs
 from tests.report import profiles
 
-WIDTHS = (840.0, 350.0)
+WIDTHS = (640.0, 380.0)
 positive = st.floats(1e-4, 1e7)
 
 
 @given(st.lists(positive, min_size=1, max_size=9))
 def test_all_values_lie_on_a_fitted_scale(values: list[float]) -> None:
-    scale = fitted(values, 300.0, 20.0)
-    for value in values:
-        assert scale.low <= value <= scale.high
-        assert 20.0 <= scale(value) <= 300.0
+    scale = fitted(values)
+    assert all(scale.low <= value <= scale.high for value in values)
 
 
 @given(st.lists(positive, min_size=1, max_size=9), st.integers(3, 9))
 def test_ticks_are_few_distinct_and_inside(values: list[float], most: int) -> None:
-    scale = fitted(values, 0.0, 100.0)
-    ticks = scale.ticks(most)
-    assert all(a < b for a, b in pairwise(ticks))
-    assert all(scale.low * 0.999 <= tick <= scale.high * 1.001 for tick in ticks)
-    if not scale.log:
-        assert 2 <= len(ticks) <= most + 1
+    scale = fitted(values, most=most)
+    assert all(a < b for a, b in pairwise(scale.ticks))
+    assert all(scale.low * 0.999 <= one <= scale.high * 1.001 for one in scale.ticks)
+    assert 1 <= len(scale.ticks) <= most + 1
 
 
 @pytest.mark.parametrize(("values", "log"), [((1.0, 7.0), False), ((1.0, 9.0), True)])
 def test_a_wide_range_gets_a_logarithmic_axis(values: tuple[float, ...], log: bool) -> None:
-    assert fitted(values, 0, 1).log is log
+    assert fitted(values).log is log
 
 
-def test_a_logarithmic_scale_keeps_ratios() -> None:
-    scale = Scale(1.0, 16.0, 0.0, 100.0, log=True)
-    assert [scale(value) for value in (1, 2, 4, 8, 16)] == pytest.approx([0, 25, 50, 75, 100])
-
-
-@given(st.lists(st.floats(0, 300), min_size=1, max_size=15))
-def test_labels_keep_apart_and_in_order(wanted: list[float]) -> None:
-    places = spread(wanted, 16.0, 0.0, 300.0)
-    ordered = sorted(places)
-    if 16.0 * (len(wanted) - 1) <= 300.0:
-        assert -1e-6 <= ordered[0] <= ordered[-1] <= 300.0 + 1e-6
-    assert all(b - a >= 16.0 - 1e-6 for a, b in pairwise(ordered))
-    assert [places[i] for i in sorted(range(len(wanted)), key=wanted.__getitem__)] == ordered
-
-
-def test_a_label_avoids_what_is_taken() -> None:
-    right = (10.0, 90.0, 200.0, 110.0)
-    box = place(60.0, 100.0, 100.0, [(95.0, 95.0, 105.0, 105.0), right], (0.0, 0.0, 300.0, 200.0))
-    assert box[3] <= right[1] or box[1] >= right[3] or box[2] <= right[0] or box[0] >= right[2]
+def canvas_of(picture: Picture) -> Canvas:
+    return drawn(picture, lambda name: COLOURS[name][0])
 
 
 def entries(*contexts: int) -> list[Entry]:
@@ -82,7 +67,7 @@ def entries(*contexts: int) -> list[Entry]:
     return [entry for entry in entries_of(rows) if entry.row.tpot_ms is not None]
 
 
-def scenes(width: float) -> list[Scene]:
+def pictures(width: float) -> list[Picture]:
     one = [entry for entry in entries() if entry.row.context_tokens == 32768]
     return [
         tpot_figure(entries(), width),
@@ -96,43 +81,46 @@ def scenes(width: float) -> list[Scene]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_is_drawn_outside_of_a_figure(width: float) -> None:
-    for scene in scenes(width):
-        for mark in scene.marks:
-            left, right = span(mark)
-            assert left >= -1, (scene.name, mark)
-            assert right <= width + 1, (scene.name, mark)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-
-def span(mark: Any) -> tuple[float, float]:
-    if isinstance(mark, Text):
-        wide = text_width(mark.text, mark.size, bold=mark.bold)
-        left = mark.x - {"start": 0.0, "middle": wide / 2, "end": wide}[mark.anchor]
-        return left, left + wide
-    if isinstance(mark, Box):
-        return mark.x, mark.x + mark.width
-    if isinstance(mark, Dot):
-        return mark.x, mark.x
-    xs = [x for x, _ in mark.points]
-    return min(xs), max(xs)
+    for picture in pictures(width):
+        figure = canvas_of(picture).figure
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        box = figure.get_tightbbox(renderer)  # in inches, of 72 pixels
+        assert box.x0 >= -2 / 72, picture.name
+        assert box.x1 <= (width + 2) / 72, picture.name
+        assert box.y0 >= -2 / 72, picture.name
+        assert box.y1 <= (picture.height + 2) / 72, picture.name
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_method_is_named_in_every_figure(width: float) -> None:
     searched = {"flat", "ivf", "quest", "retrieval_attention", "hybrid"}  # at 32K hnsw failed
-    for scene in scenes(width):
-        names = {mark.text for mark in scene.marks if isinstance(mark, Text)}
-        assert searched <= names, scene.name
+    for picture in pictures(width):
+        text = to_inline(picture, "a")
+        assert all(f">{name}</text>" in text for name in searched), picture.name
+
+
+def test_names_and_legends_do_not_touch() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    for picture in pictures(380.0):
+        figure = canvas_of(picture).figure
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        legends = [legend.get_window_extent(renderer) for legend in figure.legends]
+        texts = [text.get_window_extent(renderer) for text in figure.texts if text.get_text()]
+        for box in legends:
+            assert not any(box.overlaps(text) for text in texts), picture.name
+            assert not any(box.overlaps(axes.get_window_extent(renderer)) for axes in figure.axes)
 
 
 def test_bars_are_as_long_as_their_values() -> None:
     parts = (BarPart("a", "s1", 300.0), BarPart("b", "s2", 0.0), BarPart("c", "s3", 100.0))
-    scene = bars_figure("n", "t", "ms", [Bar("one", parts)], 700.0, numbers.short)
-    drawn = [mark for mark in scene.marks if isinstance(mark, Box) and mark.tip]
-    assert [box.tip for box in drawn] == ["one · a: 300 (75.0%)", "one · c: 100 (25.0%)"]
-    first, second = drawn
-    assert (first.width + 1) / (second.width + 1) == pytest.approx(3.0)
-    (tick,) = (mark.x for mark in scene.marks if isinstance(mark, Text) and mark.text == "300")
-    assert second.x == pytest.approx(first.x + first.width + 1) == pytest.approx(tick)
+    canvas = canvas_of(bars_figure("n", "t", "ms", [Bar("one", parts)], 640.0, numbers.short))
+    first, second = canvas.figure.axes[0].patches
+    assert canvas.tips == ["one · a: 300 (75.0%)", "one · c: 100 (25.0%)"]
+    assert (first.get_x(), first.get_width()) == (0.0, 300.0)
+    assert (second.get_x(), second.get_width()) == (300.0, 100.0)
 
 
 def test_phases_do_not_count_anything_twice() -> None:
@@ -146,17 +134,37 @@ def test_phases_do_not_count_anything_twice() -> None:
     assert phases(row) == {"search": 5.0, "wait": 0.0}  # the rest of a subtraction
 
 
+def heads(places: dict[tuple[int, int], float]) -> Entry:
+    found = tuple(
+        AuditedHead(
+            layer=layer,
+            kv_head=head,
+            looks=1,
+            recall_at_k=None,
+            missed_mass=share,
+            output_error=0.0,
+        )
+        for (layer, head), share in places.items()
+    )
+    row = profiles.row("flat", 4096, audit=AuditReport(looks=len(found), heads=found))
+    return entries_of([row])[0]
+
+
 def test_the_heat_map_begins_a_colour_at_its_edge() -> None:
     shares = (0.0, EDGES[0] / 2, EDGES[0], EDGES[-1], 1.0)
-    heads = [
-        AuditedHead(
-            layer=0, kv_head=i, looks=1, recall_at_k=None, missed_mass=share, output_error=0.0
-        )
-        for i, share in enumerate(shares)
-    ]
-    scene = heat_figure("n", "t", heads)
-    cells = [mark for mark in scene.marks if isinstance(mark, Box) and mark.tip]
-    assert [cell.colour for cell in cells] == ["h0", "h0", "h1", "h8", "h8"]
+    table = heat_table(heads({(0, i): share for i, share in enumerate(shares)}))
+    ((_, *cells),) = table.rows
+    assert [cell.kind for cell in cells] == ["h0", "h0", "h1", "h8", "h8"]  # type: ignore[union-attr]
+
+
+def test_rows_of_a_heat_map_are_named_and_empty_is_not_zero() -> None:
+    table = heat_table(heads({(3, 0): 0.0, (7, 1): 0.5}))
+    assert table.head == ["layer", "0", "1"]
+    assert [row[0] for row in table.rows] == ["3", "7"]
+    (_, zero, empty), (_, _, half) = table.rows
+    assert (zero.text, empty.text, half.text) == ("0", "–", "50")  # type: ignore[union-attr]
+    assert (zero.kind, empty.kind) == ("h0", "none")  # type: ignore[union-attr]
+    assert "not looked at" in empty.tip  # type: ignore[union-attr]
 
 
 def luminance(colour: str) -> float:
@@ -174,13 +182,16 @@ def contrast(a: str, b: str) -> float:
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_text_and_lines_can_be_read(theme: int) -> None:
-    """WCAG 2.2: 4.5 for text, 3 for graphics; method names are bold text of their colour."""
+    """WCAG 2.2: 4.5 for text, 3 for graphics."""
     paper = COLOURS["paper"][theme]
     for name in ("ink", "soft", "accent", "good", "bad"):
         assert contrast(COLOURS[name][theme], paper) >= 4.5, name
     for slot in range(8):
         assert contrast(COLOURS[f"s{slot}"][theme], paper) >= 3.0, slot
     assert contrast(COLOURS["loud"][theme], COLOURS["loudpaper"][theme]) >= 4.5
+    for step in range(9):
+        text = "hi" if step >= 5 else "lo"  # as the style sheet has it
+        assert contrast(COLOURS[text][theme], COLOURS[f"h{step}"][theme]) >= 4.5, step
 
 
 def test_methods_are_told_apart_without_colour() -> None:
@@ -204,6 +215,8 @@ def test_a_known_method_keeps_its_look_whatever_stands_beside_it() -> None:
         (numbers.seconds(61.0), "61.0 s"),
         (numbers.percent(0.00123), "0.12%"),
         (numbers.percent(0.123), "12.3%"),
+        (numbers.percent(-0.021), "−2.1%"),
+        (numbers.percent(-1e-9), "0.0%"),
         (numbers.tokens(131072), "128K"),
         (numbers.tokens(1 << 20), "1M"),
         (numbers.tokens(1000), "1,000"),
@@ -217,15 +230,38 @@ def test_numbers_are_short(shown: str, text: str) -> None:
     assert shown == text
 
 
-def test_the_name_of_a_line_stands_where_it_ends() -> None:
-    """Names stood at the longest context, as if it had not been skipped there."""
-    look = looks(["short", "long"])
-    series = [
-        Series("long", look["long"], tuple(LinePoint(n, 9.0, "") for n in (1024, 4096, 16384))),
-        Series("short", look["short"], (LinePoint(1024, 20.0, ""), LinePoint(4096, 30.0, ""))),
-    ]
-    scene = lines_figure("n", "t", "ms", series, 840, str)
-    dots = sorted(mark.x for mark in scene.marks if isinstance(mark, Dot))
-    at = {mark.text: mark.x for mark in scene.marks if isinstance(mark, Text)}
-    assert dots[-1] < at["long"]
-    assert at["short"] == dots[-2]  # at its own end, before what was skipped
+def test_a_line_goes_through_its_values_and_hollow_is_what_was_cut_short() -> None:
+    look = looks(["flat"])["flat"]
+    points = (LinePoint(1024, 9.0, "first"), LinePoint(4096, 20.0, "second", 15.0, 30.0, True))
+    canvas = canvas_of(lines_figure("n", "t", "ms", [Series("flat", look, points)], 640, str))
+    (axes,) = canvas.figure.axes
+    joined, first, whisker, second = axes.lines
+    assert joined.get_xydata().tolist() == [[1024, 9], [4096, 20]]
+    assert whisker.get_xydata().tolist() == [[4096, 15], [4096, 30]]
+    assert canvas.tips == ["first", "second"]
+    assert first.get_markerfacecolor() == COLOURS[look.colour][0]
+    assert second.get_markerfacecolor() == COLOURS["paper"][0]
+
+
+def test_every_mark_has_its_tip_and_colours_are_the_pages() -> None:
+    look = looks(["a", "b"])
+    spots = [Spot(name, look[name], x, 0.5, f"<{name}>") for x, name in ((1, "a"), (2, "b"))]
+    scales = (fitted([1, 2]), linear(0, 1))
+    text = to_inline(spots_figure("n", "t", ("x", "y"), spots, 380, scales=scales), "i")
+    assert [text.count(f"<title>&lt;{name}&gt;</title>") for name in "ab"] == [1, 1]
+    assert f"var(--{look['a'].colour})" in text
+    assert "#c0fe" not in text
+
+
+def test_a_text_is_drawn_as_it_is() -> None:
+    def draw(canvas: Canvas) -> None:
+        canvas.text(1, 1, r"a $b_{1$ \c <&> 1.23456")
+        canvas.mark(canvas.axes(9, 9, 9, 9), (0.5, 0.5), Marker("cross", "s1"))
+
+    text = to_inline(Picture("n", "t", "d", 200, 100, draw), "i")
+    assert r">a $b_{1$ \c &lt;&amp;&gt; 1.23456</text>" in text
+
+
+def test_a_figure_is_the_same_each_time() -> None:
+    made: list[Any] = [to_inline(tpot_figure(entries(), 380.0), "x") for _ in range(2)]
+    assert made[0] == made[1]

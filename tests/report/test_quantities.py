@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_kv.cli.profile_tables import print_profile
 from hybrid_kv.report import quantities
-from hybrid_kv.report.html.profile_tables import heading, quantities_table, shown
+from hybrid_kv.report.html.tables import heading, quantities_table, shown
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.quantities import Quantity
 from hybrid_kv.report.run import MemoryBytes
@@ -50,4 +50,4 @@ def test_both_ways_of_drawing_have_one_title(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     for quantity in (quantities.LIMIT, quantities.RECALL, quantities.HOST_KV):
         assert quantity.title in printed
-        assert heading(quantity) in str(quantities_table("t", [], [quantity]))
+        assert heading(quantity) in quantities_table("t", [], [quantity]).head

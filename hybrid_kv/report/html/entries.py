@@ -7,9 +7,52 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.palette import SeriesLook, looks
+from hybrid_kv.report.html.canvas import Shape
 from hybrid_kv.report.quantities import MeasuredRun
 from hybrid_kv.report.run import MemoryBytes, PhasesMs, Run
+
+METHOD_SLOTS = {
+    "full": 0,
+    "hybrid": 1,
+    "retrieval_attention": 2,
+    "graph": 2,
+    "quest": 3,
+    "flat": 4,
+    "ivf": 5,
+    "hnsw": 6,
+    "streaming_llm": 7,
+}
+_SHAPES: tuple[Shape, ...] = (
+    *("cross", "circle", "square", "diamond", "up", "down", "circle", "square"),
+)
+_DASHES: tuple[tuple[float, ...], ...] = (
+    *((2, 3), (), (), (7, 3), (3, 2), (9, 3, 2, 3), (1.5, 2.5), (12, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesLook:
+    """How a method is drawn in every figure; marker and dash tell what colour does."""
+
+    colour: str
+    shape: Shape
+    dash: tuple[float, ...]
+
+
+def looks(methods: Iterable[str]) -> dict[str, SeriesLook]:
+    """A look for each method: known ones keep theirs on every page, others take what is free."""
+    slots: dict[str, int] = {}
+    names = list(dict.fromkeys(methods))
+    for name in names:
+        slot = METHOD_SLOTS.get(name)
+        if slot is not None and slot not in slots.values():
+            slots[name] = slot
+    for name in names:
+        if name not in slots:
+            free = [slot for slot in range(1, 8) if slot not in slots.values()]
+            slots[name] = free[0] if free else 1 + len(slots) % 7
+    ordered = ((name, slots[name]) for name in names)
+    return {name: SeriesLook(f"s{slot}", _SHAPES[slot], _DASHES[slot]) for name, slot in ordered}
 
 
 @dataclass(frozen=True, slots=True)

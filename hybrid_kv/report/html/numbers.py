@@ -44,6 +44,8 @@ def percent(ratio: float | None) -> str:
     """0.123 -> '12.3%', 0.00123 -> '0.12%'; what rounding put below zero is zero."""
     if ratio is None:
         return NOTHING
+    if ratio < -1e-4:
+        return f"−{percent(-ratio)}"
     value = 100 * max(0.0, ratio)
     if 0 < value < 0.01:
         return "<0.01%"

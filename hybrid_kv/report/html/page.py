@@ -1,20 +1,38 @@
-"""Run documents as one HTML file that needs nothing else: no network, no fonts, no images."""
+"""Run documents as one HTML file that needs nothing else, and their figures as files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
 
-from hybrid_kv.report.html.compare import compare_sections
-from hybrid_kv.report.html.elements import Html, el, join
-from hybrid_kv.report.html.head import profile_head
-from hybrid_kv.report.html.palette import style_rules, variables
-from hybrid_kv.report.html.profile_sections import profile_sections
-from hybrid_kv.report.html.runs import run_head, run_sections, runs_of
-from hybrid_kv.report.html.sources import Drawable, Source, comparisons
-from hybrid_kv.report.html.widgets import Section, tab_rules
+from hybrid_kv.errors import WriteError
+from hybrid_kv.report.files import write_file
+from hybrid_kv.report.html import numbers
+from hybrid_kv.report.html.blocks import PagePart, shell
+from hybrid_kv.report.html.canvas import Picture, to_file, to_png
+from hybrid_kv.report.html.compare import (
+    compare_sections,
+    pairs_by_context,
+    pairs_of,
+    ratio_figure,
+)
+from hybrid_kv.report.html.entries import Entry, by_context, entries_of, measured, tiers
+from hybrid_kv.report.html.pictures import (
+    heads_figure,
+    limit_figure,
+    memory_figure,
+    phases_figure,
+    qualities,
+    quality_figure,
+    tpot_figure,
+    ttft_figure,
+)
+from hybrid_kv.report.html.profile import profile_head, profile_sections
+from hybrid_kv.report.html.runs import run_entries, run_head, run_sections
+from hybrid_kv.report.html.sources import Drawable, Source, comparisons, runs_of
+from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.schema import ProfileReport
 
 
@@ -24,60 +42,34 @@ def render(sources: Sequence[Source]) -> str:
     Raises:
         ConfigError: two profiles have no method at a context in common.
     """
-    parts = [*_comparisons(sources, alone=len(sources) == 2)]
-    for number, source in enumerate(sources, 1):
-        prefix = f"r{number}-"
-        parts.append(_document(source, prefix, main=len(sources) == 1))
-    title = " · ".join(source.name for source in sources)
-    return shell(
-        f"{title} – hybrid-kv", join(_masthead(sources), *(part.body for part in parts)), parts
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PagePart:
-    """A document's or a comparison's place in the page, under its name in the contents."""
-
-    name: str
-    body: Html
-    sections: list[Section]
-
-
-def _comparisons(sources: Sequence[Source], alone: bool) -> Iterable[PagePart]:
-    """One part for each comparison; where it is the only one, the page's title is its own."""
-    for one in comparisons(sources):
+    compared = [*comparisons(sources)]
+    parts = []
+    for one in compared:
         title = f"{one.names[1]} against {one.names[0]}"
-        sections = compare_sections(one, f"c{one.number}-")
-        yield article(title, join(None if alone else el("h2", title)), sections)
+        shown = "" if len(sources) == 2 else title
+        parts.append(PagePart(title, [], compare_sections(one, f"c{one.number}-"), shown))
+    for number, source in enumerate(sources, 1):
+        parts.append(_document(source, f"r{number}-", main=len(sources) == 1))
+    kicker, heading = _title(sources[0].report)
+    if len(sources) == 2 and compared:
+        kicker, heading = "comparison", " against ".join(reversed(compared[0].names))
+    elif len(sources) > 1:
+        kicker, heading = "report", " · ".join(source.name for source in sources)
+    title = " · ".join(source.name for source in sources)
+    return shell(f"{title} – hybrid-kv", f"hybrid-kv {kicker}", heading, parts)
 
 
 def _document(source: Source, prefix: str, main: bool) -> PagePart:
     report = source.report
     if isinstance(report, ProfileReport):
-        head = profile_head(report, source.name)
+        top = profile_head(report, source.name)
         sections = profile_sections(report, source.name, prefix)
     else:
-        head, sections = run_head(report, source.name), run_sections(report, prefix)
+        top, sections = run_head(report, source.name), run_sections(report, prefix)
     kind, title = _title(report)
-    if not main:
-        head = join(el("h2", el("small", kind), title, el("small", source.name)), head)
-    return article(source.name, head, sections)
-
-
-def article(name: str, top: Html, sections: list[Section]) -> PagePart:
-    """A part of sections under a head of its own."""
-    body = (el("section", el("h3", one.title), one.body, id=one.ident) for one in sections)
-    return PagePart(name, el("article", top, *body), sections)
-
-
-def _masthead(sources: Sequence[Source]) -> Html:
-    kind, title = _title(sources[0].report)
-    found = [*comparisons(sources)]
-    if len(sources) == 2 and found:
-        kind, title = "comparison", " against ".join(reversed(found[0].names))
-    elif len(sources) > 1:
-        kind, title = "report", " · ".join(source.name for source in sources)
-    return el("header", el("p", f"hybrid-kv {kind}", class_="kicker"), el("h1", title))
+    if main:
+        return PagePart(source.name, top, sections)
+    return PagePart(source.name, top, sections, title, kind, source.name)
 
 
 def _title(report: Drawable) -> tuple[str, str]:
@@ -85,43 +77,92 @@ def _title(report: Drawable) -> tuple[str, str]:
     return report.command, model
 
 
-def shell(title: str, body: Html, parts: Sequence[PagePart]) -> str:
-    """A whole page around its parts."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        Html('<meta name="color-scheme" content="light dark">'),
-        el("title", title),
-        Html(f"<style>{_style(body)}</style>"),
+PRINTED = 640.0
+"""Pixels at natural size: 17 cm in print, the text width of most papers."""
+
+Format = Literal["svg", "png"]
+
+
+def export(sources: Sequence[Source], folder: Path, kind: Format) -> list[Path]:
+    """Writes each figure into the folder, which is made where it is not there.
+
+    Raises:
+        WriteError: the folder or a file in it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(
+            f"folder '{folder}' cannot be made: {error.strerror}; choose another"
+        ) from error
+    draw: Callable[[Picture], str | bytes] = to_png if kind == "png" else to_file
+    written = []
+    for picture in pictures(sources):
+        path = folder / f"{_file_name(picture.name)}.{kind}"
+        write_file(path, draw(picture), "figure")
+        written.append(path)
+    return written
+
+
+def pictures(sources: Sequence[Source]) -> Iterator[Picture]:
+    """All figures; where there are several documents, their number leads the name."""
+    several = len(sources) > 1
+    for number, source in enumerate(sources, 1):
+        report = source.report
+        drawn = (
+            _profile(entries_of(report.rows))
+            if isinstance(report, ProfileReport)
+            else _runs(run_entries(report))
+        )
+        for picture in drawn:
+            if several:
+                picture.name = f"run{number}-{picture.name}"
+            yield picture
+    for one in comparisons(sources):
+        for where, group in pairs_by_context(pairs_of(one)).items():
+            picture = ratio_figure(group, where, PRINTED)
+            picture.name = f"profile{one.number}-over-profile1-{picture.name}"
+            yield picture
+
+
+def _profile(entries: list[Entry]) -> Iterator[Picture]:
+    known = measured(entries)
+    starts = [entry for entry in known if entry.row.ttft_s is not None]
+    if known:
+        yield tpot_figure(known, PRINTED)
+    if starts:
+        yield ttft_figure(starts, PRINTED)
+    for context, group in by_context(known).items():
+        where = numbers.tokens(context)
+        yield from _steps(group, where)
+        for quality in qualities(group):
+            yield quality_figure(group, quality, where, PRINTED)
+        limited = [e for e in group if isinstance(e.row, ProfileRow) and e.row.limit_ms]
+        if limited:
+            yield limit_figure(limited, where, PRINTED)
+    yield from _heads(entries)
+
+
+def _runs(entries: list[Entry]) -> Iterator[Picture]:
+    yield from _steps(entries, "per token")
+    yield from _heads(entries)
+
+
+def _steps(entries: list[Entry], where: str) -> Iterator[Picture]:
+    drawn: tuple[tuple[Callable[[list[Entry], str, float], Picture], list[Entry]], ...] = (
+        (phases_figure, [e for e in entries if any(v is not None for _, v in e.row.phases_ms)]),
+        (memory_figure, [e for e in entries if tiers(e.row.memory_bytes)]),
     )
-    script = Html(f"<script>{_asset('page.js')}</script>")
-    page = join(head, el("body", _contents(parts), el("main", body), script))
-    return f'<!DOCTYPE html>\n<html lang="en">{page}</html>\n'
+    for draw, kept in drawn:
+        if kept:
+            yield draw(kept, where, PRINTED)
 
 
-def _contents(parts: Sequence[PagePart]) -> Html:
-    """Links to the sections, under the names of their documents where there are several."""
-    found: list[Html] = []
-    for part in parts:
-        if len(parts) > 1:
-            found.append(el("p", part.name))
-        links = (el("li", el("a", one.title, href=f"#{one.ident}")) for one in part.sections)
-        found.append(el("ol", *links))
-    return el("nav", *found, aria_label="Contents")
+def _heads(entries: list[Entry]) -> Iterator[Picture]:
+    for entry in entries:
+        if entry.row.audit and entry.row.audit.heads:
+            yield heads_figure(entry, 360)
 
 
-def _style(body: Html) -> str:
-    panels = max((int(n) for n in re.findall(r'class="panel p(\d+)"', body)), default=0) + 1
-    return (
-        f":root{{{variables(dark=False)}}}"
-        f"@media (prefers-color-scheme: dark){{:root{{{variables(dark=True)}}}}}"
-        f"@media print{{:root{{{variables(dark=False)}}}}}"
-        f"{style_rules()}{_asset('page.css')}{tab_rules(panels)}"
-    )
-
-
-def _asset(name: str) -> str:
-    return (files("hybrid_kv.report.html") / name).read_text(encoding="utf-8")
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.audit_sections import heads_section
-from hybrid_kv.report.html.elements import Child, Html, el, join
+from hybrid_kv.report.html.blocks import (
+    WIDTH,
+    Abreast,
+    Details,
+    FactList,
+    Figure,
+    PageBlock,
+    Pre,
+    Section,
+    Table,
+    note,
+)
 from hybrid_kv.report.html.entries import Entry, entries_of, tiers
-from hybrid_kv.report.html.head import machine
-from hybrid_kv.report.html.profile_figures import memory_figure, phases_figure
-from hybrid_kv.report.html.profile_tables import (
+from hybrid_kv.report.html.pictures import memory_figure, phases_figure
+from hybrid_kv.report.html.profile import heads_blocks
+from hybrid_kv.report.html.sources import RunDocument, runs_of
+from hybrid_kv.report.html.tables import (
+    machine,
     memory_table,
-    phases_table,
+    phases_tables,
     quality_table,
     settings_table,
 )
-from hybrid_kv.report.html.widgets import Section, disclosure, facts, figure, note, table
 from hybrid_kv.report.run import Run
-from hybrid_kv.report.schema import ChatReport, DemoReport, RunReport
-
-RunDocument = RunReport | ChatReport | DemoReport
-
-
-def runs_of(report: RunDocument) -> tuple[Run, ...]:
-    """The runs in a document, in order."""
-    match report:
-        case RunReport():
-            return (report,)
-        case ChatReport():
-            return report.turns
-        case DemoReport():
-            return report.runs
+from hybrid_kv.report.schema import ChatReport, DemoReport
 
 
 def run_entries(report: RunDocument) -> list[Entry]:
@@ -43,10 +40,10 @@ def run_entries(report: RunDocument) -> list[Entry]:
     return entries_of(runs)
 
 
-def run_head(report: RunDocument, source: str) -> Html:
+def run_head(report: RunDocument, source: str) -> list[PageBlock]:
     """What ran, where, and how a demo ended."""
     runs = runs_of(report)
-    pairs: dict[str, Child] = {
+    pairs: dict[str, str | None] = {
         "Model": ", ".join(dict.fromkeys(run.model for run in runs)) or None,
         "Method": ", ".join(dict.fromkeys(run.method for run in runs)) or None,
     }
@@ -63,7 +60,7 @@ def run_head(report: RunDocument, source: str) -> Html:
             steps = ", ".join(f"{numbers.short(run.step_ms)} ms {run.method}" for run in layer.runs)
             name = f"One layer of {layer.shape} at {layer.context_tokens:,} tokens, a step"
             pairs[name] = f"{steps}, {numbers.percent(layer.runs[1].mass)} of the mass"
-    return facts({**pairs, **machine(report.environment), "File": source})
+    return [FactList({**pairs, **machine(report.environment), "File": source})]
 
 
 def run_sections(report: RunDocument, prefix: str) -> list[Section]:
@@ -72,38 +69,29 @@ def run_sections(report: RunDocument, prefix: str) -> list[Section]:
     timed = [e for e in entries if any(value is not None for _, value in e.row.phases_ms)]
     stored = [entry for entry in entries if tiers(entry.row.memory_bytes)]
     audited = [entry for entry in entries if entry.row.audit]
-    where = "per token"
-    parts: list[tuple[str, str, Html | None]] = [
-        ("numbers", "What it cost", _numbers(entries)),
-        (
-            "phases",
-            "Where a step goes",
-            join(
-                figure(partial(phases_figure, timed, where), f"{prefix}phases"),
-                phases_table("Phases, ms and share of the sum", timed),
-            )
-            if timed
-            else None,
-        ),
-        ("quality", "What was missed", quality_table("Audit", audited) if audited else None),
-        ("heads", "Missed mass by layer and head", heads_section(audited, prefix)),
-        (
-            "memory",
-            "Memory by tier",
-            join(
-                figure(partial(memory_figure, stored, "at the end"), f"{prefix}memory"),
-                memory_table("Bytes by tier", stored),
-            )
-            if stored
-            else None,
-        ),
+    parts: list[tuple[str, str, list[PageBlock]]] = [
+        ("numbers", "What it cost", [_numbers(entries)]),
+        ("phases", "Where a step goes", _phases(timed, prefix) if timed else []),
+        ("quality", "What was missed", [quality_table("Audit", audited)] if audited else []),
+        ("heads", "Missed mass by layer and head", heads_blocks(audited, prefix)),
+        ("memory", "Memory by tier", _memory(stored, prefix) if stored else []),
         ("text", "What was written", _texts(entries)),
         ("settings", "Settings", _settings(entries)),
     ]
-    return [Section(f"{prefix}{name}", title, body) for name, title, body in parts if body]
+    return [Section(f"{prefix}{name}", title, blocks) for name, title, blocks in parts if blocks]
 
 
-def _numbers(entries: Sequence[Entry]) -> Html:
+def _phases(timed: Sequence[Entry], prefix: str) -> list[PageBlock]:
+    drawn = Figure(phases_figure(timed, "per token", WIDTH), f"{prefix}phases")
+    return [Abreast([drawn, *phases_tables("Phases, ms and share of the sum", timed)])]
+
+
+def _memory(stored: Sequence[Entry], prefix: str) -> list[PageBlock]:
+    drawn = Figure(memory_figure(stored, "at the end", WIDTH), f"{prefix}memory")
+    return [Abreast([drawn, memory_table("Bytes by tier", stored)])]
+
+
+def _numbers(entries: Sequence[Entry]) -> PageBlock:
     if not entries:
         return note("No answer was written.")
     rows = []
@@ -125,18 +113,16 @@ def _numbers(entries: Sequence[Entry]) -> Html:
             ]
         )
     head = ["run", "context", "new tokens", "TTFT", "prefill", "index build", "TPOT, ms"]
-    return table("Time and tokens", [*head, "p50", "p90", "p99"], rows)
+    return Table("Time and tokens", [*head, "p50", "p90", "p99"], rows)
 
 
-def _texts(entries: Sequence[Entry]) -> Html | None:
+def _texts(entries: Sequence[Entry]) -> list[PageBlock]:
     texts = [(entry.name, entry.row.text) for entry in entries if isinstance(entry.row, Run)]
-    parts = [disclosure(name, el("pre", text)) for name, text in texts if text]
-    return join(*parts) if parts else None
+    return [Details(name, [Pre(text)]) for name, text in texts if text]
 
 
-def _settings(entries: Sequence[Entry]) -> Html | None:
-    parts = [
-        disclosure(entry.name, settings_table(f"Settings of {entry.name}", dict(entry.row.config)))
+def _settings(entries: Sequence[Entry]) -> list[PageBlock]:
+    return [
+        Details(entry.name, [settings_table(f"Settings of {entry.name}", entry.row.config)])
         for entry in entries
     ]
-    return join(*parts) if parts else None

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.report.html.runs import RunDocument, runs_of
+from hybrid_kv.report.run import Run
 from hybrid_kv.report.schema import ChatReport, DemoReport, ProfileReport, Report, RunReport
 
+RunDocument = RunReport | ChatReport | DemoReport
 Drawable = ProfileReport | RunDocument
 
 _SETTINGS = {"config", "index", "backends", "token_ids", "text"}
@@ -101,3 +102,14 @@ def comparisons(sources: Sequence[Source]) -> Iterator[ComparedProfiles]:
     for number, (report, name) in enumerate(profiles[1:], 2):
         first, first_name = profiles[0]
         yield ComparedProfiles(number, first, report, (first_name, name))
+
+
+def runs_of(report: RunDocument) -> tuple[Run, ...]:
+    """The runs in a document, in order."""
+    match report:
+        case RunReport():
+            return (report,)
+        case ChatReport():
+            return report.turns
+        case DemoReport():
+            return report.runs

@@ -16,6 +16,10 @@
     }
     title.remove();
   }
+  for (const cell of document.querySelectorAll("td[title]")) {
+    cell.dataset.tip = cell.title;
+    cell.removeAttribute("title");
+  }
   const show = (event) => {
     const mark = event.target.closest ? event.target.closest("[data-tip]") : null;
     tip.hidden = !mark;

@@ -1,4 +1,4 @@
-"""The figures of a profile, and of single runs: from rows to scenes."""
+"""The figures of a profile, of single runs and of a comparison: from rows to pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hybrid_kv.report.html import numbers
+from hybrid_kv.report.html.canvas import Canvas, Marker, Named, Picture
 from hybrid_kv.report.html.entries import (
     MEMORY,
     Entry,
@@ -15,25 +16,34 @@ from hybrid_kv.report.html.entries import (
     phases,
     tiers,
 )
-from hybrid_kv.report.html.figures.bars import Bar, BarPart, bars_figure
-from hybrid_kv.report.html.figures.heat import heat_figure
-from hybrid_kv.report.html.figures.lines import LinePoint, Series, lines_figure
-from hybrid_kv.report.html.figures.points import Spot, points_figure
-from hybrid_kv.report.html.figures.ranges import RangePoint, RangeRow, ranges_figure
-from hybrid_kv.report.html.figures.scales import Scale, fitted
-from hybrid_kv.report.html.scene import Scene
+from hybrid_kv.report.html.figures import (
+    Bar,
+    BarPart,
+    LinePoint,
+    RangePoint,
+    RangeRow,
+    Series,
+    Spot,
+    bars_figure,
+    fitted,
+    linear,
+    lines_figure,
+    ranges_figure,
+    spots_figure,
+)
+from hybrid_kv.report.html.tables import heat_step, heat_tip, plus_minus, times
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.run import EstimateReport
 
 Quality = Literal["recall", "attended"]
 
 
-def tpot_figure(entries: Sequence[Entry], width: float) -> Scene:
+def tpot_figure(entries: Sequence[Entry], width: float) -> Picture:
     """Mean time per token by context, with whiskers from the median to the 99th percentile."""
-    series = []
-    for name, group in by_name(entries).items():
-        samples = tuple(_tpot_sample(entry) for entry in group)
-        series.append(Series(name, group[0].look, samples))
+    series = [
+        Series(name, group[0].look, tuple(map(_tpot_sample, group)))
+        for name, group in by_name(entries).items()
+    ]
     title = "Time per output token (TPOT)"
     return lines_figure("tpot", title, "ms per token", series, width, numbers.short)
 
@@ -50,7 +60,7 @@ def _tpot_sample(entry: Entry) -> LinePoint:
     return LinePoint(row.context_tokens, row.tpot_ms, tip, low, high, cut_short(row))
 
 
-def ttft_figure(entries: Sequence[Entry], width: float) -> Scene:
+def ttft_figure(entries: Sequence[Entry], width: float) -> Picture:
     """Time to the first token by context."""
     series = []
     for name, group in by_name(entries).items():
@@ -70,7 +80,7 @@ def ttft_figure(entries: Sequence[Entry], width: float) -> Scene:
     return lines_figure("ttft", title, "seconds", kept, width, numbers.short)
 
 
-def phases_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
+def phases_figure(entries: Sequence[Entry], where: str, width: float) -> Picture:
     """Where a decode step goes."""
     bars = []
     for entry in entries:
@@ -83,7 +93,7 @@ def phases_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
     return bars_figure(name, title, "ms per token", bars, width, numbers.short)
 
 
-def memory_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
+def memory_figure(entries: Sequence[Entry], where: str, width: float) -> Picture:
     """Bytes by tier, in GiB."""
     bars = []
     for entry in entries:
@@ -100,7 +110,7 @@ def qualities(entries: Sequence[Entry]) -> list[Quality]:
     return [kind for kind in kinds if any(_estimate(entry, kind) for entry in entries)]
 
 
-def quality_figure(entries: Sequence[Entry], quality: Quality, where: str, width: float) -> Scene:
+def quality_figure(entries: Sequence[Entry], quality: Quality, where: str, width: float) -> Picture:
     """What the search found against time per token, of rows that were audited for it."""
     found = ((entry, _estimate(entry, quality)) for entry in entries)
     spots = [_spot(entry, estimate, quality) for entry, estimate in found if estimate]
@@ -112,8 +122,22 @@ def quality_figure(entries: Sequence[Entry], quality: Quality, where: str, width
     reference = None
     if full is not None and full.row.tpot_ms is not None:
         reference = (f"full, {numbers.milliseconds(full.row.tpot_ms)}", full.row.tpot_ms)
-    name = f"{quality}-{where}"
-    return points_figure(name, f"{title}, {where}", axis, spots, width, reference)
+    spent = [spot.x for spot in spots] + ([reference[1]] if reference else [])
+    least = min(spot.y - (spot.half_width or 0.0) for spot in spots)
+    floor = max(0.0, 1 - 1.15 * max(0.01, 1 - max(0.0, least)))
+    return spots_figure(
+        f"{quality}-{where}",
+        f"{title}, {where}",
+        ("time per token, ms", axis),
+        spots,
+        width,
+        scales=(
+            fitted(spent, log=max(spent) > 3 * min(spent)),
+            linear(floor, 1.0 + 0.04 * (1 - floor), 5),
+        ),
+        show=lambda share: f"{100 * share:.4g}%",
+        reference=reference,
+    )
 
 
 def _spot(entry: Entry, estimate: EstimateReport, quality: Quality) -> Spot:
@@ -122,7 +146,7 @@ def _spot(entry: Entry, estimate: EstimateReport, quality: Quality) -> Spot:
     word = "recall" if quality == "recall" else "mass attended"
     tip = f"{entry.place}: {word} {shown} at {numbers.milliseconds(entry.row.tpot_ms)}"
     time, half = entry.row.tpot_ms, estimate.half_width
-    return Spot(entry.name, entry.look, time, estimate.mean, half, tip)
+    return Spot(entry.name, entry.look, time, estimate.mean, tip, half)
 
 
 def _estimate(entry: Entry, quality: Quality) -> EstimateReport | None:
@@ -137,44 +161,66 @@ def _estimate(entry: Entry, quality: Quality) -> EstimateReport | None:
     return EstimateReport(mean=1 - missed.mean, half_width=missed.half_width)
 
 
-def plus_minus(estimate: EstimateReport) -> str:
-    """' ± 1.2%', or nothing from one look."""
-    return "" if estimate.half_width is None else f" ± {numbers.percent(estimate.half_width)}"
-
-
-def heads_figure(entry: Entry, width: float) -> Scene:
-    """Missed mass by layer and KV head of one row."""
-    audit = entry.row.audit
-    heads = () if audit is None else audit.heads
+def heads_figure(entry: Entry, width: float) -> Picture:
+    """Missed mass by layer and KV head of one row, for a file; pages have it as a table."""
+    heads = entry.row.audit.heads if entry.row.audit else ()
+    cells = {
+        (head.layer, head.kv_head): (heat_step(head.missed_mass), heat_tip(head)) for head in heads
+    }
     where = numbers.tokens(entry.row.context_tokens)
-    name = f"heads-{entry.name}-{where}"
-    return heat_figure(name, f"Missed mass of {entry.name}, {where}", heads, width)
+    title = f"Missed mass of {entry.name}, {where}"
+    return heat_figure(f"heads-{entry.name}-{where}", title, cells, width)
+
+
+def heat_figure(
+    name: str, title: str, cells: dict[tuple[int, int], tuple[int, str]], width: float
+) -> Picture:
+    """A heat map for a file: rows downwards and columns by number, each with a step and a tip."""
+    rows, columns = sorted({row for row, _ in cells}), sorted({column for _, column in cells})
+    high = min(22.0, max(9.0, 520 / max(1, len(rows))))
+    height = 40 + high * len(rows)
+
+    def draw(canvas: Canvas) -> None:
+        from matplotlib.patches import Rectangle
+
+        axes = canvas.axes(44, 24, 4, 14)
+        axes.grid(False)
+        axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+        axes.set_xticks([i + 0.5 for i in range(len(columns))], [f"{c}" for c in columns])
+        every = max(1, -(-14 // int(high)))
+        places = range(0, len(rows), every)
+        axes.set_yticks([i + 0.5 for i in places], [f"{rows[i]}" for i in places])
+        axes.xaxis.tick_top()
+        for (row, column), (step, tip) in cells.items():
+            corner = (columns.index(column), rows.index(row))
+            box = Rectangle(corner, 0.95, 0.95, linewidth=0, facecolor=canvas.paint(f"h{step}"))
+            canvas.tipped(box, tip)
+            axes.add_patch(box)
+
+    told = "; ".join(tip for _, tip in cells.values())
+    return Picture(
+        name, title, f"Rows downwards, columns to the right. {told}.", width, height, draw
+    )
 
 
 LIMIT, PREDICTED = "time of the bytes alone", "predicted by plan"
 
 
-def limit_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
+def limit_figure(entries: Sequence[Entry], where: str, width: float) -> Picture:
     """What was measured, between what the bytes alone take and what `plan` says."""
     rows = [_limit_row(entry) for entry in entries if isinstance(entry.row, ProfileRow)]
-    values = [point.value for row in rows for point in row.points]
-
-    def scale(start: float, end: float) -> Scale:
-        return fitted(values, start, end)
-
-    kind = ", log scale" if scale(0, 1).log else ""
+    scale = fitted(point.value for row in rows for point in row.points)
     return ranges_figure(
         f"limit-{where}",
         f"Measured, predicted, and the limit of bandwidth, {where}",
-        f"ms per token{kind}",
+        f"ms per token{', log scale' if scale.log else ''}",
         rows,
         width,
         scale=scale,
-        show=numbers.tick,
         legend=(
-            RangePoint(0, "up", "soft", LIMIT),
-            RangePoint(0, "diamond", "soft", PREDICTED, hollow=True),
-            RangePoint(0, "circle", "accent", "measured"),
+            Named(LIMIT, "soft", "up"),
+            Named(PREDICTED, "soft", "diamond", hollow=True),
+            Named("measured", "accent", "circle"),
         ),
     )
 
@@ -182,24 +228,15 @@ def limit_figure(entries: Sequence[Entry], where: str, width: float) -> Scene:
 def _limit_row(entry: Entry) -> RangeRow:
     row = entry.row
     assert isinstance(row, ProfileRow)
-    known: list[RangePoint] = []
-    if row.limit_ms is not None:
-        tip = f"{entry.place}: {LIMIT} {numbers.milliseconds(row.limit_ms)}"
-        known.append(RangePoint(row.limit_ms, "up", "soft", tip))
-    predicted = row.planned_ms
-    if predicted is not None:
-        tip = f"{entry.place}: {PREDICTED} {numbers.milliseconds(predicted)}"
-        known.append(RangePoint(predicted, "diamond", "soft", tip, hollow=True))
-    note = ""
-    if row.tpot_ms is not None:
-        tip = f"{entry.place}: measured {numbers.milliseconds(row.tpot_ms)}"
-        known.append(RangePoint(row.tpot_ms, "circle", "accent", tip))
-        note = times(row.tpot_ms, row.limit_ms)
+    known = [
+        RangePoint(value, marker, f"{entry.place}: {what} {numbers.milliseconds(value)}")
+        for value, marker, what in (
+            (row.limit_ms, Marker("up", "soft"), LIMIT),
+            (row.planned_ms, Marker("diamond", "soft", hollow=True), PREDICTED),
+            (row.tpot_ms, Marker("circle", "accent"), "measured"),
+        )
+        if value is not None
+    ]
     ends = [point.value for point in known]
     span = (min(ends), max(ends)) if len(ends) > 1 else None
-    return RangeRow(entry.name, tuple(known), span, note=note)
-
-
-def times(value: float | None, base: float | None) -> str:
-    """How many times the base a value is, or nothing where one is unknown."""
-    return numbers.ratio(value / base) if value is not None and base else ""
+    return RangeRow(entry.name, tuple(known), span, note=times(row.tpot_ms, row.limit_ms))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from hybrid_kv.report.environment import Environment
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.elements import Child, Html, el, join
+from hybrid_kv.report.html.blocks import StyledCell, Table
 from hybrid_kv.report.html.entries import (
     MEMORY,
     PHASES,
@@ -19,8 +21,6 @@ from hybrid_kv.report.html.entries import (
     phases,
     tiers,
 )
-from hybrid_kv.report.html.profile_figures import plus_minus, times
-from hybrid_kv.report.html.widgets import lines, table
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.quantities import (
     ATTENDED,
@@ -46,7 +46,7 @@ from hybrid_kv.report.run import AuditedHead, EstimateReport
 Value = Callable[[MeasuredRun], str | None]
 
 
-def context_table(title: str, entries: Sequence[Entry], prefix: str, value: Value) -> Html:
+def context_table(title: str, entries: Sequence[Entry], prefix: str, value: Value) -> Table:
     """Methods down, contexts across, as RetrievalAttention's table of latencies (its Table 4).
 
     Each number leads to the settings of its row; one that was not measured says why.
@@ -56,33 +56,33 @@ def context_table(title: str, entries: Sequence[Entry], prefix: str, value: Valu
     for name, group in by_name(entries).items():
         cells = {e.row.context_tokens: _linked(e, prefix, value(e.row)) for e in group}
         rows.append([name, *(cells.get(context, numbers.NOTHING) for context in contexts)])
-    return table(title, ["method", *map(numbers.tokens, contexts)], rows)
+    return Table(title, ["method", *map(numbers.tokens, contexts)], rows)
 
 
-def _linked(entry: Entry, prefix: str, text: str | None) -> Html:
+def _linked(entry: Entry, prefix: str, text: str | None) -> StyledCell:
     status = entry.row.status if isinstance(entry.row, ProfileRow) else "ok"
     mark = "†" if cut_short(entry.row) and text is not None else ""
     link = f"#{prefix}row-{entry.anchor}"
     shown = (numbers.NOTHING if status == "ok" else status) if text is None else f"{text}{mark}"
-    return el("a", shown, href=link, class_="quiet" if text is None else None)
+    return StyledCell(shown, href=link, kind="quiet" if text is None else "")
 
 
 def quantities_table(
     title: str,
     entries: Sequence[Entry],
     quantities: Sequence[Quantity],
-    more: Mapping[str, Callable[[Entry], Child]] = MappingProxyType({}),
-) -> Html:
+    more: Mapping[str, Callable[[Entry], str | StyledCell]] = MappingProxyType({}),
+) -> Table:
     """A line for every row, a column for every quantity, and further columns by their heading."""
-    rows: list[list[Child]] = [
+    rows: list[list[str | StyledCell]] = [
         [
             entry.name,
             *(shown(quantity, entry.row) for quantity in quantities),
-            *(cell(entry) for cell in more.values()),
+            *(found(entry) for found in more.values()),
         ]
         for entry in entries
     ]
-    return table(title, ["method", *map(heading, quantities), *more], rows)
+    return Table(title, ["method", *map(heading, quantities), *more], rows)
 
 
 def heading(quantity: Quantity) -> str:
@@ -93,6 +93,16 @@ def heading(quantity: Quantity) -> str:
 def shown(quantity: Quantity, row: MeasuredRun) -> str:
     """A value of a row as the page writes it."""
     return _SHOWN[quantity.unit](quantity.of(row))
+
+
+def plus_minus(estimate: EstimateReport) -> str:
+    """' ± 1.2%', or nothing from one look."""
+    return "" if estimate.half_width is None else f" ± {numbers.percent(estimate.half_width)}"
+
+
+def times(value: float | None, base: float | None) -> str:
+    """How many times the base a value is, or nothing where one is unknown."""
+    return numbers.ratio(value / base) if value is not None and base else ""
 
 
 def _estimate(estimate: EstimateReport | None) -> str:
@@ -111,7 +121,7 @@ _SHOWN: Mapping[Unit, Callable[[Any], str]] = {
 }
 
 
-def gaps_table(title: str, entries: Sequence[Entry]) -> Html:
+def gaps_table(title: str, entries: Sequence[Entry]) -> Table:
     """Mean and percentiles of the gaps between tokens, and what the recorder took of them."""
     return quantities_table(title, entries, (TPOT, *GAPS, RECORDER), {"steps": _steps})
 
@@ -120,51 +130,59 @@ def _steps(entry: Entry) -> str:
     return str(len(entry.row.step_ms)) if isinstance(entry.row, ProfileRow) else numbers.NOTHING
 
 
-def start_table(title: str, entries: Sequence[Entry]) -> Html:
+def start_table(title: str, entries: Sequence[Entry]) -> Table:
     """What happens before the first token: prefill, index builds, or filling."""
     return quantities_table(title, entries, START)
 
 
-def phases_table(title: str, entries: Sequence[Entry]) -> Html:
+_ABREAST = 8
+"""Methods in one table that has them across; more take another."""
+
+
+def phases_tables(title: str, entries: Sequence[Entry]) -> list[Table]:
     """Milliseconds and shares: phases down, in the groups of RetrievalAttention's Table 5, methods
     across, because ten phases are wider than a page.
     """
+    starts = range(0, len(entries), _ABREAST)
+    return [_phases_table(title, entries[start : start + _ABREAST]) for start in starts]
+
+
+def _phases_table(title: str, entries: Sequence[Entry]) -> Table:
     found = {entry.name: phases(entry.row) for entry in entries}
     totals = {name: sum(times.values()) for name, times in found.items()}
     seen = {phase for times in found.values() for phase, value in times.items() if value}
-    rows: list[list[Child]] = [
+    rows: list[list[str | StyledCell]] = [
         ["sum (of TPOT)", *(_against(totals[e.name], e.row.tpot_ms) for e in entries)]
     ]
     for group, members in PHASES.items():
         for phase in members:
             if phase in seen:
-                label = lines([phase_name(phase, seen), el("small", group)])
                 shares = (_share(found[e.name].get(phase), totals[e.name]) for e in entries)
-                rows.append([label, *shares])
-    return table(title, ["phase, ms", *(entry.name for entry in entries)], rows)
+                rows.append([StyledCell(phase_name(phase, seen), group), *shares])
+    return Table(title, ["phase, ms", *(entry.name for entry in entries)], rows)
 
 
-def _share(value: float | None, total: float) -> Html:
+def _share(value: float | None, total: float) -> StyledCell:
     if value is None or not total:
-        return el("span", numbers.NOTHING, class_="quiet")
+        return StyledCell(numbers.NOTHING, kind="quiet")
     if not value:
-        return el("span", "0", class_="quiet")
-    return lines([numbers.short(value), el("small", numbers.percent(value / total))])
+        return StyledCell("0", kind="quiet")
+    return StyledCell(numbers.short(value), numbers.percent(value / total))
 
 
-def _against(total: float, tpot_ms: float | None) -> Html:
+def _against(total: float, tpot_ms: float | None) -> StyledCell:
     if not total or not tpot_ms:
-        return el("span", numbers.NOTHING, class_="quiet")
-    return lines([numbers.short(total), el("small", numbers.percent(total / tpot_ms))])
+        return StyledCell(numbers.NOTHING, kind="quiet")
+    return StyledCell(numbers.short(total), numbers.percent(total / tpot_ms))
 
 
-def quality_table(title: str, entries: Sequence[Entry]) -> Html:
+def quality_table(title: str, entries: Sequence[Entry]) -> Table:
     """What the audit found, and what was read for it."""
     audit = (RECALL, MISSED, MASS_ERROR, OUTPUT_ERROR, LOOKS)
     return quantities_table(title, entries, (TPOT, *audit, ATTENDED, SCORED))
 
 
-def memory_table(title: str, entries: Sequence[Entry]) -> Html:
+def memory_table(title: str, entries: Sequence[Entry]) -> Table:
     """Bytes by tier, their sum, and the peak of the process."""
     rows = []
     for entry in entries:
@@ -173,13 +191,13 @@ def memory_table(title: str, entries: Sequence[Entry]) -> Html:
         total = numbers.size(sum(found.values())) if found else numbers.NOTHING
         rows.append([entry.name, *sizes, total, numbers.size(memory.host_peak)])
     names = [name for name, _ in MEMORY.values()]
-    return table(title, ["method", *names, "sum", "process, peak"], rows)
+    return Table(title, ["method", *names, "sum", "process, peak"], rows)
 
 
-def limit_table(title: str, entries: Sequence[Entry]) -> Html:
+def limit_table(title: str, entries: Sequence[Entry]) -> Table:
     """Measured against the bytes' own time and against the plan."""
     profiled = [entry for entry in entries if isinstance(entry.row, ProfileRow)]
-    more = {
+    more: dict[str, Callable[[Entry], str | StyledCell]] = {
         "over limit": lambda entry: _times(entry.row, LIMIT),
         "cache over its limit": lambda entry: _times_of_cache(entry.row),
         "over prediction": lambda entry: _times(entry.row, PLANNED),
@@ -198,13 +216,13 @@ def _times(row: MeasuredRun, base: Quantity) -> str:
     return times(row.tpot_ms, base.of(row)) or numbers.NOTHING
 
 
-def _by_tier(entry: Entry) -> Child:
+def _by_tier(entry: Entry) -> str | StyledCell:
     predicted = entry.row.predicted_ms if isinstance(entry.row, ProfileRow) else {}
     parts = ", ".join(f"{tier} {numbers.short(ms)}" for tier, ms in predicted.items())
-    return el("small", parts) if parts else numbers.NOTHING
+    return StyledCell(parts, kind="listed") if parts else numbers.NOTHING
 
 
-def bytes_table(title: str, entries: Sequence[Entry]) -> Html:
+def bytes_table(title: str, entries: Sequence[Entry]) -> Table:
     """Bytes that a decode step reads, by purpose."""
     rows = [(entry.name, entry.row) for entry in entries if isinstance(entry.row, ProfileRow)]
     kinds = [
@@ -220,10 +238,10 @@ def bytes_table(title: str, entries: Sequence[Entry]) -> Html:
         ]
         for name, row in rows
     ]
-    return table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], cells)
+    return Table(title, ["method", *(kind.replace("_", " ") for kind in kinds), "sum"], cells)
 
 
-def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Html:
+def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Table:
     """The heads that missed most."""
     worst = sorted(heads, key=lambda head: head.missed_mass, reverse=True)[:most]
     rows = [
@@ -237,21 +255,72 @@ def worst_heads_table(heads: Sequence[AuditedHead], most: int = 10) -> Html:
         ]
         for head in worst
     ]
-    head_ = ["layer · head", "missed", "mass error", "recall@k", "error", "looks"]
-    return table(f"The {len(worst)} worst heads", head_, rows)
+    names = ["layer · head", "missed", "mass error", "recall@k", "error", "looks"]
+    return Table(f"The {len(worst)} worst heads", names, rows)
 
 
-def settings_table(title: str, settings: dict[str, object]) -> Html:
-    """Names and values of a configuration, each value as JSON has it."""
-    return table(
-        title, ["setting", "value"], [[k, plain(v)] for k, v in settings.items()], words=True
+def machine(environment: Environment) -> dict[str, str | None]:
+    """Processor, memory, device and versions, as facts."""
+    cpu = environment.cpu
+    versions = (f"{name} {version}" for name, version in environment.versions.items() if version)
+    return {
+        "Device": environment.device or "none",
+        "Processor": f"{cpu.model}, {cpu.cores} cores, {cpu.threads} threads",
+        "Instructions": ", ".join(cpu.features) or None,
+        "Host memory": numbers.size(environment.ram_bytes),
+        "System": environment.platform,
+        "Versions": ", ".join(versions),
+    }
+
+
+EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""Where one colour ends and the next begins: h0 is below the first, h8 above the last."""
+
+
+def heat_table(entry: Entry) -> Table:
+    """Missed mass of a row: layers downwards, KV heads to the right, by colour and in words."""
+    heads = entry.row.audit.heads if entry.row.audit else ()
+    cells = {(head.layer, head.kv_head): head for head in heads}
+    columns = range(max((head.kv_head for head in heads), default=0) + 1)
+    rows: list[list[str | StyledCell]] = []
+    for layer in sorted({head.layer for head in heads}):
+        found = (cells.get((layer, column)) for column in columns)
+        rows.append([str(layer), *map(_heat_cell, found)])
+    title = f"Missed mass of {entry.place}, %: layers down, KV heads across"
+    return Table(title, ["layer", *map(str, columns)], rows, heat=True)
+
+
+def _heat_cell(head: AuditedHead | None) -> StyledCell:
+    if head is None:
+        return StyledCell(numbers.NOTHING, kind="none", tip="was not looked at")
+    share = 100 * max(0.0, head.missed_mass)
+    return StyledCell(f"{share:.2g}", kind=f"h{heat_step(head.missed_mass)}", tip=heat_tip(head))
+
+
+def heat_step(missed: float) -> int:
+    """The number of a share's colour, the same for every row and run."""
+    return bisect_right(EDGES, missed)
+
+
+def heat_tip(head: AuditedHead) -> str:
+    """What a head missed, in words."""
+    recall = "" if head.recall_at_k is None else f", recall {numbers.percent(head.recall_at_k)}"
+    return (
+        f"layer {head.layer}, KV head {head.kv_head}: missed mass "
+        f"{numbers.percent(head.missed_mass)}{recall}, looks {head.looks}"
     )
 
 
-def plain(value: object) -> Html:
+def settings_table(title: str, settings: Mapping[str, object]) -> Table:
+    """Names and values of a configuration, each value as JSON has it."""
+    rows = [[name, plain(value)] for name, value in settings.items()]
+    return Table(title, ["setting", "value"], rows, words=True)
+
+
+def plain(value: object) -> str:
     """A value of a JSON document as people read it: text without quotes, lists with commas."""
     if isinstance(value, str):
-        return join(value)
+        return value
     if isinstance(value, list | tuple) and not any(isinstance(v, dict | list) for v in value):
-        return join(", ".join(map(str, value)) or "none")
-    return join(json.dumps(value, default=str, ensure_ascii=False))
+        return ", ".join(map(str, value)) or "none"
+    return json.dumps(value, default=str, ensure_ascii=False)

@@ -1,1 +1,0 @@
-"""From values to scenes: every figure is a pure function."""
