@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -85,3 +86,28 @@ def test_the_examples_of_a_page_run(
     blocks = PYTHON.findall((ROOT / "docs" / f"{page}.md").read_text())
     assert blocks
     exec("\n".join(blocks), {})
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_prints_what_it_shows() -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra report")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    cells = json.loads((ROOT / "docs" / "budgets.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    drawn = 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        exec("".join(cell["source"]), names)
+        shown = sum("image/png" in one.get("data", {}) for one in cell["outputs"])
+        assert len(pyplot.get_fignums()) == shown
+        drawn += shown
+        pyplot.close("all")
+    assert drawn == 2
+    results = names["results"]
+    said = "".join(cells[3]["outputs"][0]["text"])
+    for name, rows in results.items():  # type: ignore[attr-defined]
+        for budget, (right, _, _) in zip(names["BUDGETS"], rows, strict=True):  # type: ignore[call-overload]
+            assert f"{name:14} {budget:>3}  right {right} of 8" in said
