@@ -17,6 +17,7 @@ _SIZES = (
     "leave it out: an index of kind auto has a constant, or finds it; graph and sketch have "
     "settings of their own, and tests give index={'kind': 'auto', 'sizes': {...}} in Python"
 )
+_PAPER = "leave it out: it is a constant, which no measurement has varied"
 _OF_AUTO = """
     sampled_queries recent_queries horizon_tokens min_keys target_mass check_queries check_top_k
     gain codes num_rerank max_degree list_length candidates cap alpha beam check_positions
@@ -34,6 +35,9 @@ FORMER = {
         **dict.fromkeys(("max_tokens", "min_share", "shared"), _BUDGETS),
     },
     "auto": dict.fromkeys(_OF_AUTO.split(), _SIZES),
+    "pq": dict.fromkeys(("iterations", "training_keys"), _PAPER),
+    "clusters": dict.fromkeys(("segment_tokens", "update_tokens", "iterations"), _PAPER),
+    "blocks": {"local_tokens": _PAPER},
 }
 """Settings of all methods (""), of a method or of an index kind that are constants today, follow
 from others, or are those of other methods alone.

@@ -176,10 +176,7 @@ def check_look_ahead() -> Check:
     if torch.cuda.is_available():
         detail = "a layer is searched while the one before computes, where a trial loses little"
         return Check(name="look-ahead", state="ok", detail=f"{detail} (Generation.look_ahead)")
-    detail = (
-        "off by itself: the CPU computes and searches, and nothing would be hidden; "
-        "cold.look_ahead='always' does it still"
-    )
+    detail = "off by itself: the CPU computes and searches, and nothing would be hidden"
     return Check(name="look-ahead", state="absent", detail=detail)
 
 

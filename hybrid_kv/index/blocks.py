@@ -31,6 +31,8 @@ class BlocksIndex(PagesIndex, SavedIndex):
         so far behind it are the queries that choose them; sampled_queries: of the prompt, per head.
         """
 
+        in_python = frozenset({"local_tokens"})
+
         page_size: config.Count = 128
         num_representatives: config.Count = 4
         local_tokens: config.Count = 4096

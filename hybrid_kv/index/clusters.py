@@ -41,6 +41,8 @@ class ClustersIndex(KeyIndex):
         together; update_tokens: later keys that become a segment; iterations: of k-means.
         """
 
+        in_python = frozenset({"segment_tokens", "update_tokens", "iterations"})
+
         cluster_tokens: config.Count = 16
         segment_tokens: config.Count = 8192
         update_tokens: config.Count = 1024

@@ -30,6 +30,8 @@ class PqIndex(ShortIndex):
         k-means, at most; training_keys: evenly spread, that it runs on.
         """
 
+        in_python = frozenset({"iterations", "training_keys"})
+
         num_parts: config.Count = 2
         num_bits: int = Field(default=6, ge=1, le=8)
         iterations: config.Count = 10

@@ -22,10 +22,7 @@ _KEEP_LESS = "keep fewer tokens on the GPU (window_tokens, spare_tokens, or meth
 _FEWER_BITS = "load weights in fewer bits (weights='int4')"
 _ON_DEVICE: dict[Stage, str] = {
     "load": f"{_FEWER_BITS}, take a smaller model or device='cpu'",
-    "prefill": (
-        "lower prefill_chunk_tokens, set prefill_states='host', shorten the prompt, "
-        f"{_KEEP_LESS} or {_FEWER_BITS}"
-    ),
+    "prefill": (f"lower prefill_chunk_tokens, shorten the prompt, {_KEEP_LESS} or {_FEWER_BITS}"),
     "decode": f"{_KEEP_LESS}, ask for fewer new tokens or {_FEWER_BITS}",
 }
 _ON_HOST: dict[Stage, str] = {

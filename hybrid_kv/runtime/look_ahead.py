@@ -87,9 +87,7 @@ class LookAhead:
 
     def _why_not(self, layer_idx: int) -> str:
         if self._foresight.mode == "auto" and self._executor.at_once:
-            return (
-                "the model computes where the search runs: set look_ahead 'always' to do it still"
-            )
+            return "the model computes where the search runs, so that nothing would be hidden"
         return self._unforeseen.get(layer_idx, "nothing predicts its query")
 
     def wants(self, layer: SearchedLayer) -> bool:

@@ -162,7 +162,11 @@ def settings_of_file(tree: Mapping[str, Any]) -> dict[str, Any]:
         }
         if isinstance(index, Mapping) and (kind := str(index.get("kind"))) in INDEXES:
             own = set(INDEXES[kind].params.model_fields) | {"kind"}
-            sizes = {name: value for name, value in index.items() if is_former(kind, name)}
+            sizes = {
+                name: value
+                for name, value in index.items()
+                if name not in own and is_former(kind, name)
+            }
             known = {name: value for name, value in index.items() if name in own}
             kept["cold"]["index"] = known | ({"sizes": sizes} if sizes else {})
     return kept

@@ -108,7 +108,7 @@ def test_doctor_says_how_a_step_is_made_and_searched(
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_gpu: found)
         ahead = examination.check_look_ahead()
         assert (ahead.state == "ok") == has_gpu
-        assert ("cold.look_ahead='always'" in ahead.detail) == (not has_gpu)
+        assert ("nothing would be hidden" in ahead.detail) == (not has_gpu)
 
 
 def test_doctor_and_plan_count_within_the_limit_of_the_process(
