@@ -7,12 +7,17 @@ import re
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import typer
+from matplotlib import pyplot
 
 from hybrid_kv.cli.main import app
 from hybrid_kv.cli.parameters import common_parameters
 from hybrid_kv.plugins import INDEXES, METHODS
+from tests.contracts.architectures import build
+from tests.contracts.edges.calls import prompt
+from tests.test_layering import LEVELS
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))  # scripts of the site, which no package holds
@@ -90,10 +95,7 @@ def test_the_examples_of_a_page_run(
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_prints_what_it_shows() -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="figures need the extra report")
     matplotlib.use("agg")
-    from matplotlib import pyplot
-
     cells = json.loads((ROOT / "docs" / "budgets.ipynb").read_text())["cells"]
     names: dict[str, object] = {}
     drawn = 0
@@ -111,3 +113,29 @@ def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     for name, rows in results.items():  # type: ignore[attr-defined]
         for budget, (right, _, _) in zip(names["BUDGETS"], rows, strict=True):  # type: ignore[call-overload]
             assert f"{name:14} {budget:>3}  right {right} of 8" in said
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = PYTHON.findall((ROOT / "README.md").read_text())
+    text = "the river. " * 40 + "key 3f a0: 11 5c 9e 07. " + "the hill. " * 40
+    block = block.replace('"path-or-hub-id"', '"needle"').replace('"Who did it?"', '"? key 3f a0"')
+    block = block.replace('generate("..."', 'generate("the river. ? key 3f a0"')
+    assert '"..."' not in block
+    names = {"long_text": text, "model": build("llama"), "inputs": {"input_ids": prompt()}}
+    exec(block, names)
+    assert (tmp_path / "book.hkv").is_dir()
+
+
+def test_the_map_of_packages_names_each_of_them() -> None:
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    packages = {path.parent.name for path in (ROOT / "hybrid_kv").glob("*/__init__.py")}
+    assert [name for name in sorted(packages) if f"`{name}`" not in page] == []
+
+
+def test_the_levels_of_imports_are_those_that_the_decisions_tell() -> None:
+    page = " ".join((ROOT / "docs" / "decisions.md").read_text().split())
+    told = page.partition("Packages have levels: ")[2].partition(" < the public names")[0]
+    levels = [set(level.strip(" `").split()) for level in told.split("<")]
+    assert levels == LEVELS[: len(levels)]
+    assert len(levels) == LEVELS.index({"__init__"})
