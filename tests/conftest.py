@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_kv.methods.locret import Locret
-from hybrid_kv.methods.retaining_heads import RetainingHeads
+from hybrid_kv.methods.locret import Locret, RetainingHeads
 from hybrid_kv.plugins import INDEXES, METHODS
 from hybrid_kv.types import ModelInfo
 from tests.tolerances import TOLERANCES, Tolerance

@@ -29,13 +29,13 @@ sys.path.insert(0, str(ROOT))
 
 from hybrid_kv.config import HybridConfig, parse_count  # noqa: E402
 from hybrid_kv.methods.codec import Codec  # noqa: E402
-from hybrid_kv.methods.duo_attention import DuoAttention  # noqa: E402
 from hybrid_kv.methods.evicting import Evicting  # noqa: E402
 from hybrid_kv.methods.following import Following  # noqa: E402
 from hybrid_kv.methods.kivi import Kivi  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
 from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
+from hybrid_kv.methods.whole_heads import DuoAttention  # noqa: E402
 from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES  # noqa: E402
 from hybrid_kv.plugins import METHODS, Method  # noqa: E402
 from hybrid_kv.report.compact import compact  # noqa: E402

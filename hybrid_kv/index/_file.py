@@ -19,11 +19,16 @@ from torch import Tensor
 from hybrid_kv.errors import FileFormatError
 
 MAGIC = b"HKVINDEX"
+
 VERSION = 2
+
 _ALIGNMENT = 64
+
 _PREFIX = struct.Struct("<8sIIQ")
 """Magic, version, CRC-32 of the header, bytes of the header."""
+
 _MAX_HEADER_BYTES = 64 * 2**20
+
 _DTYPES = frozenset({"uint8", "int8", "int32", "int64", "float32"})
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._base import SCRATCH_BYTES
-from hybrid_kv.index._short import ShortIndex, ShortParams, room_bytes
+from hybrid_kv.index.projections import ShortIndex, ShortParams, room_bytes
 from hybrid_kv.ops.kmeans import kmeans, nearest_of
 from hybrid_kv.plugins import INDEXES
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from hybrid_kv.config import MethodConfig
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.methods.prompt_scored import ZipVL
 from hybrid_kv.methods.snapkv import SnapKV
-from hybrid_kv.methods.zipvl import ZipVL
 from hybrid_kv.plugins import METHODS, Method
 from hybrid_kv.types import LayerShape, ModelInfo, Needs
 

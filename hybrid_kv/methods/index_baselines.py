@@ -1,10 +1,16 @@
-"""Retrieval by indexes that others are compared with: exact search, and two of Faiss."""
+"""Methods that are an index kind with its defaults: the paper's way to find the keys to attend.
+
+Each attends what its index finds, and drops nothing. What its docstring says beyond that is where
+it deviates from the paper.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from hybrid_kv.config import IndexConfig
+from hybrid_kv.config import BudgetField, IndexConfig, Tokens
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS
 
@@ -64,3 +70,276 @@ class Hnsw(RetrievalAttention):
         """As retrieval_attention, with cold.index of kind hnsw."""
 
         cold: _HnswCold = Field(default_factory=_HnswCold)
+
+
+class _PQCacheIndex(IndexConfig):
+    kind: Literal["pq"] = "pq"
+
+
+class _PQCacheCold(ColdParams):
+    index: _PQCacheIndex = Field(default="pq", validate_default=True)
+
+
+@METHODS.register("pqcache", paper="Zhang et al. 2024, arXiv:2407.12820")
+class PQCache(RetrievalAttention):
+    """Attends the keys whose product quantisation scores best; nothing is lost.
+
+    A key is cut into num_parts, each of which stands for one of 2 ** num_bits centroids (index
+    `pq`); the best top_k by these are attended themselves.
+
+    Deviations: k-means runs when the prompt is complete, not meanwhile; no cache of blocks; each
+    query head chooses by itself.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind pq."""
+
+        cold: _PQCacheCold = Field(default_factory=_PQCacheCold)
+
+
+class _LokiIndex(IndexConfig):
+    kind: Literal["pca"] = "pca"
+
+
+class _LokiCold(ColdParams):
+    index: _LokiIndex = Field(default="pca", validate_default=True)
+
+
+@METHODS.register("loki", paper="Singhania et al. 2024, arXiv:2406.02542")
+class Loki(RetrievalAttention):
+    """Attends the keys that score best in their first principal components; nothing is lost.
+
+    (q P) . (k P) with a fourth of the components ranks (index `pca`), and the best top_k are
+    attended by their true scores.
+
+    Deviations: components of the prompt's own keys, after RoPE, not of a calibration text; keys
+    stay as they are beside their components.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind pca."""
+
+        cold: _LokiCold = Field(default_factory=_LokiCold)
+
+
+class _CTkvrIndex(IndexConfig):
+    kind: Literal["query_lists"] = "query_lists"
+
+
+class _CTkvrCold(ColdParams):
+    index: _CTkvrIndex = Field(default="query_lists", validate_default=True)
+
+
+@METHODS.register("ctkvr", paper="Lu et al. 2025, arXiv:2512.15550")
+class CTkvr(RetrievalAttention):
+    """Attends the best keys on the lists of those prompt queries that are most like the query.
+
+    The last queries of the prompt are centroids, each with a list of its best keys; the lists of
+    the nearest are joined and ranked by true scores (index `query_lists`); nothing is lost, but a
+    key on no list is not found.
+
+    Deviations: query heads of a group share their centroids; keys of the answer get on the lists
+    too.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind query_lists."""
+
+        cold: _CTkvrCold = Field(default_factory=_CTkvrCold)
+
+
+class _DoubleSparsityIndex(IndexConfig):
+    kind: Literal["label_channels"] = "label_channels"
+
+
+class _DoubleSparsityCold(ColdParams):
+    index: _DoubleSparsityIndex = Field(default="label_channels", validate_default=True)
+
+
+@METHODS.register("double_sparsity", paper="Yang et al. 2024, arXiv:2408.07092")
+class DoubleSparsity(RetrievalAttention):
+    """Attends the keys that score best in a sixteenth of the channels; nothing is lost.
+
+    Channels are those of the largest |q| |k| (index `label_channels`), held apart as label cache.
+
+    Deviations: calibrated on the prompt by the mean sizes of queries and keys, not offline on a
+    text; labels are in the precision of the keys; channels of a KV head, of all its query heads.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind label_channels."""
+
+        cold: _DoubleSparsityCold = Field(default_factory=_DoubleSparsityCold)
+
+
+class _InfiniGenProxyIndex(IndexConfig):
+    kind: Literal["skewed_channels"] = "skewed_channels"
+
+
+class _InfiniGenProxyCold(ColdParams):
+    index: _InfiniGenProxyIndex = Field(default="skewed_channels", validate_default=True)
+
+
+@METHODS.register("infinigen_proxy", paper="after InfiniGen, Lee et al. 2024, arXiv:2406.19707")
+class InfiniGenProxy(RetrievalAttention):
+    """Attends the keys that score best in the heaviest columns after a rotation; A PLAIN PROXY.
+
+    InfiniGen turns the weights of queries and keys offline, and guesses the queries of a layer from
+    the input of the layer before, to fetch ahead. Here the prompt's queries give the rotation
+    (index `skewed_channels`), the true query asks, and top_k entries are attended, not those within
+    a margin of the best. So its choice is better than the paper's, and nothing is fetched ahead.
+
+    Deviations: all of these.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind skewed_channels."""
+
+        cold: _InfiniGenProxyCold = Field(default_factory=_InfiniGenProxyCold)
+
+
+class _BlocksCold(ColdParams):
+    top_k: BudgetField = 2048
+    index: IndexConfig = Field(default="blocks", validate_default=True)
+
+
+@METHODS.register("infllm", paper="Xiao et al. 2024, arXiv:2402.04617")
+class InfLLM(RetrievalAttention):
+    """Retrieval of whole blocks, by the representative keys of each; nothing is lost.
+
+    Score of a block: mean of q . k over its representatives. cold.top_k 2048 is the paper's 16
+    blocks of 128 tokens.
+
+    Deviations: those of the index (`blocks`); keys keep the positions they were written with, where
+    the paper gives all that is retrieved one position; what is found is attended on the host;
+    sinks and window are this project's; only sampled queries judge which
+    keys stand for a block; each query head chooses by itself. A top_k that is no multiple of a
+    block, as budgets set it, reads of the blocks it chose the top_k entries that score best; below
+    one block these are single entries of one.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind blocks."""
+
+        cold: _BlocksCold = Field(default_factory=_BlocksCold)
+
+
+class _ReKVIndex(IndexConfig):
+    kind: Literal["frames"] = "frames"
+
+
+class _ReKVCold(ColdParams):
+    top_k: BudgetField = 64 * 196
+    index: _ReKVIndex = Field(default="frames", validate_default=True)
+
+
+@METHODS.register("rekv", paper="Di et al. 2025, arXiv:2503.00540")
+class ReKV(RetrievalAttention):
+    """Attends the frames whose mean key is most like the mean query of a layer; nothing is lost.
+
+    A frame is a block of cold.index.page_size tokens; its vector is the mean of its keys, all heads
+    behind each other, and the cosine with the mean query decides for all of them (index `frames`).
+    cold.top_k 12544 is the authors' 64 frames of 196 tokens.
+
+    Deviations: chosen anew in every step, by its query, not once a question; frames begin where the
+    cold tier does; the prompt is attended whole, not in a sliding window; no disk. A top_k that is
+    no multiple of a frame, as budgets set it, reads of the frames it chose the top_k entries that
+    score best, for each query head its own; below one frame these are single entries of one.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind frames."""
+
+        cold: _ReKVCold = Field(default_factory=_ReKVCold)
+
+
+class _RetroInferIndex(IndexConfig):
+    kind: Literal["clusters"] = "clusters"
+
+
+class _RetroInferCold(ColdParams):
+    index: _RetroInferIndex = Field(default="clusters", validate_default=True)
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
+
+
+@METHODS.register("retroinfer", paper="Chen et al. 2025, arXiv:2505.02922")
+class RetroInfer(RetrievalAttention):
+    """Attends the best clusters of keys, and of the others an estimate by their centroids.
+
+    A cluster that is not read counts as s exp(scale q . c) with its mean value, c the mean of its s
+    keys (index `clusters`), merged by log-sum-exp with what was read; nothing is lost.
+
+    Deviations: all clusters are estimated, in the paper the next best fourth; of the last cluster
+    the best keys are read, up to top_k in all, and the others estimated; no block cache on the
+    device.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind clusters,
+        and cold.estimate.
+        """
+
+        cold: _RetroInferCold = Field(default_factory=_RetroInferCold)
+
+
+class _ShadowKVIndex(IndexConfig):
+    kind: Literal["landmarks"] = "landmarks"
+
+
+class _ShadowKVCold(ColdParams):
+    top_k: BudgetField = 2048
+    index: _ShadowKVIndex = Field(default="landmarks", validate_default=True)
+
+
+@METHODS.register("shadowkv", paper="Sun et al. 2024, arXiv:2410.21465, section 4")
+class ShadowKV(RetrievalAttention):
+    """Attends the chunks whose mean keys score best, and outlier chunks in every step.
+
+    weight[c] = max over the queries of a KV head of softmax(q . landmark[c] * scale), a landmark
+    the mean key of 8 tokens; the best chunks, up to top_k tokens, are attended, among them the 48
+    in which some key is least like the landmark by its cosine (index `landmarks`).
+
+    Deviations: keys are attended as they are, from host memory beside the values, where the paper
+    rebuilds those it found on the device from 160 of 1024 coefficients (shadowkv_keys has these,
+    without a cold tier); so this is at least as exact, and moves twice the bytes. The landmarks'
+    softmax has no scale, which changes the choice between query heads alone; outliers count within
+    top_k; tokens of one step choose together.
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind landmarks."""
+
+        window_tokens: Tokens = 32
+        cold: _ShadowKVCold = Field(default_factory=_ShadowKVCold)
+
+
+class _SparQIndex(IndexConfig):
+    kind: Literal["query_channels"] = "query_channels"
+
+
+class _SparQCold(ColdParams):
+    index: _SparQIndex = Field(default="query_channels", validate_default=True)
+    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
+
+
+@METHODS.register("sparq", paper="Ribar et al. 2023, arXiv:2312.04985")
+class SparQ(RetrievalAttention):
+    """Attends the keys that the largest components of the query score best, and a mean value.
+
+    The top_k keys of the highest softmax(q[i] . K[i] / (tau sqrt(D))) are attended, i the
+    num_channels largest |q|; the rest is alpha-blended as the mean value (index `query_channels`);
+    nothing is lost.
+
+    Deviations: sinks and window are attended exactly, beside that estimate, which is of the cold
+    tier alone; keys are not kept by channel, so that all of them are read. Each query head
+    chooses by itself, where the authors add up |q| and the scores over a group
+    (cold.index.shared=true): alpha, known here of the cold tier alone, is then less certain (KL of
+    smollm2 at 5% of 1K tokens .13, by itself .019; without the estimate .027 and .026).
+    """
+
+    class Params(RetrievalParams):
+        """As retrieval_attention, with cold.index of kind query_channels,
+        and cold.estimate.
+        """
+
+        cold: _SparQCold = Field(default_factory=_SparQCold)

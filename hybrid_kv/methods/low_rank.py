@@ -1,4 +1,4 @@
-"""What methods share that keep a token's keys and values by a few coefficients."""
+"""Keys and values kept as a few coefficients: CSKV, MatryoshkaKV, and the keys of ShadowKV."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hybrid_kv.config import Ratio, Tokens
 from hybrid_kv.entries import Entries
 from hybrid_kv.methods.codec import CodecParams, Kept, Seen
 from hybrid_kv.methods.turned import TurnedCodec, TurnedEntries
+from hybrid_kv.plugins import METHODS
 
 _ROWS = 2
 """Times as many tokens as directions, or fewer directions say nothing of later tokens."""
@@ -104,3 +105,68 @@ def principal_directions(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     best = variances.flatten().topk(rank).indices.sort().values
     whole = torch.block_diag(*(head.T for head in vectors))  # [Hkv * D, Hkv * D], by component
     return whole[best], mean.flatten()
+
+
+@METHODS.register("cskv", paper="Wang et al. 2024, arXiv:2409.10593")
+class CSKV(LowRank):
+    """Keeps what left the window by a fifth as many coefficients as channels; ROUNDS.
+
+    K = (K B^T) B, B the first right singular vectors of a layer's keys before RoPE, all heads
+    behind each other, and so with values. What lies outside of them is lost. The first sink_tokens
+    stay whole.
+
+    Deviations: the paper trains the two matrices for reconstruction; here they are the SVD of the
+    prompt's keys and values, not of the weights.
+    """
+
+    class Params(LowRankParams):
+        """rank_ratio: coefficients of a token, as a share of its channels in all heads."""
+
+        rank_ratio: Ratio = 0.2
+
+    def basis(self, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        return joint_directions(rows, rank)
+
+
+@METHODS.register("matryoshka_kv", paper="Lin et al. 2024, arXiv:2410.14731")
+class MatryoshkaKV(LowRank):
+    """Keeps what left the window by principal components of each head; ROUNDS.
+
+    k = mean + (k - mean) U U^T, U orthogonal by head, its first components; of all heads of a layer
+    those with the largest variances stay, so that heads have ranks of their own. What the others
+    hold is lost. The first sink_tokens stay whole.
+
+    Deviations: the paper trains U and searches ranks on a calibration set; this is its untrained
+    start, PCA of the prompt's keys before RoPE and values.
+    """
+
+    class Params(LowRankParams):
+        """rank_ratio: coefficients of a token, as a share of its channels in all heads."""
+
+    def basis(self, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        return principal_directions(rows, rank)
+
+
+@METHODS.register("shadowkv_keys", paper="Sun et al. 2024, arXiv:2410.21465, section 4.1")
+class ShadowKVKeys(LowRank):
+    """Keeps keys that left the window by coefficients along singular vectors, values whole; ROUNDS.
+
+    K = (K B^T) B, B the first right singular vectors of the prompt's keys before RoPE, all heads
+    behind each other (the paper: 160 of 1024). ShadowKV's other half, values in host memory found
+    by landmarks, is not here (see shadowkv): everything is attended on the device.
+
+    Deviations: that other half; chunks that no landmark stands for well (the paper's outliers) are
+    rounded as all others, where the authors keep their keys whole; the first sink_tokens stay whole
+    whether they are such chunks or not.
+    """
+
+    class Params(LowRankParams):
+        """rank_ratio: coefficients of a token's keys, as a share of its channels in all heads."""
+
+        rank_ratio: Ratio = 160 / 1024
+
+    def ranks(self, channels: int) -> tuple[int, int]:
+        return round(self.params.rank_ratio * channels), channels
+
+    def basis(self, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        return joint_directions(rows, rank)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
-from hybrid_kv.index.hash_tables import tables_that_find
+from hybrid_kv.index.hashing import tables_that_find
 from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.methods.retrieval import RetrievalAttention
 from hybrid_kv.plugins import METHODS

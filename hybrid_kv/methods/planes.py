@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.entries import Entries
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops.low_bits import pack, unpack
 from hybrid_kv.ragged import Ragged
 
 _BITS, _MOST = 2, 15
+
 _MIDDLE = 1.5
 """What a lower plane that is not there counts as: the mean of 0, 1, 2 and 3."""
 
@@ -124,3 +127,25 @@ def channel_sizes(k: Tensor, v: Tensor) -> Tensor:
     """[Hkv, 2, D] float32: the square root of every channel's largest size; 1 where it is 0."""
     largest = torch.stack([k, v], 1).float().abs().amax(2)
     return torch.where(largest > 0, largest.sqrt(), 1.0)
+
+
+def count_of(ratio: float, dim: int) -> int:
+    """Outliers of a row of `dim` numbers."""
+    return math.ceil(ratio * dim)
+
+
+def outliers(rows: Tensor, ratio: float, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in a row [..., D] those lie that have the largest distance, and what they are.
+
+    Returns:
+        places [..., m] int16 and numbers [..., m] in the dtype of rows, m = ceil(ratio * D).
+    """
+    if rows.shape[-1] > torch.iinfo(torch.int16).max:
+        raise ConfigError(f"head_dim must be below 32768 for outliers, got {rows.shape[-1]}")
+    places = distance.topk(count_of(ratio, rows.shape[-1])).indices
+    return places.to(torch.int16), rows.gather(-1, places)
+
+
+def put_back(rows: Tensor, places: Tensor, numbers: Tensor) -> Tensor:
+    """Rows [..., D] with the outliers in their places."""
+    return rows.scatter(-1, places.long(), numbers.to(rows.dtype))

@@ -1,24 +1,30 @@
-"""SnapKV: the prompt entries that the queries at its end attend most, and all of the answer."""
+"""SnapKV and its kin: keep what the last queries of a prompt attended, by layer or head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.config import Count
+from hybrid_kv.config import Count, Tokens
+from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.methods.evicting import Evicting, EvictingParams
+from hybrid_kv.methods.head_scores import given_scores
 from hybrid_kv.methods.scores import (
     Odd,
     Pooling,
     best,
     critical,
     group_sums,
+    head_budgets,
+    layer_budgets,
     pooled,
+    shared_out,
     value_norms,
 )
 from hybrid_kv.plugins import METHODS
@@ -109,3 +115,137 @@ class SnapKV(Evicting):
     def shares(self, layer_idx: int, scores: Tensor, budget: int) -> Sequence[int]:
         """By KV head the entries that stay, of scores [Hkv, N] and `budget` < N on average."""
         return [budget] * len(scores)
+
+
+class PyramidParams(SnapParams):
+    """window_tokens, observed_tokens: the authors' last 8, which score and stay, in pages;
+    beta: the last layer keeps one beta-th of an even share; the steeper the higher.
+    """
+
+    window_tokens: Tokens = 16
+    observed_tokens: Count = 8
+    beta: Count = 20
+
+
+@METHODS.register("pyramidkv", paper="Cai et al. 2024, arXiv:2406.02069, section 4")
+class PyramidKV(SnapKV):
+    """SnapKV with budgets on a straight line over the layers, most in the first; DROPS the rest.
+
+    Beside sinks and window the last layer keeps 1/beta of the mean, the first what makes the mean
+    come out; where a prompt has not so much, the line is flatter.
+
+    Deviations: the layers' budgets add up exactly, where the authors round the step between two
+    layers down. Layers that are not ours to evict (with a sliding window of their own) do not
+    count; the window is of whole pages.
+    """
+
+    Params = PyramidParams
+
+    def open(self, info: ModelInfo) -> None:
+        super().open(info)
+        self._layers = [shape.layer_idx for shape in info.layers]
+
+    def budget(self, layer_idx: int, count: int) -> int:
+        even = self.room(count)
+        if even == count:
+            return count
+        budgets = layer_budgets(even, len(self._layers), count, self.params.beta)
+        return budgets[self._layers.index(layer_idx)]
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        """As `Evicting.at_budget`, with a window of the queries that score."""
+        window = max(page_size, params.observed_tokens // page_size * page_size)
+        given = params.model_copy(update={"window_tokens": window})
+        return super().at_budget(given, tokens, context_tokens=context_tokens, page_size=page_size)
+
+
+class Safeguarded(BaseParams):
+    """safeguard: of an even share so much is certain for every head."""
+
+    safeguard: float = Field(default=0.5, ge=0, le=1)
+
+
+class Shared:
+    """Mixed into SnapKV or what derives from it: heads get what the best scores of all ask for."""
+
+    params: Any
+
+    def shares(self, layer_idx: int, scores: Tensor, budget: int) -> Sequence[int]:
+        """By KV head the entries that stay, Hkv * budget of scores [Hkv, N] together."""
+        return head_budgets(scores, budget, self.params.safeguard)
+
+
+@METHODS.register("ada_snapkv", paper="Feng et al. 2024, arXiv:2407.11550, sections 3.3 and 3.4")
+class AdaSnapKV(Shared, SnapKV):
+    """SnapKV where a layer's heads share their budgets by the scores; DROPS the rest.
+
+    The best Hkv * B scores of all heads together say how many each head would keep, B_h; it keeps
+    the best safeguard * B + (1 - safeguard) * B_h of its own. Held flat and ragged, never padded.
+
+    Deviations: what heads keep adds up to Hkv * B; the authors' code rounds each by itself.
+    """
+
+    class Params(Safeguarded, SnapParams):
+        """As snapkv, with safeguard."""
+
+
+@METHODS.register("ada_pyramid", paper="Feng et al. 2024, arXiv:2407.11550, section 3.4")
+class AdaPyramid(Shared, PyramidKV):
+    """PyramidKV where a layer's heads share its budget by the scores; DROPS the rest.
+
+    The pyramid says what a layer keeps, as in pyramidkv; its heads share that, as in ada_snapkv.
+
+    Deviations: those of pyramidkv and ada_snapkv.
+    """
+
+    class Params(Safeguarded, PyramidParams):
+        """As pyramidkv, with safeguard; window_tokens, observed_tokens: as of ada_snapkv."""
+
+        window_tokens: Tokens = 32
+        observed_tokens: Count = 32
+
+
+class HeadKVParams(SnapParams):
+    """heads: how much each matters, by layer and KV head, a JSON file of that, or "prompt";
+    beta: one beta-th of an even share goes into the pool that they share by it.
+    """
+
+    heads: str | tuple[tuple[float, ...], ...] = "prompt"
+    beta: float = Field(default=1.2, ge=1, allow_inf_nan=False)
+
+
+@METHODS.register("headkv", paper="Fu et al. 2024, arXiv:2410.19258")
+class HeadKV(SnapKV):
+    """SnapKV with a budget for each head, by scores of the model's heads; DROPS the rest.
+
+    Of an even share b every head keeps b - b / beta; the pool of b / beta from all heads of all
+    layers is shared in the proportion of their scores.
+
+    Deviations: the paper's scores come from retrieval and reasoning probes of query heads; here
+    they are given for KV heads (hybrid-kv heads makes such a file), or, by "prompt", a head's is
+    the sum of its SnapKV scores, and heads of a layer share their pool. A head keeps no more than
+    there is; 1.2 is one of the values of beta that the authors try (1.005 to 10), who round b /
+    beta down.
+    """
+
+    Params = HeadKVParams
+
+    def open(self, info: ModelInfo) -> None:
+        super().open(info)
+        self._scores: dict[int, Tensor] | None = None
+        if self.params.heads != "prompt":
+            layers = [one.layer_idx for one in info.layers]
+            given = given_scores(self.params.heads, info)
+            self._scores = dict(zip(layers, given, strict=True))
+
+    def shares(self, layer_idx: int, scores: Tensor, budget: int) -> Sequence[int]:
+        known = self._scores or {layer_idx: scores.sum(1).cpu()}
+        every = torch.cat(list(known.values())).double()
+        pool = budget / self.params.beta
+        parts = every / every.sum() if every.any() else torch.full_like(every, 1 / len(every))
+        exact = (budget - pool + len(every) * pool * parts).tolist()
+        budgets = torch.tensor(shared_out(len(every) * budget, exact))
+        own = dict(zip(known, budgets.split([len(one) for one in known.values()]), strict=True))
+        kept: list[int] = own[layer_idx].clamp(max=scores.shape[1]).tolist()
+        return kept

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_kv.config import ConfigLike, HybridConfig
@@ -28,11 +28,10 @@ from hybrid_kv.models.support import (
     inspect_model,
     text_config,
 )
-from hybrid_kv.models.weight_tensors import is_plain_linear, keep_as_stored
+from hybrid_kv.models.weight_tensors import keep_as_stored
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import make_executor
 from hybrid_kv.transfer import Executor
-from hybrid_kv.types import ModelInfo
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = (
     weakref.WeakKeyDictionary()
@@ -121,6 +120,8 @@ class Attachment:
         if (needs.horizon_tokens or needs.rotary or early) and not self.info.rotary:
             self.info = replace(self.info, rotary=find_rotary(self.model, self.info))
         if needs.outputs and not self.info.outputs:
+            from hybrid_kv.models.outputs import find_outputs
+
             self.info = replace(self.info, outputs=find_outputs(self.model, self.info))
         if early and self.info.unforeseen is None:
             unforeseen = self._serving.compute_early_queries(self.info)
@@ -271,26 +272,3 @@ def detach(model: PreTrainedModel) -> None:
     check_model(model)
     if (home := _attachment_of(model)) is not None:
         home.close()
-
-
-_NAMES = ("o_proj", "out_proj", "dense", "wo")
-
-
-def find_outputs(model: PreTrainedModel, info: ModelInfo) -> tuple[Tensor | None, ...]:
-    """By tiered layer the weight [hidden, Hq * D], the model's own memory.
-
-    None where the layer has no plain linear projection of that width (packed weights, and weights
-    that are elsewhere until their layer runs).
-    """
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        layer_idx = getattr(module, "layer_idx", None)
-        for part in (getattr(module, name, None) for name in _NAMES):
-            if isinstance(layer_idx, int) and is_plain_linear(part):
-                found[layer_idx] = part.weight.detach()
-    return tuple(
-        weight if weight is not None and not weight.is_meta and weight.shape[1] == width else None
-        for weight, width in (
-            (found.get(one.layer_idx), one.num_q_heads * one.head_dim) for one in info.layers
-        )
-    )

@@ -192,7 +192,7 @@ def test_an_answer_ends_early_only_where_more_would_not_lower_its_score() -> Non
 def test_a_method_that_fails_is_named_with_its_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_kv.methods.streaming_llm import StreamingLLM
+    from hybrid_kv.methods.windows import StreamingLLM
 
     def broken(self: StreamingLLM, layer_idx: int, q: Any) -> Any:
         raise RuntimeError("out of luck")

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from hybrid_kv import rotary
-from hybrid_kv.methods import by_head, rotate_kv
+from hybrid_kv.methods import before_rope, by_part
 from hybrid_kv.ops import devices
 from tests.device import cuda, tensors
 from tests.device.definitions import defining
@@ -80,7 +80,7 @@ def remove() -> bool:
     return False
 
 
-_SENT_ONCE = (rotary.rates_on, rotate_kv.hadamard, by_head.ids_on)
+_SENT_ONCE = (rotary.rates_on, before_rope.hadamard, by_part.ids_on)
 """What keeps tensors on a device for good, which is not for longer than the device is there."""
 
 _in_place: list[ExitStack] = []

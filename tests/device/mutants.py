@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "parts of the staging area are handed out again while they are in use",
-        "transfer/staging.py",
+        "transfer/cuda.py",
         "        if not self._out:\n",
         "        if True:\n",
         [f"{TRANSFERS}::test_what_is_kept_is_its_own_while_others_are_under_way"],

@@ -22,8 +22,8 @@ from hybrid_kv.index._sketch_head import HeadSketch, Placing, SketchMaker
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._trial import HeadReport
 from hybrid_kv.index.auto import AutoIndex, Part
-from hybrid_kv.index.blocks import BlocksIndex
 from hybrid_kv.index.graph import GraphIndex
+from hybrid_kv.index.pages import BlocksIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 from hybrid_kv.ops.native.graph_build import project

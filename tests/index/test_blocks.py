@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index.blocks import BlocksIndex
+from hybrid_kv.index.pages import BlocksIndex
 from tests.index.oracle import check_result, clustered
 
 SIZE, HEADS, GROUP = 16, 2, 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.index.hnsw import HnswIndex
+from hybrid_kv.index.faiss_kinds import HnswIndex
 from tests.index.oracle import check_result, clustered, recall
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_kv.index.ivf import IvfIndex
+from hybrid_kv.index.faiss_kinds import IvfIndex
 from tests.index.oracle import check_result, clustered, recall
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index import hash_tables
-from hybrid_kv.index.hash_tables import HashTables, probability, tables_that_find
-from hybrid_kv.index.lsh import LshIndex
+from hybrid_kv.index import hashing
+from hybrid_kv.index.hashing import HashTables, LshIndex, probability, tables_that_find
 from hybrid_kv.types import SearchResult
 from tests.index.oracle import clustered
 
@@ -53,7 +52,7 @@ def test_keys_that_collide_in_two_tables_are_sampled(known: int) -> None:
 
 
 def test_tables_are_made_anew_when_many_keys_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_tables, "_LEAST_TAIL", 10)
+    monkeypatch.setattr(hashing, "_LEAST_TAIL", 10)
     keys, queries = clustered(700, offset=3.0)
     index = built(keys[:, :300], num_bits=5, num_tables=9, seed=7)
     before = index.memory_bytes

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.index.lsh import LshIndex
+from hybrid_kv.index.hashing import LshIndex
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import every, extents, held

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.rotate_kv import hadamard
+from hybrid_kv.methods.before_rope import hadamard
 from hybrid_kv.plugins import METHODS, Method
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import LayerShape, ModelInfo
@@ -336,7 +336,7 @@ def test_bytes_are_those_of_the_codes(name: str) -> None:
     assert kept.nbytes < 0.75 * 2 * count * 2 * 4 * DIM
 
 
-# Relative error of the output on normal numbers, as docs/archive/methods.md has it.
+# Relative error of the output on normal numbers, about which every docs/methods.md row speaks.
 LOSS = {
     "rotate_kv": 0.75,
     "accurate_block": 0.24,

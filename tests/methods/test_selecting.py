@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, MethodError
 from hybrid_kv.index.clusters import ClustersIndex
-from hybrid_kv.index.query_channels import QueryChannelsIndex
+from hybrid_kv.index.projections import QueryChannelsIndex
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import LayerShape, ModelInfo, Read, TokenBudget

@@ -1,10 +1,11 @@
-"""Share: layers keep the tokens that another layer chose."""
+"""Methods made of two: `chain` codes what another one keeps, `share` lets layers use one choice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -13,8 +14,109 @@ from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, MethodError
 from hybrid_kv.methods.composing import PROMPT_CHOOSERS, each
+from hybrid_kv.methods.kivi import Kivi
+from hybrid_kv.methods.think import ThinK
 from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read, Tiers
+
+CODECS = (Kivi, ThinK)
+"""Whose codes of a token do not hang on the tokens of other heads, or on its position."""
+
+
+@METHODS.register("chain", paper="this project; ThinK, arXiv:2407.21018, is put behind SnapKV so")
+class Chain(Method):
+    """Keeps what the first method chooses of the prompt, in the codes of the second; DROPS, ROUNDS.
+
+    When the prompt ends `first` chooses; what it keeps is coded by `then`, and later all of the
+    answer as it leaves the window, which is the first method's. Groups of codes are of what is
+    kept. Heads of different lengths are coded as if they repeated their last entry.
+
+    Kept: what the first method keeps, as codes of the second.
+    Lost: what the first method loses, and precision as the second says.
+    Deviations: none; a combinator. What chooses again as an answer grows has codes alone to choose
+    from and is refused; so are codecs that look at all heads of a token together, or at positions,
+    and demote "offload", whose copies would be worse than the originals.
+    """
+
+    class Params(BaseParams):
+        """first: a method that chooses when the prompt ends, by name or as a group; then: kivi,
+        gear or think, by name or as a group.
+        """
+
+        first: MethodConfig = Field(default="snapkv", validate_default=True)
+        then: MethodConfig = Field(default="kivi", validate_default=True)
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._first, self._then = params.first.build(), params.then.build()
+        if not isinstance(self._first, PROMPT_CHOOSERS) or params.first.params.demote != "drop":
+            raise ConfigError(
+                "chain must begin with a method that chooses when the prompt ends and drops the "
+                f"rest, got {params.first.method}; choose snapkv or one of its kin, or zipvl"
+            )
+        if not isinstance(self._then, CODECS):
+            raise ConfigError(
+                "chain must end with a codec whose codes hang on one head alone, got "
+                f"{params.then.method}; choose kivi, gear or think"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return self._first.needs | self._then.needs  # type: ignore[no-any-return]
+
+    def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
+        return self._first.tiers(shape, num_tokens)  # type: ignore[no-any-return]
+
+    def open(self, info: ModelInfo) -> None:
+        self._first.open(info)
+        self._then.open(info)
+
+    def seal(self, layer_idx: int, evidence: Sequence[Evidence]) -> Placement:
+        return self._first.seal(layer_idx, evidence)  # type: ignore[no-any-return]
+
+    def read(self, layer_idx: int, q: Tensor) -> Read:
+        return Read()
+
+    def absorb(
+        self, layer_idx: int, row: int, kept: Entries | None, left: Entries, seen: Evidence | None
+    ) -> Entries:
+        chosen = left if seen is None else self._first.absorb(layer_idx, row, None, left, seen)
+        most = max(chosen.lengths)
+        if not most:
+            return kept or chosen
+        k, v, at = (_even(chosen.split(name), most) for name in ("k", "v", "positions"))
+        old = kept if kept is not None and any(kept.lengths) else None
+        new = self._then.code(k, v, at, old, seen)
+        if len(set(chosen.lengths)) > 1:
+            masks = [torch.arange(most, device=k.device) < count for count in chosen.lengths]
+            new = new.select(masks)
+        return old.extended(new).with_tables(**new.tables) if old is not None else new
+
+    @classmethod
+    def full_budget(cls, params: Any) -> Any:
+        for field in ("first", "then"):
+            params = each(params, field, lambda kind, own: kind.full_budget(own))
+        return params
+
+    @classmethod
+    def at_budget(cls, params: Any, tokens: int, *, context_tokens: int, page_size: int) -> Any:
+        sizes = {"context_tokens": context_tokens, "page_size": page_size}
+        return each(params, "first", lambda kind, own: kind.at_budget(own, tokens, **sizes))
+
+
+def _even(heads: Sequence[Tensor], most: int) -> Tensor:
+    """[Hkv, most, ...]: shorter heads repeat their last row, empty ones are 0."""
+    rows = []
+    for head in heads:
+        count = len(head)
+        if count == most:
+            rows.append(head)
+        elif count:
+            ids = torch.arange(most, device=head.device).clamp(max=count - 1)
+            rows.append(head[ids])
+        else:
+            rows.append(head.new_zeros(most, *head.shape[1:]))
+    return torch.stack(rows)
 
 
 @METHODS.register("share", paper="this project; after TidalDecode, arXiv:2410.05076")
