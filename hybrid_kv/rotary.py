@@ -63,7 +63,7 @@ UNKNOWN = Rotary(reason="the positions of these queries are not known")
 class Samples:
     """Queries that an index learns from, where decoding will ask them.
 
-    queries: [Hkv, G, M, D], those of a prompt in its order; for later ones see `Aging.renew`.
+    queries: [Hkv, G, M, D], of a prompt in its order; for later ones see `IndexRefresh.renew`.
     positions: [M] int64, for which they are turned now; None where that is not known.
     rotary: how the layer turns them.
     first, horizon: they stand for what will be asked at positions first .. first + horizon - 1;

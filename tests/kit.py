@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.store import LayerKV, RetrievedPart, Row, Span
+from hybrid_kv.store import ExtentView, LayerStore, RetrievedPart, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
@@ -32,7 +32,7 @@ class Extent:
     length: entries that the row sees. stored: those in it, of this row and of others behind it.
     """
 
-    _span: Span
+    _span: ExtentView
 
     @property
     def length(self) -> int:
@@ -96,7 +96,7 @@ class Extent:
 class Held:
     """What a row of a layer holds, as of whenever it is asked."""
 
-    _layer: LayerKV
+    _layer: LayerStore
     _row: Row
 
     @property
@@ -239,8 +239,8 @@ def cache_of(owner: Any) -> Any:
     return owner._cache
 
 
-def _stores(owner: Any, *, settled: bool = True) -> dict[int, LayerKV]:
-    if isinstance(owner, LayerKV):
+def _stores(owner: Any, *, settled: bool = True) -> dict[int, LayerStore]:
+    if isinstance(owner, LayerStore):
         return {0: owner}
     cache = getattr(owner, "_cache", owner)
     kv = getattr(cache, "kv", cache)

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid_kv as hkv
 from hybrid_kv.models import few_tokens
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.layer import LayerCache
 
 PRODUCTS, CACHE, WRAPPERS, CUTS, OTHERS = PARTS = (
     *("products", "cache part", "prompt's wrappers"),
@@ -47,7 +47,7 @@ _TRANSFORMERS = str(Path(transformers.__file__).parent) + "/"
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo") + "/"
 _PRODUCTS = ("models/few_tokens.py", "models/linear_product.py", "ops/native/linear.py")
 _WRAPPERS = ("models/layer_major.py", "models/widening.py", "models/early_queries.py")
-_ENDING = (TieredLayer.move_on.__code__, TieredLayer.settle.__code__)
+_ENDING = (LayerCache.move_on.__code__, LayerCache.settle.__code__)
 _FIRST = 1  # steps that make trials and look things up
 _CONTEXT, _STEPS, _LAYER, _PAGE = 1500, 20, 1, 16
 
@@ -80,7 +80,7 @@ class LayerCounter:
             leaves that out.
     """
 
-    def __init__(self, layer: nn.Module, stored: TieredLayer | None = None) -> None:
+    def __init__(self, layer: nn.Module, stored: LayerCache | None = None) -> None:
         self._layer, self._stored, self._parts = layer, stored, list[str]()
         self._all, self._own = Counter[str](), {part: Counter[str]() for part in PARTS}
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.sizes import Sizes
 from benchmarks.gpu_check.timing import wall_us
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.select import CODE_BYTES
-from hybrid_kv.transfer.recorded import CudaRecorder
+from hybrid_kv.transfer.graph_cache import CudaRecorder
 
 _NODES = (1, 100)
 _NAME_CHARS = 60

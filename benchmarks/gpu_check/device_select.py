@@ -18,7 +18,7 @@ from hybrid_kv.ops import Ops, get_ops
 from hybrid_kv.ops.pinned import pinned_array
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.runtime.select import CODE_BYTES
-from hybrid_kv.transfer.recorded import CudaRecorder
+from hybrid_kv.transfer.graph_cache import CudaRecorder
 from hybrid_kv.types import PartialAttention
 
 _TOP_K, _WIDTH = 100, 1024

@@ -33,7 +33,7 @@ from hybrid_kv.eval import prefilled
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.report.compact import compact
-from hybrid_kv.runtime import foreseen
+from hybrid_kv.runtime import look_ahead_state
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import Copies, CudaExecutor
 
@@ -119,16 +119,16 @@ def by_layer(cache: TieredCache) -> list[dict[str, Any]]:
 def losses_by_layer(llm: hkv.LLM, prompt: Any, ids: Tensor, options: Any) -> dict[int, list[float]]:
     """By layer the mean loss at each of FACTORS, over all steps: a trial that does not end."""
     noted: dict[int, list[list[float]]] = defaultdict(list)
-    plain = foreseen.Standing.note
+    plain = look_ahead_state.LookAheadState.note
     cache = prefilled.open_cache(llm.runtime, settings("auto", 4, options), prompt, wait=False)
     ahead = cache.kv.means.look_ahead
     assert ahead is not None
     known = {id(ahead.standing(idx)): idx for idx in cache.kv.layers}
-    foreseen.Standing.note = lambda self, one: noted[known[id(self)]].append(one)  # type: ignore[method-assign]
+    look_ahead_state.LookAheadState.note = lambda self, one: noted[known[id(self)]].append(one)  # type: ignore[method-assign]
     try:
         read(llm, cache, ids)
     finally:
-        foreseen.Standing.note = plain  # type: ignore[method-assign]
+        look_ahead_state.LookAheadState.note = plain  # type: ignore[method-assign]
     return {
         idx: [statistics.fmean(of_factor) for of_factor in zip(*rows, strict=True)]
         for idx, rows in sorted(noted.items())
@@ -201,7 +201,7 @@ def main() -> None:
     report = {
         "settings": {k: v for k, v in vars(options).items() if k != "json"},
         "full_nats": -float(full.gather(1, ids[1:, None]).mean()),
-        "most_lost": foreseen.MOST_LOST,
+        "most_lost": look_ahead_state.MOST_LOST,
         "unforeseen": dict(llm.runtime.info.unforeseen or {}),
         "rows": rows,
         "lost_by_layer": {"factors": FACTORS, **lost},

@@ -36,9 +36,9 @@ from torch import Tensor
 import hybrid_kv as hkv
 from benchmarks.texts.make import TEXTS, Text
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.contenders import FULL, Contender, contenders
-from hybrid_kv.contest.measure import Place, reading
-from hybrid_kv.contest.prompts import Prompt, Writer
+from hybrid_kv.contest.cases import FULL, EvalCase, contenders
+from hybrid_kv.contest.measure import EvalTarget, reading
+from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.planning.facts import model_facts
@@ -131,7 +131,7 @@ def in_rounds(texts: Sequence[Text]) -> list[Text]:
     return [some[i] for i in range(longest) for some in kinds.values() if i < len(some)]
 
 
-def taking_part(methods: Sequence[str], budgets: Sequence[str], context: int) -> list[Contender]:
+def taking_part(methods: Sequence[str], budgets: Sequence[str], context: int) -> list[EvalCase]:
     """Full attention and the methods under each budget; those that a budget refuses are named."""
     found = list(contenders(methods, budgets, context, {"page_size": _PAGE}))
     for one in found:
@@ -154,7 +154,7 @@ def estimate_entries(facts: ModelFacts, config: HybridConfig) -> int:
 
 
 def read_exactly(
-    place: Place, prompt: Prompt, needs: Needs, config: HybridConfig, path: Path | None
+    place: EvalTarget, prompt: Prompt, needs: Needs, config: HybridConfig, path: Path | None
 ) -> Kept:
     """The prompt under full attention; from `path`, where an earlier run left all evidence."""
     if path is not None and path.exists():
@@ -183,7 +183,7 @@ def _restored(prompt: PrefilledPrompt, *others: Any) -> Kept:
 
 
 def row_of(
-    text: Text, one: Contender, place: Place, fields: dict[str, Any], budget: str
+    text: Text, one: EvalCase, place: EvalTarget, fields: dict[str, Any], budget: str
 ) -> dict[str, Any]:
     """A row of the CSV; nats beyond full attention."""
     counters = fields["counters"]
@@ -208,7 +208,7 @@ def prompt_of(folder: Path, text: Text, place_tokenizer: Any, context: int, then
     return Prompt(ids[:context], text=tuple(ids[context : context + then + 1]))
 
 
-def lacking(rows: Rows, text: Text, found: Sequence[Contender]) -> Iterator[tuple[Contender, str]]:
+def lacking(rows: Rows, text: Text, found: Sequence[EvalCase]) -> Iterator[tuple[EvalCase, str]]:
     """Whom to measure on a text, and the budget as the CSV has it."""
     for one in found:
         budget = one.budget or ""
@@ -238,7 +238,9 @@ def main() -> None:
     failed = 0
     with hkv.load(MODEL, dtype="float32", dequantize=True) as llm:
         tokenizer = llm.require_tokenizer()
-        place = Place(llm.runtime, model_facts(MODEL, dtype="float32"), Writer(tokenizer))
+        place = EvalTarget(
+            llm.runtime, model_facts(MODEL, dtype="float32"), PromptBuilder(tokenizer)
+        )
         for text in in_rounds([one for one in TEXTS if one.name in args.only or not args.only]):
             wanted = list(lacking(rows, text, found))
             if not wanted and not args.prefills_only:
@@ -257,7 +259,7 @@ def main() -> None:
 
 
 def _measure(
-    rows: Rows, text: Text, place: Place, who: tuple[Contender, str], kept: Kept, prompt: Prompt
+    rows: Rows, text: Text, place: EvalTarget, who: tuple[EvalCase, str], kept: Kept, prompt: Prompt
 ) -> bool:
     """Adds a row; a method that fails is named and ends no other."""
     one, budget = who

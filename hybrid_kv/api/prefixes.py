@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved import ContextRegistry
 from hybrid_kv.saved.registry import keeps_all
-from hybrid_kv.saved.saving import Maker
+from hybrid_kv.saved.saving import Provenance
 
 
 class Prefixes:
@@ -25,7 +25,7 @@ class Prefixes:
     taken as a whole or not at all.
     """
 
-    def __init__(self, maker: Maker, device: torch.device, registry: ContextRegistry) -> None:
+    def __init__(self, maker: Provenance, device: torch.device, registry: ContextRegistry) -> None:
         self._maker, self._device, self.registry = maker, device, registry
 
     def take(self, cache: TieredCache, ids: Tensor) -> int:

@@ -72,8 +72,8 @@ def talk_with(
         write_report(kind(environment=environment_of(llm), turns=turns), output)
 
 
-class Talk(Protocol):
-    """Somebody who answers; send: see `Conversation.send`."""
+class ChatSession(Protocol):
+    """A conversation on the screen; send: see `Conversation.send`."""
 
     @property
     def send(self) -> Callable[..., Any]: ...
@@ -83,7 +83,7 @@ class Session:
     """Reads messages and commands until the end of stdin."""
 
     def __init__(
-        self, begin: Callable[[], Talk], sampling: SamplingOptions, output: OutputOptions
+        self, begin: Callable[[], ChatSession], sampling: SamplingOptions, output: OutputOptions
     ) -> None:
         self._begin, self._output = begin, output
         self._options = sampling.as_options()

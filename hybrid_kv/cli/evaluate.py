@@ -31,7 +31,7 @@ from hybrid_kv.cli.options import (
 if TYPE_CHECKING:
     from hybrid_kv.contest.arguments import EvalArguments
     from hybrid_kv.contest.folder import ResultsFolder
-    from hybrid_kv.contest.run import Contest, Told
+    from hybrid_kv.contest.run import Evaluation, Told
     from hybrid_kv.report.evaluation import Cell
     from hybrid_kv.report.schema import EvalReport
 
@@ -200,7 +200,7 @@ def _arguments(model: str, asked: ContestOptions, options: ContestModelOptions) 
 
 
 def _each(text: str | None) -> tuple[str, ...] | None:
-    from hybrid_kv.contest.contenders import split_outside_quotes
+    from hybrid_kv.contest.cases import split_outside_quotes
 
     if text is None:
         return None
@@ -215,7 +215,7 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
     from hybrid_kv.cli.running import opened
     from hybrid_kv.config import HybridConfig
     from hybrid_kv.contest.folder import ResultsFolder
-    from hybrid_kv.contest.run import Contest
+    from hybrid_kv.contest.run import Evaluation
 
     place = ModelOptions(
         device=arguments.device,
@@ -228,14 +228,14 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
         ResultsFolder(path, identity(arguments)) as folder,
         opened(arguments.model, place, HybridConfig(method="full"), output) as llm,
     ):
-        contest = Contest(llm, arguments)
+        contest = Evaluation(llm, arguments)
         interrupted = _measured(contest, folder, output)
         report = report_of(arguments, contest, folder, environment_of(llm), interrupted=interrupted)
         write_results(report, path, output)
     return report
 
 
-def _measured(contest: Contest, folder: ResultsFolder, output: OutputOptions) -> bool:
+def _measured(contest: Evaluation, folder: ResultsFolder, output: OutputOptions) -> bool:
     """Whether the user ended it."""
     from hybrid_kv.cli.running import checked, ended_by_ctrl_c
 

@@ -10,7 +10,7 @@ from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.contest.prompts import text_digest
-from hybrid_kv.contest.run import Contest
+from hybrid_kv.contest.run import Evaluation
 from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.report import Environment
@@ -31,7 +31,7 @@ def identity(arguments: EvalArguments) -> dict[str, Any]:
 
 def report_of(
     arguments: EvalArguments,
-    contest: Contest,
+    contest: Evaluation,
     folder: ResultsFolder,
     environment: Environment,
     *,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from hybrid_kv.config import Params, first_sentence
-from hybrid_kv.contest.contenders import FULL, Contender, check_settings, contenders, parse_spec
+from hybrid_kv.contest.cases import FULL, EvalCase, check_settings, contenders, parse_spec
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks import RULER, TASKS, Language, Task, TaskConfig
 from hybrid_kv.plugins import METHODS
@@ -83,11 +83,11 @@ class EvalArguments(Params):
         asked.check_budgets()
         return asked
 
-    def contenders(self, context_tokens: int) -> list[Contender]:
+    def contenders(self, context_tokens: int) -> list[EvalCase]:
         """Who takes part at a context length, full attention first."""
         return [one for one in self._named(context_tokens) if one.refused is None]
 
-    def refused(self, context_tokens: int) -> list[Contender]:
+    def refused(self, context_tokens: int) -> list[EvalCase]:
         """Who was asked for and cannot take part."""
         return [one for one in self._named(context_tokens) if one.refused is not None]
 
@@ -107,7 +107,7 @@ class EvalArguments(Params):
         others = f" (as are {', '.join(names[1:])})" if len(names) > 1 else ""
         raise ConfigError(f"{reasons[0]}{others}; or leave out what is refused with --skip-refused")
 
-    def _named(self, context_tokens: int) -> list[Contender]:
+    def _named(self, context_tokens: int) -> list[EvalCase]:
         return [*contenders(self.methods, self.budgets, context_tokens, self.settings)]
 
     def tasks_in(self, language: Language) -> list[str]:

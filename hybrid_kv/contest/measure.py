@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_kv.config import AuditParams, HybridConfig
 from hybrid_kv.contest.probe import LookMeans, ProbedKV
-from hybrid_kv.contest.prompts import AskedQuestion, Judge, Prompt, Writer
+from hybrid_kv.contest.prompts import AskedQuestion, Prompt, PromptBuilder, Scorer
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
@@ -42,12 +42,12 @@ _SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where methods are measured: an attached model and what is known of it."""
+class EvalTarget:
+    """An attached model on which methods are measured, with its facts."""
 
     runtime: Attachment
     facts: ModelFacts
-    writer: Writer
+    writer: PromptBuilder
 
 
 class ContextSource(Protocol):
@@ -88,7 +88,7 @@ class Tally:
 
 
 def answers(
-    place: Place, config: HybridConfig, shared: SharedPrompt, prompt: Prompt, asking: Asking
+    place: EvalTarget, config: HybridConfig, shared: SharedPrompt, prompt: Prompt, asking: Asking
 ) -> dict[str, Any]:
     """The fields of a `Cell` that a method's answers give."""
     tally, found, questions = Tally(), list[list[int]](), prompt.asked
@@ -115,7 +115,7 @@ def answers(
 
 
 def reading(
-    place: Place,
+    place: EvalTarget,
     config: HybridConfig,
     shared: ContextSource,
     prompt: Prompt,
@@ -161,7 +161,9 @@ def reading(
 
 
 @contextmanager
-def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iterator[TieredCache]:
+def _opened(
+    place: EvalTarget, config: HybridConfig, prompt: PrefilledPrompt
+) -> Iterator[TieredCache]:
     """A cache under `config` that holds the prompt, sealed as if it had computed it alone."""
     runtime = place.runtime
     cache = runtime.cache(config)
@@ -181,7 +183,7 @@ def _opened(place: Place, config: HybridConfig, prompt: PrefilledPrompt) -> Iter
 
 
 def _look(
-    place: Place, cache: TieredCache, prompt: PrefilledPrompt, ids: Sequence[int], tally: Tally
+    place: EvalTarget, cache: TieredCache, prompt: PrefilledPrompt, ids: Sequence[int], tally: Tally
 ) -> None:
     """A few steps whose heads are attended exactly as well; they leave no trace."""
     kv = cache.kv
@@ -204,10 +206,10 @@ def _look(
 
 
 def _answer(
-    place: Place,
+    place: EvalTarget,
     cache: TieredCache,
     ids: Sequence[int],
-    judge: Judge,
+    judge: Scorer,
     begun: Sequence[int],
     tally: Tally,
 ) -> list[int]:
@@ -228,7 +230,7 @@ def _answer(
     return answer
 
 
-def _next(place: Place, cache: TieredCache, ids: Sequence[int]) -> int:
+def _next(place: EvalTarget, cache: TieredCache, ids: Sequence[int]) -> int:
     """The likeliest token behind some tokens."""
     step = torch.tensor([list(ids)], device=place.runtime.device)
     with torch.inference_mode():
@@ -236,7 +238,7 @@ def _next(place: Place, cache: TieredCache, ids: Sequence[int]) -> int:
     return int(output.logits[0, -1].argmax())
 
 
-def _feed(place: Place, cache: TieredCache, ids: Sequence[int]) -> Tensor:
+def _feed(place: EvalTarget, cache: TieredCache, ids: Sequence[int]) -> Tensor:
     """Log-probabilities [tokens, vocabulary] behind each of the tokens, on the host."""
     step = torch.tensor([list(ids)], device=place.runtime.device)
     with torch.inference_mode():
@@ -256,7 +258,7 @@ def _count_held(cache: TieredCache, tally: Tally) -> None:
     tally.host_bytes.append(host)
 
 
-def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
+def _end(place: EvalTarget, cache: TieredCache, tally: Tally) -> None:
     """Takes up what the cache has counted."""
     kv = cache.kv
     read = bytes_per_step(
@@ -271,7 +273,7 @@ def _end(place: Place, cache: TieredCache, tally: Tally) -> None:
 
 
 def _judged(
-    place: Place, asked: Sequence[AskedQuestion], found: Sequence[list[int]]
+    place: EvalTarget, asked: Sequence[AskedQuestion], found: Sequence[list[int]]
 ) -> dict[str, Any]:
     pairs = list(zip(asked, found, strict=True))
     return {

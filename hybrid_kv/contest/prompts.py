@@ -20,8 +20,8 @@ from hybrid_kv.eval.needle.vocabulary import TOKENS
 from hybrid_kv.eval.tasks import Language, Room, Task, TextQuestion
 
 
-class Judge(Protocol):
-    """Looks at an answer while it grows."""
+class Scorer(Protocol):
+    """Scores an answer while it grows."""
 
     def score(self, answer: list[int]) -> float:
         """0 to 1."""
@@ -70,7 +70,7 @@ class AskedQuestion:
     """A question: its tokens after the context, up to where the answer begins."""
 
     ids: tuple[int, ...]
-    judge: Judge
+    judge: Scorer
     depth: float | None = None
 
 
@@ -83,7 +83,7 @@ class Prompt:
     text: tuple[int, ...] = ()
 
 
-class Writer:
+class PromptBuilder:
     """Writes a task's prompts for one model.
 
     Args:

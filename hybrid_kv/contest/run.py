@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hybrid_kv.api import LLM
 from hybrid_kv.contest.arguments import EvalArguments
-from hybrid_kv.contest.contenders import Contender
+from hybrid_kv.contest.cases import EvalCase
 from hybrid_kv.contest.folder import Key, ResultsFolder
-from hybrid_kv.contest.measure import Place, answers, reading
-from hybrid_kv.contest.prompts import Prompt, Writer
+from hybrid_kv.contest.measure import EvalTarget, answers, reading
+from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.tasks import Task
@@ -41,14 +41,14 @@ class _Group:
     context_tokens: int
     sample: int
     askings: tuple[Asking, ...]
-    contenders: Sequence[Contender]
+    contenders: Sequence[EvalCase]
 
-    def key(self, asking: Asking, contender: Contender) -> Key:
+    def key(self, asking: Asking, contender: EvalCase) -> Key:
         place = self.spec, self.context_tokens, self.sample
         return (*place, asking, contender.name, contender.budget)
 
 
-class Contest:
+class Evaluation:
     """An evaluation on a loaded model.
 
     Raises:
@@ -58,7 +58,7 @@ class Contest:
     def __init__(self, llm: LLM, asked: EvalArguments) -> None:
         self._asked = asked
         ends = _ends(llm.model.generation_config.eos_token_id)
-        writer = Writer(llm.require_tokenizer(), ends=ends, text=asked.text, raw=asked.raw)
+        writer = PromptBuilder(llm.require_tokenizer(), ends=ends, text=asked.text, raw=asked.raw)
         facts = model_facts(
             asked.model,
             dtype=asked.dtype,
@@ -66,7 +66,7 @@ class Contest:
             dequantize=asked.dequantize,
             device=str(llm.model.device),
         )
-        self._place = Place(llm.runtime, facts, writer)
+        self._place = EvalTarget(llm.runtime, facts, writer)
         self.groups = list(self._groups())
 
     @property
@@ -162,7 +162,7 @@ class Contest:
         self,
         group: _Group,
         asking: Asking,
-        contender: Contender,
+        contender: EvalCase,
         shared: SharedPrompt,
         prompt: Prompt,
         full: Tensor | None,

@@ -13,12 +13,12 @@ from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.cache_layers import HybridLayer, copied_state
 from hybrid_kv.models.rollback import ReturnPoint
-from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime import KVCache, LayerCache
 from hybrid_kv.runtime.layer_prompt import EvidenceCollector
 from hybrid_kv.types import Evidence, LayerShape, Needs
 
 
-class _OpenLayer(TieredLayer):
+class _OpenLayer(LayerCache):
     """A layer whose prompt never ends: everything stays resident and is attended exactly."""
 
     def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
@@ -36,7 +36,7 @@ class _OpenLayer(TieredLayer):
 class _OpenPrompt(KVCache):
     """A cache of such layers."""
 
-    def _new_layer(self, shape: LayerShape) -> TieredLayer:
+    def _new_layer(self, shape: LayerShape) -> LayerCache:
         return _OpenLayer(shape, self.info.rotary_of(shape.layer_idx), self.means)
 
     @property

@@ -32,13 +32,13 @@ from hybrid_kv.ops.native.flat import FlatScan
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime import KVCache, TieredLayer
+from hybrid_kv.runtime import KVCache, LayerCache
+from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.leaving import nearest_finder
-from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.spill import FindNearest
+from hybrid_kv.runtime.offload import FindNearest
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs, PartialAttention
 
@@ -243,7 +243,7 @@ def _best_keys(samples: Tensor, keys: Tensor, count: int) -> Tensor:
 
 
 def context_finder(
-    context: SyntheticContext, method: Method, means: Means, store: LayerKV
+    context: SyntheticContext, method: Method, means: CacheContext, store: LayerStore
 ) -> FindNearest | None:
     """A `Finder` of the best keys of a context's prompt queries, which are known before."""
     count, place = method.needs.nearest_keys, store.placement
@@ -272,13 +272,13 @@ class FilledKV(KVCache):
         self._asked: dict[int, list[Tensor]] = {}
         super().__init__(info, config, executor)
 
-    def _new_layer(self, shape: LayerShape) -> TieredLayer:
+    def _new_layer(self, shape: LayerShape) -> LayerCache:
         rotary, find = self.info.rotary_of(shape.layer_idx), partial(context_finder, self._context)
-        return TieredLayer(shape, rotary, self.means, find)
+        return LayerCache(shape, rotary, self.means, find)
 
     def _decode(
         self,
-        layer: TieredLayer,
+        layer: LayerCache,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         scale: float,
@@ -302,7 +302,7 @@ class FilledKV(KVCache):
             return None  # `_decode` refuses it
         return super().joint_step(layer_idx, self._queries(layer, q)[step], new, **scores)
 
-    def _queries(self, layer: TieredLayer, q: Tensor) -> list[Tensor]:
+    def _queries(self, layer: LayerCache, q: Tensor) -> list[Tensor]:
         """Those of all steps, made at once: no step's time is theirs."""
         layer_idx, context = layer.shape.layer_idx, self._context
         if layer_idx not in self._asked:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybrid_kv.index._auto_costs import (
     Cost,
-    Pace,
     Payback,
     ScanTrial,
+    SearchRate,
     SketchTrial,
     TimedSearch,
     build_forecast,
@@ -130,7 +130,7 @@ class KindChooser:
         return costs | {("flat", 0): mean_cost(scans)}
 
     def _forecast(
-        self, served: Cost, scan: Cost, dim: float, sizes: tuple[int, ...], pace: Pace
+        self, served: Cost, scan: Cost, dim: float, sizes: tuple[int, ...], pace: SearchRate
     ) -> tuple[bool, str]:
         """Whether a head of so many effective dimensions shall try a graph, and why or why not.
 

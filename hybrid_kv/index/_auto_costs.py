@@ -51,8 +51,8 @@ _TURN_CACHES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """The machine as decoding has it: threads, and the bytes/s that they read together."""
+class SearchRate:
+    """Speed of this machine while it decodes: threads, and the bytes/s that they read together."""
 
     threads: int
     bandwidth: float
@@ -72,17 +72,17 @@ class Cost:
     work_s: float
     read_bytes: float
 
-    def seconds(self, pace: Pace) -> float:
+    def seconds(self, pace: SearchRate) -> float:
         """Its share of a layer's search, whose heads keep all threads busy."""
         return max(self.work_s / pace.threads, self.read_bytes / pace.bandwidth)
 
-    def describe(self, pace: Pace) -> str:
+    def describe(self, pace: SearchRate) -> str:
         is_work = self.work_s / pace.threads >= self.read_bytes / pace.bandwidth
         bound = "work" if is_work else "memory"
         return f"{self.kind} {1e6 * self.seconds(pace):.0f} us ({bound})"
 
 
-def cheapest(costs: Sequence[Cost], pace: Pace) -> tuple[str, str]:
+def cheapest(costs: Sequence[Cost], pace: SearchRate) -> tuple[str, str]:
     """The kind that takes the least time, of equal ones the first, and why."""
     ranked = sorted(costs, key=lambda cost: cost.seconds(pace))
     found = ", ".join(cost.describe(pace) for cost in ranked)
@@ -112,7 +112,7 @@ def mean_cost(costs: Sequence[Cost]) -> Cost:
 
 
 @cache
-def decoding_pace() -> Pace:
+def decoding_pace() -> SearchRate:
     """Of this process; measured once, beside whatever else runs.
 
     In time of the threads, as work is: waiting for a core is no lack of bandwidth.
@@ -123,7 +123,7 @@ def decoding_pace() -> Pace:
     with ThreadPoolExecutor(threads) as readers:
         list(readers.map(native_flat.stream, parts))  # starts the threads
         times = [max(readers.map(_streaming_s, parts)) for _ in range(_STREAMS)]
-    return Pace(threads, _STREAMED_BYTES / median(times))
+    return SearchRate(threads, _STREAMED_BYTES / median(times))
 
 
 def _streaming_s(part: torch.Tensor) -> float:
@@ -157,7 +157,7 @@ class Payback:
     """Decoded tokens within which a graph wins back its build, at the pace of decoding."""
 
     tokens: int
-    pace: Pace
+    pace: SearchRate
 
     def wins(self, served: Cost, graph: Cost, build_s: float) -> tuple[bool, str]:
         """Whether it does, and the figures."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._device_learn import Learned
+from hybrid_kv.index._device_learn import SketchTransform
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.sketch_select import DeviceCodes, scratch_bytes
 from hybrid_kv.ops.upload import bus_copies, staged
@@ -54,7 +54,9 @@ class DeviceKeys:
         torch.OutOfMemoryError: the device has too little memory.
     """
 
-    def __init__(self, ops: Ops, learned: Learned, dtype: torch.dtype, num_codes: int) -> None:
+    def __init__(
+        self, ops: Ops, learned: SketchTransform, dtype: torch.dtype, num_codes: int
+    ) -> None:
         self._ops = ops
         self.codes: DeviceCodes = learned.codes_for(with_room(num_codes), LATER_KEYS, dtype)
         self.count = self.coded = 0

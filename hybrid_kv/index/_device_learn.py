@@ -34,8 +34,8 @@ class SelectGoal:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """Of one KV head: `num_rerank` candidates of a query, and what held-out queries find so."""
+class ExpectedRecall:
+    """Recall that held-out queries of one KV head reach with `num_rerank` candidates."""
 
     num_rerank: int
     recall: float
@@ -43,15 +43,15 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Learned:
-    """How keys and queries of a layer become codes, see `DeviceCodes`; all on its device."""
+class SketchTransform:
+    """Transform of keys and queries of a layer to codes, see `DeviceCodes`; all on its device."""
 
     plan: SketchPlan
     key_map: Tensor
     start: Tensor
     query_map: Tensor
     mean: Tensor
-    promises: tuple[Promise, ...]
+    promises: tuple[ExpectedRecall, ...]
     goal: SelectGoal
 
     def codes_for(self, capacity: int, room: int, dtype: torch.dtype) -> DeviceCodes:
@@ -87,7 +87,7 @@ class Learned:
 
 def learn(
     keys: Tensor, samples: Tensor, code_bytes: int, goal: SelectGoal
-) -> tuple[Learned, Tensor] | None:
+) -> tuple[SketchTransform, Tensor] | None:
     """From keys [Hkv, N, D] and queries [Hkv, G, M, D], where both lie; the keys' codes with it.
 
     Args:
@@ -117,22 +117,22 @@ def learn(
     )
     start = torch.stack([plan.zeros - one.key_offset for one in maps]).to(device)
     made = plan, key_map, start, query_map, torch.stack(means).to(device)
-    unproven = Learned(*made, (Promise(0, 0.0, 0.0),) * heads, goal)
+    unproven = SketchTransform(*made, (ExpectedRecall(0, 0.0, 0.0),) * heads, goal)
     codes = unproven.codes_for(num_keys, 0, keys.dtype)
     for first in range(0, num_keys, _BLOCK_KEYS):
         encode(codes, keys[:, first : first + _BLOCK_KEYS], first)
     checks = torch.stack([check.flatten(0, 1) for _, check in split])
-    return Learned(*made, tuple(_promises(codes, keys, checks, goal)), goal), codes.codes
+    return SketchTransform(*made, tuple(_promises(codes, keys, checks, goal)), goal), codes.codes
 
 
 def _promises(
     codes: DeviceCodes, keys: Tensor, checks: Tensor, goal: SelectGoal
-) -> Iterator[Promise]:
+) -> Iterator[ExpectedRecall]:
     """What each head takes for queries [Hkv, Q, D] that its codes did not learn from."""
     queries = quantise(codes, checks)
     scale = keys.shape[-1] ** -0.5
     if not checks.shape[1]:  # a prompt of a few tokens: nothing is promised
-        yield from (Promise(_MOST_WIDTH // _ROOM, 0.0, 0.0) for _ in keys)
+        yield from (ExpectedRecall(_MOST_WIDTH // _ROOM, 0.0, 0.0) for _ in keys)
         return
     for head, own in enumerate(keys):
         q = checks[head].float()
@@ -164,7 +164,7 @@ def _best(
     return best, ids
 
 
-def _enough(weights: Tensor, ranks: Tensor, goal: SelectGoal) -> Promise:
+def _enough(weights: Tensor, ranks: Tensor, goal: SelectGoal) -> ExpectedRecall:
     """Candidates that reach the goal, from the ranks [Q, K] of the best keys and their weights."""
     order = ranks.flatten().argsort(stable=True)
     ranked = ranks.flatten()[order]
@@ -177,4 +177,4 @@ def _enough(weights: Tensor, ranks: Tensor, goal: SelectGoal) -> Promise:
     found = torch.searchsorted(ranked, ranked[last], right=True) - 1
     kept = torch.stack([ranked[last].double(), share[found].double(), mass[found]])
     num, recall, held = kept.tolist()
-    return Promise(int(min(max(num, ranks.shape[1]), _MOST_WIDTH // _ROOM)), recall, held)
+    return ExpectedRecall(int(min(max(num, ranks.shape[1]), _MOST_WIDTH // _ROOM)), recall, held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index._device_keys import DeviceKeys
-from hybrid_kv.index._device_learn import Learned, Promise, SelectGoal, learn
+from hybrid_kv.index._device_learn import ExpectedRecall, SelectGoal, SketchTransform, learn
 from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
 from hybrid_kv.index._sketch_learn import SketchReport, TierReport
@@ -39,7 +39,7 @@ class DeviceSketch(DeviceIndex):
     ranks = True
 
     def __init__(
-        self, ops: Ops, learned: Learned, dtype: torch.dtype, codes: Tensor | None = None
+        self, ops: Ops, learned: SketchTransform, dtype: torch.dtype, codes: Tensor | None = None
     ) -> None:
         super().__init__(SketchIndex.Params())
         self._ops, self.learned, self._given = ops, learned, codes
@@ -194,9 +194,9 @@ def restored(
     query_map = torch.stack([one.query_map for one in maps]).to(device)
     mean = torch.stack([one.mean for one in sketches if one.mean is not None]).to(device)
     reports = [one[1] for one in heads if one is not None]
-    promises = tuple(Promise(told.num_rerank, told.recall, told.mass) for told in reports)
+    promises = tuple(ExpectedRecall(told.num_rerank, told.recall, told.mass) for told in reports)
     goal = SelectGoal(goals.check_top_k, goals.target_recall, goals.target_mass)
-    learned = Learned(plan, key_map, start, query_map, mean, promises, goal)
+    learned = SketchTransform(plan, key_map, start, query_map, mean, promises, goal)
     rows = torch.stack([rows_of(sketch.tiers[0].codes, count) for sketch in sketches])
     later = partial(DeviceSketch, ops, learned, dtype)
     return partial(later, rows.to(device)), later

@@ -18,11 +18,11 @@ from transformers.cache_utils import (
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.cache_state import CacheState
 from hybrid_kv.models.forwards import outside_graphs
-from hybrid_kv.runtime import TieredLayer
+from hybrid_kv.runtime import LayerCache
 from hybrid_kv.types import Evidence, PartialAttention
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.held import HeldLayer
+    from hybrid_kv.runtime.snapshot import LayerSnapshot
 
 
 class AttendingLayer(Protocol):
@@ -143,7 +143,7 @@ class HybridLayer(CacheLayerMixin):
         return k, v
 
     @property
-    def _tiered(self) -> TieredLayer:
+    def _tiered(self) -> LayerCache:
         return self.state.kv.layers[self.layer_idx]
 
     def attend(
@@ -214,8 +214,8 @@ class HybridLayer(CacheLayerMixin):
         self.state.kv.load(self.layer_idx, k, v, evidence)
         self.seen = k.shape[2]
 
-    def take(self, held: HeldLayer, device: torch.device) -> None:
-        """Goes on from what a layer of another cache held; see `HeldLayer.revived`."""
+    def take(self, held: LayerSnapshot, device: torch.device) -> None:
+        """Goes on from what a layer of another cache held; see `LayerSnapshot.revived`."""
         self.lazy_initialization(held.k[None], held.v[None])
         self.device = device
         held.revived(self._tiered, device)

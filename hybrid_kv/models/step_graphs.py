@@ -33,7 +33,7 @@ from hybrid_kv.ops.captures import CaptureBusyError
 from hybrid_kv.runtime import PlanReason
 from hybrid_kv.runtime.device_plan import DevicePlan
 from hybrid_kv.store.memory import allocate
-from hybrid_kv.transfer.recorded import CudaRecorder
+from hybrid_kv.transfer.graph_cache import CudaRecorder
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from hybrid_kv.planning.rates import Card, Rates
 from hybrid_kv.runtime.select import CODE_BYTES
 from hybrid_kv.types import LayerShape
 
-Place: TypeAlias = Literal["device", "bus", "host", "wait"]
+EvalTarget: TypeAlias = Literal["device", "bus", "host", "wait"]
 
 _CUDA_BYTES = 600 * 2**20
 _KERNEL_US = 1.5
@@ -154,7 +154,7 @@ class DesignPart:
     """
 
     name: str
-    place: Place
+    place: EvalTarget
     ms: float
     hidden: bool = False
     measured: bool = False

@@ -8,14 +8,14 @@ from hybrid_kv.runtime.capacity import (
     memory_errors,
     spare_host_memory,
 )
-from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.step import PlanReason
 
 __all__ = [
     "KVCache",
+    "LayerCache",
     "PlanReason",
     "Stage",
-    "TieredLayer",
     "check_host_memory",
     "check_weights_memory",
     "make_executor",

@@ -13,14 +13,14 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import get_ops
 from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.finite import FiniteGuard
-from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.runtime.means import Means
 from hybrid_kv.runtime.numbers import StepNumbers, take_back_reserved
 from hybrid_kv.runtime.step import GraphUse, Step
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Evidence,
@@ -52,7 +52,7 @@ class KVCache:
     """Layers, method and executor of one conversation; knows tensors, not model libraries.
 
     Short inputs after the prompt read through the method, long ones attend exactly; see
-    `TieredLayer`. Not safe for use from several threads at once.
+    `LayerCache`. Not safe for use from several threads at once.
 
     layers: by index, and what begins or ends in all of them. means: what they share. more_prompt:
         set while a prompt comes in pieces, however short the last one. watchers: look at decode
@@ -74,7 +74,7 @@ class KVCache:
         self.finite = FiniteGuard(self.executor)
         self.more_prompt = False
         self._few_tokens = max(1, config.dense_extend_tokens)
-        self.means = Means(
+        self.means = CacheContext(
             ops=self.ops,
             executor=self.executor,
             finite=self.finite,
@@ -107,11 +107,11 @@ class KVCache:
             "_selectors": None,
         }
 
-    def _new_layer(self, shape: LayerShape) -> TieredLayer:
-        return TieredLayer(shape, self.info.rotary_of(shape.layer_idx), self.means)
+    def _new_layer(self, shape: LayerShape) -> LayerCache:
+        return LayerCache(shape, self.info.rotary_of(shape.layer_idx), self.means)
 
     @property
-    def stores(self) -> dict[int, LayerKV]:
+    def stores(self) -> dict[int, LayerStore]:
         """See `Layers.stores`."""
         return self.layers.stores()
 
@@ -191,7 +191,7 @@ class KVCache:
 
     def _decode(
         self,
-        layer: TieredLayer,
+        layer: LayerCache,
         q: Tensor,
         new: tuple[Tensor, Tensor] | None,
         scale: float,
@@ -349,7 +349,7 @@ def _widening(auditor: Auditor | None, layer_idx: int) -> int:
     return 1 if auditor is None else auditor.factor(layer_idx)
 
 
-def _forget_pinned(means: Means) -> None:
+def _forget_pinned(means: CacheContext) -> None:
     """Gives up memory that was made for layers to come."""
     if means.pinned is not None:
         means.pinned.clear()

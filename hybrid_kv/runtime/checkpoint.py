@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Checkpoint:
     of the store: cropping would bring back neither dropped nor offloaded entries.
     """
 
-    stores: Mapping[int, LayerKV]
+    stores: Mapping[int, LayerStore]
     lengths: Mapping[int, Sequence[int]]
 
     @classmethod
@@ -28,7 +28,7 @@ class Checkpoint:
             CapacityError, DeviceMemoryError: a branch does not fit; nothing has changed.
         """
         layers.seal_all()
-        saved, branches = layers.stores(), dict[int, LayerKV]()
+        saved, branches = layers.stores(), dict[int, LayerStore]()
         try:
             for layer_idx, store in saved.items():
                 if store.moves_entries:

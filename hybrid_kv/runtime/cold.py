@@ -16,14 +16,14 @@ from hybrid_kv.runtime.cold_plan import cold_bytes
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.step import ColdBudget, Step, count_cold, stacked
 from hybrid_kv.store import ByExtent, ColdExtent, Retrieved, RetrievedPart, Row
-from hybrid_kv.transfer import Parcel
+from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import PartialAttention, TokenBudget
 
 
 class Asked(NamedTuple):
     """Queries [B, Hkv, M, D] in transfer to the host for one step; None where they are there."""
 
-    queries: Parcel | None
+    queries: Transfer | None
 
 
 def ask_cold(step: Step) -> Asked | None:
@@ -56,7 +56,7 @@ class ColdPart(Protocol):
         """The fields, with their values, that whoever attends was told beforehand."""
         ...
 
-    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+    def attend(self, step: Step, q: Tensor, near: Transfer | None) -> PartialAttention:
         """Attention of the row's queries [Hkv, M, D] on the host, out and lse as these.
 
         Args:
@@ -66,7 +66,7 @@ class ColdPart(Protocol):
 
 
 def attend_cold(
-    step: Step, asked: Asked, near: Parcel | None, parts: Sequence[ColdPart]
+    step: Step, asked: Asked, near: Transfer | None, parts: Sequence[ColdPart]
 ) -> PartialAttention:
     """Retrieved cold entries, or all of them, without those that the method keeps copies of.
 
@@ -106,7 +106,7 @@ class ColdOps:
     def described(self) -> list[tuple[str, object]]:
         return []
 
-    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+    def attend(self, step: Step, q: Tensor, near: Transfer | None) -> PartialAttention:
         row, budget = self._row, self._budget
         stored = row.chain.num_tokens
         if stored == 0:
@@ -116,7 +116,7 @@ class ColdOps:
         return self.attend_found(step, q, self.search(step, q, near))
 
     def search(
-        self, step: Step, q: Tensor, near: Parcel | None, first: ByExtent | None = None
+        self, step: Step, q: Tensor, near: Transfer | None, first: ByExtent | None = None
     ) -> Retrieved:
         """Entries that the row's queries retrieve under a budget of tokens.
 

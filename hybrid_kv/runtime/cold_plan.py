@@ -16,7 +16,7 @@ from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import ColdBudget, Step
 from hybrid_kv.store import Row
-from hybrid_kv.transfer import Parcel
+from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import PartialAttention, SearchResult
 
 
@@ -62,7 +62,7 @@ class ColdPlan:
         self,
         step: Step,
         q: Tensor,
-        near: Parcel | None = None,
+        near: Transfer | None = None,
         *,
         named: Sequence[SearchResult] | None = None,
     ) -> PartialAttention:

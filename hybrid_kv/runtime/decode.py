@@ -13,7 +13,7 @@ from hybrid_kv.runtime.cold import ColdOps, ColdPart, ask_cold, attend_cold
 from hybrid_kv.runtime.cold_plan import ColdPlan
 from hybrid_kv.runtime.step import ColdBudget, PlanReason, Step, pinned_pages, stacked
 from hybrid_kv.store import Row
-from hybrid_kv.transfer import Parcel
+from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import Budget, Demotion, PartialAttention, Read, TokenBudget
 
 
@@ -98,7 +98,7 @@ def decode(step: Step, read: Read, cold_parts: Sequence[ColdPart]) -> PartialAtt
     return PartialAttention(out.to(step.q.dtype).reshape(shape), lse.reshape(shape[:3]))
 
 
-def _send_lse(step: Step, parts: Sequence[PartialAttention]) -> Parcel:
+def _send_lse(step: Step, parts: Sequence[PartialAttention]) -> Transfer:
     """Sends the joint log-sum-exp [B, Hkv, M] of all that the device attends to the host."""
     joint = reduce(torch.logaddexp, (part.lse for part in parts))
     step.work.transfer_bytes += 0 if step.at_home else joint.nbytes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.store import all_finite
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.transfer import Executor, Transfer
 
 
 def not_finite(what: str) -> NonFiniteError:
@@ -41,7 +41,7 @@ class FiniteGuard:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._flags: list[tuple[str, Parcel]] = []
+        self._flags: list[tuple[str, Transfer]] = []
 
     def watch_new(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         """Looks at a layer's new k, v [B, Hkv, T, D]; `valid` [B, T] is False for padding.

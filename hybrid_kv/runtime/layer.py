@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary
+from hybrid_kv.runtime.cache_context import CacheContext, append, new_store
 from hybrid_kv.runtime.layer_prompt import (
     EvidenceCollector,
     LayerPrompt,
@@ -19,9 +20,8 @@ from hybrid_kv.runtime.layer_prompt import (
     note_queries,
 )
 from hybrid_kv.runtime.leaving import Finder, Leaving, nearest_finder
-from hybrid_kv.runtime.means import Means, append, new_store
 from hybrid_kv.runtime.planned_steps import PlannedSteps
-from hybrid_kv.store import LayerKV, RowMark
+from hybrid_kv.store import LayerStore, RowMark
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
 
 _log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 class LayerMark:
     """The state of a layer to go back to; collected: of its prompt, where that had not ended."""
 
-    store: LayerKV | None
+    store: LayerStore | None
     is_sealed: bool
     rows: Sequence[RowMark]
     collected: Sequence[EvidenceCollector]
 
     @classmethod
-    def of(cls, layer: TieredLayer) -> LayerMark:
+    def of(cls, layer: LayerCache) -> LayerMark:
         """The present state of a layer."""
         store = layer.store
         is_sealed = store is not None and store.placement is not None
@@ -45,7 +45,7 @@ class LayerMark:
         return cls(store, is_sealed, rows, [] if is_sealed else layer.prompt.mark())
 
 
-class TieredLayer:
+class LayerCache:
     """The entries of one layer under the cache's method, for all batch rows.
 
     It is *unsealed* while its prompt is computed: everything is resident, attention exact. Sealing
@@ -59,11 +59,11 @@ class TieredLayer:
     """
 
     def __init__(
-        self, shape: LayerShape, rotary: Rotary, means: Means, find: Finder = nearest_finder
+        self, shape: LayerShape, rotary: Rotary, means: CacheContext, find: Finder = nearest_finder
     ) -> None:
         self.shape, self.rotary, self.means = shape, rotary, means
         self.method = means.method.of_layer(shape.layer_idx)
-        self.store: LayerKV | None = None
+        self.store: LayerStore | None = None
         self.prompt = LayerPrompt(shape)
         self.leaving = Leaving(self.method, rotary, means, find)
         self.steps = PlannedSteps(shape, self.method, means)
@@ -75,7 +75,7 @@ class TieredLayer:
         return self.store is not None and self.store.placement is not None
 
     @property
-    def held(self) -> LayerKV:
+    def held(self) -> LayerStore:
         """The store of a layer that has one.
 
         Raises:
@@ -138,16 +138,16 @@ class TieredLayer:
                 self.settle()
         _log.debug("layer %d sealed at %d tokens", self.shape.layer_idx, store.longest)
 
-    def _begin_decoding(self, store: LayerKV, placement: Placement) -> None:
+    def _begin_decoding(self, store: LayerStore, placement: Placement) -> None:
         """Makes what serves the entries of a sealed store as they leave its window."""
         means, pool = self.means, store.resident.pool
         if placement.rest is Demotion.ABSORB:
-            from hybrid_kv.runtime.absorb import Keeper
+            from hybrid_kv.runtime.checked_method import CheckedMethod
 
-            self.steps.keeper = Keeper(self.method, self.shape, pool.dtype, pool.device)
+            self.steps.keeper = CheckedMethod(self.method, self.shape, pool.dtype, pool.device)
         store.select = means.select_for(store)
 
-    def take(self, store: LayerKV, placement: Placement) -> None:
+    def take(self, store: LayerStore, placement: Placement) -> None:
         """Goes on from a sealed store of another cache, in the place of its own prompt.
 
         Args:
@@ -219,7 +219,7 @@ class TieredLayer:
         self.prompt.fork(sources)
         self.leaving.fork(sources)
 
-    def forked(self, means: Means) -> TieredLayer:
+    def forked(self, means: CacheContext) -> LayerCache:
         """A layer of another cache, of the same method, that continues from the same entries."""
         new = type(self)(self.shape, self.rotary, means)
         new.prompt, new.leaving = self.prompt.forked(), self.leaving.forked(means)
@@ -229,7 +229,7 @@ class TieredLayer:
             new.store.select = means.select_for(new.store)
         return new
 
-    def go_on_from(self, store: LayerKV) -> None:
+    def go_on_from(self, store: LayerStore) -> None:
         """Takes a branch of its store, or what it was branched from, in that store's place."""
         self.store = store
         self.steps.drop()
@@ -273,7 +273,7 @@ class TieredLayer:
 
 
 @contextmanager
-def _unsealed_on_failure(store: LayerKV) -> Iterator[None]:
+def _unsealed_on_failure(store: LayerStore) -> Iterator[None]:
     """A part of ending a prompt, which has not ended and can be ended again if this fails."""
     try:
         yield

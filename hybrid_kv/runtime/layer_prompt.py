@@ -15,7 +15,7 @@ from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
-from hybrid_kv.store import LayerKV, Row
+from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, Needs, PartialAttention
 
@@ -88,7 +88,7 @@ class EvidenceCollector:
         return Evidence(self._seen, sampled, self._last, positions, self._sums, scale, softcap)
 
 
-def note_queries(store: LayerKV, q: Tensor) -> None:
+def note_queries(store: LayerStore, q: Tensor) -> None:
     """Lets indexes learn later from some queries of q [B, Hq, T, D], those of a long later turn."""
     count, heads = q.shape[2], store.shape.num_kv_heads
     step = max(1, count // _NOTED_TOKENS)
@@ -195,7 +195,7 @@ class LayerPrompt:
 def attend_exact(
     ops: Ops,
     executor: Executor,
-    layer: LayerKV,
+    layer: LayerStore,
     q: Tensor,
     valid: Tensor | None,
     *,

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.capacity import spare_host_memory
-from hybrid_kv.runtime.layer import TieredLayer
-from hybrid_kv.runtime.means import Means
+from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.numbers import POSITION, take_back_reserved
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Layers(dict[int, TieredLayer]):
+class Layers(dict[int, LayerCache]):
     """The tiered layers by index.
 
     may_go_back: whether a forward runs that may be taken back; then what leaves the windows in its
         decode steps begins to depart when all layers have ended theirs.
     """
 
-    def __init__(self, layers: Iterable[TieredLayer], means: Means) -> None:
+    def __init__(self, layers: Iterable[LayerCache], means: CacheContext) -> None:
         super().__init__((layer.shape.layer_idx, layer) for layer in layers)
         self._means, self.may_go_back = means, False
 
-    def stores(self) -> dict[int, LayerKV]:
+    def stores(self) -> dict[int, LayerStore]:
         """Stores of the layers that have a token; nothing is on its way any more."""
         self.settle()
         held = {idx: layer.store for idx, layer in self.items()}
@@ -59,7 +59,7 @@ class Layers(dict[int, TieredLayer]):
         a GPU they leave while the next layer computes, and the layer before has left by then.
 
         Args:
-            evidence: see `TieredLayer.seal`.
+            evidence: see `LayerCache.seal`.
             wait: until they have left, so that no two layers' prompts share a GPU's memory.
         """
         self.settle()
@@ -162,7 +162,7 @@ class Layers(dict[int, TieredLayer]):
         ahead = self._means.searches_ahead()
         return [] if ahead is None else [ahead.describe(layer_idx) for layer_idx in self]
 
-    def end_step(self, layer: TieredLayer) -> None:
+    def end_step(self, layer: LayerCache) -> None:
         """Ends a layer's decode step."""
         if not self.may_go_back:  # else `end_forward` does
             layer.move_on()

@@ -11,16 +11,16 @@ from torch import Tensor
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.rotary import Rotary, Samples
+from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.layer_prompt import LayerPrompt
-from hybrid_kv.runtime.means import Means
-from hybrid_kv.runtime.spill import Absorb, Departure, FindNearest
-from hybrid_kv.store import LayerKV, Overflow, Row
+from hybrid_kv.runtime.offload import Absorb, FindNearest, Offload
+from hybrid_kv.store import LayerStore, Overflow, Row
 from hybrid_kv.types import Evidence
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.absorb import Absorbed, Keeper
+    from hybrid_kv.runtime.checked_method import Absorbed, CheckedMethod
 
-Finder: TypeAlias = Callable[[Method, Means, LayerKV], FindNearest | None]
+Finder: TypeAlias = Callable[[Method, CacheContext, LayerStore], FindNearest | None]
 
 
 class Leaving:
@@ -35,9 +35,9 @@ class Leaving:
         find: what finds the best keys of a new index's samples; see `nearest_finder`.
     """
 
-    def __init__(self, method: Method, rotary: Rotary, means: Means, find: Finder) -> None:
+    def __init__(self, method: Method, rotary: Rotary, means: CacheContext, find: Finder) -> None:
         self._method, self._rotary, self._means, self._find = method, rotary, means, find
-        self.departure: Departure | None = None
+        self.departure: Offload | None = None
         self._samples_left: Sequence[Samples | None] = ()  # of a prompt of which nothing has left
 
     @property
@@ -47,8 +47,8 @@ class Leaving:
 
     def begin_prompt(
         self,
-        store: LayerKV,
-        keeper: Keeper | None,
+        store: LayerStore,
+        keeper: CheckedMethod | None,
         prompt: LayerPrompt,
         evidence: Sequence[Evidence],
     ) -> None:
@@ -73,7 +73,7 @@ class Leaving:
 
         self._begin(store, asked, None if keeper is None else absorb, is_prompt=True)
 
-    def begin_pages(self, store: LayerKV, keeper: Keeper | None) -> Departure:
+    def begin_pages(self, store: LayerStore, keeper: CheckedMethod | None) -> Offload:
         """Pages leave that lie outside of the window, of at least one row."""
         asked: Sequence[Samples | None] = ()
         if self._samples_left:
@@ -88,14 +88,14 @@ class Leaving:
 
     def _begin(
         self,
-        store: LayerKV,
+        store: LayerStore,
         asked: Sequence[Samples | None],
         absorb: Absorb | None,
         *,
         is_prompt: bool = False,
-    ) -> Departure:
+    ) -> Offload:
         means, begin = self._means, self._means.phases.now()
-        departure = Departure(
+        departure = Offload(
             *(means.executor, store, asked),
             nearest=self._find(self._method, means, store) if asked else None,
             absorb=absorb,
@@ -115,7 +115,7 @@ class Leaving:
             with self._means.phases.measure("wait"):
                 self.departure.wait()
 
-    def end(self) -> Departure | None:
+    def end(self) -> Offload | None:
         """Waits for what is leaving and takes it, for who hands it over; None for nothing."""
         if self.departure is not None and self.departure.under_way:
             self.wait()
@@ -135,14 +135,14 @@ class Leaving:
         if self._samples_left:
             self._samples_left = [self._samples_left[source] for source in sources]
 
-    def forked(self, means: Means) -> Leaving:
+    def forked(self, means: CacheContext) -> Leaving:
         """Departures of a layer of another cache, which continues from the same entries."""
         new = Leaving(self._method, self._rotary, means, self._find)
         new._samples_left = self._samples_left
         return new
 
 
-def nearest_finder(method: Method, means: Means, store: LayerKV) -> FindNearest | None:
+def nearest_finder(method: Method, means: CacheContext, store: LayerStore) -> FindNearest | None:
     """A search for the best keys of a new index's samples; None on the host, where the index is
     quicker.
     """

@@ -22,10 +22,10 @@ from torch import Tensor
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.cold import ColdOps, ColdPart
 from hybrid_kv.runtime.cold_plan import ColdPlan
-from hybrid_kv.runtime.foreseen import Foreseen, Standing, best_named
+from hybrid_kv.runtime.look_ahead_state import LookAheadResults, LookAheadState, best_named
 from hybrid_kv.runtime.step import ColdBudget, Step
-from hybrid_kv.store import LayerKV, Row
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.store import LayerStore, Row
+from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import Foresight, LayerShape, PartialAttention, TokenBudget
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class _Leaving(Protocol):
 
 
 class SearchedLayer(Protocol):
-    """A layer of a cache, as it is searched ahead; see `TieredLayer`."""
+    """A layer of a cache, as it is searched ahead; see `LayerCache`."""
 
     shape: LayerShape
     rotary: Rotary
@@ -47,7 +47,7 @@ class SearchedLayer(Protocol):
     @property
     def is_sealed(self) -> bool: ...
     @property
-    def held(self) -> LayerKV: ...
+    def held(self) -> LayerStore: ...
     @property
     def leaving(self) -> _Leaving: ...
     def settle(self) -> None: ...
@@ -68,8 +68,8 @@ class LookAhead:
     ) -> None:
         self._executor, self._foresight = executor, foresight
         self._unforeseen = unforeseen or {}
-        self._standings: dict[int, Standing] = {}
-        self.under_way: dict[int, Foreseen] = {}
+        self._standings: dict[int, LookAheadState] = {}
+        self.under_way: dict[int, LookAheadResults] = {}
 
     def fork(self) -> LookAhead:
         """The searches of another cache of the model: what is known of a layer holds there too."""
@@ -77,11 +77,11 @@ class LookAhead:
         new.under_way = {}
         return new
 
-    def standing(self, layer_idx: int) -> Standing:
+    def standing(self, layer_idx: int) -> LookAheadState:
         """What is known of a layer."""
         if layer_idx not in self._standings:
             want = self._foresight
-            known = Standing(want.factor, want.mode == "auto", self._why_not(layer_idx))
+            known = LookAheadState(want.factor, want.mode == "auto", self._why_not(layer_idx))
             self._standings[layer_idx] = known
         return self._standings[layer_idx]
 
@@ -128,11 +128,11 @@ class LookAhead:
         grouped = queries.reshape(len(queries), held.shape.num_kv_heads, -1, queries.shape[-1])
         parcel = self._executor.send(grouped)
         standing.searches += 1
-        ahead = Foreseen(held, parcel, layer.rotary, budget, standing)
+        ahead = LookAheadResults(held, parcel, layer.rotary, budget, standing)
         self.under_way[layer_idx] = ahead
         ahead.future = self._executor.ahead(ahead.search)
 
-    def take(self, layer_idx: int) -> Foreseen | None:
+    def take(self, layer_idx: int) -> LookAheadResults | None:
         """What was begun for a layer in this step, once; None for nothing."""
         return self.under_way.pop(layer_idx, None)
 
@@ -174,7 +174,7 @@ class ForeseenPart:
     def described(self) -> list[tuple[str, object]]:
         return self._part.described()
 
-    def attend(self, step: Step, q: Tensor, near: Parcel | None) -> PartialAttention:
+    def attend(self, step: Step, q: Tensor, near: Transfer | None) -> PartialAttention:
         ahead, budget, ops = step.ahead, self._budget, self._ops
         assert ahead is not None
         begin = step.phases.now()

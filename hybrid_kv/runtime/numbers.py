@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.store.memory import allocate
 from hybrid_kv.types import LayerShape
 
@@ -74,7 +74,7 @@ def store_reserved(step: Step, numbers: StepNumbers) -> None:
     numbers.reserved.discard(index)
 
 
-def take_back_reserved(store: LayerKV | None, numbers: StepNumbers) -> None:
+def take_back_reserved(store: LayerStore | None, numbers: StepNumbers) -> None:
     """Gives up the place of a token that was not stored in it."""
     if store is not None and store.shape.layer_idx in numbers.reserved:
         (row,) = store.rows

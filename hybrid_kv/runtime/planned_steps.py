@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.cache_context import CacheContext, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.means import Means, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
 from hybrid_kv.runtime.step import Found, Step
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.types import LayerShape, PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.absorb import Keeper
+    from hybrid_kv.runtime.checked_method import CheckedMethod
     from hybrid_kv.runtime.device_plan import DevicePlan
-    from hybrid_kv.runtime.foreseen import Foreseen
+    from hybrid_kv.runtime.look_ahead_state import LookAheadResults
 
 
 class PlannedSteps:
@@ -28,7 +28,7 @@ class PlannedSteps:
     keeper: the method, where it keeps entries, from the prompt's end on; None where it does not.
     """
 
-    def __init__(self, shape: LayerShape, method: Method, means: Means) -> None:
+    def __init__(self, shape: LayerShape, method: Method, means: CacheContext) -> None:
         self._layer_idx, self._method, self._means = shape.layer_idx, method, means
         self._stores_as_is = stores_as_is(method)
         self._reads_alike = reads_alike(method)
@@ -37,18 +37,18 @@ class PlannedSteps:
         self._numbers = means.numbers if told else None
         self._compiled: CompiledStep | None = None  # how the last step was made
         self._num_plans = 0
-        self.keeper: Keeper | None = None
+        self.keeper: CheckedMethod | None = None
 
     def make(
         self,
-        store: LayerKV,
+        store: LayerStore,
         q: Tensor,
         scale: float,
         softcap: float | None,
         *,
         new: tuple[Tensor, Tensor] | None = None,
         found: Found | None = None,
-        ahead: Foreseen | None = None,
+        ahead: LookAheadResults | None = None,
         asked: SearchResult | None = None,
     ) -> Step:
         """A step of q [B, Hq, T, D].
@@ -129,11 +129,11 @@ class PlannedSteps:
             return None
         return plan if plan.takes(*new) else None
 
-    def device_plan(self, store: LayerKV) -> DevicePlan | None:
+    def device_plan(self, store: LayerStore) -> DevicePlan | None:
         """The plan of the next step where it can be advanced already; see `Layers.advance`."""
         return None if self._compiled is None else self._compiled.device_plan(store.rows)
 
-    def renew(self, store: LayerKV, scale: float, softcap: float | None) -> None:
+    def renew(self, store: LayerStore, scale: float, softcap: float | None) -> None:
         """Makes the plan of the next step anew where something has changed since the last one."""
         compiled = self._compiled
         if compiled is None or not compiled.stamp.reason:

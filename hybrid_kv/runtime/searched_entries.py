@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.step import ColdEntries, ExtentEntries, LayerPlan, StepResult
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import Retrieved, RetrievedPart, Row, Span
+from hybrid_kv.store import ExtentView, Retrieved, RetrievedPart, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import SearchResult, TokenBudget
 
@@ -22,7 +22,7 @@ class SearchedEntries(NamedTuple):
     Calls of the engine number the entries through all extents.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[ExtentView, ...]
     finders: list[LiveIndex]
     budget: TokenBudget
 

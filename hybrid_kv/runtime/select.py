@@ -26,7 +26,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import DeviceIndex, Index, Placement
 from hybrid_kv.runtime.step import Step, stacked
-from hybrid_kv.store import LayerKV, Retrieved, RetrievedPart, Row, SelectFor, Span
+from hybrid_kv.store import ExtentView, LayerStore, Retrieved, RetrievedPart, Row, SelectFor
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Candidates, PartialAttention, TokenBudget, Work, bytes_per_token
@@ -53,7 +53,7 @@ class Selectors:
         self._sizes: dict[torch.device, int | None] = {}
         self._has_warned = False
 
-    def of(self, layer: LayerKV) -> SelectFor | None:
+    def of(self, layer: LayerStore) -> SelectFor | None:
         """Makes the indexes of a layer that selects on its device; None where the host does."""
         place, device = layer.placement, layer.resident.pool.device
         if place is None or place.index is None or place.select == "host":
@@ -72,7 +72,7 @@ class Selectors:
         # Not the layer, which will keep this: a cycle would hold its memory when it is dropped.
         return partial(self._learned, layer.resident.pool.ops, layer.shape.layer_idx, place, size)
 
-    def _fitting(self, layer: LayerKV) -> int | None:
+    def _fitting(self, layer: LayerStore) -> int | None:
         """The largest codes that fit for all layers; None where the smallest do not."""
         device = layer.resident.pool.device
         if device.type != "cuda":
@@ -124,7 +124,7 @@ class Selectors:
         )
 
     def restored(
-        self, layer: LayerKV, indexes: Sequence[Index | None]
+        self, layer: LayerStore, indexes: Sequence[Index | None]
     ) -> list[tuple[MakeIndex, MakeIndex]] | None:
         """As `SelectFor`, for each extent that a file held; None where the host searches.
 
@@ -155,7 +155,7 @@ class Selectors:
         return found
 
 
-def code_bytes(layer: LayerKV, size: int) -> int:
+def code_bytes(layer: LayerStore, size: int) -> int:
     """What all rows of a layer take of the device with codes of `size` bytes at 128 channels."""
     shape, item = layer.shape, layer.resident.pool.dtype.itemsize
     code = _scaled(size, layer)
@@ -163,7 +163,7 @@ def code_bytes(layer: LayerKV, size: int) -> int:
     return sum(device_bytes(n, shape.num_kv_heads, shape.head_dim, item, code) for n in lengths)
 
 
-def resident_bytes(layer: LayerKV) -> int:
+def resident_bytes(layer: LayerStore) -> int:
     """Of what a layer's placement keeps on the device, digests included."""
     place, size = layer.placement, layer.page_size
     if place is None:
@@ -178,7 +178,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _scaled(size: int, layer: LayerKV) -> int:
+def _scaled(size: int, layer: LayerStore) -> int:
     """Bytes of a key's code in this layer, where one of 128 channels takes `size`."""
     return -(-size * layer.shape.head_dim // 128)
 
@@ -271,7 +271,7 @@ def attend_told(
     return step.executor.repeat(row, signature, work, q)
 
 
-def _indexes_of(span: Span) -> tuple[LiveIndex, DeviceIndex]:
+def _indexes_of(span: ExtentView) -> tuple[LiveIndex, DeviceIndex]:
     """The index of an extent, and what of it serves on the device."""
     live = span.extent.index
     assert live is not None

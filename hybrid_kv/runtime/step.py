@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import Ops
-from hybrid_kv.store import LayerKV, Retrieved, Row
+from hybrid_kv.store import LayerStore, Retrieved, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import PartialAttention, SearchResult, TokenBudget, Work
 from hybrid_kv.watch.phases import Phases
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.foreseen import Foreseen
+    from hybrid_kv.runtime.look_ahead_state import LookAheadResults
 
 ColdBudget: TypeAlias = TokenBudget | Literal["all"]
 Found: TypeAlias = dict[int, tuple[TokenBudget, Retrieved]]
@@ -38,14 +38,14 @@ class Step:
     executor: Executor
     phases: Phases
     work: Work
-    layer: LayerKV
+    layer: LayerStore
     q: Tensor
     new: int
     scale: float
     softcap: float | None
     at_home: bool
     found: Found | None = None
-    ahead: Foreseen | None = None
+    ahead: LookAheadResults | None = None
     asked: SearchResult | None = None
     unstored: tuple[Tensor, Tensor] | None = None
     _grouped: Tensor | None = None

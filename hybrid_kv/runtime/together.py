@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hybrid_kv.attention import attend, merge_partials
 from hybrid_kv.runtime.cache import KVCache
-from hybrid_kv.runtime.layer import TieredLayer
+from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.step import Step, count_cold
-from hybrid_kv.store import Row, Span
+from hybrid_kv.store import ExtentView, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget
 
@@ -45,7 +45,7 @@ class JointRow:
     _read: Read | None = None
 
     @property
-    def layer(self) -> TieredLayer:
+    def layer(self) -> LayerCache:
         return self.kv.layers[self.layer_idx]
 
     @property
@@ -225,7 +225,7 @@ def _attend_extent(rows: Sequence[JointRow], scale: float, softcap: float | None
         return
     whole = [row for row, _ in near]
 
-    def attended(step: Step, q: Tensor, span: Span) -> PartialAttention:
+    def attended(step: Step, q: Tensor, span: ExtentView) -> PartialAttention:
         k, v = (tensor[None] for tensor in span.extent.first(span.length))
         part = attend(step.ops, q[None], k, v, scale=scale, softcap=softcap)
         return PartialAttention(part.out[0], part.lse[0])

@@ -28,7 +28,7 @@ from hybrid_kv.saved.folder import check_target, publish, sync
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
 from hybrid_kv.saved.manifest import MANIFEST, AnyLayer, Block, SavedPart
 from hybrid_kv.saved.rounding import Compression
-from hybrid_kv.saved.saving import Maker, check_layers, write_layer, write_rest
+from hybrid_kv.saved.saving import Provenance, check_layers, write_layer, write_rest
 
 _PROGRESS = "progress.json"
 
@@ -152,7 +152,7 @@ class ContextBuild:
 
     # The end ------------------------------------------------------------------------------------
 
-    def finish(self, cache: TieredCache, ids: Tensor, messages: Any, maker: Maker) -> None:
+    def finish(self, cache: TieredCache, ids: Tensor, messages: Any, maker: Provenance) -> None:
         """Makes the folder a context, and puts it into its place."""
         blocks = self.root / self._folder
         for name in [name for name in self._writer.blocks if name.startswith("hidden-")]:
@@ -175,7 +175,7 @@ def building(
     cache: TieredCache,
     ids: Tensor,
     messages: Any,
-    maker: Maker,
+    maker: Provenance,
     *,
     every_s: float,
     compress: Compression | None = None,

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\.hkv")
 _GONE = "gone-"
 
 
-class Shelf:
+class ContextFolder:
     """Contexts below one folder, by the group of those that were made with the same.
 
     Raises:

@@ -41,7 +41,7 @@ class Block(SavedPart):
 
 
 class SavedSamples(SavedPart):
-    """Queries that an index learns from again; see `Samples` and `Aging`."""
+    """Queries that an index learns from again; see `Samples` and `IndexRefresh`."""
 
     block: str = Field(pattern=_BLOCK)
     first: int
@@ -104,7 +104,7 @@ class SavedRounding(SavedPart):
 
 
 class SavedLayer(SavedPart):
-    """See `HeldLayer`; kv, kept: blocks. int8: None where keys and values are as they were."""
+    """See `LayerSnapshot`; kv, kept: blocks. int8: None where keys and values are as they were."""
 
     layer_idx: int = Field(ge=0)
     num_kv_heads: int = Field(ge=1)

@@ -23,7 +23,7 @@ from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.held import HeldExtent, HeldLayer
+from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
 from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
 from hybrid_kv.saved.identity import check_identity, ids_hash
 from hybrid_kv.saved.manifest import (
@@ -38,7 +38,7 @@ from hybrid_kv.saved.manifest import (
     unreadable,
 )
 from hybrid_kv.saved.rounding import unrounded
-from hybrid_kv.store.aging import Aging
+from hybrid_kv.store.index_refresh import IndexRefresh
 
 VERIFIED_BYTES = 256 * 2**20
 """Up to so many bytes all checksums are compared when a context is opened: a fraction of a second,
@@ -46,7 +46,7 @@ where reading all of a large one would take longer than its first answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LoadedContext:
     """ids: [1, tokens] int64 on the host. messages: see `save_context`."""
 
     ids: Tensor
@@ -56,8 +56,8 @@ class Opened:
 class _Content(NamedTuple):
     """Parts of a context as they were read: text, and what goes to the layers of each kind."""
 
-    opened: Opened
-    layers: list[tuple[SavedLayer, HeldLayer]]
+    opened: LoadedContext
+    layers: list[tuple[SavedLayer, LayerSnapshot]]
     windows: list[tuple[SavedWindow, Tensor, Tensor]]
     states: list[tuple[SavedState, dict[str, Tensor]]]
 
@@ -86,7 +86,7 @@ def open_context(
     device: torch.device,
     *,
     verify: bool | None = None,
-) -> Opened:
+) -> LoadedContext:
     """Fills an empty cache with what `save_context` wrote.
 
     Cold keys and values are looked at where they lie in the file, resident ones are copied to
@@ -185,12 +185,12 @@ def read_ids(root: Path, manifest: Manifest) -> Tensor:
         return ids
 
 
-def _read_text(root: Path, manifest: Manifest) -> Opened:
+def _read_text(root: Path, manifest: Manifest) -> LoadedContext:
     ids, messages = read_ids(root, manifest)[None], None
     if manifest.messages is not None:
         _check(root, manifest, manifest.messages)
         messages = json.loads(manifest.path_of(root, manifest.messages).read_bytes())
-    return Opened(ids, messages)
+    return LoadedContext(ids, messages)
 
 
 def _check(root: Path, manifest: Manifest, name: str) -> Path:
@@ -208,7 +208,7 @@ class _Reader:
         self._root, self._manifest = root, manifest
         self._kv, self._device = kv, device
 
-    def layer(self, saved: SavedLayer) -> HeldLayer:
+    def layer(self, saved: SavedLayer) -> LayerSnapshot:
         k, v = self._keys_and_values(saved)
         placement = self._kv.means.method.seal(saved.layer_idx, ())
         if self._kv.means.audits and placement.drops and not saved.shadows:
@@ -227,7 +227,7 @@ class _Reader:
             tensors, meta = mapped(_check(self._root, self._manifest, saved.kept))
             kept = entries_of(tensors, json.loads(meta["kept"]), self._device)
         own = saved.length, saved.num_first
-        return HeldLayer(k, v, *own, extents=extents, kept=kept, shadows=saved.shadows)
+        return LayerSnapshot(k, v, *own, extents=extents, kept=kept, shadows=saved.shadows)
 
     def window(self, saved: SavedWindow, layer: SlidingLayer) -> tuple[Tensor, Tensor]:
         """k, v [Hkv, N, D] of a sliding window."""
@@ -274,15 +274,15 @@ class _Reader:
 
     def _extent(
         self, saved: SavedExtent, layer_idx: int, placement: Placement, keys: Tensor
-    ) -> HeldExtent:
+    ) -> ExtentSnapshot:
         if saved.index is None:
-            return HeldExtent(saved.length, None, None)
+            return ExtentSnapshot(saved.length, None, None)
         kind = None if placement.index is None else type(placement.index())
         if kind is None or not issubclass(kind, SavedIndex):
             raise ValueError(f"the method of layer {layer_idx} has no index that could be read")
         index = kind.load(self._manifest.path_of(self._root, saved.index), keys)
         aging = None if saved.samples is None else self._aging(saved.samples, layer_idx)
-        return HeldExtent(saved.length, index, aging)
+        return ExtentSnapshot(saved.length, index, aging)
 
     def _moments(self, extent: SavedExtent, keys: Tensor) -> Tail | None:
         """Of an extent's keys [Hkv, n, D]; copied into memory."""
@@ -298,12 +298,12 @@ class _Reader:
             raise ValueError(f"block '{saved.block}' is of more entries than there are")
         return Tail(saved.num_entries, **found)
 
-    def _aging(self, saved: SavedSamples, layer_idx: int) -> Aging:
+    def _aging(self, saved: SavedSamples, layer_idx: int) -> IndexRefresh:
         tensors, _ = mapped(self._manifest.path_of(self._root, saved.block))
         rotary = self._kv.layers[layer_idx].rotary
         positions = tensors.get("positions")
         samples = Samples(tensors["queries"], positions, rotary, saved.first, saved.horizon)
-        return Aging(samples, saved.num_keys, saved.prompt_keys)
+        return IndexRefresh(samples, saved.num_keys, saved.prompt_keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ from hybrid_kv.errors import (
 from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.chain import BLOCK_TOKENS, chain_of, common_tokens
-from hybrid_kv.saved.context_folder import Shelf, num_bytes
+from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
 from hybrid_kv.saved.counters import RegistryCounters
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
 from hybrid_kv.saved.manifest import MANIFEST, read_manifest
 from hybrid_kv.saved.opening import open_context, read_ids
-from hybrid_kv.saved.saving import Maker, save_context
+from hybrid_kv.saved.saving import Provenance, save_context
 from hybrid_kv.saved.verify import verify_context
 from hybrid_kv.types import Demotion, bytes_per_token
 
@@ -78,10 +78,10 @@ class ContextRegistry:
 
     def __init__(self, folder: str | Path, limit_bytes: int | str = DEFAULT_LIMIT) -> None:
         self.limit_bytes = _limit(limit_bytes)
-        self._shelf = Shelf(Path(folder).expanduser())
+        self._shelf = ContextFolder(Path(folder).expanduser())
         self._known: dict[Path, _Entry] = {}
         self._checked: set[tuple[Path, tuple[int, int]]] = set()
-        self._tokenizers: WeakKeyDictionary[Maker, str | None] = WeakKeyDictionary()
+        self._tokenizers: WeakKeyDictionary[Provenance, str | None] = WeakKeyDictionary()
 
     @property
     def folder(self) -> Path:
@@ -94,7 +94,7 @@ class ContextRegistry:
     # What is there ------------------------------------------------------------------------------
 
     def find(
-        self, ids: Tensor, maker: Maker, config: HybridConfig, *, whole: bool = False
+        self, ids: Tensor, maker: Provenance, config: HybridConfig, *, whole: bool = False
     ) -> tuple[Path | None, int]:
         """The context that shares most of ids [1, tokens], and how many; counts and opens nothing.
 
@@ -165,14 +165,14 @@ class ContextRegistry:
             if os.path.lexists(path):
                 _tell(f"{error}; the prompt is computed")
 
-    def _group(self, maker: Maker, config: HybridConfig) -> str:
+    def _group(self, maker: Provenance, config: HybridConfig) -> str:
         if maker not in self._tokenizers:  # a large vocabulary takes a second
             self._tokenizers[maker] = tokenizer_identity(maker.tokenizer)
         return identity_hash(maker.model, self._tokenizers[maker], config)
 
     # Taking -------------------------------------------------------------------------------------
 
-    def take(self, cache: TieredCache, ids: Tensor, maker: Maker, device: torch.device) -> int:
+    def take(self, cache: TieredCache, ids: Tensor, maker: Provenance, device: torch.device) -> int:
         """Fills an empty cache with as many first tokens of ids [1, tokens] as a context has.
 
         A context is checked, every byte of it, when this process uses it for the first time. What
@@ -226,7 +226,7 @@ class ContextRegistry:
         self,
         cache: TieredCache,
         ids: Tensor,
-        maker: Maker,
+        maker: Provenance,
         *,
         prefill_s: float | None = None,
     ) -> bool:

@@ -20,7 +20,7 @@ from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
 from hybrid_kv.models.fixed_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
-from hybrid_kv.runtime.held import HeldExtent, HeldLayer
+from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
 from hybrid_kv.saved.blocks import BlockWriter, entries_tensors
 from hybrid_kv.saved.folder import replacing
 from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity
@@ -40,12 +40,12 @@ from hybrid_kv.saved.manifest import (
     write_manifest,
 )
 from hybrid_kv.saved.rounding import Compression, relative_error, rounded, unrounded
-from hybrid_kv.store.aging import Aging
+from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.types import Needs
 
 
-class Maker(Protocol):
-    """What a context was made with; source: where the model was loaded from, None if unknown."""
+class Provenance(Protocol):
+    """Provenance of a context; source: where the model was loaded from, None if unknown."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -58,7 +58,7 @@ def save_context(
     cache: TieredCache,
     ids: Tensor,
     messages: Sequence[Any] | None,
-    maker: Maker,
+    maker: Provenance,
     *,
     prefill_s: float | None = None,
     compress: Compression | None = None,
@@ -97,7 +97,7 @@ def write_rest(
     cache: TieredCache,
     ids: Tensor,
     messages: Sequence[Any] | None,
-    maker: Maker,
+    maker: Provenance,
     layers: Sequence[AnyLayer],
     prefill_s: float | None,
 ) -> None:
@@ -174,7 +174,7 @@ def write_layer(
     if is_fixed(layer):
         block = writer.tensors(f"layer-{layer_idx:04d}-states.safetensors", states_of(layer))
         return SavedState(layer_idx=layer_idx, states=block)
-    return _write_held(writer, layer_idx, HeldLayer.of(cache.kv.stores[layer_idx]), compress)
+    return _write_held(writer, layer_idx, LayerSnapshot.of(cache.kv.stores[layer_idx]), compress)
 
 
 def _write_window(writer: BlockWriter, layer_idx: int, layer: SlidingLayer) -> SavedWindow:
@@ -193,7 +193,7 @@ def _write_window(writer: BlockWriter, layer_idx: int, layer: SlidingLayer) -> S
 
 
 def _write_held(
-    writer: BlockWriter, layer_idx: int, held: HeldLayer, compress: Compression | None
+    writer: BlockWriter, layer_idx: int, held: LayerSnapshot, compress: Compression | None
 ) -> SavedLayer:
     """Writes what a tiered layer holds.
 
@@ -228,7 +228,7 @@ def _write_held(
     )
 
 
-def _rounded(held: HeldLayer) -> tuple[HeldLayer, dict[str, Tensor], SavedRounding]:
+def _rounded(held: LayerSnapshot) -> tuple[LayerSnapshot, dict[str, Tensor], SavedRounding]:
     """A layer as it comes back, what is written of it, and what that has lost."""
     (k, k_scales), (v, v_scales) = rounded(held.k), rounded(held.v)
     back = replace(
@@ -241,7 +241,7 @@ def _rounded(held: HeldLayer) -> tuple[HeldLayer, dict[str, Tensor], SavedRoundi
 
 
 def _write_extent(
-    writer: BlockWriter, name: str, extent: HeldExtent, keys: Tensor | None
+    writer: BlockWriter, name: str, extent: ExtentSnapshot, keys: Tensor | None
 ) -> SavedExtent:
     """Writes what finds an extent; `keys` are what comes back of its own where that differs."""
     index, saved, heads = extent.index, None, list[SavedHead]()
@@ -279,7 +279,7 @@ def _check_needs(index: Index) -> None:
         )
 
 
-def _write_samples(writer: BlockWriter, block: str, aging: Aging) -> SavedSamples:
+def _write_samples(writer: BlockWriter, block: str, aging: IndexRefresh) -> SavedSamples:
     samples = aging.prompt
     tensors = {"queries": samples.queries}
     if samples.positions is not None:

@@ -1,6 +1,6 @@
 """Many requests to one model: an engine that serves them, what it is asked and what it answers."""
 
-from hybrid_kv.serve.engine import Drained, Engine
+from hybrid_kv.serve.engine import Engine, ShutdownResult
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
@@ -8,15 +8,14 @@ from hybrid_kv.serve.requests import (
     Limits,
     Prefilled,
     Request,
+    RequestHandle,
     RequestReport,
     Sampling,
-    Ticket,
     Token,
     Usage,
 )
 
 __all__ = [
-    "Drained",
     "Engine",
     "EngineStats",
     "Finished",
@@ -24,9 +23,10 @@ __all__ = [
     "Limits",
     "Prefilled",
     "Request",
+    "RequestHandle",
     "RequestReport",
     "Sampling",
-    "Ticket",
+    "ShutdownResult",
     "Token",
     "Usage",
 ]

@@ -22,7 +22,7 @@ _SHARE = 0.9
 """Of a device's free memory; the rest is for what a piece of a prompt computes with."""
 
 
-class Needed(NamedTuple):
+class RequestMemory(NamedTuple):
     """Bytes of a request when it is at its longest.
 
     host: keys, values and indexes. device: keys and values at the end of the prompt; 0 where the
@@ -33,14 +33,14 @@ class Needed(NamedTuple):
     device: int
 
 
-def needed_bytes(llm: LLM, request: Request) -> Needed:
+def needed_bytes(llm: LLM, request: Request) -> RequestMemory:
     """Of the prompt and the longest answer."""
     runtime, total = llm.runtime, len(request.ids) + request.max_new_tokens
     host = total * runtime.bytes_per_token((request.config or llm.config).build(), total)
     if free_device_bytes(runtime.device) is None:
-        return Needed(host, 0)
+        return RequestMemory(host, 0)
     each = sum(bytes_per_token(shape, llm.model.dtype) for shape in runtime.info.layers)
-    return Needed(host, total * each)
+    return RequestMemory(host, total * each)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
@@ -48,7 +48,7 @@ def free_device_bytes(device: torch.device) -> int | None:
     return free_bytes(device) if device.type == "cuda" else None
 
 
-def fits(llm: LLM, needed: Needed, coming: Sequence[Needed]) -> bool:
+def fits(llm: LLM, needed: RequestMemory, coming: Sequence[RequestMemory]) -> bool:
     """Whether a request fits beside what others will take yet."""
     if needed.host > spare_host_memory(sum(each.host for each in coming)):
         return False
@@ -57,7 +57,7 @@ def fits(llm: LLM, needed: Needed, coming: Sequence[Needed]) -> bool:
     return free is None or needed.device <= _SHARE * free - promised
 
 
-def check(llm: LLM, needed: Needed, held: Needed, num_tokens: int) -> None:
+def check(llm: LLM, needed: RequestMemory, held: RequestMemory, num_tokens: int) -> None:
     """Raises CapacityError unless so much is there when `held` is given back.
 
     Raises:

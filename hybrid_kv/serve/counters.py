@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from hybrid_kv.serve.requests import EngineStats, Finished
-from hybrid_kv.serve.running import ActiveRequest
+from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.store.tiers import TierBytes
 
 _SHARE = 0.2
 """Of a new request's time in the mean of all."""
 
 
-class EngineTally:
+class EngineCounters:
     """Counters that only grow, and a few means."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class EngineTally:
         return max(1.0, (self._served_s or 0.0) / slots)
 
     def stats(
-        self, queued: int, runs: Sequence[ActiveRequest], chunk_tokens: int, held: TierBytes
+        self, queued: int, runs: Sequence[RunningRequest], chunk_tokens: int, held: TierBytes
     ) -> EngineStats:
         """Everything at once."""
         return EngineStats(

@@ -17,9 +17,9 @@ from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.admission import Needed, check, needed_bytes
-from hybrid_kv.serve.requests import EngineStats, Limits, Request, Ticket
-from hybrid_kv.serve.scheduler import Rounds
+from hybrid_kv.serve.admission import RequestMemory, check, needed_bytes
+from hybrid_kv.serve.requests import EngineStats, Limits, Request, RequestHandle
+from hybrid_kv.serve.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _PUBLISH_S = 0.25
 """How old the figures may be while requests run."""
 
 
-class Drained(NamedTuple):
-    """What became of the requests that an ending engine still had."""
+class ShutdownResult(NamedTuple):
+    """Requests that an ending engine still had, by how they ended."""
 
     finished: int
     cancelled: int
@@ -65,10 +65,10 @@ class Engine:
             )
         self.alone = why_alone(llm.model)
         self._changed = threading.Condition()
-        self._queue: deque[Ticket] = deque()
-        self._open: set[Ticket] = set()  # queued or admitted, and not ended
+        self._queue: deque[RequestHandle] = deque()
+        self._open: set[RequestHandle] = set()  # queued or admitted, and not ended
         self._is_ending = self._is_closed = False
-        self._rounds = Rounds(llm, self.limits, contexts, self._ended)
+        self._rounds = Scheduler(llm, self.limits, contexts, self._ended)
         self._stats = EngineStats()
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -79,7 +79,7 @@ class Engine:
 
     # For any thread ------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestHandle:
         """Queues a request; its events come through the ticket.
 
         Raises:
@@ -89,7 +89,7 @@ class Engine:
             BusyError: the engine is ending.
         """
         self._check(request)
-        ticket = Ticket(request, self._wake)
+        ticket = RequestHandle(request, self._wake)
         given = (request.timeout_s, self.limits.request_timeout_s)
         seconds = min((limit for limit in given if limit is not None), default=None)
         ticket.deadline = None if seconds is None else monotonic() + seconds
@@ -124,14 +124,14 @@ class Engine:
         host = now.host_kv_bytes + now.host_index_bytes
         needed = needed_bytes(self._llm, request)
         on_host = not needed.device  # what computes on the host has its device tier there
-        held = Needed(host + on_host * now.device_kv_bytes, now.device_kv_bytes)
+        held = RequestMemory(host + on_host * now.device_kv_bytes, now.device_kv_bytes)
         check(self._llm, needed, held, total)
 
     def stats(self) -> EngineStats:
         """How the engine stands, as it was a moment ago."""
         return self._stats
 
-    def drain(self, seconds: float) -> Drained:
+    def drain(self, seconds: float) -> ShutdownResult:
         """Takes no more requests, lets those there are finish for so long, then cancels the others.
 
         What is cancelled ends after the piece of work in progress.
@@ -144,7 +144,7 @@ class Engine:
             ticket.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._open)
-        return Drained(before - len(left), len(left))
+        return ShutdownResult(before - len(left), len(left))
 
     def close(self) -> None:
         """Cancels what there is and gives the model back, after the piece of work in progress."""
@@ -206,7 +206,7 @@ class Engine:
     def _publish(self) -> None:
         self._stats = self._rounds.stats(len(self._queue))
 
-    def _ended(self, ticket: Ticket) -> None:
+    def _ended(self, ticket: RequestHandle) -> None:
         with self._changed:
             self._open.discard(ticket)
             self._changed.notify_all()

@@ -26,12 +26,12 @@ from hybrid_kv.saved.chain import BLOCK_TOKENS
 from hybrid_kv.saved.registry import ContextRegistry, keeps_all
 from hybrid_kv.serve.prefixes import KeptPrefixes, Prefix, prefix_key
 from hybrid_kv.serve.requests import Limits, Request
-from hybrid_kv.serve.running import ActiveRequest
+from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.transfer import ThreadExecutor
 
 
-class Prompts:
-    """What is done for requests that have no token yet; for the engine's thread.
+class PrefillQueue:
+    """Requests that have no token yet, and their prefills; for the engine's thread.
 
     Args:
         contexts: saved ones, with which prompts may begin.
@@ -46,15 +46,15 @@ class Prompts:
         limits: Limits,
         contexts: ContextRegistry | None,
         prefixes: KeptPrefixes,
-        runs: list[ActiveRequest],
-        make_room: Callable[[ActiveRequest], None],
+        runs: list[RunningRequest],
+        make_room: Callable[[RunningRequest], None],
     ) -> None:
         self._llm, self._limits, self._contexts = llm, limits, contexts
         self._prefixes, self._runs, self._make_room = prefixes, runs, make_room
         self._pace = PrefillPace()
         self._files, self._layers = ThreadExecutor(1), ThreadExecutor(1)
 
-    def leader(self, request: Request) -> ActiveRequest | None:
+    def leader(self, request: Request) -> RunningRequest | None:
         """Who computes at least half of this prompt already, so that it need not be done twice."""
         if self._limits.reproducible:
             return None
@@ -70,26 +70,26 @@ class Prompts:
                 return run
         return None
 
-    def next(self) -> ActiveRequest | None:
+    def next(self) -> RunningRequest | None:
         """Whose prompt goes on: who has waited longest for what is left to compute, so that short
         prompts pass long ones and none waits for ever.
         """
         waiting = [run for run in self._runs if self._can_go_on(run)]
         return max(waiting, key=self._urgency, default=None)
 
-    def _can_go_on(self, run: ActiveRequest) -> bool:
+    def _can_go_on(self, run: RunningRequest) -> bool:
         leader = run.leader
         has_way = leader is None or leader.is_ready or leader not in self._runs
         return has_way and not run.is_ready and not run.is_aside
 
-    def _urgency(self, run: ActiveRequest) -> float:
+    def _urgency(self, run: RunningRequest) -> float:
         if not (left := len(run.request.ids) - run.done):
             return math.inf
         return (monotonic() - run.ticket.submitted) / self._pace.seconds(run.done, left)
 
     # A piece -------------------------------------------------------------------------------------
 
-    def advance(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
+    def advance(self, run: RunningRequest, seconds: float, *, alone: bool) -> None:
         """One piece of its way, of so many seconds.
 
         Args:
@@ -104,7 +104,7 @@ class Prompts:
             if run.is_prefilled:
                 self._seal(run, end - monotonic(), alone=alone)
 
-    def _begin(self, run: ActiveRequest) -> bool:
+    def _begin(self, run: RunningRequest) -> bool:
         """Gives it a cache; False where that is done aside."""
         config, ids = config_of(self._llm, run.request), run.request.ids
         found = None
@@ -123,7 +123,7 @@ class Prompts:
 
     def _open(
         self,
-        run: ActiveRequest,
+        run: RunningRequest,
         cache: TieredCache,
         reused: int,
         config: HybridConfig,
@@ -151,11 +151,11 @@ class Prompts:
 
         run.put_aside(work, close, lambda: _start(run, *held[0], config))
 
-    def _continuable(self) -> Iterator[ActiveRequest]:
+    def _continuable(self) -> Iterator[RunningRequest]:
         """Requests that decode and have lost nothing of their prompts."""
         return (run for run in self._runs if run.is_ready and keeps_all(run.cache))
 
-    def _compute(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
+    def _compute(self, run: RunningRequest, seconds: float, *, alone: bool) -> None:
         left = len(run.request.ids) - run.done
         count = self.chunk_tokens(run.done, seconds, left, alone=alone)
         begin = monotonic()
@@ -169,7 +169,7 @@ class Prompts:
         most = min(left, self._limits.prefill_chunk_tokens)
         return self._pace.tokens(first, seconds, most, alone=alone)
 
-    def _seal(self, run: ActiveRequest, seconds: float, *, alone: bool) -> None:
+    def _seal(self, run: RunningRequest, seconds: float, *, alone: bool) -> None:
         if alone:
             run.seal(seconds)
         elif not run.is_sealed:
@@ -182,7 +182,7 @@ class Prompts:
 
         return executor.background(guarded)
 
-    def twins(self, run: ActiveRequest) -> list[ActiveRequest]:
+    def twins(self, run: RunningRequest) -> list[RunningRequest]:
         """Requests for the same that have not begun, and may share what was computed."""
         if self._limits.reproducible:  # what leaves a fork's window lies, and adds up, otherwise
             return []
@@ -213,7 +213,7 @@ class Prompts:
         self._layers.close()
 
 
-def _start(run: ActiveRequest, cache: TieredCache, reused: int, config: HybridConfig) -> None:
+def _start(run: RunningRequest, cache: TieredCache, reused: int, config: HybridConfig) -> None:
     if cache.kv.config.audit_every != config.audit_every:
         cache.kv.look_every(config.audit_every)
     run.begin(cache, reused)

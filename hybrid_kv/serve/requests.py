@@ -185,8 +185,8 @@ Happening: TypeAlias = Prefilled | Token | Finished
 """What happens to a request, in this order."""
 
 
-class Ticket:
-    """What a request was given in return: its events, and the way to end it early.
+class RequestHandle:
+    """Handle of a submitted request: its events, and the way to end it early.
 
     Reading never holds up the engine, and not reading neither. Every reader gets all events.
 

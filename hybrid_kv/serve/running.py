@@ -17,9 +17,9 @@ from hybrid_kv.api.llm import LLM
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import Stage
-from hybrid_kv.serve.admission import Needed
+from hybrid_kv.serve.admission import RequestMemory
 from hybrid_kv.serve.output import AnswerText, Sampler
-from hybrid_kv.serve.requests import Prefilled, Reason, RequestReport, Ticket, Token, Usage
+from hybrid_kv.serve.requests import Prefilled, Reason, RequestHandle, RequestReport, Token, Usage
 from hybrid_kv.store.tiers import tier_bytes
 from hybrid_kv.watch.places import Places
 
@@ -27,7 +27,7 @@ _PLACES = 64
 """That are reported at most."""
 
 
-class ActiveRequest:
+class RunningRequest:
     """A request that was admitted; only the engine's thread touches it, and what it puts aside.
 
     ids: prompt and answer. done: tokens of the prompt that are computed; reused: of those the ones
@@ -41,9 +41,9 @@ class ActiveRequest:
     def __init__(
         self,
         llm: LLM,
-        ticket: Ticket,
-        needed: Needed,
-        leader: ActiveRequest | None = None,
+        ticket: RequestHandle,
+        needed: RequestMemory,
+        leader: RunningRequest | None = None,
     ) -> None:
         self.ticket, self.request = ticket, ticket.request
         self.needed, self.leader = needed, leader
@@ -223,13 +223,13 @@ class ActiveRequest:
         return self.needed.host * (self.done + len(self.times)) // total
 
     @property
-    def coming(self) -> Needed:
+    def coming(self) -> RequestMemory:
         """What it will take yet; on a device nothing from the end of its prompt on, where most of
         it leaves.
         """
         total = len(self.request.ids) + self.request.max_new_tokens
         device = 0 if self.is_sealed else self.needed.device * (total - self.done) // total
-        return Needed(self.needed.host - self.held_bytes, device)
+        return RequestMemory(self.needed.host - self.held_bytes, device)
 
     def usage(self) -> Usage:
         return Usage(len(self.request.ids), len(self.times), self.reused)

@@ -24,20 +24,20 @@ from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.admission import Needed, check, fits, needed_bytes
-from hybrid_kv.serve.counters import EngineTally
-from hybrid_kv.serve.prefill_queue import Prompts
+from hybrid_kv.serve.admission import RequestMemory, check, fits, needed_bytes
+from hybrid_kv.serve.counters import EngineCounters
+from hybrid_kv.serve.prefill_queue import PrefillQueue
 from hybrid_kv.serve.prefixes import KeptPrefixes
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,
     Limits,
     Reason,
+    RequestHandle,
     RequestReport,
-    Ticket,
     Usage,
 )
-from hybrid_kv.serve.running import ActiveRequest
+from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.store.tiers import tier_bytes
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ _LOOK_S = 0.05
 """After which a cancellation is noticed where all is done aside."""
 
 
-class Rounds:
-    """The requests that were admitted, and what is done for them; for one thread.
+class Scheduler:
+    """Admitted requests, and the steps that serve them; for one thread.
 
     runs: in the order of their submission.
 
@@ -70,16 +70,18 @@ class Rounds:
         llm: LLM,
         limits: Limits,
         contexts: ContextRegistry | None,
-        on_end: Callable[[Ticket], None],
+        on_end: Callable[[RequestHandle], None],
     ) -> None:
         self._llm, self._limits, self._on_end = llm, limits, on_end
         self._contexts = contexts
         self._prefixes = KeptPrefixes(0 if limits.reproducible else limits.prefix_bytes)
         self._alone = why_alone(llm.model)
-        self.runs: list[ActiveRequest] = []
-        self._prompts = Prompts(llm, limits, contexts, self._prefixes, self.runs, self._make_room)
+        self.runs: list[RunningRequest] = []
+        self._prompts = PrefillQueue(
+            llm, limits, contexts, self._prefixes, self.runs, self._make_room
+        )
         self._saving: tuple[Future[None], TieredCache] | None = None
-        self.tally = EngineTally()
+        self.tally = EngineCounters()
         self._steps_s: deque[float] = deque(maxlen=_LATEST)  # of decode steps
         self._held_up = False  # streams had to wait for a prompt since
 
@@ -91,7 +93,7 @@ class Rounds:
 
     # Admission -----------------------------------------------------------------------------------
 
-    def admit(self, queue: deque[Ticket]) -> None:
+    def admit(self, queue: deque[RequestHandle]) -> None:
         """Takes from the queue what there is a place and memory for, in its order."""
         for ticket in [ticket for ticket in queue if _early_end(ticket)]:
             queue.remove(ticket)
@@ -104,20 +106,20 @@ class Rounds:
                 return
             queue.popleft()
             leader = self._prompts.leader(ticket.request)
-            self.runs.append(ActiveRequest(self._llm, ticket, needed, leader))
+            self.runs.append(RunningRequest(self._llm, ticket, needed, leader))
 
-    def _fits(self, needed: Needed) -> bool:
+    def _fits(self, needed: RequestMemory) -> bool:
         return fits(self._llm, needed, [run.coming for run in self.runs])
 
-    def _drop_prefixes(self, needed: Needed) -> None:
+    def _drop_prefixes(self, needed: RequestMemory) -> None:
         while self._prefixes and not self._fits(needed):
             self._prefixes.drop_oldest()
 
-    def _make_room(self, run: ActiveRequest) -> None:
+    def _make_room(self, run: RunningRequest) -> None:
         """Raises CapacityError where there is none for what the request will hold."""
         self._drop_prefixes(run.needed)
         total = len(run.request.ids) + run.request.max_new_tokens
-        check(self._llm, run.needed, Needed(0, 0), total)
+        check(self._llm, run.needed, RequestMemory(0, 0), total)
 
     def _end_early(self) -> None:
         for run in list(self.runs):
@@ -136,7 +138,7 @@ class Rounds:
         self._held_up |= not alone
         self._attempt(run, lambda: self._prompts.advance(chosen, seconds, alone=alone))
 
-    def _attempt(self, run: ActiveRequest, work: Callable[[], object]) -> None:
+    def _attempt(self, run: RunningRequest, work: Callable[[], object]) -> None:
         """Does what brings a prompt on; its answer begins when that was the last of it."""
         try:
             work()
@@ -146,7 +148,7 @@ class Rounds:
             if run.is_sealed and not run.is_ready and not run.is_aside:
                 self._answer(run)
 
-    def _answer(self, run: ActiveRequest) -> None:
+    def _answer(self, run: RunningRequest) -> None:
         """The first token of a request, and of those that ask for the same."""
         first, ready = run.first_logits(), [run]
         for twin in self._prompts.twins(run):
@@ -167,7 +169,7 @@ class Rounds:
             wait(works, _LOOK_S, FIRST_COMPLETED)
 
     @property
-    def _streams(self) -> list[ActiveRequest]:
+    def _streams(self) -> list[RunningRequest]:
         """Who waits for the next token."""
         return [run for run in self.runs if run.is_ready]
 
@@ -212,7 +214,7 @@ class Rounds:
             self.tally.stall(monotonic() - min(before), self._limits.max_stall_ms / 1e3)
             self._held_up = False
 
-    def _step_alone(self, run: ActiveRequest) -> None:
+    def _step_alone(self, run: RunningRequest) -> None:
         try:
             with memory_errors(lambda: "decode"):
                 logits = self._lone_logits(run)
@@ -221,7 +223,7 @@ class Rounds:
         else:
             self._take(run, logits)
 
-    def _lone_logits(self, run: ActiveRequest) -> Tensor:
+    def _lone_logits(self, run: RunningRequest) -> Tensor:
         """[V] after one more token."""
         if self._alone or not self._limits.reproducible:
             return run.step()
@@ -231,12 +233,12 @@ class Rounds:
             raise failed
         return logits[0]
 
-    def _joined(self, runs: list[ActiveRequest]) -> JoinedCache:
+    def _joined(self, runs: list[RunningRequest]) -> JoinedCache:
         return JoinedCache(
             [run.cache for run in runs], _ROWS if self._limits.reproducible else None
         )
 
-    def _step_joined(self, runs: list[ActiveRequest]) -> None:
+    def _step_joined(self, runs: list[RunningRequest]) -> None:
         cache = self._joined(runs)
         try:
             logits = self._forward(cache, [run.ids[-1] for run in runs])
@@ -266,7 +268,7 @@ class Rounds:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _take(self, run: ActiveRequest, logits: Tensor) -> None:
+    def _take(self, run: RunningRequest, logits: Tensor) -> None:
         """The next token of an answer, with which it may end."""
         try:
             reason = run.take(logits)
@@ -278,7 +280,7 @@ class Rounds:
 
     # Ends ----------------------------------------------------------------------------------------
 
-    def _end(self, run: ActiveRequest, reason: Reason, error: Exception | None = None) -> None:
+    def _end(self, run: RunningRequest, reason: Reason, error: Exception | None = None) -> None:
         """Hands out the last event of a request and lets go of what it holds."""
         self.runs.remove(run)
         if run.is_aside:
@@ -297,7 +299,7 @@ class Rounds:
 
     def _finish(
         self,
-        ticket: Ticket,
+        ticket: RequestHandle,
         reason: Reason,
         usage: Usage | None = None,
         report: RequestReport | None = None,
@@ -311,7 +313,7 @@ class Rounds:
         ticket.put(event)
         self._on_end(ticket)
 
-    def end_all(self, queued: Sequence[Ticket], error: Exception) -> None:
+    def end_all(self, queued: Sequence[RequestHandle], error: Exception) -> None:
         """Ends every request with an error that none of them made."""
         for run in list(self.runs):
             self._end(run, "error", error)
@@ -358,7 +360,7 @@ class Rounds:
         self._prefixes.close()
 
 
-def _early_end(ticket: Ticket) -> Reason | None:
+def _early_end(ticket: RequestHandle) -> Reason | None:
     """Why a request shall end before its answer does."""
     if ticket.is_cancelled:
         return "cancelled"

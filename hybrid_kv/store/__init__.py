@@ -8,8 +8,8 @@ from hybrid_kv.store.cold import (
     best_of,
     check_finite,
 )
-from hybrid_kv.store.extent import ByExtent, ColdExtent, Retrieved, RetrievedPart, Span
-from hybrid_kv.store.layer import LayerKV, SelectFor
+from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView, Retrieved, RetrievedPart
+from hybrid_kv.store.layer import LayerStore, SelectFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row, RowMark
@@ -20,7 +20,8 @@ __all__ = [
     "ColdChain",
     "ColdExtent",
     "ColdStore",
-    "LayerKV",
+    "ExtentView",
+    "LayerStore",
     "Overflow",
     "PageTable",
     "Reservation",
@@ -31,7 +32,6 @@ __all__ = [
     "Row",
     "RowMark",
     "SelectFor",
-    "Span",
     "all_finite",
     "best_of",
     "check_finite",

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError, NonFiniteError
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.aging import Aging
-from hybrid_kv.store.extent import ByExtent, ColdExtent, Span
+from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
+from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape, SearchResult
 
 if TYPE_CHECKING:
-    from hybrid_kv.store.ahead import PinnedAhead
+    from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
 _WHOLE_BYTES = 2**20
 """Up to here K or V is checked in one go, which takes a byte for each of its elements."""
@@ -36,7 +36,7 @@ class Reservation:
     k, v: [Hkv, n, D], to be written; positions: [n].
     """
 
-    span: Span
+    span: ExtentView
     k: Tensor
     v: Tensor
     positions: Tensor
@@ -53,10 +53,10 @@ class ColdChain:
     """
 
     def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, pinned: PinnedAhead | None = None
+        self, shape: LayerShape, dtype: torch.dtype, pinned: PinnedAllocator | None = None
     ) -> None:
         self.shape, self.dtype, self.pinned = shape, dtype, pinned
-        self.spans: list[Span] = []
+        self.spans: list[ExtentView] = []
         self.num_tokens = 0
         self.stamps = Stamps()
 
@@ -71,7 +71,7 @@ class ColdChain:
         if span is None:
             behind = self.num_tokens
             new = ColdExtent(self.shape, self.dtype, count, pinned=self.pinned, behind=behind)
-            span = Span(new, 0)
+            span = ExtentView(new, 0)
         extent = span.extent
         if extent.length > span.length:  # the row was cropped since: forget what lies beyond
             extent.length = span.length
@@ -120,7 +120,7 @@ class ColdChain:
         span.length = stop
         extent.make_room_ahead()
 
-    def _aging(self) -> Aging | None:
+    def _aging(self) -> IndexRefresh | None:
         """What an extent learns from that begins behind all others: what the nearest of them does.
 
         None where nothing is learned from.
@@ -205,7 +205,7 @@ class ColdChain:
         """A chain that continues from the same entries; `release` it when it is done."""
         new = ColdChain(self.shape, self.dtype, self.pinned)
         new.spans = [
-            Span(span.extent, span.length, known=span.share_known()) for span in self.spans
+            ExtentView(span.extent, span.length, known=span.share_known()) for span in self.spans
         ]
         new.num_tokens = self.num_tokens
         return new
@@ -233,7 +233,7 @@ class ColdStore:
         dtype: torch.dtype,
         num_rows: int,
         *,
-        pinned: PinnedAhead | None = None,
+        pinned: PinnedAllocator | None = None,
     ) -> None:
         self.shape, self.dtype = shape, dtype
         self.chains = [ColdChain(shape, dtype, pinned) for _ in range(num_rows)]
@@ -275,7 +275,7 @@ class ColdStore:
         for chain in self.chains:
             chain.release()
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[ExtentView]:
         """The spans of all rows."""
         return (span for chain in self.chains for span in chain.spans)
 

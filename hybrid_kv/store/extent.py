@@ -20,7 +20,7 @@ from hybrid_kv.types import LayerShape, PartialAttention, SearchResult
 
 if TYPE_CHECKING:
     from hybrid_kv.ops.pinned_rows import PinnedRows
-    from hybrid_kv.store.ahead import PinnedAhead
+    from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
 
 def pinned_room(count: int) -> int:
@@ -64,11 +64,11 @@ class ColdExtent:
         dtype: torch.dtype,
         count: int,
         *,
-        pinned: PinnedAhead | None = None,
+        pinned: PinnedAllocator | None = None,
         behind: int = 0,
     ) -> None:
         host, heads, dim = torch.device("cpu"), shape.num_kv_heads, shape.head_dim
-        self._pinned: tuple[PinnedAhead, PinnedRows] | None = None
+        self._pinned: tuple[PinnedAllocator, PinnedRows] | None = None
         self._is_fixed = False
         if pinned is not None:
             total = behind + count
@@ -81,7 +81,7 @@ class ColdExtent:
             self.k, self.v = (allocate([heads, capacity, dim], dtype, host) for _ in range(2))
         self.positions = allocate([self.k.shape[1]], torch.int32, host)
         self.length = 0
-        self.readers: WeakSet[Span] = WeakSet()
+        self.readers: WeakSet[ExtentView] = WeakSet()
         self.rewritten = 0  # how often entries were forgotten and others written in their place
         self.index: LiveIndex | None = None
         self.stamps = Stamps()
@@ -155,7 +155,7 @@ class ColdExtent:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Span:
+class ExtentView:
     """The first `length` entries of an extent, as one row sees it.
 
     near: [Hkv, M, K] what its latest search found, where the next one begins. known: these entries

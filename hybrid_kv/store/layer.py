@@ -18,7 +18,7 @@ from hybrid_kv.store.row import Row
 from hybrid_kv.types import Demotion, LayerShape
 
 if TYPE_CHECKING:
-    from hybrid_kv.store.ahead import PinnedAhead
+    from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
 SelectFor: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[MakeIndex, MakeIndex] | None]
 """Makes what finds keys [Hkv, N, D] on their device, and those that follow, from a look at them, at
@@ -26,7 +26,7 @@ samples [Hkv, G, M, D] and at where they go on the host; None where the host fin
 """
 
 
-class LayerKV:
+class LayerStore:
     """The entries of one layer, for all batch rows.
 
     rows: what each row holds. resident, cold: the two tiers, for what concerns all rows at once;
@@ -42,16 +42,16 @@ class LayerKV:
         device: torch.device,
         capacity_tokens: int = 0,
         ops: Ops | None = None,
-        pinned: PinnedAhead | None = None,
+        pinned: PinnedAllocator | None = None,
     ) -> None:
         self.shape, self.page_size = shape, page_size
         self.resident = ResidentStore(
             shape, page_size, num_rows, dtype, device, capacity_tokens, ops
         )
         if pinned is None and device.type == "cuda":
-            from hybrid_kv.store.ahead import PinnedAhead
+            from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
-            pinned = PinnedAhead()
+            pinned = PinnedAllocator()
         self.cold = ColdStore(shape, dtype, num_rows, pinned=pinned)
         tiers = zip(self.resident.tables, self.cold.chains, strict=True)
         self.rows = [Row(number, *own) for number, own in enumerate(tiers)]
@@ -142,11 +142,11 @@ class LayerKV:
             table.append(k[:, stop:], v[:, stop:], stop)
         return new
 
-    def branch(self) -> LayerKV:
+    def branch(self) -> LayerStore:
         """A layer that continues from the same entries: resident ones copied, cold ones shared."""
         return self._beside(self.resident.select(range(len(self.rows)), self._room))
 
-    def forked(self) -> LayerKV:
+    def forked(self) -> LayerStore:
         """A layer of another cache that continues from the same entries; this one must be sealed.
 
         Cold entries and their indexes are shared. Resident ones are copied, sinks and window; where
@@ -156,7 +156,7 @@ class LayerKV:
             return self._beside(self.resident.shared())
         return self.branch()
 
-    def _beside(self, resident: ResidentStore) -> LayerKV:
+    def _beside(self, resident: ResidentStore) -> LayerStore:
         new = copy(self)
         new.resident, new.cold = resident, self.cold.branch()
         new.rows = self._continued(range(len(self.rows)), new)
@@ -171,7 +171,7 @@ class LayerKV:
         self.cold.fork(sources)
         self.rows = self._continued(sources, self)
 
-    def _continued(self, sources: Sequence[int], into: LayerKV) -> list[Row]:
+    def _continued(self, sources: Sequence[int], into: LayerStore) -> list[Row]:
         tiers = zip(into.resident.tables, into.cold.chains, strict=True)
         rows = zip(sources, tiers, strict=True)
         return [self.rows[source].continued(n, *own) for n, (source, own) in enumerate(rows)]

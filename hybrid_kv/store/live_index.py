@@ -13,8 +13,8 @@ from torch import Tensor
 from hybrid_kv.errors import IndexBuildWarning
 from hybrid_kv.plugins import DeviceIndex, Index
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.aging import Aging
 from hybrid_kv.store.index_builder import Build, BuildRunner, IndexBuilder, MakeIndex
+from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import SearchResult
 
@@ -32,7 +32,7 @@ class LiveIndex:
 
     What an index has learned from queries ages as decoding goes on (`Index.relearn_keys`). Then
     another is built beside the one that serves, from a part of the prompt's samples and from
-    queries that came since (`AskedQueries`), as if they were asked where decoding is now.
+    queries that came since (`RecentQueries`), as if they were asked where decoding is now.
 
     serving: the index, or its stand-in. answers: what its searches come to, `Index.innermost`.
     selector: the same index where it finds keys on a device; None where the host searches.
@@ -58,7 +58,7 @@ class LiveIndex:
     serving: Index
     answers: Index
     selector: DeviceIndex | None
-    aging: Aging | None
+    aging: IndexRefresh | None
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class LiveIndex:
         samples: Samples | None,
         runner: BuildRunner,
         nearest: Tensor | None = None,
-        aging: Aging | None = None,
+        aging: IndexRefresh | None = None,
     ) -> None:
         self._begin(make, runner, keys.shape[1])
         index, asked = make(), None if samples is None else samples.queries
         stand_in = index.stand_in(keys, asked)
         if samples is not None and index.relearn_keys:
-            self.aging = Aging(samples, keys.shape[1])
+            self.aging = IndexRefresh(samples, keys.shape[1])
         elif aging is not None and index.relearn_keys:
             self.aging = aging
         _log.debug("index build begins: %d KV heads of %d keys", *keys.shape[:2])
@@ -97,7 +97,7 @@ class LiveIndex:
 
     @classmethod
     def resumed(
-        cls, make: MakeIndex, index: Index, runner: BuildRunner, aging: Aging | None
+        cls, make: MakeIndex, index: Index, runner: BuildRunner, aging: IndexRefresh | None
     ) -> LiveIndex:
         """One that an index serves which was built elsewhere.
 
@@ -156,7 +156,7 @@ class LiveIndex:
         if keys.shape[1] - aging.num_keys >= after:
             self._learn_again(keys, aging)
 
-    def _learn_again(self, keys: Tensor, aging: Aging) -> None:
+    def _learn_again(self, keys: Tensor, aging: IndexRefresh) -> None:
         """Begins to build an index that shall replace the one that serves."""
         samples = aging.renew(keys.shape[1])
         self.builder.begin_again(self.builder.make(), keys, samples)

@@ -282,7 +282,7 @@ class Overflow:
     def of_prompt(cls, row: Row) -> Overflow:
         """Tokens of a prompt that a method absorbs, of which there may be none.
 
-        `LayerKV.compact` takes them out.
+        `LayerStore.compact` takes them out.
         """
         start, stop = row.outside_of_prompt()
         k, v = row.table.view()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybrid_kv.store.extent import ColdExtent
-from hybrid_kv.store.layer import LayerKV
+from hybrid_kv.store.layer import LayerStore
 from hybrid_kv.store.pool import PagePool
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import bytes_per_token
@@ -20,7 +20,7 @@ class TierBytes(NamedTuple):
     host_index: int = 0
 
 
-def tier_bytes(layers: Iterable[LayerKV]) -> TierBytes:
+def tier_bytes(layers: Iterable[LayerStore]) -> TierBytes:
     """Of layers of one cache, or of several that were forked from each other.
 
     Tokens are counted as they come and go. Only pages of a pool in which some were shared are

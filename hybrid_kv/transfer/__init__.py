@@ -3,7 +3,7 @@
 The executor of a GPU is `transfer.cuda`, which is loaded where there is one.
 """
 
-from hybrid_kv.transfer.executor import Executor, Parcel, SyncExecutor
+from hybrid_kv.transfer.executor import Executor, SyncExecutor, Transfer
 from hybrid_kv.transfer.threads import ThreadExecutor
 
-__all__ = ["Executor", "Parcel", "SyncExecutor", "ThreadExecutor"]
+__all__ = ["Executor", "SyncExecutor", "ThreadExecutor", "Transfer"]

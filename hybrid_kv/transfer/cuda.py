@@ -25,8 +25,8 @@ from hybrid_kv.ops.pinned import pinned_array, pinned_empty
 from hybrid_kv.ops.upload import bus_copies
 from hybrid_kv.store import all_finite
 from hybrid_kv.store.index_builder import run_into
-from hybrid_kv.transfer.executor import Executor, Parcel, SyncExecutor, Work
-from hybrid_kv.transfer.recorded import CudaRecorder, Recordings, WorkRecorder
+from hybrid_kv.transfer.executor import Executor, SyncExecutor, Transfer, Work
+from hybrid_kv.transfer.graph_cache import CudaRecorder, GraphCache, WorkRecorder
 from hybrid_kv.types import PartialAttention
 
 Copies: TypeAlias = Sequence[tuple[Tensor, Tensor]]
@@ -44,8 +44,8 @@ class QueueEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Lane(Protocol):
-    """The ways between one device and the host."""
+class CopyStream(Protocol):
+    """Copies between one device and the host, on streams of their own."""
 
     def out(self, copies: Copies) -> QueueEvent:
         """Copies to the host, after what the device was told so far and beside what comes next."""
@@ -111,7 +111,7 @@ class _UnderWay:
 class _Offloaded:
     """Entries that are written to their places when their parcel [2, H, n, D] is opened."""
 
-    def __init__(self, parcel: Parcel, into: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, parcel: Transfer, into: tuple[Tensor, Tensor]) -> None:
         self._parcel, self._into = parcel, into
         self._is_finite: Tensor | None = None
 
@@ -131,7 +131,7 @@ class _Offloaded:
 class _Kept:
     """A parcel that is copied out of the staging area when it is opened, once."""
 
-    def __init__(self, parcel: Parcel, area: StagingArea) -> None:
+    def __init__(self, parcel: Transfer, area: StagingArea) -> None:
         self._parcel = parcel
         self._tensor: Tensor | None = None
         self._give_back = weakref.finalize(self, area.give_back)  # opened or not
@@ -161,17 +161,17 @@ class CudaExecutor(SyncExecutor):
     def __init__(
         self,
         builds: Executor,
-        lane: Callable[[torch.device], Lane | None] = CudaLane.of,
+        lane: Callable[[torch.device], CopyStream | None] = CudaLane.of,
         recorder: Callable[[torch.device], WorkRecorder | None] = CudaRecorder.of,
     ) -> None:
         self._builds, self._make_lane, self._make_recorder = builds, lane, recorder
-        self._recordings: dict[torch.device, Recordings] = {}
-        self._lanes: dict[torch.device, Lane | None] = {}
+        self._recordings: dict[torch.device, GraphCache] = {}
+        self._lanes: dict[torch.device, CopyStream | None] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._area = StagingArea()
         self._thread: ThreadPoolExecutor | None = None  # of the searches that run ahead
 
-    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Transfer:
         """See `Executor.send`.
 
         A parcel that nobody opens is kept until it has arrived: the copy writes to its memory.
@@ -191,7 +191,7 @@ class CudaExecutor(SyncExecutor):
         self._under_way.append(parcel)
         return parcel
 
-    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Transfer:
         """See `Executor.offload`.
 
         A few pages, as they leave in a step, go as one copy through staging and are looked at on
@@ -205,7 +205,7 @@ class CudaExecutor(SyncExecutor):
             return self.send(all_finite(k, v))  # what arrives last says that all is there
         return _Offloaded(self.send(torch.stack([k, v])), into)
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def keep(self, tensor: Tensor) -> Transfer:
         """See `Executor.keep`; page-locked memory is only passed through, the same each time."""
         if self._lane(tensor.device) is None:
             return super().keep(tensor)
@@ -227,7 +227,7 @@ class CudaExecutor(SyncExecutor):
             tensor = lane.stage(tensor.shape, tensor.dtype).copy_(tensor)
         return self._back(lane, tensor, device)
 
-    def _back(self, lane: Lane, tensor: Tensor, device: torch.device) -> Tensor:
+    def _back(self, lane: CopyStream, tensor: Tensor, device: torch.device) -> Tensor:
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for target, source in bus_copies(there, tensor):
             lane.back(target, source)
@@ -240,7 +240,7 @@ class CudaExecutor(SyncExecutor):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return work(given)  # a part of what somebody captures
         if device not in self._recordings:
-            self._recordings[device] = Recordings(self._make_recorder(device))
+            self._recordings[device] = GraphCache(self._make_recorder(device))
         return self._recordings[device].run(owner, signature, work, given)
 
     def background(self, work: Callable[[], None]) -> Future[None]:
@@ -265,7 +265,7 @@ class CudaExecutor(SyncExecutor):
         while self._under_way:
             self._under_way.popleft().open()
 
-    def _lane(self, device: torch.device) -> Lane | None:
+    def _lane(self, device: torch.device) -> CopyStream | None:
         if device not in self._lanes:
             self._lanes[device] = self._make_lane(device)
         return self._lanes[device]

@@ -20,7 +20,7 @@ Work: TypeAlias = Callable[[Tensor], PartialAttention]
 """Work of a device: attention by queries."""
 
 
-class Parcel(Protocol):
+class Transfer(Protocol):
     """A tensor on its way to the host."""
 
     @property
@@ -34,8 +34,8 @@ class Parcel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A parcel that was never under way."""
+class CompletedTransfer:
+    """A transfer that was complete when it began."""
 
     tensor: Tensor
 
@@ -57,7 +57,7 @@ class Executor(Protocol):
 
     at_once: bool
 
-    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Transfer:
         """Begins to move a tensor to the host; until it has arrived it must not be written.
 
         Args:
@@ -66,7 +66,7 @@ class Executor(Protocol):
         """
         ...
 
-    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Transfer:
         """Begins to move entries k, v [H, n, D] to host memory; see `send`.
 
         Returns:
@@ -74,7 +74,7 @@ class Executor(Protocol):
         """
         ...
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def keep(self, tensor: Tensor) -> Transfer:
         """As `send`, of what may be large and stays on the host for long, in memory of its own."""
         ...
 
@@ -127,20 +127,20 @@ class SyncExecutor:
 
     at_once = True
 
-    def send(self, tensor: Tensor, into: Tensor | None = None) -> Parcel:
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> Transfer:
         if into is None:
-            return Arrived(tensor.to("cpu"))
+            return CompletedTransfer(tensor.to("cpu"))
         # On the host one copy does it; of a device each locked range is one of its own.
         for target, source in [(into, tensor)] if tensor.is_cpu else bus_copies(into, tensor):
             target.copy_(source)
-        return Arrived(into)
+        return CompletedTransfer(into)
 
-    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Parcel:
+    def offload(self, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor]) -> Transfer:
         self.send(k, into[0])
         self.send(v, into[1])
-        return Arrived(all_finite(k, v).to("cpu"))
+        return CompletedTransfer(all_finite(k, v).to("cpu"))
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def keep(self, tensor: Tensor) -> Transfer:
         return self.send(tensor)
 
     def deliver(self, part: PartialAttention, device: torch.device) -> PartialAttention:

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hybrid_kv.store import ColdExtent, LayerKV
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.store import ColdExtent, LayerStore
+from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import LayerShape, PartialAttention, TokenBudget
 
 _Z = 1.96
@@ -197,7 +197,7 @@ class WatchedStep(Protocol):
     """
 
     @property
-    def layer(self) -> LayerKV: ...
+    def layer(self) -> LayerStore: ...
     @property
     def executor(self) -> Executor: ...
     @property
@@ -229,7 +229,7 @@ class Look:
         heads = slice(head * layer.shape.group_size, (head + 1) * layer.shape.group_size)
         near = layer.rows[row].table.view()
         taken = (part.out[row, heads, 0], part.lse[row, heads, 0], *(t[head] for t in near))
-        self._parcels: tuple[Parcel, ...] = tuple(
+        self._parcels: tuple[Transfer, ...] = tuple(
             step.executor.send(tensor.clone()) for tensor in (step.grouped[row, head], *taken)
         )
         self._cold = [

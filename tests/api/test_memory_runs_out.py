@@ -15,7 +15,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import CapacityError, DeviceMemoryError, HybridKVError, ShapeError
 from hybrid_kv.methods.hybrid import Hybrid
 from hybrid_kv.models import load
-from hybrid_kv.store import LayerKV, extent, pool
+from hybrid_kv.store import LayerStore, extent, pool
 from hybrid_kv.types import Demotion
 from tests.contracts.architectures import build
 from tests.kit import cache_of, every, held
@@ -261,7 +261,7 @@ def test_growth_that_is_refused_in_the_middle_of_an_answer_loses_nothing(
 def test_no_room_for_what_would_be_gone_back_to_is_said_too(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def fail(_: LayerKV) -> None:
+    def fail(_: LayerStore) -> None:
         raise torch.OutOfMemoryError(FULL)
 
     with opened(method) as llm:
@@ -269,7 +269,7 @@ def test_no_room_for_what_would_be_gone_back_to_is_said_too(
         want = context.ask("fox", max_new_tokens=5).token_ids
         talk.send(TURNS[0], max_new_tokens=5)
         with monkeypatch.context() as patch:
-            patch.setattr(LayerKV, "branch", fail)
+            patch.setattr(LayerStore, "branch", fail)
             with pytest.raises(DeviceMemoryError, match="ran out at prefill"):
                 context.ask("fox", max_new_tokens=5)
             if method == "streaming_llm":

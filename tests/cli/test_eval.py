@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_kv.cli import evaluate
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.prompts import Contains, Writer
+from hybrid_kv.contest.prompts import Contains, PromptBuilder
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks import TaskConfig, TextQuestion
 from hybrid_kv.eval.tasks.measures import rouge_l
@@ -163,8 +163,8 @@ def english_tokenizer() -> PreTrainedTokenizerFast:
 def test_a_model_without_a_chat_template_is_asked_with_raw_only() -> None:
     task = TaskConfig(task="passkey").build()
     with pytest.raises(ConfigError, match=r"need a chat template, .* has none; give --raw"):
-        Writer(english_tokenizer()).prompt("passkey", task, 301, 0, 1, 0)
-    prompt = Writer(english_tokenizer(), raw=True).prompt("passkey", task, 301, 0, 1, 0)
+        PromptBuilder(english_tokenizer()).prompt("passkey", task, 301, 0, 1, 0)
+    prompt = PromptBuilder(english_tokenizer(), raw=True).prompt("passkey", task, 301, 0, 1, 0)
     (asked,) = prompt.asked
     assert 250 <= len(prompt.context) + len(asked.ids) <= 301
 

@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import EvalArguments
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.run import Contest
+from hybrid_kv.contest.run import Evaluation
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.errors import MethodError
@@ -45,7 +45,7 @@ def arguments(folder: Path, **changes: Any) -> EvalArguments:
 
 
 def evaluate(llm: hkv.LLM, asked: EvalArguments, path: Path, told: Any = None) -> list[Cell]:
-    contest = Contest(llm, asked)
+    contest = Evaluation(llm, asked)
     with ResultsFolder(path, asked.identity()) as results:
         contest.run(results, told)
         return [results.cells[key] for key in contest.wanted()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hybrid_kv as hkv
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.contest.measure import Place, reading
-from hybrid_kv.contest.prompts import Prompt, Writer
+from hybrid_kv.contest.measure import EvalTarget, reading
+from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.needle import filler
 from hybrid_kv.eval.prefilled import PrefilledPrompt
@@ -28,8 +28,8 @@ def test_a_kept_context_reads_as_the_shared_one_and_looks_change_nothing(
 ) -> None:
     ids = filler(157, 3).tolist()
     prompt = Prompt(ids[:131], text=tuple(ids[131:]))
-    place = Place(
-        llm.runtime, model_facts(folder, dtype="float32"), Writer(llm.require_tokenizer())
+    place = EvalTarget(
+        llm.runtime, model_facts(folder, dtype="float32"), PromptBuilder(llm.require_tokenizer())
     )
     config = HybridConfig(
         method="flat", sink_tokens=8, window_tokens=16, page_size=8, cold={"top_k": 9}

@@ -145,14 +145,14 @@ MUTANTS = [
     ),
     Mutant(
         "a recorded step is not given its queries",
-        "transfer/recorded.py",
+        "transfer/graph_cache.py",
         "        recording.given.copy_(given)\n",
         "",
         [f"{RECORDED}::test_replayed_steps_give_what_the_host_gives[late]"],
     ),
     Mutant(
         "a recording is played whatever it was recorded for",
-        "transfer/recorded.py",
+        "transfer/graph_cache.py",
         "        if known is None or known.signature != signature:\n",
         "        if known is None:\n",
         [f"{RECORDED}::test_what_a_recording_reads_may_grow_and_move"],

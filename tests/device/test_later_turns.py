@@ -17,7 +17,7 @@ from hybrid_kv.errors import CapacityError, PinnedMemoryWarning
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops import pinned
-from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from tests.device import emulated
 from tests.device.cuda import values
 from tests.device.machine import Schedule
@@ -196,7 +196,7 @@ def test_a_turn_for_which_memory_lacks_is_said_again_when_it_is_there() -> None:
                 def lacks(*_: Any) -> bool:
                     raise CapacityError("host memory ran out: as a test")
 
-                patch.setattr(PinnedAhead, "lock", lacks)
+                patch.setattr(PinnedAllocator, "lock", lacks)
                 with pytest.raises(CapacityError, match="as a test"):
                     chat.say(TURN, 3)
             chat.cache.check_integrity()

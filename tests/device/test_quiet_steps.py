@@ -9,13 +9,13 @@ import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import build
 from tests.device import emulated
-from tests.device.machine import Recording, differences
+from tests.device.machine import CapturedGraph, differences
 from tests.device.models import small, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning")
 
 
-def quiet_steps(name: str) -> tuple[Recording, Recording]:
+def quiet_steps(name: str) -> tuple[CapturedGraph, CapturedGraph]:
     """What the third and fourth step of an architecture tell the device, within a page."""
     recordings = []
     with emulated(kernels="defined") as machine:

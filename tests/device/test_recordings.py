@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from hybrid_kv.transfer.recorded import CudaRecorder
+from hybrid_kv.transfer.graph_cache import CudaRecorder
 from hybrid_kv.types import PartialAttention
 from tests.device import emulated
 from tests.device.machine import differences

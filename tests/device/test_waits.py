@@ -12,7 +12,7 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceSelectWarning
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.ops.tail import Tail
-from hybrid_kv.store import ColdExtent, Span
+from hybrid_kv.store import ColdExtent, ExtentView
 from hybrid_kv.types import LayerShape
 from tests.contracts.architectures import build
 from tests.device import emulated
@@ -97,7 +97,7 @@ def test_moments_that_grow_are_taken_on_the_device_and_not_waited_for() -> None:
     extent.fill(k, v, 0)
     expected = Tail.of(k[:, :280], v[:, :280]).grown(k, v).tensors()
     with emulated(schedule="late") as machine:
-        span, device = Span(extent, 280), torch.device("cuda", 0)
+        span, device = ExtentView(extent, 280), torch.device("cuda", 0)
         with machine.no_waits():
             span.tail(device)
             span.length = 580

@@ -285,7 +285,7 @@ def test_what_took_too_long_once_is_not_tried_with_more(monkeypatch: pytest.Monk
 
 def test_what_layers_share_is_not_expected_again() -> None:
     asked = ProfileArguments.of({**TINY, "row_limit_s": 100.0})
-    around = row_module.Surroundings(asked, *[None] * 5)  # type: ignore[arg-type]
+    around = row_module.SweepEnvironment(asked, *[None] * 5)  # type: ignore[arg-type]
     measurement = row_module.RowMeasurement(
         around, ProfileRow(method="hybrid", context_tokens=9, status="ok"), hkv.HybridConfig(), None
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index import _auto_choice, _auto_costs, _graph_choice, auto
-from hybrid_kv.index._auto_costs import Cost, Pace, build_forecast, cheapest, decoding_pace
+from hybrid_kv.index._auto_costs import Cost, SearchRate, build_forecast, cheapest, decoding_pace
 from hybrid_kv.index._base import runs
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_learner import GraphLearner
@@ -67,7 +67,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
 
     for chooser in (_auto_choice, _graph_choice):
         monkeypatch.setattr(chooser, "measured", measured)
-        monkeypatch.setattr(chooser, "decoding_pace", lambda: Pace(1, 1e9))
+        monkeypatch.setattr(chooser, "decoding_pace", lambda: SearchRate(1, 1e9))
     return seconds
 
 
@@ -419,14 +419,14 @@ def test_runs_of_heads_are_views() -> None:
 def test_many_threads_favour_what_reads_less(threads: int, bandwidth: float, kind: str) -> None:
     # Work and bytes of one head of 128K keys, as in docs/lab.md: alone the scan is faster.
     costs = [Cost("graph", 150e-6, 10_000), Cost("flat", 100e-6, 80_000)]
-    chosen, why = cheapest(costs, Pace(threads, bandwidth))
+    chosen, why = cheapest(costs, SearchRate(threads, bandwidth))
     assert chosen == kind
     assert "flat 100 us (work)" in why if threads == 1 else "flat 80 us (memory)" in why
 
 
 def test_a_third_kind_can_be_the_cheapest() -> None:
     costs = [Cost("graph", 3e-4, 0), Cost("sketch", 1e-4, 10), Cost("flat", 1e-4, 2**30)]
-    assert cheapest(costs, Pace(2, 1e9))[0] == "sketch"
+    assert cheapest(costs, SearchRate(2, 1e9))[0] == "sketch"
 
 
 def test_the_pace_of_decoding_is_measured_with_its_threads() -> None:
@@ -468,4 +468,4 @@ def test_waiting_for_a_core_is_no_lack_of_bandwidth(monkeypatch: pytest.MonkeyPa
     )  # of a thread that works for half a second from one look at its clock to another
     monkeypatch.setattr(_auto_costs, "default_pool", lambda: SimpleNamespace(threads=1))
     monkeypatch.setattr(_auto_costs, "thread_time", lambda: next(ticks) / 2)
-    assert decoding_pace.__wrapped__() == Pace(1, _auto_costs._STREAMED_BYTES / 0.5)
+    assert decoding_pace.__wrapped__() == SearchRate(1, _auto_costs._STREAMED_BYTES / 0.5)

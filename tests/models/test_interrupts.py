@@ -251,7 +251,7 @@ def test_an_interrupt_between_two_layers_of_ours_leaves_no_trace(
             calls = [0]
             owner, name = {
                 "append": (PageTable, "count" if part.shape[1] == 1 else "append"),
-                "attend": (layers.TieredLayer, "move_on"),
+                "attend": (layers.LayerCache, "move_on"),
                 "merge": (EnginePlan, "attend"),
             }[at]
             inner: Any = getattr(owner, name)

@@ -17,7 +17,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
 from hybrid_kv.runtime.checkpoint import Checkpoint
-from hybrid_kv.store import ColdExtent, LayerKV, PageTable, ResidentStore
+from hybrid_kv.store import ColdExtent, LayerStore, PageTable, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
     Budget,
@@ -159,7 +159,7 @@ class Spy:
             (ResidentStore, "select"),
             (PageTable, "take"),
             (ColdExtent, "first"),
-            (LayerKV, "compact"),
+            (LayerStore, "compact"),
         ):
             self._watch(monkeypatch, owner, name)
 

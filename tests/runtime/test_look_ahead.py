@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.foreseen import MOST_LOST, TRIAL_LOOKS
+from hybrid_kv.runtime.look_ahead_state import MOST_LOST, TRIAL_LOOKS
 from hybrid_kv.store import ColdChain
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor

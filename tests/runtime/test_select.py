@@ -21,10 +21,10 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
-from hybrid_kv.transfer.recorded import Recording, WorkRecorder
+from hybrid_kv.transfer.graph_cache import CapturedGraph, WorkRecorder
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
 from tests.index.sketch_heads import seen_heads
 from tests.kit import Held, held, sized
@@ -288,7 +288,7 @@ class Played:
     def __init__(self) -> None:
         self.recorded = self.played = 0
 
-    def record(self, work: Any, given: Tensor) -> Recording:
+    def record(self, work: Any, given: Tensor) -> CapturedGraph:
         self.recorded += 1
         own = given.clone()
         graph = make_fx(lambda q: tuple(work(q)))(own)
@@ -299,7 +299,7 @@ class Played:
             for to, value in zip(part, graph(own), strict=True):
                 to.copy_(value)
 
-        return Recording(play, own, part)
+        return CapturedGraph(play, own, part)
 
 
 @pytest.mark.parametrize("estimate", ["none", "gaussian"])
@@ -324,7 +324,7 @@ def test_a_recorded_step_is_played_for_the_steps_that_follow(estimate: str) -> N
 @pytest.mark.usefixtures("roomy")
 def test_a_step_that_cannot_be_recorded_is_launched_with_one_sentence() -> None:
     class Refuses:
-        def record(self, work: Any, given: Tensor) -> Recording:
+        def record(self, work: Any, given: Tensor) -> CapturedGraph:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     scene = Scene(900, recorder=Refuses())
@@ -341,7 +341,7 @@ def test_after_work_that_could_not_be_recorded_other_work_still_is() -> None:
     """Regression: one refusal, such as memory unlocked meanwhile, ended all recording for good."""
 
     class RefusesOnce(Played):
-        def record(self, work: Any, given: Tensor) -> Recording:
+        def record(self, work: Any, given: Tensor) -> CapturedGraph:
             if not self.refused:
                 self.refused = True
                 raise RuntimeError("as a test")
@@ -422,7 +422,7 @@ class FakeDevice:
     """A layer on a CUDA device with so much free memory."""
 
     def __init__(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = LayerKV(SHAPE, PAGE, 1, torch.float32, torch.device("cpu"))
+        store = LayerStore(SHAPE, PAGE, 1, torch.float32, torch.device("cpu"))
         tokens = torch.zeros(1, HEADS, 8192, DIM)
         append(store, tokens, tokens)
         index = HybridConfig(method="hybrid").cold.index.build

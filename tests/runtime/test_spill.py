@@ -17,8 +17,8 @@ from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.leaving import find_by
-from hybrid_kv.runtime.spill import Departure
-from hybrid_kv.store import ColdChain, LayerKV
+from hybrid_kv.runtime.offload import Offload
+from hybrid_kv.store import ColdChain, LayerStore
 from hybrid_kv.store.index_builder import InlineRunner
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
@@ -201,7 +201,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
     """Ids count from the first offloaded key, not from the prompt's first."""
     Learner.given.clear()
     lane, runner = LateLane(), InlineRunner()
-    layer = LayerKV(SHAPE, 4, 2, torch.float32, torch.device("cpu"))
+    layer = LayerStore(SHAPE, 4, 2, torch.float32, torch.device("cpu"))
     q, (k, v) = tokens(37, rows=2)
     append(layer, k, v, torch.ones(2, 37, dtype=torch.bool).index_fill_(1, torch.arange(3), False))
     index = IndexConfig(kind="flat").params
@@ -209,7 +209,7 @@ def test_neighbours_are_those_of_the_entries_that_leave() -> None:
     kv = KVCache(
         INFO, HybridConfig(cold={"index": {"kind": "graph", "list_length": 5, "check_top_k": 5}})
     )
-    leaving = Departure(
+    leaving = Offload(
         CudaExecutor(SyncExecutor(), lambda device: lane),
         layer,
         [Samples(row.unflatten(0, (2, 3))) for row in q],
@@ -275,14 +275,14 @@ def test_a_checkpoint_for_which_memory_does_not_suffice_changes_nothing(
     _, kv, _ = caches(**SMALL)
     for layer_idx in (0, 1):
         attend(kv, *tokens(37), layer_idx=layer_idx)
-    branch = LayerKV.branch
+    branch = LayerStore.branch
 
-    def fail_at_second(layer: LayerKV) -> LayerKV:
+    def fail_at_second(layer: LayerStore) -> LayerStore:
         if layer.shape.layer_idx == 1:
             raise CapacityError("host memory ran out")
         return branch(layer)
 
-    monkeypatch.setattr(LayerKV, "branch", fail_at_second)
+    monkeypatch.setattr(LayerStore, "branch", fail_at_second)
     before = every(kv)
     with pytest.raises(CapacityError):
         Checkpoint.of(kv.layers)

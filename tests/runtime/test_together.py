@@ -17,7 +17,7 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.runtime import together
-from hybrid_kv.store import Span
+from hybrid_kv.store import ExtentView
 from tests.ops.native.engines import needs_engine
 from tests.serve.asking import prompt, small_model
 
@@ -110,9 +110,9 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
     own = own.replace(cold={**own.cold.model_dump(), "estimate": estimate})
     searched: list[int] = []
     taken_up: list[bool] = []
-    search, tell = Span.search, LayerPlan.tell
+    search, tell = ExtentView.search, LayerPlan.tell
 
-    def noted(self: Span, queries: Tensor, *args: Any) -> Any:
+    def noted(self: ExtentView, queries: Tensor, *args: Any) -> Any:
         searched.append(queries.shape[1])
         return search(self, queries, *args)
 
@@ -120,7 +120,7 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
         taken_up.append(how["found"] is not None)
         return tell(self, *args, **how)
 
-    monkeypatch.setattr(Span, "search", noted)
+    monkeypatch.setattr(ExtentView, "search", noted)
     monkeypatch.setattr(LayerPlan, "tell", called)
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", one_call)
     outs, works, counts = [], [], []

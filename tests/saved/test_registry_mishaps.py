@@ -18,7 +18,7 @@ import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
 from hybrid_kv.errors import ConfigError, ContextWarning, FileFormatError, WriteError
 from hybrid_kv.saved import ContextRegistry, RegistryCounters, verify_context
-from hybrid_kv.saved.context_folder import Shelf, num_bytes
+from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
 from tests.saved.scene import SMALL, blocks_of, flip, long_model, rewrite
 from tests.saved.test_registry import WORDS, cached, generated, text
 
@@ -69,7 +69,7 @@ def test_a_context_that_is_being_opened_stays_and_an_open_one_is_readable(
     with cached(plain, tmp_path, "flat", cache_limit=limit, **SMALL, cold={"top_k": 5}) as llm:
         opened = llm.context(apart(401))
         assert llm.prefixes.registry.counters.hits == 1
-        with Shelf(tmp_path).reading(path):  # as another process does
+        with ContextFolder(tmp_path).reading(path):  # as another process does
             llm.context(apart(402))
         assert tokens_there(tmp_path) == {401, 402}
         llm.context(apart(403))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.serve import Engine, Finished, Prefilled, Request, Sampling, Ticket, Token
+from hybrid_kv.serve import Engine, Finished, Prefilled, Request, RequestHandle, Sampling, Token
 from tests.contracts.architectures import scale_weights
 
 VOCAB = 12
@@ -53,7 +53,7 @@ def asked(length: int, seed: int = 0, **changes: Any) -> Request:
     return Request(prompt(length, seed), **given)
 
 
-def read(ticket: Ticket) -> tuple[list[int], Finished]:
+def read(ticket: RequestHandle) -> tuple[list[int], Finished]:
     """The tokens of an answer and its end, after the order of its events."""
     events = list(ticket.events())
     kinds = [type(event) for event in events]

@@ -15,8 +15,8 @@ from hybrid_kv.serve import (
     Limits,
     Prefilled,
     Request,
+    RequestHandle,
     RequestReport,
-    Ticket,
     Token,
     Usage,
 )
@@ -45,9 +45,9 @@ class FakeEngine:
         self.ended: Counter[str] = Counter()
         self.fails: Exception | None = None
         self.places = [(1, 0.5), (3, 0.25)]
-        self._tickets: list[Ticket] = []
+        self._tickets: list[RequestHandle] = []
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestHandle:
         with self._lock:
             if self.running >= self.limits.max_running + self.limits.max_queue:
                 raise QueueFullError("the queue is full; ask again later", 1.5)
@@ -55,12 +55,12 @@ class FakeEngine:
                 raise self.fails
             self.running += 1
             self.seen.append(request)
-        ticket = Ticket(request)
+        ticket = RequestHandle(request)
         self._tickets.append(ticket)
         threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
         return ticket
 
-    def _answer(self, ticket: Ticket) -> None:
+    def _answer(self, ticket: RequestHandle) -> None:
         request, made = ticket.request, 0
         total = len(request.ids)
         ticket.put(Prefilled(total // 2, total))

@@ -27,8 +27,8 @@ from hybrid_kv.serve import (
     Limits,
     Prefilled,
     Request,
+    RequestHandle,
     Sampling,
-    Ticket,
     Token,
     admission,
 )
@@ -136,7 +136,7 @@ def test_bfloat16_rows_are_joined_and_answer_as_alone_but_for_ties() -> None:
     how = Sampling(temperature=0, logprobs=2)
     requests = [asked(length, sampling=how) for length in (60, 25, 130)]
 
-    def tokens(tickets: list[Ticket]) -> list[list[Token]]:
+    def tokens(tickets: list[RequestHandle]) -> list[list[Token]]:
         every = ([e for e in ticket.events() if isinstance(e, Token)] for ticket in tickets)
         return list(every)
 

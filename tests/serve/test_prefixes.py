@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve import Engine, Limits, Request, Sampling, Ticket, Token
+from hybrid_kv.serve import Engine, Limits, Request, RequestHandle, Sampling, Token
 from hybrid_kv.serve.prefixes import KeptPrefixes
 from tests.models.folder import tokenizer
 from tests.serve.asking import NEW, alone, asked, prompt, read, slow, small_model, tiered, until
@@ -44,7 +44,7 @@ def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
         yield loaded
 
 
-def answering(ticket: Ticket) -> bool:
+def answering(ticket: RequestHandle) -> bool:
     return any(isinstance(event, Token) for event in ticket.happened)
 
 

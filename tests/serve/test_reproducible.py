@@ -14,8 +14,8 @@ import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Sampling, Ticket, Token
-from hybrid_kv.serve.scheduler import Rounds
+from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Sampling, Token
+from hybrid_kv.serve.scheduler import Scheduler
 from tests.serve.asking import asked, prompt, slow, small_model, tiered
 
 FLAT = {"kind": "flat", "precision": "stored"}
@@ -43,7 +43,7 @@ def requests() -> list[Request]:
     return [*own, longer, own[0], own[4]]
 
 
-def told(ticket: Ticket) -> list[tuple[int, float, Any]]:
+def told(ticket: RequestHandle) -> list[tuple[int, float, Any]]:
     """Every token with its log probabilities, to the last bit."""
     return [(e.id, e.logprob, e.top) for e in ticket.events() if isinstance(e, Token)]
 
@@ -88,15 +88,15 @@ def test_more_rows_than_one_pass_serves_take_two(llm: hkv.LLM) -> None:
 def test_a_step_that_fails_as_a_whole_is_made_again_row_by_row(
     llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, failed = Rounds._forward, []
+    forward, failed = Scheduler._forward, []
 
-    def fail(self: Rounds, cache: JoinedCache, tokens: list[int]) -> torch.Tensor:
+    def fail(self: Scheduler, cache: JoinedCache, tokens: list[int]) -> torch.Tensor:
         if len(tokens) > 1:
             failed.append(len(tokens))
             raise RuntimeError("of nobody's own cache")
         return forward(self, cache, tokens)
 
-    monkeypatch.setattr(Rounds, "_forward", fail)
+    monkeypatch.setattr(Scheduler, "_forward", fail)
     alone, beside = both_ways(llm, Limits(reproducible=37, max_stall_ms=10))
     assert failed
     assert beside == alone

@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 
 from hybrid_kv.errors import ConfigError, QueueFullError
-from hybrid_kv.serve import Finished, Limits, Prefilled, Request, Sampling, Ticket, Token, Usage
+from hybrid_kv.serve import (
+    Finished,
+    Limits,
+    Prefilled,
+    Request,
+    RequestHandle,
+    Sampling,
+    Token,
+    Usage,
+)
 
 ENDED = Finished("length", Usage(3, 1))
 STORY = [Prefilled(3, 3), Token(7, "seven"), ENDED]
 
 
-def ticket() -> Ticket:
-    return Ticket(Request((1, 2, 3), 1))
+def ticket() -> RequestHandle:
+    return RequestHandle(Request((1, 2, 3), 1))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +120,7 @@ def test_a_reader_that_goes_away_leaves_nothing_behind() -> None:
 
 def test_cancelling_is_told_once_for_each_call() -> None:
     calls: list[int] = []
-    own = Ticket(Request((1,), 1), lambda: calls.append(1))
+    own = RequestHandle(Request((1,), 1), lambda: calls.append(1))
     assert not own.is_cancelled
     own.cancel()
     assert own.is_cancelled

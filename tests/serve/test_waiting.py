@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.runtime.layers import Layers
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve import Engine, Limits, Prefilled, Request, Ticket, Token
-from hybrid_kv.serve.scheduler import Rounds
+from hybrid_kv.serve import Engine, Limits, Prefilled, Request, RequestHandle, Token
+from hybrid_kv.serve.scheduler import Scheduler
 from tests.serve.asking import (
     NEW,
     alone,
@@ -40,7 +40,7 @@ def llm(model: PreTrainedModel) -> Iterator[hkv.LLM]:
         yield loaded
 
 
-def tokens_of(ticket: Ticket) -> int:
+def tokens_of(ticket: RequestHandle) -> int:
     return sum(isinstance(event, Token) for event in ticket.happened)
 
 
@@ -228,9 +228,9 @@ def test_pieces_fit_beside_steps_into_what_streams_may_wait(
     llm: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[float] = []
-    time = Rounds._time_for_a_piece
+    time = Scheduler._time_for_a_piece
     monkeypatch.setattr(
-        Rounds, "_time_for_a_piece", lambda self: given.append(time(self)) or given[-1]
+        Scheduler, "_time_for_a_piece", lambda self: given.append(time(self)) or given[-1]
     )
     limits = Limits(max_stall_ms=400, prefill_chunk_tokens=100, prefix_bytes=0)
     with slow(llm, 0.1), Engine(llm, limits) as engine:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.plugins import Index
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.types import LayerShape
 
 SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=3)
 PAGE = 4
 
 
-def layer(rows: int = 1, page_size: int = PAGE, capacity: int = 0) -> LayerKV:
-    return LayerKV(SHAPE, page_size, rows, torch.float32, torch.device("cpu"), capacity)
+def layer(rows: int = 1, page_size: int = PAGE, capacity: int = 0) -> LayerStore:
+    return LayerStore(SHAPE, page_size, rows, torch.float32, torch.device("cpu"), capacity)
 
 
 def flat_index() -> Callable[[], Index]:
@@ -33,7 +33,7 @@ def keys_of(tags: Tensor) -> Tensor:
     return torch.stack(heads, -3)
 
 
-def append(store: LayerKV, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+def append(store: LayerStore, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
     """Stores k, v [B, Hkv, T, D], as the layer does; valid [B, T] is False for padding."""
     for number, row in enumerate(store.rows):
         own = slice(None) if valid is None else valid[number]
@@ -41,7 +41,7 @@ def append(store: LayerKV, k: Tensor, v: Tensor, valid: Tensor | None = None) ->
         row.length += k[number][:, own].shape[1]
 
 
-def offload(store: LayerKV, k: Tensor, v: Tensor, *, apart: bool = False) -> None:
+def offload(store: LayerStore, k: Tensor, v: Tensor, *, apart: bool = False) -> None:
     """Stores k, v [Hkv, n, D] cold in the first row, `apart` in an extent of their own."""
     row, count = store.rows[0], k.shape[1]
     fork = store.cold.branch() if apart else None  # nothing is added to what another one reads
@@ -51,7 +51,7 @@ def offload(store: LayerKV, k: Tensor, v: Tensor, *, apart: bool = False) -> Non
         fork.release()
 
 
-def owned(store: LayerKV, row: int) -> dict[int, tuple[int, str]]:
+def owned(store: LayerStore, row: int) -> dict[int, tuple[int, str]]:
     """Position -> tag and tier of every entry of a row; fails where keys and values disagree."""
     found: dict[int, tuple[int, str]] = {}
     k, v = store.rows[row].table.view()
@@ -78,7 +78,7 @@ def _enter(
 class Feed:
     """Appends tokens with tags of their own and remembers them: the naive cache."""
 
-    def __init__(self, store: LayerKV) -> None:
+    def __init__(self, store: LayerStore) -> None:
         self.store = store
         self.history: list[list[int]] = [[] for _ in range(len(store.rows))]
         self._next = 1

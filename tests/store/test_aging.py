@@ -7,8 +7,8 @@ import torch
 
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.aging import LATEST, PROMPT, SPREAD, Aging
 from hybrid_kv.store.index_builder import InlineRunner
+from hybrid_kv.store.index_refresh import LATEST, PROMPT, SPREAD, IndexRefresh
 from hybrid_kv.store.live_index import LiveIndex
 
 KEYS = PROMPT + LATEST + SPREAD
@@ -17,7 +17,7 @@ KEYS = PROMPT + LATEST + SPREAD
 def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in() -> None:
     """A context that was made in inference mode could not be asked outside of it."""
     with torch.inference_mode():
-        aging = Aging(Samples(torch.randn(2, 3, 37, 8)), 100)
+        aging = IndexRefresh(Samples(torch.randn(2, 3, 37, 8)), 100)
         aging.note(torch.randn(2, 3, 8).clone(), 101)
     aging.note(torch.ones(2, 3, 8), 102)
     assert aging.renew(102).queries[:, :, 1].eq(1).all()
@@ -25,7 +25,7 @@ def test_queries_are_noted_outside_of_the_mode_that_the_prompt_was_computed_in()
 
 def test_no_more_of_a_prompt_is_kept_than_is_learned_from_again() -> None:
     samples = Samples(torch.randn(2, 3, 2 * PROMPT + 5, 8))
-    aging = Aging(samples, 3 * (PROMPT + LATEST + SPREAD))
+    aging = IndexRefresh(samples, 3 * (PROMPT + LATEST + SPREAD))
     assert aging.memory_bytes == 2 * 3 * PROMPT * 8 * 4
     renewed = aging.renew(200).queries
     assert renewed.shape == (2, 3, PROMPT, 8)
@@ -35,7 +35,7 @@ def test_no_more_of_a_prompt_is_kept_than_is_learned_from_again() -> None:
 
 @pytest.mark.parametrize("count", [LATEST, LATEST + SPREAD, LATEST + SPREAD + 1, 20000])
 def test_what_was_asked_is_kept_evenly_and_the_latest_whole(count: int) -> None:
-    aging = Aging(Samples(torch.full((1, 1, 4, 2), -1.0), torch.arange(4)), KEYS)
+    aging = IndexRefresh(Samples(torch.full((1, 1, 4, 2), -1.0), torch.arange(4)), KEYS)
     for number in range(count):
         aging.note(torch.full((1, 1, 2), float(number)), KEYS + number)
     kept = [asked.num_keys - KEYS for asked in aging.asked]
@@ -59,7 +59,7 @@ def test_what_is_learned_from_is_a_share_of_the_keys_of_a_short_context(group: i
     for num_keys in (300, 1001, 5003):
         keys = 2 * num_keys * 8 * 4
         samples = Samples(torch.randn(2, group, 2048, 8))
-        aging = Aging(samples, num_keys)
+        aging = IndexRefresh(samples, num_keys)
         for _ in range(2000):
             aging.note(torch.zeros(2, group, 8), num_keys)
         least = 3 * 32 * 2 * group * 8 * 4
@@ -68,7 +68,7 @@ def test_what_is_learned_from_is_a_share_of_the_keys_of_a_short_context(group: i
 
 
 def test_two_indexes_keep_their_own_of_what_both_were_asked() -> None:
-    aging = Aging(Samples(torch.zeros(1, 1, 4, 2)), KEYS)
+    aging = IndexRefresh(Samples(torch.zeros(1, 1, 4, 2)), KEYS)
     for number in range(LATEST + 9):
         aging.note(torch.zeros(1, 1, 2), KEYS + number)
     later = aging.behind(KEYS - 40)

@@ -14,8 +14,8 @@ import torch
 
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops.pinned_rows import PinnedRows
-from hybrid_kv.store import ahead
-from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store import pinned_allocator
+from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from tests.ops.fake_cudart import FakeCudart, fake_cuda
 
 SIZE, LOCKED = (2, 1000, 8), 300
@@ -36,12 +36,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(threading.current_thread().name)
         return PinnedRows(*arguments)
 
-    monkeypatch.setattr(ahead, "PinnedRows", rows)
+    monkeypatch.setattr(pinned_allocator, "PinnedRows", rows)
     return names
 
 
 def test_what_one_layer_took_lies_ready_for_the_next(made: list[str], cuda: FakeCudart) -> None:
-    pinned = PinnedAhead()
+    pinned = PinnedAllocator()
     pinned.begin()
     first = [pinned.take(SIZE, torch.float16, LOCKED), pinned.take(SIZE, torch.float16, LOCKED)]
     pinned.repeat()
@@ -55,7 +55,7 @@ def test_what_one_layer_took_lies_ready_for_the_next(made: list[str], cuda: Fake
 
 
 def test_another_size_is_made_at_once(made: list[str]) -> None:
-    pinned = PinnedAhead()
+    pinned = PinnedAllocator()
     pinned.take(SIZE, torch.float16, LOCKED)
     pinned.repeat()
     assert pinned.take((2, 5, 8), torch.float16, 5).rows.shape[2] == 8
@@ -67,10 +67,10 @@ def test_another_size_is_made_at_once(made: list[str]) -> None:
 
 def test_nobody_waits_for_what_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     go = Event()
-    pinned = PinnedAhead()
+    pinned = PinnedAllocator()
     pinned.take(SIZE, torch.float16, LOCKED)
     monkeypatch.setattr(
-        ahead, "PinnedRows", lambda *args: PinnedRows(*args) if go.wait(30) else None
+        pinned_allocator, "PinnedRows", lambda *args: PinnedRows(*args) if go.wait(30) else None
     )
     pinned.repeat()
     go.set()
@@ -78,20 +78,20 @@ def test_nobody_waits_for_what_is_made_ahead(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_that_lacks_is_said_to_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = PinnedAhead()
+    pinned = PinnedAllocator()
     pinned.take(SIZE, torch.float16, LOCKED)
 
     def refuse(*_: Any) -> None:
         raise CapacityError("host memory ran out")
 
-    monkeypatch.setattr(ahead, "PinnedRows", refuse)
+    monkeypatch.setattr(pinned_allocator, "PinnedRows", refuse)
     pinned.repeat()
     with pytest.raises(CapacityError, match="ran out"):
         pinned.take(SIZE, torch.float16, LOCKED)
 
 
 def test_rows_are_locked_further_in_a_thread_and_who_needs_them_waits(cuda: FakeCudart) -> None:
-    pinned, plain, go = PinnedAhead(), cuda.cudaHostRegister, Event()
+    pinned, plain, go = PinnedAllocator(), cuda.cudaHostRegister, Event()
     rows = pinned.take(SIZE, torch.float16, LOCKED)
 
     def slow(*words: int) -> Any:
@@ -111,7 +111,7 @@ def test_rows_are_locked_further_in_a_thread_and_who_needs_them_waits(cuda: Fake
 def test_memory_that_lacks_further_on_is_said_to_who_needs_it(
     cuda: FakeCudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pinned = PinnedAhead()
+    pinned = PinnedAllocator()
     rows = pinned.take((2, 10**6, 8), torch.float16, LOCKED)
     before = rows.locked
     with monkeypatch.context() as patch:
@@ -133,6 +133,6 @@ def test_where_address_space_is_refused_rows_have_no_room_to_grow(
             raise CapacityError("host memory ran out")
         return PinnedRows(size, dtype)
 
-    monkeypatch.setattr(ahead, "PinnedRows", strict)
-    rows = PinnedAhead().take(SIZE, torch.float16, LOCKED)
+    monkeypatch.setattr(pinned_allocator, "PinnedRows", strict)
+    rows = PinnedAllocator().take(SIZE, torch.float16, LOCKED)
     assert LOCKED <= rows.locked == rows.capacity < SIZE[1]

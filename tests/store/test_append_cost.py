@@ -8,7 +8,7 @@ import math
 import torch
 
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import ColdStore, LayerKV, Overflow, ResidentStore
+from hybrid_kv.store import ColdStore, LayerStore, Overflow, ResidentStore
 from hybrid_kv.types import Demotion, LayerShape
 from tests.store.scene import append, flat_index
 
@@ -25,7 +25,7 @@ def moves(addresses: list[int]) -> int:
 
 
 def test_resident_pages_move_a_logarithmic_number_of_times() -> None:
-    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
+    store = LayerStore(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
     addresses, copied = [], 0
     for _ in range(TOKENS):
         append(store, one_token(), one_token())
@@ -37,7 +37,7 @@ def test_resident_pages_move_a_logarithmic_number_of_times() -> None:
 
 
 def test_reserved_resident_pages_never_move() -> None:
-    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"), capacity_tokens=500)
+    store = LayerStore(SHAPE, 16, 1, torch.float32, torch.device("cpu"), capacity_tokens=500)
     address = store.resident.pool.k.data_ptr()
     for _ in range(500):
         append(store, one_token(), one_token())
@@ -54,7 +54,7 @@ def test_cold_entries_move_a_logarithmic_number_of_times() -> None:
 
 
 def test_a_moving_window_reuses_the_pages_that_left_it() -> None:
-    store = LayerKV(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
+    store = LayerStore(SHAPE, 16, 1, torch.float32, torch.device("cpu"))
     store.seal(Placement(16, 64, 0, Demotion.OFFLOAD, index=flat_index()))
     for _ in range(2000):
         append(store, one_token(), one_token())

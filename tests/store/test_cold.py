@@ -20,7 +20,7 @@ from hybrid_kv.errors import (
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
-from hybrid_kv.store.ahead import PinnedAhead
+from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda, join_pinning
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
@@ -326,7 +326,7 @@ def test_pinned_memory_grows_where_it_lies(cuda: FakeCudart) -> None:
     """It was followed by another extent, one for each later turn; before that it was copied, 17 GB
     in one step 8K tokens after 128K.
     """
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     (span,) = cold.chains[0].spans
     address = span.extent.k.data_ptr()
@@ -344,7 +344,7 @@ def test_pinned_memory_grows_where_it_lies(cuda: FakeCudart) -> None:
 
 def test_room_is_locked_before_it_is_needed(cuda: FakeCudart) -> None:
     """All layers of a model fill up at the same step, which would lock a gigabyte."""
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     plain, names = cuda.cudaHostRegister, []
 
@@ -362,7 +362,7 @@ def test_room_is_locked_before_it_is_needed(cuda: FakeCudart) -> None:
 
 
 def test_what_cuda_does_not_let_grow_is_followed_by_another_extent(cuda: FakeCudart) -> None:
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     cuda.refuses = Code.out_of_memory
     with pytest.warns(PinnedMemoryWarning):
@@ -377,7 +377,7 @@ def test_what_cuda_does_not_let_grow_is_followed_by_another_extent(cuda: FakeCud
 
 def test_a_row_has_few_extents_however_long_it_becomes(cuda: FakeCudart) -> None:
     """Address space is outgrown by a chat that began small."""
-    chain = ColdStore(LayerShape(0, 1, 1, 2), torch.bfloat16, 1, pinned=PinnedAhead()).chains[0]
+    chain = ColdStore(LayerShape(0, 1, 1, 2), torch.bfloat16, 1, pinned=PinnedAllocator()).chains[0]
     for stored in range(0, 2_000_000, 10_000):
         k = torch.empty(1, 10_000, 2, dtype=torch.bfloat16)
         chain.commit(chain.reserve(torch.arange(stored, stored + 10_000)), None)
@@ -386,7 +386,7 @@ def test_a_row_has_few_extents_however_long_it_becomes(cuda: FakeCudart) -> None
 
 
 def test_a_crop_leaves_pinned_room_to_write_in(cuda: FakeCudart) -> None:
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 300)
     for kept, stop in ((290, 500), (100, 900)):  # within what is locked, and beyond it
         cold.chains[0].truncate(kept)
@@ -400,7 +400,7 @@ def test_a_crop_leaves_pinned_room_to_write_in(cuda: FakeCudart) -> None:
 def test_a_row_that_cannot_grow_for_lack_of_memory_is_as_before(
     cuda: FakeCudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
@@ -416,7 +416,7 @@ def test_a_row_that_cannot_grow_for_lack_of_memory_is_as_before(
 @pytest.mark.parametrize("how", ["fork", "branch"])
 def test_pinned_rows_of_a_fork_stay_what_they_are(cuda: FakeCudart, how: str) -> None:
     """The first to go on begins an extent, which grows then."""
-    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAhead())
+    cold = ColdStore(SHAPE, torch.float32, 1, pinned=PinnedAllocator())
     add(cold, 0, 5000)
     if how == "fork":
         cold.fork([0, 0])

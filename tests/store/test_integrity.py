@@ -9,14 +9,14 @@ import torch
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerKV, Overflow
+from hybrid_kv.store import LayerStore, Overflow
 from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, Feed, append, flat_index, layer
 
 SIZES = (PAGE, 2 * PAGE, PAGE)
 
 
-def tiered() -> LayerKV:
+def tiered() -> LayerStore:
     """Two rows of 37 tokens: a page of sinks, 5 cold pages, 4 pages of spare and window."""
     store = layer(rows=2)
     Feed(store).append(37)
@@ -33,86 +33,86 @@ def tiered() -> LayerKV:
     return store
 
 
-def a_page_counts_one_reader_too_many(store: LayerKV) -> None:
+def a_page_counts_one_reader_too_many(store: LayerStore) -> None:
     store.resident.pool.refs[0, 1] += 1
 
 
-def a_page_counts_one_reader_too_few(store: LayerKV) -> None:
+def a_page_counts_one_reader_too_few(store: LayerStore) -> None:
     store.resident.pool.refs[1, 0] -= 1
 
 
-def a_page_stands_in_a_table_twice(store: LayerKV) -> None:
+def a_page_stands_in_a_table_twice(store: LayerStore) -> None:
     store.rows[0].table.pages[1] = store.rows[0].table.pages[0]
 
 
-def a_free_page_got_lost(store: LayerKV) -> None:
+def a_free_page_got_lost(store: LayerStore) -> None:
     store.rows[0].table.remove(1, 2)
     store.resident.pool.free[0].clear()
 
 
-def a_row_reads_a_foreign_page(store: LayerKV) -> None:
+def a_row_reads_a_foreign_page(store: LayerStore) -> None:
     tables = [row.table.pages for row in store.rows]
     tables[0][1], tables[1][1] = tables[1][1], tables[0][1]
 
 
-def a_resident_token_is_cold_as_well(store: LayerKV) -> None:
+def a_resident_token_is_cold_as_well(store: LayerStore) -> None:
     store.rows[0].chain.spans[0].extent.positions[3] = 0
 
 
-def a_cold_token_stands_twice(store: LayerKV) -> None:
+def a_cold_token_stands_twice(store: LayerStore) -> None:
     store.rows[0].chain.spans[0].extent.positions[3] = 5
 
 
-def a_resident_token_is_hidden(store: LayerKV) -> None:
+def a_resident_token_is_hidden(store: LayerStore) -> None:
     pool = store.resident.pool
     pool.hide(store.rows[0].table.pages[0], 2)
 
 
-def a_digest_is_too_low(store: LayerKV) -> None:
+def a_digest_is_too_low(store: LayerStore) -> None:
     assert store.resident.pool.key_max is not None
     store.resident.pool.key_max[0, 2] -= 1.0
 
 
-def a_digest_is_too_high(store: LayerKV) -> None:
+def a_digest_is_too_high(store: LayerStore) -> None:
     assert store.resident.pool.key_min is not None
     store.resident.pool.key_min[1, 0, 2] += 1.0
 
 
-def a_key_is_not_the_one_that_was_digested(store: LayerKV) -> None:
+def a_key_is_not_the_one_that_was_digested(store: LayerStore) -> None:
     store.resident.pool.k[0, 1, 2] = 1e6
 
 
-def a_token_was_forgotten(store: LayerKV) -> None:
+def a_token_was_forgotten(store: LayerStore) -> None:
     store.rows[1].length += 1
 
 
-def a_token_appeared(store: LayerKV) -> None:
+def a_token_appeared(store: LayerStore) -> None:
     store.rows[0].length -= 1
 
 
-def a_drop_was_not_booked(store: LayerKV) -> None:
+def a_drop_was_not_booked(store: LayerStore) -> None:
     store.rows[0].table.remove(1, 2)
 
 
-def a_drop_was_booked_twice(store: LayerKV) -> None:
+def a_drop_was_booked_twice(store: LayerStore) -> None:
     store.rows[0].dropped += PAGE
 
 
-def an_extent_does_not_know_a_row(store: LayerKV) -> None:
+def an_extent_does_not_know_a_row(store: LayerStore) -> None:
     store.rows[1].chain.spans[0].extent.readers.clear()
 
 
-def a_row_sees_more_than_the_extent_has(store: LayerKV) -> None:
+def a_row_sees_more_than_the_extent_has(store: LayerStore) -> None:
     store.rows[0].chain.spans[0].length += 1
 
 
-def the_index_lacks_a_key(store: LayerKV) -> None:
+def the_index_lacks_a_key(store: LayerStore) -> None:
     extent = store.rows[0].chain.spans[0].extent
     assert extent.index is not None
     extent.index.rebuild(extent.keys[:, :-1])
 
 
-def order_is_claimed_and_not_there(store: LayerKV) -> None:
+def order_is_claimed_and_not_there(store: LayerStore) -> None:
     store.rows[0].table.in_order = True
 
 
@@ -140,7 +140,7 @@ def order_is_claimed_and_not_there(store: LayerKV) -> None:
         order_is_claimed_and_not_there,
     ],
 )
-def test_integrity_fails_when(damage: Callable[[LayerKV], None]) -> None:
+def test_integrity_fails_when(damage: Callable[[LayerStore], None]) -> None:
     store = tiered()
     store.check_integrity()
     damage(store)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerKV, Overflow
+from hybrid_kv.store import LayerStore, Overflow
 from hybrid_kv.types import HIDDEN, Demotion
 from tests.store.scene import PAGE, Feed, flat_index, keys_of, layer, owned
 
@@ -20,7 +20,7 @@ pages = st.integers(0, 3).map(lambda count: count * PAGE)
 
 
 class LayerLife(RuleBasedStateMachine):
-    store: LayerKV
+    store: LayerStore
     feed: Feed
     lost: list[set[int]]
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common.step_cost import counted
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store import LayerKV
+from hybrid_kv.store import LayerStore
 from hybrid_kv.store.tiers import tier_bytes
 from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, SHAPE, append, keys_of, layer
@@ -17,41 +17,41 @@ from tests.store.scene import PAGE, SHAPE, append, keys_of, layer
 TOKEN_BYTES = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
 
 
-def add(store: LayerKV, count: int) -> None:
+def add(store: LayerStore, count: int) -> None:
     keys = keys_of(torch.arange(count))[None].expand(len(store.rows), -1, -1, -1)
     append(store, keys, -keys)
 
 
-def of_one_row() -> Sequence[LayerKV]:
+def of_one_row() -> Sequence[LayerStore]:
     store = layer()
     add(store, 5 * PAGE + 3)
     return [store]
 
 
-def of_two_layers() -> Sequence[LayerKV]:
+def of_two_layers() -> Sequence[LayerStore]:
     return [*of_one_row(), *of_one_row()]
 
 
-def cropped() -> Sequence[LayerKV]:
+def cropped() -> Sequence[LayerStore]:
     (store,) = of_one_row()
     store.crop(3 * PAGE + 1)
     return [store]
 
 
-def forked() -> Sequence[LayerKV]:
+def forked() -> Sequence[LayerStore]:
     (store,) = of_one_row()
     store.seal(Placement(0, 0, Demotion.KEEP))
     return [store, store.forked()]
 
 
-def apart() -> Sequence[LayerKV]:
+def apart() -> Sequence[LayerStore]:
     """A fork goes on: the page that both have begun is each one's own, full ones are both's."""
     store, other = forked()
     add(other, 2)
     return [store, other]
 
 
-def beams() -> Sequence[LayerKV]:
+def beams() -> Sequence[LayerStore]:
     store = layer(rows=3)
     add(store, 5 * PAGE + 3)
     store.fork([0, 0, 0])
@@ -59,7 +59,7 @@ def beams() -> Sequence[LayerKV]:
     return [store]
 
 
-def alone_again() -> Sequence[LayerKV]:
+def alone_again() -> Sequence[LayerStore]:
     store, other = apart()
     other.crop(1)
     return [store]
@@ -77,7 +77,7 @@ def alone_again() -> Sequence[LayerKV]:
         (alone_again, 5 * PAGE + 3),
     ],
 )
-def test_resident_tokens_count_once(made: Callable[[], Sequence[LayerKV]], tokens: int) -> None:
+def test_resident_tokens_count_once(made: Callable[[], Sequence[LayerStore]], tokens: int) -> None:
     assert tier_bytes(made()) == (TOKEN_BYTES * tokens, 0, 0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.store import LayerKV, Retrieved
+from hybrid_kv.store import LayerStore, Retrieved
 from hybrid_kv.transfer import Executor, SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention, TokenBudget
@@ -25,9 +25,9 @@ SHAPE = LayerShape(3, 6, 2, 72)
 SHAPES = [LayerShape(i, 6, 2, 72) for i in range(3)]
 
 
-def layer_of(near: int, *far: int) -> tuple[LayerKV, Tensor, Tensor]:
+def layer_of(near: int, *far: int) -> tuple[LayerStore, Tensor, Tensor]:
     """A layer with resident entries and extents of cold ones; all k, v [Hkv, N, D], cold first."""
-    layer = LayerKV(SHAPE, 4, 1, torch.float32, torch.device("cpu"))
+    layer = LayerStore(SHAPE, 4, 1, torch.float32, torch.device("cpu"))
     total = near + sum(far)
     k, v = torch.randn(2, 2, total, 72)
     start = 0
@@ -86,7 +86,7 @@ def test_findings_are_those_of_brute_force(
 
 
 def step_of(
-    layer: LayerKV,
+    layer: LayerStore,
     q: Tensor,
     executor: Executor | None = None,
     softcap: float | None = None,
@@ -99,7 +99,7 @@ def step_of(
     )
 
 
-def look(layer: LayerKV, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
+def look(layer: LayerStore, q: Tensor, budget: TokenBudget | None, ids: Tensor | None) -> Look:
     found = {}
     if budget is not None and ids is not None:
         found[0] = budget, Retrieved([held(layer).extents[0].found(ids.expand(2, 3, -1))])

@@ -13,7 +13,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, ConfigError, HybridKVError
 from hybrid_kv.eval.filling import SyntheticContext, context_bytes
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
-from hybrid_kv.eval.profiling.row import Overtime, Progress, RowMeasurement, Surroundings
+from hybrid_kv.eval.profiling.row import Overtime, Progress, RowMeasurement, SweepEnvironment
 from hybrid_kv.models.load import load_config, load_model, resolve_device
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.ops.host_memory import FreeMemory, free_memory
@@ -215,7 +215,7 @@ def _measure(
     bench: Bench, row: ProfileRow, contexts: _Contexts, report: Progress, keep: Kept | None
 ) -> None:
     traces, config = keep is not None, bench.configs[row.method]
-    around = Surroundings(bench.asked, bench.model, bench.facts, bench.rates, report, traces)
+    around = SweepEnvironment(bench.asked, bench.model, bench.facts, bench.rates, report, traces)
     try:
         context = contexts.of(row.context_tokens, report)
         _keep_to_limits(bench, row, context)

@@ -47,8 +47,8 @@ class Overtime(Exception):  # noqa: N818 (an event, not a failure)
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the rows of a profile share."""
+class SweepEnvironment:
+    """Objects shared by the rows of a profile."""
 
     asked: ProfileArguments
     model: PreTrainedModel
@@ -71,7 +71,7 @@ class RowMeasurement:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: SweepEnvironment,
         row: ProfileRow,
         config: HybridConfig,
         context: SyntheticContext | None,

@@ -10,7 +10,7 @@ from hybrid_kv.eval.tasks.base import (
     TextSample,
 )
 from hybrid_kv.eval.tasks.data_sets import InfiniteBench, LongBench, RulerFiles
-from hybrid_kv.eval.tasks.documents import OneStep, Perplexity, TwoSteps
+from hybrid_kv.eval.tasks.documents import MultiHopQA, Perplexity, SingleHopQA
 from hybrid_kv.eval.tasks.needles import (
     KeyValue,
     MultiKey1,
@@ -43,12 +43,12 @@ __all__ = [
     "Language",
     "LongBench",
     "MostFrequent",
+    "MultiHopQA",
     "MultiKey1",
     "MultiKey2",
     "MultiKey3",
     "MultiQuery",
     "MultiValue",
-    "OneStep",
     "Passkey",
     "Perplexity",
     "Recorded",
@@ -57,10 +57,10 @@ __all__ = [
     "Single1",
     "Single2",
     "Single3",
+    "SingleHopQA",
     "Task",
     "TaskConfig",
     "TextQuestion",
     "TextSample",
-    "TwoSteps",
     "VariableTracking",
 ]

@@ -98,7 +98,7 @@ def _people(rng: np.random.Generator) -> list[str]:
 
 
 @TASKS.register("qa_1", paper=_RULER)
-class OneStep(_Questions):
+class SingleHopQA(_Questions):
     """Questions that one document answers."""
 
     def _facts(self, rng: np.random.Generator) -> list[_Document]:
@@ -116,7 +116,7 @@ class OneStep(_Questions):
 
 
 @TASKS.register("qa_2", paper=_RULER)
-class TwoSteps(_Questions):
+class MultiHopQA(_Questions):
     """Questions that take two documents: where the firm is that somebody works for."""
 
     def _facts(self, rng: np.random.Generator) -> list[_Document]:

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ApiError, ended_early
 from hybrid_kv.serve.http.forms import Form, Json, finish_of, report_of, usage_of
-from hybrid_kv.serve.http.service import Order, Service
-from hybrid_kv.serve.requests import Finished, Happening, Prefilled, Ticket, Token
+from hybrid_kv.serve.http.service import ParsedRequest, Service
+from hybrid_kv.serve.requests import Finished, Happening, Prefilled, RequestHandle, Token
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 async def gathered(
-    service: Service, order: Order, forms: Sequence[Form], http: HttpRequest, extended: bool
+    service: Service, order: ParsedRequest, forms: Sequence[Form], http: HttpRequest, extended: bool
 ) -> Response:
     """The whole answer, unless the client leaves before.
 
@@ -47,11 +47,11 @@ async def gathered(
     return JSONResponse({**_head(service, order, forms[0].name), "choices": choices, **usage})
 
 
-async def _read_all(tickets: Sequence[Ticket]) -> list[tuple[list[Token], Finished]]:
+async def _read_all(tickets: Sequence[RequestHandle]) -> list[tuple[list[Token], Finished]]:
     return await asyncio.gather(*map(_read, tickets))
 
 
-async def _read(ticket: Ticket) -> tuple[list[Token], Finished]:
+async def _read(ticket: RequestHandle) -> tuple[list[Token], Finished]:
     tokens: list[Token] = []
     async for event in ticket.aevents():
         if isinstance(event, Token):
@@ -91,12 +91,12 @@ def _check_end(tokens: Sequence[Token], end: Finished) -> None:
         raise ended_early(end.reason, end.error)
 
 
-def _usage(order: Order, ends: Sequence[Finished]) -> Json:
+def _usage(order: ParsedRequest, ends: Sequence[Finished]) -> Json:
     usages = [end.usage for end in ends]
     return {"usage": usage_of(usages[:: order.choices], usages)}
 
 
-def _head(service: Service, order: Order, name: str) -> Json:
+def _head(service: Service, order: ParsedRequest, name: str) -> Json:
     head = {"id": order.ident, "object": name, "created": order.created, "model": service.name}
     return {**head, "system_fingerprint": None}
 
@@ -108,7 +108,9 @@ class EventStream(StreamingResponse):
         events: lines that begin with "data:" or ":", without the empty line behind them.
     """
 
-    def __init__(self, service: Service, tickets: list[Ticket], events: AsyncIterator[str]) -> None:
+    def __init__(
+        self, service: Service, tickets: list[RequestHandle], events: AsyncIterator[str]
+    ) -> None:
         super().__init__(_lines(events), 200, NO_BUFFER, "text/event-stream")
         self._release: Callable[[], None] = lambda: service.release(tickets)
 
@@ -126,7 +128,7 @@ async def _lines(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 def streamed(
     service: Service,
-    order: Order,
+    order: ParsedRequest,
     forms: Sequence[Form],
     *,
     include_usage: bool,
@@ -140,9 +142,9 @@ def streamed(
 
 async def _chunks(
     service: Service,
-    order: Order,
+    order: ParsedRequest,
     forms: Sequence[Form],
-    tickets: list[Ticket],
+    tickets: list[RequestHandle],
     include_usage: bool,
     extended: bool,
 ) -> AsyncIterator[str]:
@@ -187,11 +189,11 @@ async def _chunks(
     yield "data: [DONE]"
 
 
-async def merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Happening]]:
+async def merged(tickets: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Happening]]:
     """What happens to several, as it happens, with the number of whom it happens to."""
     queue: asyncio.Queue[tuple[int, Happening]] = asyncio.Queue()
 
-    async def follow(number: int, ticket: Ticket) -> None:
+    async def follow(number: int, ticket: RequestHandle) -> None:
         async for happened in ticket.aevents():
             queue.put_nowait((number, happened))
 

@@ -27,7 +27,7 @@ from hybrid_kv.serve.http.schemas import (
     TokenizeRequest,
     first_problem,
 )
-from hybrid_kv.serve.http.service import Order, Service
+from hybrid_kv.serve.http.service import ParsedRequest, Service
 
 _OPEN = {"/health", *PARTS}
 """Paths that need no key: they tell nothing of a model or a request."""
@@ -110,7 +110,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await answer(asked, order, [CompletionForm(piece) for _ in order.requests], http)
 
     async def answer(
-        asked: Generating, order: Order, forms: Sequence[Form], http: HttpRequest
+        asked: Generating, order: ParsedRequest, forms: Sequence[Form], http: HttpRequest
     ) -> Response:
         extended = asked.hybrid_kv is not None
         if not asked.stream:

@@ -19,8 +19,8 @@ from hybrid_kv.serve.http.documents import Document, Documents
 from hybrid_kv.serve.http.errors import ended_early
 from hybrid_kv.serve.http.forms import report_of
 from hybrid_kv.serve.http.schemas import Extensions, StrictSchema, Text
-from hybrid_kv.serve.http.service import Order, Service, new_ident
-from hybrid_kv.serve.requests import Finished, Prefilled, Request, Sampling, Ticket, Token
+from hybrid_kv.serve.http.service import ParsedRequest, Service, new_ident
+from hybrid_kv.serve.requests import Finished, Prefilled, Request, RequestHandle, Sampling, Token
 
 UPLOAD = "/hybrid_kv/documents"
 
@@ -128,13 +128,13 @@ def _part(content: bytes, headers: dict[str, str]) -> Any:
 
 
 def _streamed(service: Service, request: Request, document: Document | None) -> EventStream:
-    order = Order(new_ident("page"), int(time.time()), [request], 1)
+    order = ParsedRequest(new_ident("page"), int(time.time()), [request], 1)
     tickets = service.submit(order)
     return EventStream(service, tickets, _events(service, tickets, document))
 
 
 async def _events(
-    service: Service, tickets: list[Ticket], document: Document | None
+    service: Service, tickets: list[RequestHandle], document: Document | None
 ) -> AsyncIterator[str]:
     """`prefill`, `token` and at last `done`, or `error`."""
     ids = tickets[0].request.ids

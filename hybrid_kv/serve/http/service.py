@@ -38,8 +38,8 @@ from hybrid_kv.serve.requests import (
     Limits,
     Reason,
     Request,
+    RequestHandle,
     Sampling,
-    Ticket,
 )
 
 USUAL_CHAT_TOKENS = 1024
@@ -54,7 +54,7 @@ class AnyEngine(Protocol):
 
     limits: Limits
 
-    def submit(self, request: Request) -> Ticket: ...
+    def submit(self, request: Request) -> RequestHandle: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -62,8 +62,8 @@ class AnyEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a request to the server became: `choices` engine requests for each prompt, in order."""
+class ParsedRequest:
+    """A request to the server, parsed: `choices` engine requests for each prompt, in order."""
 
     ident: str
     created: int
@@ -93,12 +93,12 @@ class Service:
         most = min((limit for limit in limits if limit is not None), default=None)
         self.texts, self.metrics = Texts(llm, most), Metrics(engine.stats)
         self.closing = False
-        self._open: dict[int, tuple[str, list[Ticket]]] = {}
+        self._open: dict[int, tuple[str, list[RequestHandle]]] = {}
         self._numbers = count()
 
     # Order --------------------------------------------------------------------------------------
 
-    async def of_chat(self, asked: ChatRequest) -> Order:
+    async def of_chat(self, asked: ChatRequest) -> ParsedRequest:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
         messages = [message.rendered() for message in asked.messages]
@@ -113,7 +113,7 @@ class Service:
         )
         return self._asking("chatcmpl", asked, [base])
 
-    async def of_completion(self, asked: CompletionRequest) -> Order:
+    async def of_completion(self, asked: CompletionRequest) -> ParsedRequest:
         """Raises ConfigError or ApiError for what cannot be asked."""
         self.check_model(asked.model)
         prompts = asked.prompts
@@ -140,13 +140,13 @@ class Service:
             )
         return self._asking("cmpl", asked, bases)
 
-    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> Order:
+    def _asking(self, kind: str, asked: Generating, bases: Sequence[Request]) -> ParsedRequest:
         choices = asked.n or 1
         requests = []
         for base in bases:
             whole = self.extended(replace(base, stop=asked.stops), asked.hybrid_kv)
             requests += [_nth(whole, number) for number in range(choices)]
-        return Order(new_ident(kind), int(time.time()), requests, choices)
+        return ParsedRequest(new_ident(kind), int(time.time()), requests, choices)
 
     def extended(self, request: Request, asked: Extensions | None) -> Request:
         """With what the `hybrid_kv` object says.
@@ -195,7 +195,7 @@ class Service:
     # Answering -----------------------------------------------------------------------------------
 
     @contextmanager
-    def submitted(self, order: Order) -> Iterator[list[Ticket]]:
+    def submitted(self, order: ParsedRequest) -> Iterator[list[RequestHandle]]:
         """The tickets, in the order of the requests; whichever is open at the end is cancelled.
 
         Raises:
@@ -208,13 +208,13 @@ class Service:
         finally:
             self.release(tickets)
 
-    def submit(self, order: Order) -> list[Ticket]:
+    def submit(self, order: ParsedRequest) -> list[RequestHandle]:
         """As `submitted`; `release` must follow."""
         if self.closing:
             raise ApiError(
                 503, "the server is shutting down; ask again later", code="shutting_down"
             )
-        tickets: list[Ticket] = []
+        tickets: list[RequestHandle] = []
         self._open[id(tickets)] = (order.ident, tickets)
         try:
             for request in order.requests:
@@ -229,7 +229,7 @@ class Service:
         self.metrics.ended(end)
         answered(end.usage)
 
-    def release(self, tickets: list[Ticket]) -> None:
+    def release(self, tickets: list[RequestHandle]) -> None:
         """Cancels what is unfinished; harmless when repeated."""
         for ticket in tickets:
             if not ticket.is_finished:
@@ -277,7 +277,7 @@ def _nth(request: Request, number: int) -> Request:
     return replace(request, sampling=replace(sampling, seed=seed))
 
 
-def _reason(ticket: Ticket) -> Reason | None:
+def _reason(ticket: RequestHandle) -> Reason | None:
     """Why a ticket's request ended; None while it runs."""
     if not ticket.is_finished:
         return None

@@ -20,14 +20,14 @@ from hybrid_kv.store.memory import require_free
 
 
 class _Kind(NamedTuple):
-    """What `PinnedAhead.take` is asked for."""
+    """What `PinnedAllocator.take` is asked for."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
     locked: int
 
 
-class PinnedAhead:
+class PinnedAllocator:
     """Makes pinned rows when they are asked for, or earlier. For one thread that asks."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part: methods with their settings, each under every budget."""
+"""Cases of an evaluation: every method with its settings, at every budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONG_QUESTION = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class EvalCase:
     """A method under a budget.
 
     name: as it was asked for; budget: as it was asked for, None where it changes nothing. refused:
@@ -82,7 +82,7 @@ def contenders(
     budgets: Sequence[str],
     context_tokens: int,
     settings: Mapping[str, Any],
-) -> Iterator[Contender]:
+) -> Iterator[EvalCase]:
     """Every method under every budget, full attention first; one without budgets once.
 
     A method's own settings hold whatever the budget says.
@@ -101,7 +101,7 @@ def contenders(
         plain = _config(method, own, settings)
         under = [_under(name, plain, own, budget, context_tokens) for budget in budgets]
         if all(one.config == plain and one.refused is None for one in under):
-            yield Contender(name, None, plain)
+            yield EvalCase(name, None, plain)
         else:
             yield from under
 
@@ -120,18 +120,18 @@ def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
 
 def _under(
     name: str, plain: HybridConfig, own: Mapping[str, str], budget: str, context_tokens: int
-) -> Contender:
+) -> EvalCase:
     try:
         plain.check_complete()
     except ConfigError as error:
-        return Contender(name, budget, plain, str(error), never=True)
+        return EvalCase(name, budget, plain, str(error), never=True)
     try:
         given = plain.at_budget(budget, context_tokens)
     except NoBudgetError as error:
-        return Contender(name, budget, plain, str(error), never=True)
+        return EvalCase(name, budget, plain, str(error), never=True)
     except ConfigError as error:
-        return Contender(name, budget, plain, str(error))
-    return Contender(name, budget, given.replace(**own))
+        return EvalCase(name, budget, plain, str(error))
+    return EvalCase(name, budget, given.replace(**own))
 
 
 def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) -> HybridConfig:

@@ -1,4 +1,4 @@
-"""What leaves the resident tier of a layer, for the cold tier or for good.
+"""Offload: entries that leave the device tier of a layer, for the host tier or for good.
 
 Entries on their way stay resident until their copies have arrived, so that each has one owner at
 any time and no step waits for a copy that the device can make beside it.
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store import LayerKV, Overflow, Reservation, Row, check_finite
+from hybrid_kv.store import LayerStore, Overflow, Reservation, Row, check_finite
 from hybrid_kv.store.index_builder import BuildRunner, MakeIndex
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.transfer import Executor, Transfer
 
 if TYPE_CHECKING:
-    from hybrid_kv.runtime.absorb import Absorbed
+    from hybrid_kv.runtime.checked_method import Absorbed
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Absorb: TypeAlias = "Callable[[Row, Overflow], Absorbed]"
 """What the method keeps of a row when these entries have left its window."""
 
 
-class Departure:
-    """The pages outside the windows of a layer's rows, on their way.
+class Offload:
+    """Pages outside the windows of a layer's rows, on their way.
 
     Between its beginning and its end nothing else may change the layer.
 
@@ -45,7 +45,7 @@ class Departure:
     def __init__(
         self,
         executor: Executor,
-        layer: LayerKV,
+        layer: LayerStore,
         samples: Sequence[Samples | None] = (),
         *,
         nearest: FindNearest | None = None,
@@ -80,7 +80,7 @@ class Departure:
         for parcel in reversed(self.under_way):
             parcel.open()
 
-    def _parcels(self) -> list[Parcel]:
+    def _parcels(self) -> list[Transfer]:
         kept = [parcel for row in self._rows if row.kept for parcel in row.kept.parcels]
         return kept + [parcel for row in self._rows if row.spill for parcel in row.spill.parcels]
 
@@ -139,19 +139,19 @@ class _Spill:
     """
 
     reserved: Reservation
-    entries: Parcel
+    entries: Transfer
     samples: Samples | None = None
-    asked: Parcel | None = None
-    nearest: Parcel | None = None
+    asked: Transfer | None = None
+    nearest: Transfer | None = None
     moments: Tail | None = None
-    sent: Mapping[str, Parcel] = field(default_factory=dict)
+    sent: Mapping[str, Transfer] = field(default_factory=dict)
     select: tuple[MakeIndex, MakeIndex] | None = None
 
     @classmethod
     def begin(
         cls,
         executor: Executor,
-        layer: LayerKV,
+        layer: LayerStore,
         row: Row,
         overflow: Overflow,
         samples: Samples | None,
@@ -181,7 +181,7 @@ class _Spill:
         )
 
     @property
-    def parcels(self) -> list[Parcel]:
+    def parcels(self) -> list[Transfer]:
         return [*filter(None, (self.entries, *self.sent.values(), self.asked, self.nearest))]
 
     def commit(self, row: Row, runner: BuildRunner) -> None:

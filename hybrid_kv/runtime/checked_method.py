@@ -1,4 +1,4 @@
-"""What a method answers of the entries that it keeps, looked at before anything changes.
+"""Checks of a method's answers about the entries that it keeps, before anything changes.
 
 A method may be somebody else's. Its answers are checked on the host, which waits for nothing;
 numbers that are not finite are found where they lie, and told when entries have left.
@@ -17,8 +17,8 @@ from hybrid_kv.attended import Attended
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import HybridKVError, MethodError
 from hybrid_kv.plugins import Method
-from hybrid_kv.store import LayerKV, Overflow, Row
-from hybrid_kv.transfer import Executor, Parcel
+from hybrid_kv.store import LayerStore, Overflow, Row
+from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import Evidence, LayerShape
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ _FOLLOWED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
-    """A method as one layer asks it, and what its answers must be like.
+class CheckedMethod:
+    """A method as one layer asks it; its answers are checked.
 
     dtype, device: of the layer's K and V.
     """
@@ -123,7 +123,7 @@ class Keeper:
     def follow(
         self,
         executor: Executor,
-        store: LayerKV,
+        store: LayerStore,
         q: Tensor,
         lse: Tensor,
         *,
@@ -159,7 +159,7 @@ class Keeper:
     def follow_turn(
         self,
         executor: Executor,
-        store: LayerKV,
+        store: LayerStore,
         q: Tensor,
         lse: Tensor,
         valid: Tensor | None,
@@ -267,11 +267,11 @@ class Absorbed:
 
     row: Row
     entries: Entries | None
-    finite: Parcel | None
-    positions: Parcel | None
+    finite: Transfer | None
+    positions: Transfer | None
 
     @property
-    def parcels(self) -> list[Parcel]:
+    def parcels(self) -> list[Transfer]:
         """Copies, in the order in which they left."""
         return [*filter(None, (self.finite, self.positions))]
 

@@ -1,4 +1,4 @@
-"""Means that the layers of a cache share, and the storing of new tokens with them."""
+"""Objects shared by all layers of a cache, and the storing of new tokens with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.numbers import StepNumbers
-from hybrid_kv.store import LayerKV, SelectFor
+from hybrid_kv.store import LayerStore, SelectFor
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Foresight, LayerShape, Needs, Work
 from hybrid_kv.watch.phases import Phases
@@ -23,11 +23,11 @@ from hybrid_kv.watch.phases import Phases
 if TYPE_CHECKING:
     from hybrid_kv.runtime.look_ahead import LookAhead
     from hybrid_kv.runtime.select import Selectors
-    from hybrid_kv.store.ahead import PinnedAhead
+    from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
 
 @dataclass(slots=True)
-class Means:
+class CacheContext:
     """The policy of a cache, what computes and moves for it, and where it counts.
 
     finite: looks at what is stored. numbers: tell devices of steps. num_layers: tiered ones.
@@ -57,7 +57,7 @@ class Means:
     foresight: Foresight | None = None
     unforeseen: Mapping[int, str] | None = None
     look_ahead: LookAhead | None = None
-    pinned: PinnedAhead | None = None
+    pinned: PinnedAllocator | None = None
     _selectors: Selectors | None = None
 
     def reserve(self, num_tokens: int) -> None:
@@ -74,17 +74,17 @@ class Means:
             self.look_ahead = LookAhead(self.executor, self.foresight, self.unforeseen)
         return self.look_ahead
 
-    def pinned_on(self, device: torch.device) -> PinnedAhead | None:
+    def pinned_on(self, device: torch.device) -> PinnedAllocator | None:
         """Maker of the host memory of layers on a device; None for plain memory."""
         if device.type != "cuda":
             return None
         if self.pinned is None:
-            from hybrid_kv.store.ahead import PinnedAhead
+            from hybrid_kv.store.pinned_allocator import PinnedAllocator
 
-            self.pinned = PinnedAhead()
+            self.pinned = PinnedAllocator()
         return self.pinned
 
-    def select_for(self, layer: LayerKV) -> SelectFor | None:
+    def select_for(self, layer: LayerStore) -> SelectFor | None:
         """Makes the indexes of a layer that selects on its device; None where the host does."""
         place, device = layer.placement, layer.resident.pool.device
         if place is None or place.index is None or place.select == "host":
@@ -103,10 +103,10 @@ class Means:
         return self._selectors
 
 
-def new_store(shape: LayerShape, means: Means, k: Tensor) -> LayerKV:
+def new_store(shape: LayerShape, means: CacheContext, k: Tensor) -> LayerStore:
     """An empty store for rows like those of the first keys k [B, Hkv, T, D]."""
     capacity = max(means.reserved_tokens, k.shape[2])
-    return LayerKV(
+    return LayerStore(
         *(shape, means.page_size, k.shape[0], k.dtype, k.device, capacity, means.ops),
         pinned=means.pinned_on(k.device),
     )
@@ -124,7 +124,12 @@ def reads_alike(method: Method) -> bool:
 
 
 def append(
-    store: LayerKV, means: Means, method: Method, k: Tensor, v: Tensor, valid: Tensor | None
+    store: LayerStore,
+    means: CacheContext,
+    method: Method,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
 ) -> None:
     """Stores new tokens k, v [B, Hkv, T, D] as a layer's method writes them.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.retrieve import logits_of_found
-from hybrid_kv.store import ByExtent, ColdExtent, LayerKV, Retrieved, Row, best_of
-from hybrid_kv.transfer import Parcel
+from hybrid_kv.store import ByExtent, ColdExtent, LayerStore, Retrieved, Row, best_of
+from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import SearchResult, TokenBudget
 
 TRIAL_LOOKS = 8
@@ -24,8 +24,8 @@ layer that loses more in its trial is not searched ahead."""
 
 
 @dataclass(slots=True)
-class Standing:
-    """What is known of one layer.
+class LookAheadState:
+    """State of the look-ahead of one layer.
 
     factor: times its budget, so many entries are searched for; the widest until a trial has ended.
     on_trial: whether the layer's own search is made as well and serves; meanwhile the narrowest
@@ -60,8 +60,8 @@ class Standing:
         self._looks.clear()
 
 
-class Foreseen:
-    """What is found ahead for the rows of one layer in one step.
+class LookAheadResults:
+    """Results of the search ahead for the rows of one layer in one step.
 
     future: of `search`, once it was begun.
 
@@ -71,11 +71,11 @@ class Foreseen:
 
     def __init__(
         self,
-        layer: LayerKV,
-        parcel: Parcel,
+        layer: LayerStore,
+        parcel: Transfer,
         rotary: Rotary,
         budget: TokenBudget,
-        standing: Standing,
+        standing: LookAheadState,
     ) -> None:
         self.future: Future[None] | None = None
         self._standing, self._budget = standing, budget

@@ -1,4 +1,4 @@
-"""Work of a device that is recorded once and then played: one launch in place of many.
+"""Captured graphs of device work: one launch in place of many.
 
 What is recorded may neither wait for the device nor hang on what it finds; all that changes from
 call to call is read from the tensors that are handed over, which are copied to where the recording
@@ -25,7 +25,7 @@ from hybrid_kv.types import PartialAttention
 T = TypeVar("T")
 
 
-class Recording(NamedTuple):
+class CapturedGraph(NamedTuple):
     """play: computes `part` anew from what `given` holds."""
 
     play: Callable[[], None]
@@ -36,7 +36,7 @@ class Recording(NamedTuple):
 class WorkRecorder(Protocol):
     """Makes recordings of what one device is told."""
 
-    def record(self, work: Work, given: Tensor) -> Recording:
+    def record(self, work: Work, given: Tensor) -> CapturedGraph:
         """Raises RuntimeError where the work cannot be recorded."""
         ...
 
@@ -57,11 +57,11 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work, given: Tensor) -> Recording:
+    def record(self, work: Work, given: Tensor) -> CapturedGraph:
         """See `WorkRecorder.record`."""
         own = given.clone()
         replay, part = self.capture(lambda: work(own))
-        return Recording(replay, own, part)
+        return CapturedGraph(replay, own, part)
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Captures what some work tells the device, and runs none of it.
@@ -104,11 +104,11 @@ class _Known:
     """
 
     signature: Hashable
-    recording: Recording | None = None
+    recording: CapturedGraph | None = None
     is_refused: bool = False
 
 
-class Recordings:
+class GraphCache:
     """The recordings of one device; an owner's is made when it is told the same a second time.
 
     Args:

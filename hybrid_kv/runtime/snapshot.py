@@ -1,4 +1,4 @@
-"""What a sealed layer holds, as values: taken from one cache, and made a layer of another."""
+"""Snapshots: the state of a sealed layer as values, from which another cache is made."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hybrid_kv.index.device_sketch import DeviceSketch
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.plugins import Index
-from hybrid_kv.runtime.layer import TieredLayer
-from hybrid_kv.store import ColdExtent, LayerKV, Row, Span
-from hybrid_kv.store.aging import Aging
+from hybrid_kv.runtime.layer import LayerCache
+from hybrid_kv.store import ColdExtent, ExtentView, LayerStore, Row
 from hybrid_kv.store.index_builder import MakeIndex
+from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.store.live_index import LiveIndex
 
 
 @dataclass(frozen=True, slots=True)
-class HeldExtent:
+class ExtentSnapshot:
     """A run of cold entries.
 
     index: what finds them, and no others; None where the layer's own kind is to be built over them,
@@ -34,12 +34,12 @@ class HeldExtent:
 
     length: int
     index: Index | None
-    aging: Aging | None
+    aging: IndexRefresh | None
     moments: Tail | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLayer:
+class LayerSnapshot:
     """The entries of one row of a layer.
 
     k, v: [Hkv, N, D], resident and cold together, oldest first. length: tokens stored so far, of
@@ -53,7 +53,7 @@ class HeldLayer:
     v: Tensor
     length: int
     num_first: int
-    extents: Sequence[HeldExtent]
+    extents: Sequence[ExtentSnapshot]
     kept: Entries | None
     shadows: bool
 
@@ -67,7 +67,7 @@ class HeldLayer:
         return self.length - self.k.shape[1]
 
     @classmethod
-    def of(cls, layer: LayerKV) -> HeldLayer:
+    def of(cls, layer: LayerStore) -> LayerSnapshot:
         """What a sealed layer of one row holds; waits for an index that is being built.
 
         k and v are copies on the host, the rest is shared with the layer.
@@ -93,7 +93,7 @@ class HeldLayer:
             shadows=row.shadows,
         )
 
-    def revived(self, layer: TieredLayer, device: torch.device) -> None:
+    def revived(self, layer: LayerCache, device: torch.device) -> None:
         """Makes this what an empty layer of another cache holds, whose method is the same.
 
         Cold entries stay where they lie and are never written; resident ones are copied to
@@ -104,7 +104,7 @@ class HeldLayer:
         placement = means.method.seal(layer.shape.layer_idx, ())
         behind = self.num_first + self.num_cold
         room = count - self.num_cold
-        store = LayerKV(
+        store = LayerStore(
             *(layer.shape, means.page_size, 1, self.k.dtype, device, room, means.ops),
             pinned=means.pinned_on(device),
         )
@@ -126,7 +126,7 @@ class HeldLayer:
             offloads = row.placement is not None and row.placement.offloads
             row.keep(self.kept, self.kept.positions.cpu() if offloads else None)
 
-    def _fill_chain(self, layer: TieredLayer, row: Row) -> None:
+    def _fill_chain(self, layer: LayerCache, row: Row) -> None:
         if self._fill_selected(layer, row):
             return
         start, chain = self.num_first, row.chain
@@ -139,11 +139,11 @@ class HeldLayer:
                 extent.index = LiveIndex.resumed(make, held.index, runner, held.aging)
             elif make is not None:
                 extent.index = LiveIndex(make, extent.keys, None, runner)
-            chain.spans.append(Span(extent, held.length, known=held.moments))
+            chain.spans.append(ExtentView(extent, held.length, known=held.moments))
             chain.num_tokens += held.length
             start = stop
 
-    def _fill_selected(self, layer: TieredLayer, row: Row) -> bool:
+    def _fill_selected(self, layer: LayerCache, row: Row) -> bool:
         """Fills the chain for a device that finds its entries; False where the host does."""
         store, means = layer.held, layer.means
         try:
@@ -162,7 +162,9 @@ class HeldLayer:
         row.later_index = makes[-1][1]
         return True
 
-    def _pinned(self, layer: TieredLayer, row: Row, makes: Sequence[MakeIndex]) -> Iterator[Span]:
+    def _pinned(
+        self, layer: LayerCache, row: Row, makes: Sequence[MakeIndex]
+    ) -> Iterator[ExtentView]:
         """The cold entries in page-locked memory, with their indexes; none if it is refused."""
         start, chain = self.num_first, row.chain
         device = layer.held.resident.pool.device
@@ -178,14 +180,14 @@ class HeldLayer:
             extent.fill(self.k[:, start:stop], self.v[:, start:stop], start)
             extent.index = LiveIndex(make, extent.keys, None, layer.means.builds)
             known = None if held.moments is None else held.moments.to(device)
-            yield Span(extent, held.length, known=known)
+            yield ExtentView(extent, held.length, known=known)
             start = stop
 
 
-def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
+def _extent_of(layer: LayerStore, span: ExtentView) -> ExtentSnapshot:
     live = span.extent.index
     if live is None:
-        return HeldExtent(span.length, None, None)
+        return ExtentSnapshot(span.length, None, None)
     live.wait(span.extent.keys)
     index = live.serving
     if isinstance(index, DeviceSketch):
@@ -201,11 +203,11 @@ def _extent_of(layer: LayerKV, span: Span) -> HeldExtent:
             "with cold.select='host' to save it"
         )
     if span.length == span.extent.length:
-        return HeldExtent(span.length, index, live.aging)
+        return ExtentSnapshot(span.length, index, live.aging)
     return _cropped(live, index, span.extent.keys[:, : span.length])
 
 
-def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> HeldExtent:
+def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> ExtentSnapshot:
     """Of an extent of which the row sees the first keys only: no index tells of the others.
 
     One that cannot leave them out is built again from the prompt's samples, as decoding would do.
@@ -216,11 +218,11 @@ def _cropped(live: LiveIndex, index: Index, keys: Tensor) -> HeldExtent:
         aging.forget_asked()
         aging.num_keys = min(aging.num_keys, count)
     if isinstance(index, SavedIndex) and (shorter := index.shortened(keys)) is not None:
-        return HeldExtent(count, shorter, aging)
+        return ExtentSnapshot(count, shorter, aging)
     if aging is None:
-        return HeldExtent(count, None, None)
+        return ExtentSnapshot(count, None, None)
     index = live.builder.build(live.builder.make(), keys, aging.renew(count))
-    return HeldExtent(count, index, aging)
+    return ExtentSnapshot(count, index, aging)
 
 
 def _check_order(row: Row, first: int, count: int) -> None:

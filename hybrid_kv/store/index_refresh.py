@@ -1,4 +1,4 @@
-"""What an index learns from once more, when decoding has left the positions it was made for."""
+"""Queries from which an index learns again, when decoding has left the places it was made for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AskedQuery(NamedTuple):
     num_keys: int
 
 
-class AskedQueries:
+class RecentQueries:
     """The latest queries that were asked, and an even part of those before them.
 
     The latest alone would tell nothing of thousands of tokens that were generated before them. Of
@@ -91,7 +91,7 @@ class AskedQueries:
         return sum(asked.queries.nbytes for asked in self)
 
 
-class Aging:
+class IndexRefresh:
     """Samples of an index's prompt, and queries that it was asked since.
 
     Args:
@@ -112,9 +112,9 @@ class Aging:
         heads, self.group, _, dim = samples.queries.shape
         self.size = heads * self.group * dim
         self.prompt = samples.thinned(room(PROMPT, self.prompt_keys, self.group))
-        self.asked = AskedQueries(self.group)
+        self.asked = RecentQueries(self.group)
 
-    def behind(self, count: int) -> Aging:
+    def behind(self, count: int) -> IndexRefresh:
         """The same for an index of the entries that follow the first `count` of this one's."""
         new = copy(self)
         new.num_keys, new.prompt_keys = 0, self.prompt_keys - count
@@ -135,7 +135,7 @@ class Aging:
 
     def forget_asked(self) -> None:
         """Only the prompt is learned from again."""
-        self.asked = AskedQueries(self.group)
+        self.asked = RecentQueries(self.group)
 
     def renew(self, num_keys: int) -> Samples:
         """What to learn from now that so many keys are there, turned to where decoding is.
