@@ -41,7 +41,7 @@ from hybrid_kv.contest.measure import EvalTarget, reading
 from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
-from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.types import Needs
 

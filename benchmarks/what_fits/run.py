@@ -25,7 +25,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.counts import parse_count
 from hybrid_kv.planning import CARDS, Machine, Plan, Rates, make_plan, rates_of_card
 from hybrid_kv.planning.designs import DESKTOP_GBPS, Designs, Host
-from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.model_facts import model_facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 CARD, CORES, HOST_BYTES, WEIGHTS = "rtx-4090", 16, 256 * 2**30, "int4"

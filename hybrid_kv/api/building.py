@@ -20,8 +20,8 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.some_layers import from_layer
 from hybrid_kv.runtime import memory_errors
-from hybrid_kv.saved.building import ContextBuild, building
 from hybrid_kv.saved.rounding import Compression, checked_compression
+from hybrid_kv.saved.unfinished import ContextBuild, building
 
 _EVERY_S = 10.0
 

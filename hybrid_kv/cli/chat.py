@@ -20,7 +20,7 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM
-    from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.cli.model_run import Outcome
     from hybrid_kv.report.schema import ChatReport, ContextChatReport
 
     Chat = ChatReport | ContextChatReport
@@ -39,9 +39,9 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Talk to a model; /reset, /stats and /quit are commands, Ctrl-C ends an answer."""
-    from hybrid_kv.cli.documents import check_target
-    from hybrid_kv.cli.prompts import has_no_tokenizer
-    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.files import check_target
+    from hybrid_kv.cli.model_run import opened
+    from hybrid_kv.cli.prompt_source import has_no_tokenizer
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
     from hybrid_kv.report.schema import ChatReport
@@ -61,7 +61,7 @@ def talk_with(
     session: Session, llm: LLM, model: str, output: OutputOptions, kind: type[Chat]
 ) -> None:
     """Runs a session and reports what was said in it, however it ends."""
-    from hybrid_kv.cli.documents import describe_run, environment_of, write_report
+    from hybrid_kv.cli.files import describe_run, environment_of, write_report
 
     if sys.stdin.isatty():
         note(_HELP, output)
@@ -106,7 +106,7 @@ class Session:
 
     def _answer(self, message: str) -> None:
         from hybrid_kv.cli.failures import describe
-        from hybrid_kv.cli.running import run, write_now
+        from hybrid_kv.cli.model_run import run, write_now
         from hybrid_kv.errors import CapacityError
 
         write = None if self._output.json_only else write_now

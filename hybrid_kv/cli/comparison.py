@@ -23,9 +23,9 @@ from hybrid_kv.cli.display import (
     percent,
     prefill_bar,
 )
-from hybrid_kv.cli.documents import describe_run, environment_of
+from hybrid_kv.cli.files import describe_run, environment_of
+from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c, opened, run
 from hybrid_kv.cli.options import ModelOptions, OutputOptions
-from hybrid_kv.cli.running import checked, ended_by_ctrl_c, opened, run
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.needle import Question, Sample, is_correct
 from hybrid_kv.eval.prefilled import PrefilledPrompt, open_cache, prefill

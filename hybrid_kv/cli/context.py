@@ -80,9 +80,9 @@ def build(
     from hybrid_kv.api.prefill import PrefillCancelled
     from hybrid_kv.cli.context_facts import print_facts
     from hybrid_kv.cli.display import prefill_bar
-    from hybrid_kv.cli.documents import check_target, read_texts
-    from hybrid_kv.cli.prompts import PromptSource
-    from hybrid_kv.cli.running import cancel_on_ctrl_c, opened
+    from hybrid_kv.cli.files import check_target, read_texts
+    from hybrid_kv.cli.model_run import cancel_on_ctrl_c, opened
+    from hybrid_kv.cli.prompt_source import PromptSource
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.saved.rounding import checked_compression
 
@@ -125,7 +125,7 @@ def ask(
     output: OutputOptions,
 ) -> None:
     """Ask a saved context; the answer goes to stdout, everything else to stderr."""
-    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.files import check_target, describe_run, environment_of, write_report
     from hybrid_kv.cli.generate import answer
     from hybrid_kv.report.schema import AskReport
 
@@ -151,7 +151,7 @@ def chat(
 ) -> None:
     """Talk about a saved context, which stays as it is; /reset, /stats and /quit are commands."""
     from hybrid_kv.cli.chat import Session, talk_with
-    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.cli.files import check_target
     from hybrid_kv.report.schema import ContextChatReport
 
     check_target(output)
@@ -176,7 +176,7 @@ def _opened(
     path: Path, model: str | None, options: ModelOptions, output: OutputOptions
 ) -> Iterator[tuple[LLM, Context, str]]:
     """The context with its model, by whatever name that has."""
-    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.model_run import opened
     from hybrid_kv.cli.settings import config_of_context
     from hybrid_kv.errors import ConfigError
     from hybrid_kv.saved.manifest import read_manifest
@@ -196,7 +196,7 @@ def _opened(
 def info(context: ContextArgument, *, output: OutputOptions) -> None:
     """Show what a saved context holds: tokens, bytes by part, index, model, method."""
     from hybrid_kv.cli.context_facts import print_facts
-    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.cli.files import check_target
 
     check_target(output)
     print_facts(context, output)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_kv.cli.display import console, facts_table, human_bytes, human_seconds
-from hybrid_kv.cli.documents import write_report
+from hybrid_kv.cli.files import write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.schema import ContextAudit, ContextReport

@@ -40,8 +40,8 @@ def demo(
     Exit code 1 if the answers differ or are wrong.
     """
     from hybrid_kv.cli.comparison import compare
-    from hybrid_kv.cli.documents import check_target, write_report
-    from hybrid_kv.cli.running import ended_by_ctrl_c
+    from hybrid_kv.cli.files import check_target, write_report
+    from hybrid_kv.cli.model_run import ended_by_ctrl_c
     from hybrid_kv.cli.settings import build_config, given_settings
     from hybrid_kv.eval.needle import make_sample
 
@@ -72,8 +72,8 @@ def demo(
 def _decode_layer(
     num_tokens: int, output: OutputOptions, check: Callable[[], None]
 ) -> LayerReport | None:
+    from hybrid_kv.cli.demo_layer import decode_layer, print_layer
     from hybrid_kv.cli.display import console
-    from hybrid_kv.cli.layer import decode_layer, print_layer
 
     decoded = decode_layer(num_tokens, output, check)
     if decoded is not None and not output.json_only:

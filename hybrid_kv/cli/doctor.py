@@ -36,8 +36,8 @@ def doctor(
 
     Exit code 1 if something needed is missing.
     """
-    from hybrid_kv.cli.documents import check_target, write_report
     from hybrid_kv.cli.examination import examine
+    from hybrid_kv.cli.files import check_target, write_report
 
     check_target(output)
     report = examine()

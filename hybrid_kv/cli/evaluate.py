@@ -30,8 +30,8 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.contest.arguments import EvalArguments
+    from hybrid_kv.contest.evaluation import Evaluation, Told
     from hybrid_kv.contest.folder import ResultsFolder
-    from hybrid_kv.contest.run import Evaluation, Told
     from hybrid_kv.report.evaluation import Cell
     from hybrid_kv.report.schema import EvalReport
 
@@ -158,7 +158,7 @@ def evaluate(
     output: OutputOptions,
 ) -> None:
     """Compare methods on tasks: scores, tokens attended, bytes, time, at one budget."""
-    from hybrid_kv.cli.documents import check_target
+    from hybrid_kv.cli.files import check_target
 
     check_target(output)
     arguments = _arguments(model, asked, options)
@@ -209,13 +209,13 @@ def _each(text: str | None) -> tuple[str, ...] | None:
 
 def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalReport:
     """Measures what the folder lacks, and writes its tables, its page and the report."""
-    from hybrid_kv.cli.documents import environment_of
     from hybrid_kv.cli.evaluate_results import identity, report_of, write_results
+    from hybrid_kv.cli.files import environment_of
+    from hybrid_kv.cli.model_run import opened
     from hybrid_kv.cli.options import ModelOptions
-    from hybrid_kv.cli.running import opened
     from hybrid_kv.config import HybridConfig
+    from hybrid_kv.contest.evaluation import Evaluation
     from hybrid_kv.contest.folder import ResultsFolder
-    from hybrid_kv.contest.run import Evaluation
 
     place = ModelOptions(
         device=arguments.device,
@@ -237,7 +237,7 @@ def _run(arguments: EvalArguments, path: Path, output: OutputOptions) -> EvalRep
 
 def _measured(contest: Evaluation, folder: ResultsFolder, output: OutputOptions) -> bool:
     """Whether the user ended it."""
-    from hybrid_kv.cli.running import checked, ended_by_ctrl_c
+    from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c
 
     try:
         with _progress(output) as tell, ended_by_ctrl_c(output, contest.model) as check:

@@ -20,7 +20,7 @@ from hybrid_kv.ops.host_memory import free_memory
 from hybrid_kv.ops.native.library import engine_state
 from hybrid_kv.ops.native.packed import INSTRUCTIONS, PACKED_KINDS
 from hybrid_kv.ops.pinned import lock_limit_bytes, why_not_pinned
-from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.rates import Rates, measure_rates
 from hybrid_kv.report import probe_environment

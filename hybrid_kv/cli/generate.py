@@ -24,7 +24,7 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.api import LLM
-    from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.cli.model_run import Outcome
 
 _PROMPT = "Prompt"
 
@@ -71,9 +71,9 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Answer or continue a prompt; the text goes to stdout, everything else to stderr."""
-    from hybrid_kv.cli.documents import check_target, describe_run, environment_of, write_report
-    from hybrid_kv.cli.prompts import find_prompt
-    from hybrid_kv.cli.running import opened
+    from hybrid_kv.cli.files import check_target, describe_run, environment_of, write_report
+    from hybrid_kv.cli.model_run import opened
+    from hybrid_kv.cli.prompt_source import find_prompt
     from hybrid_kv.cli.settings import build_config, exactness_notice, given_settings
     from hybrid_kv.report import RunReport
 
@@ -107,7 +107,7 @@ def answer(
     output: OutputOptions,
 ) -> Outcome:
     """Generates, and prints the text unless stdout belongs to the JSON."""
-    from hybrid_kv.cli.running import run, write_now
+    from hybrid_kv.cli.model_run import run, write_now
 
     streaming = streaming and llm.tokenizer is not None and not output.json_only
     outcome = run(start, options, write_now if streaming else None, output)

@@ -13,7 +13,7 @@ from hybrid_kv.cli.options import OutputOptions, Plugins
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hybrid_kv.cli.pages import Page
+    from hybrid_kv.cli.method_pages import Page
     from hybrid_kv.cli.parameters import Parameter
     from hybrid_kv.plugins import Plugin
 
@@ -50,7 +50,7 @@ def methods(
     output: OutputOptions,
 ) -> None:
     """List the methods and the index kinds, or show one with its parameters."""
-    from hybrid_kv.cli.documents import check_target, write_report
+    from hybrid_kv.cli.files import check_target, write_report
     from hybrid_kv.errors import ConfigError, unknown_name
     from hybrid_kv.plugins import INDEXES, METHODS
     from hybrid_kv.report import probe_environment
@@ -82,7 +82,7 @@ def methods(
 
 def _write_pages(folder: Path, kept: list[Plugin[Any]]) -> None:
     from hybrid_kv.cli.display import console
-    from hybrid_kv.cli.pages import write_pages
+    from hybrid_kv.cli.method_pages import write_pages
     from hybrid_kv.errors import ConfigError
 
     if not kept:
@@ -99,7 +99,7 @@ def _write_pages(folder: Path, kept: list[Plugin[Any]]) -> None:
 
 def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parameters: bool) -> None:
     from hybrid_kv.cli.display import console
-    from hybrid_kv.cli.pages import page_of
+    from hybrid_kv.cli.method_pages import page_of
     from hybrid_kv.cli.parameters import common_parameters
 
     out = console()
@@ -161,7 +161,7 @@ def _print_parameters(out: Console, parameters: list[Parameter]) -> None:
 
 
 def _describe(plugin: Plugin[Any]) -> Any:
-    from hybrid_kv.cli.pages import page_of
+    from hybrid_kv.cli.method_pages import page_of
     from hybrid_kv.report.schema import PluginReport
 
     page = page_of(plugin)

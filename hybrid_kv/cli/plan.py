@@ -82,8 +82,8 @@ def plan(
 ) -> None:
     """Say whether a context fits, where its bytes go, and what a token will take."""
     from hybrid_kv.api.planning import plan as make_plan
-    from hybrid_kv.cli.documents import check_target, write_report
-    from hybrid_kv.cli.running import silence_transformers
+    from hybrid_kv.cli.files import check_target, write_report
+    from hybrid_kv.cli.model_run import silence_transformers
     from hybrid_kv.cli.settings import build_config
     from hybrid_kv.errors import ConfigError
 

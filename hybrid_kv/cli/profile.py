@@ -172,10 +172,10 @@ def profile(
     output: OutputOptions,
 ) -> None:
     """Measure where the time of a token goes, by context and method."""
-    from hybrid_kv.cli.documents import write_report
+    from hybrid_kv.cli.files import write_report
+    from hybrid_kv.cli.model_run import silence_transformers
     from hybrid_kv.cli.profile_record import find_earlier, lacking, rows_of
     from hybrid_kv.cli.profile_tables import read_profile
-    from hybrid_kv.cli.running import silence_transformers
     from hybrid_kv.report.files import check_files
 
     reads = [] if repeat is None else [repeat]
@@ -214,8 +214,8 @@ def _measure(
     keep: Kept | None,
 ) -> ProfileReport:
     """Measures what is lacking; the file gets each row when it is there."""
+    from hybrid_kv.cli.model_run import checked, ended_by_ctrl_c, told_in_a_line
     from hybrid_kv.cli.profile_record import Record, lacking, rows_of
-    from hybrid_kv.cli.running import checked, ended_by_ctrl_c, told_in_a_line
     from hybrid_kv.eval.profiling import open_bench, sweep
     from hybrid_kv.planning.rates import Rates
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.cli.display import note
-from hybrid_kv.cli.documents import environment_on, write_report
+from hybrid_kv.cli.files import environment_on, write_report
 from hybrid_kv.cli.options import OutputOptions
 from hybrid_kv.cli.profile_tables import (
     describe_profile,

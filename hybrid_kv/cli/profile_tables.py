@@ -20,7 +20,7 @@ from hybrid_kv.cli.display import (
     human_seconds,
     print_columns,
 )
-from hybrid_kv.cli.documents import environment_on
+from hybrid_kv.cli.files import environment_on
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.profiling import ProfileArguments
 from hybrid_kv.ops.native import engine_state

@@ -58,10 +58,10 @@ def report(
 ) -> None:
     """Draw runs: latency, phases, recall, memory, limits; compare profiles."""
     from hybrid_kv.cli.display import human_bytes, note
-    from hybrid_kv.cli.documents import write_report
+    from hybrid_kv.cli.files import write_report
     from hybrid_kv.report import read_report
     from hybrid_kv.report.files import write_file
-    from hybrid_kv.report.html.evaluation import render_evaluation
+    from hybrid_kv.report.html.evaluation_page import render_evaluation
     from hybrid_kv.report.html.page import Format, export, render
     from hybrid_kv.report.html.sources import drawable
 

@@ -34,7 +34,7 @@ BUILT_IN = {
     "locret": "locret",
     "loki": "index_baselines",
     "look_m": "merging",
-    "magic_pig": "magic_pig",
+    "magic_pig": "index_baselines",
     "matryoshka_kv": "low_rank",
     "pqcache": "index_baselines",
     "pyramidkv": "snapkv",

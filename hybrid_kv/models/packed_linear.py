@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.models.blocks import unpacked
+from hybrid_kv.models.block_packing import unpacked
 from hybrid_kv.ops.native.packed import PackedWeight, packed_linear
 from hybrid_kv.ops.native.workers import pool_here
 

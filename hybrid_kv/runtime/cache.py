@@ -18,8 +18,8 @@ from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.runtime.numbers import StepNumbers, take_back_reserved
 from hybrid_kv.runtime.step import GraphUse, Step
+from hybrid_kv.runtime.step_numbers import StepNumbers, take_back_reserved
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (

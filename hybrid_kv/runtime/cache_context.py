@@ -14,7 +14,7 @@ from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.builds import IndexBuilds
 from hybrid_kv.runtime.finite import FiniteGuard
-from hybrid_kv.runtime.numbers import StepNumbers
+from hybrid_kv.runtime.step_numbers import StepNumbers
 from hybrid_kv.store import LayerStore, SelectFor
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Foresight, LayerShape, Needs, Work

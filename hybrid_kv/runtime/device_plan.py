@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybrid_kv.runtime.numbers import (
+from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
+from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages
+from hybrid_kv.runtime.step_numbers import (
     CHOSEN,
     NEWEST,
     PAGES,
@@ -18,8 +20,6 @@ from hybrid_kv.runtime.numbers import (
     StepNumbers,
     store_reserved,
 )
-from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
-from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages
 from hybrid_kv.types import PartialAttention, Read, Work
 
 

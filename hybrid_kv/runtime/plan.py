@@ -21,9 +21,9 @@ from torch import Tensor
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.numbers import StepNumbers
 from hybrid_kv.runtime.searched_entries import SearchedEntries
 from hybrid_kv.runtime.step import PlanReason, Step, reads_all
+from hybrid_kv.runtime.step_numbers import StepNumbers
 from hybrid_kv.store import Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps

@@ -10,9 +10,9 @@ from torch import Tensor
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.cache_context import CacheContext, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.numbers import store_reserved
 from hybrid_kv.runtime.plan import CompiledStep, compile_step
 from hybrid_kv.runtime.step import Found, Step
+from hybrid_kv.runtime.step_numbers import store_reserved
 from hybrid_kv.store import LayerStore
 from hybrid_kv.types import LayerShape, PartialAttention, Read, SearchResult
 

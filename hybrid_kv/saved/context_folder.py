@@ -24,7 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hybrid_kv.errors import ConfigError, ReadError, WriteError
-from hybrid_kv.saved.folder import one_at_a_time, remove_abandoned
+from hybrid_kv.saved.whole_folder import one_at_a_time, remove_abandoned
 
 _WAIT_S = 60.0
 _GROUP = re.compile(r"[0-9a-f]{32}")

@@ -24,7 +24,7 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
-from hybrid_kv.saved.blocks import entries_of, hash_of, mapped
+from hybrid_kv.saved.file_blocks import entries_of, hash_of, mapped
 from hybrid_kv.saved.identity import check_identity, ids_hash
 from hybrid_kv.saved.manifest import (
     Manifest,

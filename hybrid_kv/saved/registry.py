@@ -7,11 +7,12 @@ were made with the same model, tokenizer, dtype and settings.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from warnings import warn
@@ -34,7 +35,6 @@ from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.chain import BLOCK_TOKENS, chain_of, common_tokens
 from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
-from hybrid_kv.saved.counters import RegistryCounters
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
 from hybrid_kv.saved.manifest import MANIFEST, read_manifest
 from hybrid_kv.saved.opening import open_context, read_ids
@@ -43,6 +43,7 @@ from hybrid_kv.saved.verify import verify_context
 from hybrid_kv.types import Demotion, bytes_per_token
 
 DEFAULT_LIMIT = 20 * 2**30
+
 _LEAST_SHARE = 16
 """A context is used for at least one part in so many of it: all of it is checked."""
 
@@ -317,3 +318,47 @@ def _limit(value: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"cache_limit must be a number of bytes like '20GiB', got {said(value)}")
     return number
+
+
+@dataclass(slots=True)
+class RegistryCounters:
+    """hits, misses: prompts of a block or more that began with a context, or with none.
+
+    tokens_saved: that were not computed again. seconds_saved: what they had taken when they were,
+    in proportion to their number, less the time for finding, checking and opening; none where that
+    took longer or was not measured. added, evicted: contexts. damaged: contexts that were dropped
+    because they were not as written.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    tokens_saved: int = 0
+    seconds_saved: float = 0.0
+    added: int = 0
+    evicted: int = 0
+    damaged: int = 0
+
+    def plus(self, more: RegistryCounters) -> RegistryCounters:
+        """Both together."""
+        sums = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
+        return RegistryCounters(**sums)
+
+    @classmethod
+    def read(cls, path: Path) -> RegistryCounters:
+        """What a file says; zeros where there is none, or none of ours."""
+        try:
+            known = json.loads(path.read_bytes())
+            found = cls(**{field.name: known[field.name] for field in fields(cls)})
+            return found.plus(cls())  # numbers, or they could not be added
+        except (OSError, ValueError, LookupError, TypeError):
+            return cls()
+
+    def write(self, path: Path) -> None:
+        """Replaces a file in a single step.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        beside = path.with_suffix(f".{os.getpid()}.part")
+        beside.write_text(json.dumps(asdict(self)) + "\n")
+        os.replace(beside, path)

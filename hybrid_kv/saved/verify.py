@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.saved.blocks import hash_of
+from hybrid_kv.saved.file_blocks import hash_of
 from hybrid_kv.saved.manifest import Manifest, damaged, read_manifest, unreadable
 
 

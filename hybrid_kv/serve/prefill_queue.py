@@ -24,7 +24,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.chain import BLOCK_TOKENS
 from hybrid_kv.saved.registry import ContextRegistry, keeps_all
-from hybrid_kv.serve.prefixes import KeptPrefixes, Prefix, prefix_key
+from hybrid_kv.serve.prefix_cache import KeptPrefixes, Prefix, prefix_key
 from hybrid_kv.serve.requests import Limits, Request
 from hybrid_kv.serve.running import RunningRequest
 from hybrid_kv.transfer import ThreadExecutor

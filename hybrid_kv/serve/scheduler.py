@@ -27,7 +27,7 @@ from hybrid_kv.saved.registry import ContextRegistry
 from hybrid_kv.serve.admission import RequestMemory, check, fits, needed_bytes
 from hybrid_kv.serve.counters import EngineCounters
 from hybrid_kv.serve.prefill_queue import PrefillQueue
-from hybrid_kv.serve.prefixes import KeptPrefixes
+from hybrid_kv.serve.prefix_cache import KeptPrefixes
 from hybrid_kv.serve.requests import (
     EngineStats,
     Finished,

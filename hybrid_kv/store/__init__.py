@@ -1,6 +1,6 @@
 """Where entries live: resident pages, cold extents, and the rows of a layer that own both."""
 
-from hybrid_kv.store.cold import (
+from hybrid_kv.store.cold_tier import (
     ColdChain,
     ColdStore,
     Reservation,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store.cold import ColdStore
+from hybrid_kv.store.cold_tier import ColdStore
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Row

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_kv.errors import MethodError
 from hybrid_kv.plugins import Placement
-from hybrid_kv.store.cold import ColdChain
+from hybrid_kv.store.cold_tier import ColdChain
 from hybrid_kv.store.index_builder import MakeIndex
 from hybrid_kv.store.table import PageTable
 from hybrid_kv.types import HIDDEN, Demotion

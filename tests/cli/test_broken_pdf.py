@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli.documents import read_texts
+from hybrid_kv.cli.files import read_texts
 from hybrid_kv.errors import ConfigError
 
 pytest.importorskip("pypdf", reason="pypdf is not installed (extra pdf)")

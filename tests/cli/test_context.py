@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from hybrid_kv.api.building import build_context
-from hybrid_kv.cli import running
+from hybrid_kv.cli import model_run
 from hybrid_kv.saved import verify_context
-from hybrid_kv.saved.building import ContextBuild
 from hybrid_kv.saved.manifest import read_manifest
+from hybrid_kv.saved.unfinished import ContextBuild
 from tests.cli.support import PROMPT, call, refused, report_of
 from tests.saved.scene import blocks_of, flip, rewrite
 
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_its_text(
         if len(seen) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(running, "write_now", write)
+    monkeypatch.setattr(model_run, "write_now", write)
     result = call("context", "ask", built, QUESTION, "--max-new-tokens", 500)
     assert result.exit_code == 130, result.output
     assert result.stderr.startswith("interrupted: ")

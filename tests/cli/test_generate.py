@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli import running
+from hybrid_kv.cli import model_run
 from hybrid_kv.report import read_report
 from tests.cli.support import PROMPT, TINY, call, run_of
 
@@ -139,7 +139,7 @@ def test_ctrl_c_keeps_what_was_generated(
             os.kill(os.getpid(), signal.SIGINT)
         print(piece, end="")
 
-    monkeypatch.setattr(running, "write_now", write)
+    monkeypatch.setattr(model_run, "write_now", write)
     file = tmp_path / "run.json"
     result = call("generate", model, PROMPT, "--max-new-tokens", 500, "--json", file)
     assert result.exit_code == 130, result.output

@@ -200,7 +200,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     code = (
         "import os, signal\n"
         "from hybrid_kv.cli.options import OutputOptions\n"
-        "from hybrid_kv.cli.running import ended_by_ctrl_c\n"
+        "from hybrid_kv.cli.model_run import ended_by_ctrl_c\n"
         "steps = []\n"
         "try:\n"
         "    with ended_by_ctrl_c(OutputOptions(quiet=True)) as check:\n"

@@ -25,7 +25,7 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(monkeypatch: pytest.Mo
     def load(*_: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("hybrid_kv.cli.running.opened", load)
+    monkeypatch.setattr("hybrid_kv.cli.model_run.opened", load)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = refused("serve", "needle", "--port", port)
@@ -49,7 +49,7 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(monkeypatch: pytest.Mo
 def test_a_wrong_option_is_refused_before_the_model_is_loaded(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_kv.cli.running.opened", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("hybrid_kv.cli.model_run.opened", lambda *_: pytest.fail("loaded"))
     assert said in refused("serve", "needle", *words)
 
 

@@ -11,8 +11,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import hybrid_kv as hkv
 from hybrid_kv.contest.arguments import EvalArguments
+from hybrid_kv.contest.evaluation import Evaluation
 from hybrid_kv.contest.folder import ResultsFolder
-from hybrid_kv.contest.run import Evaluation
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.contest.statistics import rows_of
 from hybrid_kv.errors import MethodError

@@ -11,8 +11,8 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive
 from tests.kit import every, held

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import MethodError
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.kit import every, held
 from tests.tolerances import TOLERANCES

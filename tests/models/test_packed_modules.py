@@ -23,7 +23,7 @@ from hybrid_kv.models.load import load_model
 from hybrid_kv.models.support import devices_of, inspect_model
 from hybrid_kv.models.weight_tensors import stored_tensors
 from hybrid_kv.models.widening import WideningTrial, widened, widened_bytes
-from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.saved.identity import model_identity
 from scripts.needle.tokenizer import build_tokenizer
 from tests.models.packed_stand_ins import as_buffers, as_tensor_class

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.report.html.evaluation import render_evaluation
+from hybrid_kv.report.html.evaluation_page import render_evaluation
 from hybrid_kv.report.html.page import render
 from hybrid_kv.report.html.sources import Source
 from hybrid_kv.report.schema import EvalReport, read_report

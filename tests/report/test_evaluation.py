@@ -9,14 +9,14 @@ import pytest
 from hybrid_kv.report.evaluation import Counters, DepthScore, EvalRow, Interval
 from hybrid_kv.report.evaluation_tables import budget_tables, sheets, short_bytes, to_csv
 from hybrid_kv.report.html.canvas import to_inline
-from hybrid_kv.report.html.entries import looks
-from hybrid_kv.report.html.evaluation import (
+from hybrid_kv.report.html.evaluation_page import (
     depths_table,
     frontier,
     pareto_figure,
     render_evaluation,
 )
 from hybrid_kv.report.html.figures import Spot
+from hybrid_kv.report.html.page_entries import looks
 from hybrid_kv.report.schema import EvalReport, parse_report, to_json
 from tests.report.profiles import HOSTILE, environment
 from tests.report.test_html_page import Page

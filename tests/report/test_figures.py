@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.canvas import COLOURS, Canvas, Marker, Picture, drawn, to_inline
-from hybrid_kv.report.html.entries import METHOD_SLOTS, Entry, entries_of, looks, phases
 from hybrid_kv.report.html.figures import (
     Bar,
     BarPart,
@@ -24,6 +23,7 @@ from hybrid_kv.report.html.figures import (
     lines_figure,
     spots_figure,
 )
+from hybrid_kv.report.html.page_entries import METHOD_SLOTS, Entry, entries_of, looks, phases
 from hybrid_kv.report.html.pictures import (
     limit_figure,
     memory_figure,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.entries import entries_of
 from hybrid_kv.report.html.page import render
-from hybrid_kv.report.html.profile import lead
+from hybrid_kv.report.html.page_entries import entries_of
+from hybrid_kv.report.html.profile_page import lead
 from hybrid_kv.report.html.sources import Source, drawable
 from hybrid_kv.report.html.tables import limit_table, phases_tables
 from hybrid_kv.report.profile import ProfileRow

@@ -13,10 +13,10 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, NonFiniteError, ShapeError
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.methods.retrieval import RetrievalAttention
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.ops import Ops
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.runtime import KVCache, check_host_memory
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.store import ColdExtent, LayerStore, PageTable, ResidentStore
 from hybrid_kv.transfer import SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (

@@ -16,9 +16,9 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import MethodError
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.types import LayerShape, ModelInfo
 from tests.drive_method import drive, heads
 from tests.kit import held, kept_alive

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
 from hybrid_kv.index import _device_keys, _device_learn, device_sketch
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
 from hybrid_kv.runtime import KVCache, select
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.select import CODE_BYTES, Selectors, code_bytes, resident_bytes
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import SyncExecutor

@@ -12,10 +12,10 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig, IndexConfig
 from hybrid_kv.errors import CapacityError, NonFiniteError
 from hybrid_kv.index.flat import FlatIndex
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.runtime.leaving import find_by
 from hybrid_kv.runtime.offload import Offload
 from hybrid_kv.store import ColdChain, LayerStore

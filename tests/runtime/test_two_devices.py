@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
+from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.checkpoint import Checkpoint
 from hybrid_kv.store import PageTable
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import Copies, CudaExecutor

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import (
+from hybrid_kv.report.html.canvas import Marker, Picture
+from hybrid_kv.report.html.figures import RangePoint, RangeRow, fitted, linear, ranges_figure
+from hybrid_kv.report.html.page_blocks import (
     WIDTH,
     Abreast,
     Details,
@@ -28,9 +30,7 @@ from hybrid_kv.report.html.blocks import (
     Words,
     note,
 )
-from hybrid_kv.report.html.canvas import Marker, Picture
-from hybrid_kv.report.html.entries import Entry, by_context, entries_of, measured, tiers
-from hybrid_kv.report.html.figures import RangePoint, RangeRow, fitted, linear, ranges_figure
+from hybrid_kv.report.html.page_entries import Entry, by_context, entries_of, measured, tiers
 from hybrid_kv.report.html.sources import ComparedProfiles
 from hybrid_kv.report.html.tables import plain
 from hybrid_kv.report.profile import ProfileRow

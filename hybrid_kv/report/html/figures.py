@@ -18,7 +18,7 @@ from hybrid_kv.report.html.canvas import (
     line,
     text_width,
 )
-from hybrid_kv.report.html.entries import SeriesLook
+from hybrid_kv.report.html.page_entries import SeriesLook
 
 LOG_RATIO = 8.0
 """An axis is logarithmic where the largest value is more than this many times the smallest."""

@@ -10,7 +10,6 @@ from typing import Literal
 from hybrid_kv.errors import WriteError
 from hybrid_kv.report.files import write_file
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import PagePart, shell
 from hybrid_kv.report.html.canvas import Picture, to_file, to_png
 from hybrid_kv.report.html.compare import (
     compare_sections,
@@ -18,7 +17,8 @@ from hybrid_kv.report.html.compare import (
     pairs_of,
     ratio_figure,
 )
-from hybrid_kv.report.html.entries import Entry, by_context, entries_of, measured, tiers
+from hybrid_kv.report.html.page_blocks import PagePart, shell
+from hybrid_kv.report.html.page_entries import Entry, by_context, entries_of, measured, tiers
 from hybrid_kv.report.html.pictures import (
     heads_figure,
     limit_figure,
@@ -29,7 +29,7 @@ from hybrid_kv.report.html.pictures import (
     tpot_figure,
     ttft_figure,
 )
-from hybrid_kv.report.html.profile import profile_head, profile_sections
+from hybrid_kv.report.html.profile_page import profile_head, profile_sections
 from hybrid_kv.report.html.runs import run_entries, run_head, run_sections
 from hybrid_kv.report.html.sources import Drawable, Source, comparisons, runs_of
 from hybrid_kv.report.profile import ProfileRow

@@ -7,15 +7,6 @@ from typing import Literal
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.canvas import Canvas, Marker, Named, Picture
-from hybrid_kv.report.html.entries import (
-    MEMORY,
-    Entry,
-    by_name,
-    cut_short,
-    phase_name,
-    phases,
-    tiers,
-)
 from hybrid_kv.report.html.figures import (
     Bar,
     BarPart,
@@ -30,6 +21,15 @@ from hybrid_kv.report.html.figures import (
     lines_figure,
     ranges_figure,
     spots_figure,
+)
+from hybrid_kv.report.html.page_entries import (
+    MEMORY,
+    Entry,
+    by_name,
+    cut_short,
+    phase_name,
+    phases,
+    tiers,
 )
 from hybrid_kv.report.html.tables import heat_step, heat_tip, plus_minus, times
 from hybrid_kv.report.profile import ProfileRow

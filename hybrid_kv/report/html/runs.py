@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import (
+from hybrid_kv.report.html.page_blocks import (
     WIDTH,
     Abreast,
     Details,
@@ -17,9 +17,9 @@ from hybrid_kv.report.html.blocks import (
     Table,
     note,
 )
-from hybrid_kv.report.html.entries import Entry, entries_of, tiers
+from hybrid_kv.report.html.page_entries import Entry, entries_of, tiers
 from hybrid_kv.report.html.pictures import memory_figure, phases_figure
-from hybrid_kv.report.html.profile import heads_blocks
+from hybrid_kv.report.html.profile_page import heads_blocks
 from hybrid_kv.report.html.sources import RunDocument, runs_of
 from hybrid_kv.report.html.tables import (
     machine,

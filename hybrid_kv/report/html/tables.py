@@ -10,8 +10,8 @@ from typing import Any
 
 from hybrid_kv.report.environment import Environment
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import StyledCell, Table
-from hybrid_kv.report.html.entries import (
+from hybrid_kv.report.html.page_blocks import StyledCell, Table
+from hybrid_kv.report.html.page_entries import (
     MEMORY,
     PHASES,
     Entry,

@@ -1,4 +1,4 @@
-"""A model's turning of queries by position, found out by asking it: one token, two positions.
+"""A model's rotation of queries by position, found out by asking it: one token, two positions.
 
 Configurations say how a model works in a dozen ways, and code may do otherwise: layers without
 positions, norms behind the rotation, frequencies of their own for some layers. A single token

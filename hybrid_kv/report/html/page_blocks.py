@@ -1,4 +1,4 @@
-"""What a page is made of, as data; the templates make markup of it, and escape all text.
+"""Blocks of a page as data; the templates make markup of them, and escape all text.
 
 Every block has a `block`, the name of the macro that draws it.
 """

@@ -14,7 +14,9 @@ from hybrid_kv.report.evaluation_tables import (
     sheets,
 )
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import (
+from hybrid_kv.report.html.canvas import Picture
+from hybrid_kv.report.html.figures import Scale, Spot, fitted, spots_figure
+from hybrid_kv.report.html.page_blocks import (
     WIDTH,
     Abreast,
     FactList,
@@ -31,9 +33,7 @@ from hybrid_kv.report.html.blocks import (
     note,
     shell,
 )
-from hybrid_kv.report.html.canvas import Picture
-from hybrid_kv.report.html.entries import looks
-from hybrid_kv.report.html.figures import Scale, Spot, fitted, spots_figure
+from hybrid_kv.report.html.page_entries import looks
 from hybrid_kv.report.html.tables import machine, plain
 from hybrid_kv.report.schema import EvalReport
 

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: an argument, a file, stdin, or chance."""
+"""Prompts of a command: an argument, a file, stdin, or random tokens."""
 
 from __future__ import annotations
 

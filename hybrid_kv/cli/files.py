@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybrid_kv.api import LLM, Generation
-    from hybrid_kv.cli.running import Outcome
+    from hybrid_kv.cli.model_run import Outcome
     from hybrid_kv.config import HybridConfig
 
 

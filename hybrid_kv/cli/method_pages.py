@@ -1,4 +1,4 @@
-"""What is told of one plug-in: the same in a terminal, as JSON and as a page of the site.
+"""Description of one plug-in: the same in a terminal, as JSON and as a page of the site.
 
 Everything comes from where the plug-in is written: its docstring, the paper it was registered with
 and its parameters. A docstring has a summary, how it works with its formula, and paragraphs that

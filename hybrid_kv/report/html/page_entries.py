@@ -1,4 +1,4 @@
-"""What figures and tables are made of: measured rows, each with a name and a look."""
+"""Entries of figures and tables: measured rows, each with a name and a look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All cells of an evaluation, one context after the other, each prefilled once."""
+"""Evaluation: all its cells, one context after the other, each prefilled once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybrid_kv.contest.prompts import Prompt, PromptBuilder
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.eval.tasks import Task
-from hybrid_kv.planning.facts import model_facts
+from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.report.evaluation import Asking, Cell, EvalRow
 from hybrid_kv.types import Needs
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from hybrid_kv.report.html import numbers
-from hybrid_kv.report.html.blocks import (
+from hybrid_kv.report.html.page_blocks import (
     WIDTH,
     Abreast,
     Details,
@@ -23,7 +23,7 @@ from hybrid_kv.report.html.blocks import (
     loud,
     note,
 )
-from hybrid_kv.report.html.entries import (
+from hybrid_kv.report.html.page_entries import (
     Entry,
     by_context,
     by_name,
