@@ -336,7 +336,7 @@ def test_bytes_are_those_of_the_codes(name: str) -> None:
     assert kept.nbytes < 0.75 * 2 * count * 2 * 4 * DIM
 
 
-# Relative error of the output on normal numbers, about which every docs/methods.md row speaks.
+# Relative error of the output on normal numbers, as docs/archive/methods.md has it.
 LOSS = {
     "rotate_kv": 0.75,
     "accurate_block": 0.24,
