@@ -1,7 +1,7 @@
 """A small language with records hidden in filler text, and the tasks of the shipped model.
 
 `make_sample` builds a haystack of any length with questions, `is_correct` judges an answer,
-`filler` gives plain text. The tokenizer lives in `hybrid_kv.eval.needle.tokenizer`, so that
+`filler` gives plain text. The tokenizer lives in `scripts.needle.tokenizer`, so that
 this package needs numpy only.
 """
 
