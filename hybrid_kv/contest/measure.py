@@ -25,7 +25,7 @@ from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import rolled_back
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.planning.rates import bytes_per_step
+from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.report.evaluation import Asking, Counters
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token

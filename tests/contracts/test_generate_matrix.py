@@ -355,7 +355,7 @@ BY_PAGES = {"cold.index.kind": "pages", "cold.index.page_size": PAGE, "cold.esti
 
 OPENING: dict[str, tuple[str, dict[str, Any]]] = {
     **{method: (method, {}) for method in ADAPTIVE},
-    "by_pages": ("hybrid", BY_PAGES),
+    "by_pages": ("retrieval_attention", BY_PAGES),
 }
 
 

@@ -13,7 +13,8 @@ from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.planning.designs import Designs, DesignStep, Host
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.planning.rates import CARDS, Rates, bytes_per_step
+from hybrid_kv.planning.rates import CARDS, Rates
+from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.types import Work
 from tests.device import emulated

@@ -9,13 +9,13 @@ import hybrid_kv as hkv
 from hybrid_kv.models.cache_argument import passing
 from tests.contracts.architectures import build
 from tests.device import emulated
-from tests.device.machine import CapturedGraph, differences
+from tests.device.machine import Recording, differences
 from tests.device.models import small, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::hybrid_kv.errors.BackendWarning")
 
 
-def quiet_steps(name: str) -> tuple[CapturedGraph, CapturedGraph]:
+def quiet_steps(name: str) -> tuple[Recording, Recording]:
     """What the third and fourth step of an architecture tell the device, within a page."""
     recordings = []
     with emulated(kernels="defined") as machine:
@@ -48,7 +48,7 @@ def test_of_two_quiet_steps_only_positions_numbers_and_the_flags_place_differ() 
     found = places(changed("llama"))
     assert {one.split(":")[0] for one in found} == {
         "aten.add.Tensor at models/llama/modeling_llama.py",
-        "to_device at runtime/numbers.py",
+        "to_device at runtime/step_numbers.py",
         "to_host at transfer/cuda.py",
     }
 

@@ -27,7 +27,8 @@ from hybrid_kv.planning.model_facts import model_facts
 from hybrid_kv.planning.plan import Machine, ModelFacts
 from hybrid_kv.planning.planner import make_plan
 from hybrid_kv.planning.prefill_bytes import prefill_peak_bytes
-from hybrid_kv.planning.rates import Rates, index_of, measure_rates
+from hybrid_kv.planning.rates import Rates, measure_rates
+from hybrid_kv.planning.traffic import index_of
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import ModelInfo
 from hybrid_kv.watch.recorder import TraceSpan

@@ -19,7 +19,8 @@ from hybrid_kv.eval.profiling.steps import Steps, StepWatch, decoder_layers, gen
 from hybrid_kv.models.attach import Attachment, attach
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.planning.rates import Rates, bytes_per_step, limit_ms
+from hybrid_kv.planning.rates import Rates
+from hybrid_kv.planning.traffic import bytes_per_step, limit_ms
 from hybrid_kv.report.profile import BytesPerToken, ProfileRow
 from hybrid_kv.report.run import AuditReport, MemoryBytes, Percentiles, PhasesMs, WorkReport
 from hybrid_kv.transfer import SyncExecutor
