@@ -1,4 +1,4 @@
-"""What a decode step attended, for methods that follow the attention weights."""
+"""Attention of a decode step, for methods that follow the attention weights."""
 
 from __future__ import annotations
 

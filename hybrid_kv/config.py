@@ -258,7 +258,7 @@ def _laid_over(default: Any, given: Any) -> Any:
 
 
 class IndexConfig(PluginConfig):
-    """Which index finds cold keys, with its parameters."""
+    """Index that finds cold keys, with its parameters."""
 
     registry: ClassVar[Registry[Any]] = INDEXES
     name_field: ClassVar[str] = "kind"
@@ -702,4 +702,4 @@ def _setting_name(loc: tuple[int | str, ...]) -> str:
 
 
 ConfigLike: TypeAlias = HybridConfig | Mapping[str, Any] | str | None
-"""What a user may write for a configuration: see `HybridConfig.of`."""
+"""Forms in which a user may write a configuration: see `HybridConfig.of`."""

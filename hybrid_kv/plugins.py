@@ -179,7 +179,7 @@ class Index(ABC):
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        """What attention over the keys that were not found probably gives, from summaries of them.
+        """Estimate of the attention over keys that were not found, from summaries of them.
 
         Asked for behind a search, where a budget says so (`TokenBudget.estimate`); merged with what
         was found by log-sum-exp, as any part is.
@@ -204,7 +204,7 @@ class Index(ABC):
 
     @property
     def innermost(self) -> Index:
-        """What answers searches: this index, or the one part that it hands all of them on to.
+        """Index that answers searches: this one, or the one part that it hands all of them on to.
 
         Asked for again after every `build`.
         """
@@ -351,7 +351,7 @@ class Method(ABC):
 
     @property
     def foresight(self) -> Foresight | None:
-        """How layers are searched before their queries are known; None where they are not."""
+        """Look-ahead of layers before their queries are known; None where there is none."""
         return None
 
     def index_bytes_per_token(self, shape: LayerShape, num_tokens: int) -> int:
@@ -369,7 +369,7 @@ class Method(ABC):
         """Called once before the first token: head masks, calibration, state per layer."""
 
     def of_layer(self, layer_idx: int) -> Method:
-        """Who answers for a layer: this method, unless it gives layers to others (by_layer).
+        """Method that answers for a layer: this one, unless it gives layers to others (by_layer).
 
         Asked for once, when the first token of the layer is stored, after `open`.
         """
@@ -378,7 +378,7 @@ class Method(ABC):
     def write(
         self, layer_idx: int, k: Tensor, v: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What is stored for new rows k, v [B, Hkv, T, D] at positions [B, T]."""
+        """Rows to store for new ones k, v [B, Hkv, T, D] at positions [B, T]."""
         return k, v
 
     @abstractmethod
@@ -409,7 +409,7 @@ class Method(ABC):
         left: Entries,
         seen: Evidence | None,
     ) -> Entries | None:
-        """What to keep on the device of a row's entries that leave the window; the rest is lost.
+        """Entries of a row that stay on the device when they leave the window; the rest is lost.
 
         Only under Demotion.ABSORB, and then the one verb through which everything leaves: once at
         the prompt's end, to the token and even where nothing leaves yet (`left` has no entries

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How one layer turns its queries and keys by their positions.
+    """Rotation of one layer's queries and keys by their positions.
 
     frequencies: radians per position of each pair of channels; channels beyond the first
         2 * len(frequencies) are not turned. Empty where nothing can be turned: see `reason`.

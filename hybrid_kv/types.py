@@ -42,7 +42,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a method may know about the model when it is opened: one shape per tiered layer.
+    """Facts of a model for a method when it is opened: one shape per tiered layer.
 
     rotary: how each tiered layer turns queries by position, in the same order; empty if not known.
     unforeseen: by tiered layer why its query cannot be predicted in the layer before, empty where
@@ -57,7 +57,7 @@ class ModelInfo:
     outputs: tuple[Tensor | None, ...] = field(default=(), compare=False, repr=False)
 
     def rotary_of(self, layer_idx: int) -> Rotary:
-        """How a tiered layer turns queries by their positions."""
+        """Rotation of queries of a tiered layer by their positions."""
         for shape, rotary in zip(self.layers, self.rotary, strict=False):
             if shape.layer_idx == layer_idx:
                 return rotary
@@ -142,7 +142,7 @@ class SearchReads(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[SearchReads], queries: int) -> SearchReads:
-        """Those of several searches that are made together for so many queries of each KV head."""
+        """Sums the reads of searches that are made together for `queries` of each KV head."""
         scanned = scores = walked = walks = 0.0
         walking = 0
         for part in parts:
@@ -155,7 +155,7 @@ class SearchReads(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What a search found for one extent.
+    """Result of a search in one extent.
 
     ids: [Hkv, T, C] int32 rows of the keys in no order, for all query heads of the group, -1 for
     none. scores: [Hkv, M, C] float32 exact dot products, -inf for none; M = G * T.
@@ -166,7 +166,7 @@ class Candidates(NamedTuple):
 
 
 class Demotion(Enum):
-    """What becomes of the entries that a method does not keep resident."""
+    """Destination of the entries that a method does not keep resident."""
 
     KEEP = "keep"  # stay resident after all
     OFFLOAD = "offload"  # move to the cold tier
@@ -199,7 +199,7 @@ class Needs:
     outputs: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        """What serves both."""
+        """Needs of both."""
         return Needs(
             max(self.sampled_queries, other.sampled_queries),
             max(self.last_queries, other.last_queries),
@@ -213,7 +213,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """How many entries of a layer lie where, beside sinks and window; the others are dropped.
+    """Tiers of a layer beside sinks and window, by number of entries; the others are dropped.
 
     device_tokens: at most so many, on average over its KV heads, each as large as K and V (codes
     are smaller). host_tokens: in the cold tier.
@@ -225,7 +225,7 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the runtime saw while a layer's prompt was computed, for one batch row.
+    """Evidence that the runtime collects while a layer's prompt is computed, for one batch row.
 
     num_tokens: prompt tokens of the row.
     sampled_queries, last_queries: [Hq, M, D] after RoPE, or None where not declared.
@@ -347,7 +347,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """How many cold entries a query attends.
+    """Number of cold entries that a query attends.
 
     top_k: entries of each query head; the mean of a layer's heads where they share.
     max_tokens: a head attends up to so many of the entries that the search ranked; None for top_k,
@@ -406,7 +406,7 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """How a layer is searched before its queries are known, by a prediction of them.
+    """Look-ahead of a layer: its search before its queries are known, by a prediction of them.
 
     mode: "always"; or "auto": where a search then runs beside the model, and a trial has shown for
         the layer that little is lost.
@@ -419,7 +419,7 @@ class Foresight:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a step attends of a layer; the runtime gathers it and attends it.
+    """Entries of a layer that a step attends; the runtime gathers them and attends them.
 
     pages: resident pages beside sinks and window, which are always read; "all" for all that the
         device owns.

@@ -1,4 +1,4 @@
-"""What users of the Python package touch."""
+"""Public interface of the Python package."""
 
 from hybrid_kv.api.context import Context
 from hybrid_kv.api.conversation import Conversation

@@ -1,4 +1,4 @@
-"""What users pass to Python calls: unknown names and wrong types are refused in one sentence."""
+"""Arguments of Python calls: unknown names and wrong types are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _REFUSED: Mapping[str, str] = {
     "stop_strings": "write stop",
     "tokenizer": "pass it to load",
 }
-"""What one call with one cache and one answer cannot be asked for, and the way out."""
+"""Arguments that a call with one cache and one answer cannot have, each with the way out."""
 
 _AS_IT_IS: Mapping[str, int] = {"use_cache": True, "num_return_sequences": 1}
 """Values of refused options that ask for what is done anyway; of all others, False, and None."""
@@ -130,7 +130,7 @@ def check_load_options(given: Mapping[str, Any]) -> None:
 
 
 def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call was given, fields of a `generation_config` included; keywords come first.
+    """Arguments of a call, fields of a `generation_config` included; keywords come first.
 
     Raises:
         ConfigError: a name is unknown, or stands for what cannot be served.

@@ -1,4 +1,4 @@
-"""Which KV heads look far back: scores for `duo_attention`, from a calibration text."""
+"""Scores of KV heads by how far back they look, for `duo_attention`, from a calibration text."""
 
 from __future__ import annotations
 

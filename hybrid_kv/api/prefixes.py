@@ -18,7 +18,7 @@ from hybrid_kv.saved.saving import Provenance
 
 
 class Prefixes:
-    """What a registry of contexts has for one model.
+    """Saved contexts of a registry that belong to one model.
 
     A prompt's rest attends exactly to what was taken, however short it is, as if the prompt had
     been computed in one. So only a method that keeps every entry takes part; contexts of others are

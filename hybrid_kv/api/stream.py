@@ -35,7 +35,7 @@ class TextStream(Iterator[str]):
 
     @property
     def result(self) -> Generation:
-        """What the call produced and cost.
+        """Result of the call: its answer and its costs.
 
         Raises:
             ConfigError: the stream has not ended yet.

@@ -159,7 +159,7 @@ def _hide(content: str, marks: dict[str, str]) -> str:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Number of tokens with which two sequences begin alike."""
     pairs = zip(first, second, strict=False)
     shorter = min(len(first), len(second))
     return next((idx for idx, (one, other) in enumerate(pairs) if one != other), shorter)

@@ -1,4 +1,4 @@
-"""What a shell may offer for a word that is being typed; heavy modules load only where needed."""
+"""Shell completion of a word that is being typed; heavy modules load only where needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved context holds, told without a model."""
+"""Facts of a saved context, told without a model."""
 
 from __future__ import annotations
 

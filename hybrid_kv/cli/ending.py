@@ -1,4 +1,4 @@
-"""How a verb ends that the user has ended."""
+"""Exit of a verb that the user has ended."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it."""

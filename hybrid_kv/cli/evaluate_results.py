@@ -1,4 +1,4 @@
-"""What an evaluation leaves in its folder: tables, a report and a page."""
+"""Results that an evaluation leaves in its folder: tables, a report and a page."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How the next token is chosen: greedily, unless temperature, top-p or top-k is given."""
+    """Choice of the next token: greedily, unless temperature, top-p or top-k is given."""
 
     max_new_tokens: Annotated[
         int,

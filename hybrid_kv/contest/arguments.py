@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: all that it takes to run it again."""
+"""Arguments of an evaluation: all that it takes to run it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method's attention misses of all that ever was in the context, dropped entries included.
+"""Attention mass that a method misses of the whole context, dropped entries included.
 
 The audit of a cache knows what is stored. Here the keys and values of the whole prompt are at hand,
 so that every method is held against the same exact attention.

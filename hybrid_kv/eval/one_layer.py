@@ -26,7 +26,7 @@ _WARMUP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class LayerSteps:
-    """What the decode steps of a layer took under one method.
+    """Times of the decode steps of a layer under one method.
 
     step_s: of each step. attended_ratio: entries attended over all. lse: [steps, Hq] float32.
     device_kv_bytes, host_bytes: K and V on the device tier; cold KV and indexes.

@@ -58,7 +58,7 @@ _CALIBRATED_DIM = 128
 
 @dataclass(frozen=True, slots=True)
 class HeadParams:
-    """What a head is like.
+    """Statistics of a synthetic head.
 
     latent_dim: dimension m of meaning, at head_dim 128; other head dimensions keep the ratio.
     topic, word, context: weights of a token's topic, its word type, and its neighbourhood.

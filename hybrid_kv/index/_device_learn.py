@@ -1,4 +1,4 @@
-"""What makes the codes of a layer on its device, learned there, and what they promise."""
+"""Learning of a layer's codes on its device, and the recall that they promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `flat` scans where torch does not: the engine's kernels and their portable twin."""
+"""Scans of `flat` outside torch: the engine's kernels and their portable twin."""
 
 from __future__ import annotations
 

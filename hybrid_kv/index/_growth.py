@@ -1,4 +1,4 @@
-"""How a graph takes up later keys: they are linked through the searches that have found them.
+"""Growth of a graph: later keys are linked through the searches that have found them.
 
 Until then every search scores them one and all, so the searches of decoding know exactly which new
 keys their queries want. RetrievalAttention (section 3.2) inserts nothing; linking by co-visit from

@@ -1,4 +1,4 @@
-"""How one KV head's graph comes about: lists from sampled queries, projection, self-check."""
+"""Building of one KV head's graph: lists from sampled queries, projection, self-check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
 
 
 class Found(Protocol):
-    """What a search gives."""
+    """Result of a search."""
 
     @property
     def ids(self) -> Tensor:

@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class HeadReport(SavedReport):
-    """What serves one KV head, and why.
+    """Decision on what serves one KV head, and why.
 
     serves: "graph", "flat" or "pages"; beam: of the graph, else 0; walks: how many its query heads
     are divided among; recall, mass: the promise: what held-out queries found so, as in `Trial`;

@@ -1,4 +1,4 @@
-"""What every step reads, and how a budget of tokens is split into that and what is chosen."""
+"""Budgets of tokens, split into what every step reads and what is chosen."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _of_heads(entries: Entries, heads: Heads) -> Entries:
 
 
 def _own(values: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """What of columns or state belongs to a part, by its own names."""
+    """Columns or state of one part, by its own names."""
     prefix = f"{number}."
     return {n.removeprefix(prefix): one for n, one in values.items() if n.startswith(prefix)}
 
@@ -264,7 +264,7 @@ def ids_on(device: torch.device, heads: Heads, group: int = 1) -> Tensor:
 
 
 def _evidence_of(seen: Evidence, heads: Heads, num_kv_heads: int) -> Evidence:
-    """What was seen of some KV heads and their query heads."""
+    """Evidence of some KV heads and their query heads."""
 
     def some(values: Tensor | None) -> Tensor | None:
         if values is None:

@@ -1,4 +1,4 @@
-"""What methods share that lose no entry and keep what left the window in fewer bytes."""
+"""Base classes of methods that lose no entry and keep offloaded ones in fewer bytes."""
 
 from __future__ import annotations
 

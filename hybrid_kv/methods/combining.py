@@ -20,7 +20,7 @@ from hybrid_kv.plugins import METHODS, Method, Placement
 from hybrid_kv.types import Evidence, Foresight, LayerShape, ModelInfo, Needs, Read, Tiers
 
 CODECS = (Kivi, ThinK)
-"""Whose codes of a token do not hang on the tokens of other heads, or on its position."""
+"""Methods whose codes of a token depend neither on other heads' tokens nor on its position."""
 
 
 @METHODS.register("chain", paper="this project; ThinK, arXiv:2407.21018, is put behind SnapKV so")

@@ -1,4 +1,4 @@
-"""What the combinators share: naming parts, and which methods can be composed how."""
+"""Helpers of the combinators: names of parts, and methods that can be composed."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def check_spans(
 
 
 def needs_of(parts: Iterable[Method]) -> Needs:
-    """What all parts together need."""
+    """Needs of all parts together."""
     return reduce(or_, (part.needs for part in parts), Needs())
 
 
 def of_layers(info: ModelInfo, layers: Iterable[int]) -> ModelInfo:
-    """What a method may know that serves these layers alone."""
+    """View of a model for a method that serves these layers alone."""
     wanted = set(layers)
     stays = [shape.layer_idx in wanted for shape in info.layers]
 

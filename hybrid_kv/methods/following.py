@@ -53,15 +53,15 @@ class Following(Evicting):
         return scores
 
     def watched(self, attended: Attended) -> Attended:
-        """What of a step moves the scores."""
+        """Attention of a step by which the scores move."""
         return attended
 
     def masses(self, layer_idx: int, attended: Attended, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What moves the scores: of what is kept, flat; of the last W positions; and these [W]."""
+        """Masses that move scores: of kept entries, flat; of the last W positions; those [W]."""
         return attended.mass(row), *window_of(attended, row)
 
     def settled(self, new: Entries, both: Entries, chosen: Tensor) -> Entries:
-        """What is kept, of all that competed, when these have been chosen: [Hkv, K] places."""
+        """Kept entries of all that competed, when these have been chosen: [Hkv, K] places."""
         return new
 
     def absorb(

@@ -1,4 +1,4 @@
-"""Which KV heads keep everything: by scores or masks that are given, or by what a prompt shows."""
+"""Choice of the KV heads that keep everything: by given scores or masks, or by a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Given: TypeAlias = str | Sequence[Sequence[float]]
 
 
 class HeadChoice:
-    """Which heads keep everything: so many of all, those with the highest scores.
+    """Heads that keep everything: a share of all, by the highest scores.
 
     Args:
         given: scores, or masks of 0 and 1, for each tiered layer in order; the path of a JSON file

@@ -112,7 +112,7 @@ class RetainingHeads:
 
     @classmethod
     def load(cls, path: str, info: ModelInfo) -> RetainingHeads:
-        """Those of a model.
+        """Trained heads of a model.
 
         Raises:
             ConfigError: there is no such file, or these are no heads of this model.

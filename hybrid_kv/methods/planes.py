@@ -17,7 +17,7 @@ from hybrid_kv.ragged import Ragged
 _BITS, _MOST = 2, 15
 
 _MIDDLE = 1.5
-"""What a lower plane that is not there counts as: the mean of 0, 1, 2 and 3."""
+"""Value of a lower plane that is not there: the mean of 0, 1, 2 and 3."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -90,14 +90,14 @@ class SearchParams(Params):
 
     @property
     def budget(self) -> TokenBudget | Literal["all"]:
-        """What a query head attends of the cold tier."""
+        """Budget of a query head in the host tier."""
         if self.top_k == "all":
             return "all"
         return TokenBudget(self.top_k, estimate=None if self.estimate == "none" else self.estimate)
 
     @property
     def foresight(self) -> Foresight | None:
-        """How layers are searched ahead; None for never."""
+        """Look-ahead of layers: when, and how many times wider than the budget; None for never."""
         if self.look_ahead == "never":
             return None
         return Foresight(self.look_ahead, self.look_ahead_factor)

@@ -1,4 +1,4 @@
-"""How evicting methods turn attention weights into what is kept: ranking, pooling, budgets."""
+"""Scores of entries from attention weights, for methods that evict: ranking, pooling, budgets."""
 
 from __future__ import annotations
 

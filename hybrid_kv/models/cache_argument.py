@@ -24,7 +24,7 @@ def passing(cache: Cache | None) -> dict[str, Any]:
 
 
 def passed(kwargs: Mapping[str, Any]) -> Any:
-    """What the keyword arguments of a forward pass as its cache, under either name."""
+    """Cache among the keyword arguments of a forward, under either name."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 

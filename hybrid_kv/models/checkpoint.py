@@ -103,7 +103,7 @@ def one_sentence(name: str, what: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, on one line; the name of its type where it says next to nothing.
+    """Text of an error on one line; the name of its type where it says next to nothing.
 
     Messages of transformers often begin with a line that says little and go on with the cause.
     """

@@ -70,7 +70,7 @@ class CompiledSteps:
         return module is self._model and single and plain
 
     def forward(self, cache: TieredCache, inputs: dict[str, Any]) -> Any:
-        """What the model's own forward returns for these keyword arguments.
+        """Output of the model's own forward for these keyword arguments.
 
         Raises:
             UnsupportedModelError: the model cannot be compiled into one graph.

@@ -143,7 +143,7 @@ def _place(layer: nn.Module) -> torch.device:
 
 
 def _find(layer: nn.Module, seen: OneToken, shape: LayerShape, rotary: Rotary) -> EarlyQuery | None:
-    """What gives a layer's queries from the hidden states that entered it; None if nothing does."""
+    """Projection of a layer's queries from the hidden states that entered it, or None."""
     asked, hidden = seen.queries[shape.layer_idx], seen.entered[layer]
     for query in _candidates(layer, seen.attention[shape.layer_idx], shape):
         with suppress(Exception), torch.inference_mode():  # shapes that do not fit, mostly

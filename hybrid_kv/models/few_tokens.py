@@ -55,7 +55,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductTrial:
-    """What reads weights how fast, in GB/s: torch's linear layer, and the engine's."""
+    """Rates at which weights are read, in GB/s: by torch's linear layer, and by the engine's."""
 
     torch_gbps: float
     engine_gbps: float

@@ -161,7 +161,7 @@ class TieredCache(ServedCache):
 
     @property
     def kv(self) -> KVCache:
-        """What all layers store to and attend by; another one may take its place while empty."""
+        """Store of all layers; another one may take its place while it is empty."""
         return self.state.kv
 
     @kv.setter

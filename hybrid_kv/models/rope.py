@@ -31,7 +31,7 @@ _TOLD_CHARACTERS = 160
 
 
 def find_rotary(model: PreTrainedModel, info: ModelInfo) -> tuple[Rotary, ...]:
-    """How each tiered layer turns its queries; one that is not understood says why it is not."""
+    """Rotation of queries by each tiered layer, or the reason why it is not understood."""
     try:
         asked = run_one_token(model).queries
     except Exception as error:  # whatever a model raises here, it can be served without an answer

@@ -90,7 +90,7 @@ class StepGraphs:
         plans: Sequence[DevicePlan],
         inner: Callable[..., Any],
     ) -> Any:
-        """What `inner(**inputs)` returns, with tensors of its own.
+        """Output of `inner(**inputs)`, with tensors of its own.
 
         Args:
             module: whose forward `inner` is.
@@ -324,7 +324,7 @@ def _why_not_advanced(cache: TieredCache) -> str:
 
 
 def _kind(name: str, value: Any) -> Any:
-    """What a graph hangs on of an input."""
+    """Facts of an input on which a graph depends."""
     if name == _MASK:
         return ""
     if isinstance(value, Tensor):
@@ -333,7 +333,7 @@ def _kind(name: str, value: Any) -> Any:
 
 
 def _values(output: Any, cache: TieredCache) -> dict[str, Any]:
-    """What a model returned, by name, without the cache, which would hold on to itself."""
+    """Output of a model by name, without the cache, which would hold on to itself."""
     return {name: _CACHE if value is cache else value for name, value in output.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a model offers to a tiered cache, and which models are refused."""
+"""Facts of a model that a tiered cache needs, and refusals of models that lack them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _LEAST_GAIN = 1.5  # far from where noise would decide
 
 @dataclass(frozen=True, slots=True)
 class WideningTrial:
-    """What this process's CPU does with `MIN_TOKENS` tokens in one dtype, in GFLOP/s."""
+    """Rates of this process's CPU for `MIN_TOKENS` tokens in one dtype, in GFLOP/s."""
 
     own_gflops: float
     widened_gflops: float

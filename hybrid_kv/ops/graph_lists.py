@@ -1,4 +1,4 @@
-"""How the neighbours of a graph's nodes lie in memory and in files: two bytes and a few bits each.
+"""Layout of a graph's neighbours in memory and in files: two bytes and a few bits each.
 
 A list has a slot for each of `degree` neighbours, rounded up to 16. First come the low 16 bits of
 all slots, little-endian, then one plane for every higher bit that node numbers need: bit i of plane

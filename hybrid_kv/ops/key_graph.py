@@ -1,4 +1,4 @@
-"""What the graph over one head's keys is made of, for the engine and for its oracle in the tests.
+"""Graph over one head's keys: its parts, for the engine and for its oracle in the tests.
 
 The graph follows RoarGraph (Chen et al., VLDB 2024) in learning from queries, and HNSW's heuristic
 (Malkov & Yashunin, 2018) in pruning; neighbours are chosen by co-visit: the keys that the same
@@ -29,7 +29,7 @@ _OUTLIER = 16.0
 
 @dataclass(frozen=True, slots=True)
 class BuildParams:
-    """How a graph is built.
+    """Parameters of building a graph.
 
     max_degree: longest list of neighbours.
     cap: queries that the candidates of a key are taken from.
@@ -88,7 +88,7 @@ def no_graph(degree: int = 64) -> KeyGraph:
 
 
 class Searched(NamedTuple):
-    """What a search found, and what it cost.
+    """Result of a search, and its cost.
 
     ids: [Hkv, M, K] int64, best first, -1 where fewer were found.
     scores: [Hkv, M, K] float32 exact dot products, -inf where ids is -1.

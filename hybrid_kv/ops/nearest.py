@@ -1,4 +1,4 @@
-"""How a search for nearest keys on a device is cut, so that its memory is known beforehand."""
+"""Tiling of a search for nearest keys on a device, so that its memory is known beforehand."""
 
 from __future__ import annotations
 

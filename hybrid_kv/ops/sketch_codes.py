@@ -1,4 +1,4 @@
-"""What the sketch of a head's keys is made of, for the engine and for its portable twin.
+"""Codes of the sketch of a head's keys, for the engine and for its portable twin.
 
 A sketch holds short codes of keys in the metric of the queries. A key k becomes codes
 u = clip(round(A k - key_offset + zero), 0, 2^bits - 1) with zero = (2^bits - 1) / 2, and a query q

@@ -1,4 +1,4 @@
-"""What attention over entries that nobody reads probably gives, from their moments alone.
+"""Estimate of the attention over unread entries, from their moments alone.
 
 The entries of a KV head are taken as draws of one Gaussian over keys and values. A query q sees
 logits s = scale q . k, which are then normal with a mean m and a variance w = d^2, and values whose

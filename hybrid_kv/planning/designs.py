@@ -1,4 +1,4 @@
-"""What a decode step of each design takes: launches, bytes, work of the host and waits.
+"""Costs of a decode step by design: launches, bytes, work of the host and waits.
 
 A step of a model on a GPU can find its cold entries in several ways, which differ less in bytes
 than in who waits for whom. Here each is a list of parts in the order in which they follow one
@@ -74,7 +74,7 @@ class CoreCost:
         return float(self.base_us + self.us * (keys / _CONTEXT) ** self.growth)
 
     def bytes(self, keys: int) -> float:
-        """What it reads."""
+        """Bytes that it reads."""
         walked = self.walked_bytes * (keys / _CONTEXT) ** _WALK_GROWTH
         return float(self.key_bytes * keys + walked)
 

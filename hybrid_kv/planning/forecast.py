@@ -1,4 +1,4 @@
-"""How long an index build will take, before it begins: some cannot be ended early."""
+"""Time of an index build, before it begins: some cannot be ended early."""
 
 from __future__ import annotations
 

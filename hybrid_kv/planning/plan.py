@@ -1,4 +1,4 @@
-"""What a plan is about and what it says: a model, a machine, and ways of running a context."""
+"""Data of a plan: a model, a machine, and ways of running a context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mode: TypeAlias = Literal["dense", "dense_8bit", "hybrid"]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What planning knows about a model.
+    """Facts of a model that planning knows.
 
     weight_bytes: all weights; read_bytes: those that one token reads (no embedding table, and of
     experts those that it is routed to); weights: bytes by layout, such as Q4_K or bfloat16.
@@ -73,7 +73,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to run on.
+    """Hardware to run on.
 
     device: what to call it. device_bytes: its memory, None where the model runs on the CPU.
     host_bytes: memory that the process may use. assumed: the rates are a card's specification.

@@ -1,4 +1,4 @@
-"""What a layer-major prefill holds beside weights and KV."""
+"""Bytes that a layer-major prefill holds beside weights and KV."""
 
 from __future__ import annotations
 

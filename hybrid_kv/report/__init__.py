@@ -1,4 +1,4 @@
-"""What runs leave behind: one versioned JSON schema, and the machine they ran on."""
+"""Reports of runs: one versioned JSON schema, and the machine they ran on."""
 
 from hybrid_kv.report.environment import Environment, probe_environment
 from hybrid_kv.report.schema import SCHEMA, Report, RunReport, read_report

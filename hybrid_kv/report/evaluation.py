@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: cells as they were measured, and rows over their samples."""
+"""Report of an evaluation: cells as they were measured, and rows over their samples."""
 
 from __future__ import annotations
 

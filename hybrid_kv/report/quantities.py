@@ -1,4 +1,4 @@
-"""What tables show of a measured row: each value has its title, its unit and its way there.
+"""Quantities of a measured row in tables: each has its title, its unit and its way there.
 
 The command line and the page draw the same quantities, each in its own notation.
 """

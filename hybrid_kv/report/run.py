@@ -64,7 +64,7 @@ class PhasesMs(Group):
 
 
 class WorkReport(Group):
-    """What decoding touched.
+    """Counts of what decoding touched.
 
     scored_ratio: dot products spent on choosing over those of full attention. retrieved_tokens:
     mean number of cold entries attended per step, layer and query head; most_retrieved_tokens: the
@@ -243,7 +243,7 @@ class Run(Group):
 
 
 class MachineGbps(BandwidthGbps):
-    """What a plan rests on.
+    """Bandwidths on which a plan rests.
 
     device: reading the memory that holds the weights; dram: reading host memory in order; gather:
     the same in rows of 256 bytes at random places.

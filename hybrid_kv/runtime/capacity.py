@@ -83,7 +83,7 @@ def memory_errors(stage: Callable[[], Stage]) -> Iterator[None]:
 
 
 def _named(error: Exception, stage: Callable[[], Stage]) -> CapacityError | None:
-    """What to raise instead; None for what is no lack of memory, or is said well already."""
+    """Error to raise instead; None for what is no lack of memory, or is said well already."""
     if isinstance(error, torch.OutOfMemoryError):
         where = stage()
         return DeviceMemoryError(
@@ -101,7 +101,7 @@ def _named(error: Exception, stage: Callable[[], Stage]) -> CapacityError | None
 
 
 def _device_figures(text: str) -> str:
-    """What torch tells of sizes, else its first sentence."""
+    """Sentence of torch that tells of sizes, else its first one."""
     size = r"([\d.]+ \w+)"
     asked = re.search(f"Tried to allocate {size}", text)
     free = re.search(f"total capacity of {size} of which {size} is free", text)

@@ -93,7 +93,7 @@ class DevicePlan:
             self._told = tell_selection(row, self._cold, work, queries=heads, device=device)
 
     def hangs_on(self) -> tuple[object, ...]:
-        """What launching the step that was advanced last takes for granted of the host."""
+        """State of the host that the launch of the last advanced step takes for granted."""
         pages, listed = self.table.pool.pages, self.table.listed.there
         lies = [0 if one is None else one.data_ptr() for one in (*pages, listed, self._mine)]
         sizes = pages.k.shape, None if listed is None else len(listed)
@@ -102,7 +102,7 @@ class DevicePlan:
     # The device's half ----------------------------------------------------------------------------
 
     def attend(self, step: Step) -> PartialAttention:
-        """What `decode` returns; a token that has no place yet gets one."""
+        """Result of `decode`; a token that has no place yet gets one."""
         numbers, index = self._numbers, self._index
         if step.unstored is not None:
             self.advance(step.work)

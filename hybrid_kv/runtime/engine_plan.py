@@ -80,7 +80,7 @@ class EnginePlan:
         return self.told.described()
 
     def attend(self, step: Step) -> PartialAttention:
-        """What `decode` returns.
+        """Result of `decode`.
 
         The step's token is stored already, or the plan `takes` it.
 

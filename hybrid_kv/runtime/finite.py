@@ -26,7 +26,7 @@ def not_finite(what: str) -> NonFiniteError:
 
 
 def of_layer(layer_idx: int) -> str:
-    """What a layer's new tokens bring."""
+    """Name of the new keys and values of a layer, for the error."""
     return f"keys and values of layer {layer_idx}"
 
 

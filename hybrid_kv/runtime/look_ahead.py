@@ -78,7 +78,7 @@ class LookAhead:
         return new
 
     def standing(self, layer_idx: int) -> LookAheadState:
-        """What is known of a layer."""
+        """Look-ahead state of a layer, made when it is asked for first."""
         if layer_idx not in self._standings:
             want = self._foresight
             known = LookAheadState(want.factor, want.mode == "auto", self._why_not(layer_idx))
@@ -133,7 +133,7 @@ class LookAhead:
         ahead.future = self._executor.ahead(ahead.search)
 
     def take(self, layer_idx: int) -> LookAheadResults | None:
-        """What was begun for a layer in this step, once; None for nothing."""
+        """Search that was begun for a layer in this step, once; None for nothing."""
         return self.under_way.pop(layer_idx, None)
 
     def forget(self) -> None:

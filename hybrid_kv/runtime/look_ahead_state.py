@@ -42,7 +42,7 @@ class LookAheadState:
 
     @property
     def factors(self) -> list[int]:
-        """Those that a trial compares."""
+        """Factors that a trial compares."""
         return [*(2**n for n in range(self.factor.bit_length()) if 2**n < self.factor), self.factor]
 
     def note(self, losses: list[float]) -> None:

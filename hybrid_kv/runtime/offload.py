@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FindNearest: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Absorb: TypeAlias = "Callable[[Row, Overflow], Absorbed]"
-"""What the method keeps of a row when these entries have left its window."""
+"""Function of the method that says what it keeps of entries that have left its window."""
 
 
 class Offload:

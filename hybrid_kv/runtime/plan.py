@@ -1,4 +1,4 @@
-"""How a layer's decode step is made: decided here, once, until something changes.
+"""Plan of a layer's decode step: decided here, once, until something changes.
 
     compile_step ─┬─ EnginePlan   the whole step of a row is one call of the engine
                   ├─ DevicePlan   a device is told of a row's step by numbers in its memory
@@ -41,7 +41,7 @@ _TOLD_EVERY = 3
 
 
 class StepPlan(Protocol):
-    """How the steps of one layer are made; out [B, Hq, T, D], lse [B, Hq, T]."""
+    """Plan of the steps of one layer; out [B, Hq, T, D], lse [B, Hq, T]."""
 
     @property
     def reason(self) -> PlanReason | None:
@@ -50,7 +50,7 @@ class StepPlan(Protocol):
 
     @property
     def table(self) -> PageTable | None:
-        """Whose list of pages it reads in place; None where each step asks for it."""
+        """Page table that it reads in place; None where each step asks for the pages."""
         ...
 
     @property

@@ -44,7 +44,7 @@ class SearchedEntries(NamedTuple):
         return cls(spans, finders, budget)
 
     def entries(self) -> ColdEntries | None:
-        """What a plan is told; None where only Python can ask an index."""
+        """Cold entries for a plan; None where only Python can ask an index."""
         budget, extents = self.budget, []
         found = [0] * self.spans[0].extent.k.shape[0]  # by KV head
         for span, finder in zip(self.spans, self.finders, strict=True):

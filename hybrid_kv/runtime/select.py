@@ -156,7 +156,7 @@ class Selectors:
 
 
 def code_bytes(layer: LayerStore, size: int) -> int:
-    """What all rows of a layer take of the device with codes of `size` bytes at 128 channels."""
+    """Device bytes that all rows of a layer take with codes of `size` bytes at 128 channels."""
     shape, item = layer.shape, layer.resident.pool.dtype.itemsize
     code = _scaled(size, layer)
     lengths = [row.length for row in layer.rows]
@@ -197,7 +197,7 @@ def attend_selected(step: Step, budget: TokenBudget | str) -> PartialAttention:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the selection of a row's step hangs on, on the host.
+    """State of the host on which the selection of a row's step depends.
 
     places: where its extents, codes and moments lie, or how long they are where all of it is
     attended. tails: by extent the moments of what is estimated.
@@ -338,7 +338,7 @@ def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
 def _retrieved(
     step: Step, row: Row, found: list[Candidates], limit: Tensor, top_k: int, lses: list[Tensor]
 ) -> Retrieved:
-    """What a step attended, on the host."""
+    """Entries that a step attended, on the host."""
     parts = []
     for one, span in zip(found, row.chain.spans, strict=True):
         scores = one.scores.masked_fill(one.scores < limit[..., None], -torch.inf)
@@ -361,6 +361,6 @@ def _count(work: Work, queries: int, most: int) -> None:
 
 
 def _goals(index: Index) -> SketchIndex.Params:
-    """What a sketch has to reach; the settings of a method allow other kinds no device."""
+    """Goals of the sketch of an index; the settings of a method allow other kinds no device."""
     assert isinstance(index, SketchIndex | AutoIndex)
     return index.goals

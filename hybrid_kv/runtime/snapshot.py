@@ -68,7 +68,7 @@ class LayerSnapshot:
 
     @classmethod
     def of(cls, layer: LayerStore) -> LayerSnapshot:
-        """What a sealed layer of one row holds; waits for an index that is being built.
+        """Snapshot of a sealed layer of one row; waits for an index that is being built.
 
         k and v are copies on the host, the rest is shared with the layer.
 

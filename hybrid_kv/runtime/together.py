@@ -50,7 +50,7 @@ class JointRow:
 
     @property
     def own(self) -> Row:
-        """What it holds."""
+        """Row that the layer holds."""
         return self.layer.held.rows[0]
 
     @property
@@ -60,12 +60,12 @@ class JointRow:
 
     @property
     def read(self) -> Read:
-        """What its method reads, once it is known that it may share."""
+        """Entries that its method reads, once it is known that it may share."""
         assert self._read is not None
         return self._read
 
     def shares(self) -> Hashable | None:
-        """What it may attend together with others; None where it attends by itself."""
+        """Entries that it may attend together with others; None where it attends by itself."""
         kv, layer = self.kv, self.layer
         if kv.watchers or kv.more_prompt or not layer.is_sealed or len(layer.held.rows) != 1:
             return None

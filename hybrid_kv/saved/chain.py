@@ -1,4 +1,4 @@
-"""What tokens begin alike: a chain of hashes over blocks of them.
+"""Chain of hashes over blocks of tokens, by which common beginnings are found.
 
 The hash of a block is taken over its tokens and the hash of the block before, so that equal hashes
 mean equal beginnings, however long.

@@ -1,4 +1,4 @@
-"""What a saved context is tied to: the model that computed it, its tokenizer and the settings."""
+"""Identity of a saved context: the model that computed it, its tokenizer and the settings."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ class SavedSamples(SavedPart):
 
 
 class SavedMoments(SavedPart):
-    """What is known in sum of the first `num_entries` of an extent; see `Tail`."""
+    """Moments of the first `num_entries` of an extent; see `Tail`."""
 
     block: str = Field(pattern=_BLOCK)
     num_entries: int = Field(ge=1)
 
 
 class SavedHead(SavedPart):
-    """What finds the keys of one KV head: "sketch", "graph", "flat", ...
+    """Kind that finds the keys of one KV head: "sketch", "graph", "flat", ...
 
     recall, mass: shares of the best keys and of their softmax mass that held-out queries found when
     it was made; None where nothing was checked.

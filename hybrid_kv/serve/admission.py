@@ -44,7 +44,7 @@ def needed_bytes(llm: LLM, request: Request) -> RequestMemory:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """What a device has free for tensors; None where the model computes on the host."""
+    """Free bytes of a device for tensors; None where the model computes on the host."""
     return free_bytes(device) if device.type == "cuda" else None
 
 

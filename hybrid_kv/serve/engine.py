@@ -24,7 +24,7 @@ from hybrid_kv.serve.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 
 _PUBLISH_S = 0.25
-"""How old the figures may be while requests run."""
+"""Age that the figures may have while requests run."""
 
 
 class ShutdownResult(NamedTuple):
@@ -128,7 +128,7 @@ class Engine:
         check(self._llm, needed, held, total)
 
     def stats(self) -> EngineStats:
-        """How the engine stands, as it was a moment ago."""
+        """State of the engine, as it was a moment ago."""
         return self._stats
 
     def drain(self, seconds: float) -> ShutdownResult:

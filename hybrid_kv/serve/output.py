@@ -25,7 +25,7 @@ _LONGEST, _KEPT = 96, 32
 """Tokens that are decoded together, and what is left of them as the context of the next ones."""
 
 _INCOMPLETE = "\ufffd"
-"""What a character decodes to whose bytes are not all there."""
+"""Replacement character, to which an incomplete character decodes."""
 
 
 class AnswerText:

@@ -34,7 +34,7 @@ class Prefix:
 
     @classmethod
     def of(cls, cache: TieredCache, ids: Sequence[int]) -> Prefix:
-        """What a cache holds of these tokens, which may be more."""
+        """Prefix of the tokens that a cache holds of these, which may be more."""
         held = np.asarray(ids[: cache.get_seq_length()], dtype=np.int64)
         return cls(held, cache, prefix_key(cache.kv.config))
 
@@ -62,12 +62,12 @@ def _hidden_of(row: Row, cut: int) -> int:
 
 
 def prefix_key(config: HybridConfig) -> dict[str, Any]:
-    """What of a configuration decides what a cache holds; audits do not."""
+    """Part of a configuration that decides what a cache holds; audits do not."""
     return {**config.flat(), "audit_every": 0, "audit": None}
 
 
 class KeptPrefixes:
-    """What is kept, least recently used first, within a limit of bytes.
+    """Kept prefixes, least recently used first, within a limit of bytes.
 
     One that loses entries as its prompt ends is not kept: what it would be for a shorter prompt is
     not in it.
@@ -124,7 +124,7 @@ class KeptPrefixes:
         return new in self._kept
 
     def held(self) -> TierBytes:
-        """What all of them hold, shared memory once."""
+        """Bytes that all of them hold, shared memory once."""
         return tier_bytes(s for cache in self.caches for s in cache.kv.stores.values())
 
     def unsaved(self) -> Prefix | None:

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers with: the border between serving and HTTP."""
+"""Requests to the engine and its answers: the border between serving and HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _whole(name: str, value: object, least: int, most: float = math.inf) -> None
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Rule by which the next token is chosen.
 
     temperature: 0 takes the likeliest token. top_p: of the likeliest tokens as many as hold this
     share of the probability. top_k: of the likeliest tokens so many; 0 for all. seed: the same one
@@ -143,7 +143,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What an answer took, and what it read.
+    """Costs of an answer.
 
     ttft_s: from submission to the first token, None if none came. itl_ms: time between each token
     and the one before. queue_s: before prefill began. attended_per_token: entries that a query head
@@ -182,7 +182,7 @@ class Finished:
 
 
 Happening: TypeAlias = Prefilled | Token | Finished
-"""What happens to a request, in this order."""
+"""Events of a request, in this order."""
 
 
 class RequestHandle:
@@ -290,7 +290,7 @@ class RequestHandle:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine takes on.
+    """Limits of what an engine takes on.
 
     max_running: requests that are computed at a time. max_queue: that wait beside them.
     prefill_chunk_tokens: of a prompt, computed at most between two decode steps of others.
@@ -332,7 +332,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How an engine stands, and what it has done since it began.
+    """State of an engine, and what it has done since it began.
 
     queued, prefilling, running: requests now; running ones have their first token. finished: how
     many ended, by reason. prompt_tokens, reused_tokens, completion_tokens: of all requests so far.

@@ -24,7 +24,7 @@ from hybrid_kv.store.tiers import tier_bytes
 from hybrid_kv.watch.places import Places
 
 _PLACES = 64
-"""That are reported at most."""
+"""Most places that are reported."""
 
 
 class RunningRequest:
@@ -74,7 +74,7 @@ class RunningRequest:
 
     @property
     def cache(self) -> TieredCache:
-        """What it has computed, once it has begun."""
+        """Cache of the request, once it has begun."""
         assert self._cache is not None
         return self._cache
 
@@ -150,7 +150,7 @@ class RunningRequest:
 
     @property
     def work(self) -> Future[None] | None:
-        """What is done aside; None where nothing is."""
+        """Work that is done aside; None where nothing is."""
         return None if self._aside is None else self._aside[0]
 
     @property
@@ -235,7 +235,7 @@ class RunningRequest:
         return Usage(len(self.request.ids), len(self.times), self.reused)
 
     def report(self, alone: str) -> RequestReport:
-        """What it took. alone: see `RequestReport`."""
+        """Report of its costs. alone: see `RequestReport`."""
         times, submitted = self.times, self.ticket.submitted
         waited = (self.began or monotonic()) - submitted
         ttft = times[0] - submitted if times else None

@@ -43,7 +43,7 @@ from hybrid_kv.store.tiers import tier_bytes
 _log = logging.getLogger(__name__)
 
 _UNDISTURBED_S = 0.5
-"""What a piece of a prompt may take where nobody waits for a token; a cancellation waits for it."""
+"""Seconds of a chunk where nobody waits for a token; a cancellation waits for it."""
 _LEAST_SHARE = 0.25
 """Of the time that streams may wait, for pieces of prompts where steps take nearly all of it."""
 _LATEST = 8
@@ -170,7 +170,7 @@ class Scheduler:
 
     @property
     def _streams(self) -> list[RunningRequest]:
-        """Who waits for the next token."""
+        """Requests that wait for the next token."""
         return [run for run in self.runs if run.is_ready]
 
     def _time_for_a_piece(self) -> float:
@@ -321,7 +321,7 @@ class Scheduler:
             self._finish(ticket, "error", error=error)
 
     def stats(self, queued: int) -> EngineStats:
-        """How things stand; memory without that of prompts that another thread works on."""
+        """State of the scheduler; memory without that of prompts that another thread works on."""
         here = (run for run in self.runs if run.has_begun and not run.is_aside)
         caches = [run.cache for run in here] + self._prefixes.caches
         held = tier_bytes(store for cache in caches for store in cache.kv.stores.values())

@@ -315,7 +315,7 @@ class ColdStore:
         return sum(extent.length * 4 for extent in self._extents())
 
     def describe_indexes(self) -> list[dict[str, Any]]:
-        """What serves each row, extent and KV head; see `Index.describe`.
+        """Description of what serves each row, extent and KV head; see `Index.describe`.
 
         entries: of the extent, as the row sees it.
         """

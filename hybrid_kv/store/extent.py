@@ -37,7 +37,7 @@ def _most(count: int) -> int:
 
 
 def _with_room(rows: PinnedRows, count: int) -> int:
-    """How many rows are locked for `count` entries and some of those that follow."""
+    """Number of rows to lock for `count` entries and some of those that follow."""
     return max(count, min(rows.capacity, count + pinned_room(count)))
 
 
@@ -271,7 +271,7 @@ class ExtentView:
 
 
 def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
-    """What was found for each of T tokens, [Hkv, G, K], as of one search of [Hkv, G * T, K]."""
+    """Results for each of T tokens, [Hkv, G, K], from one search of [Hkv, G * T, K]."""
 
     def of_all(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts), 2).flatten(1, 2)

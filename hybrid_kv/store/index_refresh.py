@@ -19,7 +19,7 @@ _LEAST = 32
 
 
 def room(most: int, num_keys: int, group: int) -> int:
-    """How many of `most` positions are kept beside so many keys.
+    """Number of positions, of `most`, that are kept beside a number of keys.
 
     All of PROMPT, LATEST and SPREAD together are no more rows of queries than there are keys, half
     of what keys and values take: else those of a short context would be several times its size.

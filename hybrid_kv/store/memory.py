@@ -1,4 +1,4 @@
-"""How stores take memory."""
+"""Allocation of memory by stores."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hybrid_kv.store.memory import require_free
 
 
 class _Kind(NamedTuple):
-    """What `PinnedAllocator.take` is asked for."""
+    """Arguments of `PinnedAllocator.take`."""
 
     size: tuple[int, ...]
     dtype: torch.dtype

@@ -19,7 +19,7 @@ from hybrid_kv.types import HIDDEN, LayerShape, PagedKV
 
 ARENA_BITS = 32
 PLACE = 2**ARENA_BITS - 1
-"""What a page id consists of."""
+"""Parts of a page id."""
 
 
 def arena_of(page: int) -> int:

@@ -41,7 +41,7 @@ class RowMark:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Row:
-    """What one row holds.
+    """Contents of one row.
 
     table: its resident pages. chain: its cold entries. length: tokens ever stored, less cropped
     ones. dropped: tokens in neither tier, lost but for what `kept` has of them. kept: what the
@@ -108,7 +108,7 @@ class Row:
         return place.sink_tokens // size, len(table.pages) - kept
 
     def outside_of_prompt(self) -> tuple[int, int]:
-        """Which tokens of a prompt a method absorbs: to the token, behind whole pages of sinks."""
+        """Tokens of a prompt that a method absorbs: to the token, behind whole pages of sinks."""
         place, stored, size = self.placement, self.table.num_tokens, self.page_size
         if place is None:
             return stored, stored

@@ -1,4 +1,4 @@
-"""What every method and every index promises, checked by driving one alone."""
+"""Checks of what every method and every index promises, by driving one alone."""
 
 from __future__ import annotations
 

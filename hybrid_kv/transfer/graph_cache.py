@@ -98,7 +98,7 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class _Known:
-    """What an owner has been told last: its signature, and the recording of it.
+    """Latest request of an owner: its signature, and the capture of it.
 
     is_refused: it could not be recorded.
     """

@@ -1,1 +1,1 @@
-"""What is seen of a running cache: where its time goes, and what its approximation misses."""
+"""Observation of a running cache: its time by phase, and what its approximation misses."""

@@ -1,4 +1,4 @@
-"""What a method misses, measured while it runs.
+"""Audit: what a method misses, measured while it runs.
 
 Every so many steps one KV head of one layer, in rotation, is attended exactly as well, beside the
 steps that follow; the difference is what the approximation cost. No retrieval is trusted blindly.
@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one look at one head found, means over the query heads of its group.
+    """Result of one look at one head, means over the query heads of its group.
 
     recall: share of the exact best cold entries, as many as the budget's top_k, that the search
         ranked; None where no cold entries were searched.
@@ -135,7 +135,7 @@ class Audit:
         return [self._mean(target) for target in sorted(self.looks())]
 
     def looks(self) -> Counter[Target]:
-        """How often each head was looked at."""
+        """Number of looks at each head."""
         return Counter(finding.target for finding in self.findings)
 
     def _mean(self, target: Target) -> Finding:

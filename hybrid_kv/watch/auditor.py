@@ -109,7 +109,7 @@ class Auditor:
                 return
 
     def _problem(self, audit: Audit, scope: Scope) -> str | None:
-        """What is surely worse than allowed, 95% of the time; None mostly."""
+        """Description of a measure that is surely worse than allowed, at 95%; None mostly."""
         where, limits = "all layers" if scope is None else f"layer {scope}", self._params
         recall = _telling(audit.recall(scope))
         if recall is not None and recall.mean + recall.half_width < limits.min_recall:

@@ -1,4 +1,4 @@
-"""What a profile keeps of each piece of work: spans on the host's clock, and on the device's.
+"""Records of each piece of work in a profile: spans on the host's clock, and on the device's.
 
 A device works later than it is told to, so that its time is taken by events in its own queue: one
 before the work, one behind it. They are read when they have passed, and never waited for.
@@ -18,7 +18,7 @@ HOST, DEVICE = "host", "device"
 """Lanes."""
 
 ON_DEVICE = frozenset({FORWARD, ATTENTION, "resident_attention", "select", "merge"})
-"""What the device is told to compute; the other phases are the host's own."""
+"""Phases that are computed by a device; the others are the host's own."""
 
 
 class TraceSpan(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a haystack hides: records, the questions about them and the right answers.
+"""Records that a haystack hides, the questions about them and the right answers.
 
 Records and questions as a person reads them (the tokenizer adds ``:`` and ``=`` by itself):
 

@@ -1,4 +1,4 @@
-"""What a profile is asked for: all that it takes to run it again."""
+"""Arguments of a profile: all that it takes to run it again."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FEWEST_STEPS = 4
 
 @dataclass(slots=True)
 class Steps:
-    """What a generation took, token by token.
+    """Costs of a generation, token by token.
 
     Args:
         skip: steps after the first token that are not measured.

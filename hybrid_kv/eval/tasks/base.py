@@ -1,4 +1,4 @@
-"""What a task is: contexts with questions, or a text to read on, drawn from a seed.
+"""Base classes of tasks: contexts with questions, or a text to read on, drawn from a seed.
 
 A task writes in plain English for real models, or in the language of the model `needle` where that
 was trained for it. It knows no tokenizer: a `Room` counts tokens for it.

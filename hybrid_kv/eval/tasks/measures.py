@@ -1,4 +1,4 @@
-"""How an answer in words is measured against known ones, as the data sets' authors do it."""
+"""Measures of an answer in words against known ones, as the data sets' authors compute them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class PartStruct(Structure):
 
 
 class Visible(NamedTuple):
-    """What hides entries: a query sees those at its own position and before.
+    """Limits of visibility: a query sees entries at its own position and before.
 
     positions: [B, N] int64 of the entries. newest: [B] position of each row's newest token. new:
     T; query m is that of token m % T.

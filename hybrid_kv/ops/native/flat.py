@@ -49,7 +49,7 @@ def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class FlatScan:
-    """What a scan reads, described once, so that a search builds nothing.
+    """Description of what a scan reads, made once, so that a search builds nothing.
 
     Args:
         keys: [H, N, D] float32, float16 or bfloat16, rows contiguous; kept by reference.

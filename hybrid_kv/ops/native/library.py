@@ -1,4 +1,4 @@
-"""Which engine library is loaded: one per instruction set, chosen once per process.
+"""Library of the engine: one per instruction set, chosen once per process.
 
 `HYBRID_KV_ISA` forces one of them (`baseline`, `avx2`, `avxvnni`, `avx512`), or `none` for machines
 without the engine. Nothing is loaded before the first call.

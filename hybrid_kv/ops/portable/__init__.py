@@ -1,1 +1,1 @@
-"""What the native engine does, in numba and torch: for machines without it, and to check it."""
+"""Twin of the native engine in numba and torch: for machines without it, and to check it."""

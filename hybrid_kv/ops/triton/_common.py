@@ -1,4 +1,4 @@
-"""What all kernels share. Imported only where Triton is installed."""
+"""Helpers of all kernels. Imported only where Triton is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures are drawn on: a Matplotlib figure in pixels of a page, and its ways out.
+"""Canvas of figures: a Matplotlib figure in pixels of a page, and its output forms.
 
 Colours are names. On a page each becomes a CSS variable, so that one drawing is light and dark.
 Matplotlib is imported when a figure is drawn.

@@ -62,7 +62,7 @@ async def _read(ticket: RequestHandle) -> tuple[list[Token], Finished]:
 
 
 async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work, which is cancelled when the client leaves.
+    """Result of some work, which is cancelled when the client leaves.
 
     Raises:
         ApiError: it has left.
@@ -190,7 +190,7 @@ async def _chunks(
 
 
 async def merged(tickets: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, Happening]]:
-    """What happens to several, as it happens, with the number of whom it happens to."""
+    """Events of several requests as they happen, each with the number of its request."""
     queue: asyncio.Queue[tuple[int, Happening]] = asyncio.Queue()
 
     async def follow(number: int, ticket: RequestHandle) -> None:

@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What an error of the package is to the client; all others are 500 and say nothing more."""
+    """Translates an error of the package for the client; others are 500 and say nothing more."""
     retry_after = getattr(error, "retry_after_s", None)
     if retry_after is not None:
         wait = {"retry-after": str(max(1, math.ceil(retry_after)))}

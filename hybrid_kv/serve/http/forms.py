@@ -1,4 +1,4 @@
-"""What an answer looks like in a chat and in a completion, whole and in chunks."""
+"""JSON forms of an answer in a chat and in a completion, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Json = dict[str, Any]
 Piece = Callable[[int], str]
 
 _LEAST_LOGPROB = -9999.0
-"""What the interface writes for a probability of zero."""
+"""Value that the interface writes for a probability of zero."""
 
 
 class Form(Protocol):
-    """How one choice is written.
+    """JSON form of one choice.
 
     name: of the object; chunk_name: of a chunk of it.
     """
@@ -124,7 +124,7 @@ class CompletionForm:
 
 
 def text_of(tokens: Sequence[Token]) -> str:
-    """What they show together."""
+    """Text of several tokens together."""
     return "".join(token.text for token in tokens)
 
 
@@ -150,7 +150,7 @@ def usage_of(prompts: Sequence[Usage], all_choices: Sequence[Usage]) -> Json:
 
 
 def report_of(end: Finished) -> Json:
-    """What an answer took and read: the `hybrid_kv` object of a choice."""
+    """Costs of an answer: the `hybrid_kv` object of a choice."""
     report = asdict(end.report)
     itl = report.pop("itl_ms")
     report["places"] = [

@@ -1,4 +1,4 @@
-"""What every request passes before anything reads it: host, key, type, size and pace."""
+"""Guard of every request before anything reads it: host, key, type, size and rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is let in.
+    """Rules by which requests are let in.
 
     api_key: that must be shown; None for none. hosts: names by which the server may be called; None
     for any. Where it serves this machine alone, no other name means it, and a page of somebody
@@ -203,7 +203,7 @@ def _host(header: str) -> str:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """What an application receives: the body at once, then what else comes."""
+    """Messages for an application: the body at once, then what else comes."""
     given = False
 
     async def replay() -> Message:

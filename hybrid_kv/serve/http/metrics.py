@@ -1,4 +1,4 @@
-"""What /metrics shows, in Prometheus' text form."""
+"""Metrics of /metrics, in Prometheus' text form."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PARTS = {
     "/hybrid_kv/page.css": ("page.css", "text/css; charset=utf-8"),
     "/hybrid_kv/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""What the page is made of; it holds nothing of a model or a request."""
+"""Files of the page; they hold nothing of a model or a request."""
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -75,7 +75,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/hybrid_kv/info")
     async def info() -> dict[str, Any]:
-        """What is served, and how."""
+        """Facts for the page: the model that is served, and its settings."""
         return {
             "model": service.name,
             "chat": service.texts.has_template,

@@ -1,4 +1,4 @@
-"""What may be asked, strictly: wrong types, unknown names and what is not served are refused."""
+"""Schemas of requests, strictly: wrong types, unknown names and what is not served are refused."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class StreamOptions(StrictSchema):
 
 
 class Extensions(StrictSchema):
-    """What OpenAI's interface has no words for, under `hybrid_kv`.
+    """Fields that OpenAI's interface has no words for, under `hybrid_kv`.
 
     method, set: in place of the server's; set has dotted names as `--set`. budget: tokens that a
     step attends, or a share of the context such as "2%". audit: decode steps from one look to the
@@ -192,7 +192,7 @@ Stops: TypeAlias = Text | Annotated[list[Text], Field(max_length=16)]
 
 
 class Generating(StrictSchema):
-    """What chats and completions share."""
+    """Fields that chats and completions share."""
 
     unserved = _UNSERVED
 

@@ -136,7 +136,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused in the same form as all else."""
+        """Refuses what is no HTTP in the same form as all else."""
         self._refuse(400, "what came is no HTTP request; speak HTTP/1.1", "no_http")
 
     def _refuse(self, status: int, sentence: str, code: str) -> None:

@@ -50,7 +50,7 @@ USUAL_COMPLETION_TOKENS = 16
 
 
 class AnyEngine(Protocol):
-    """What is needed of an engine."""
+    """Interface of the engine that the service needs."""
 
     limits: Limits
 
@@ -73,7 +73,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What became of the requests that were in work when the server was asked to end."""
+    """Ends of the requests that were in work when the server was asked to end."""
 
     finished: list[str]
     cancelled: list[str]

@@ -26,7 +26,7 @@ from hybrid_kv.serve.http.errors import ApiError
 T = TypeVar("T")
 
 _THREADS = 4
-"""That encode: one very long text, or three, hold up nobody else's."""
+"""Threads that encode: one very long text, or three, hold up nobody else's."""
 
 
 @dataclass(frozen=True, slots=True)
