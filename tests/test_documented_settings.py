@@ -137,3 +137,9 @@ def test_every_printed_setting_is_set_by_its_name_and_changes_nothing_else(
             continue  # no text of a command line
         texts = [f"{name}={as_text(value)}" for name, value in wanted.items()]
         assert HybridConfig.from_settings(parse_settings([f"method={method}", *texts])) == config
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_settings_of_every_method_can_be_pickled(method: str) -> None:
+    config = HybridConfig(method=method)
+    assert pickle.loads(pickle.dumps(config)) == config

@@ -6,11 +6,13 @@ it deviates from the paper.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from hybrid_kv.config import BudgetField, Count, IndexConfig, Params, Tokens
+from hybrid_kv.config import BudgetField, Count, IndexConfig, Params
 from hybrid_kv.index.hashing import tables_that_find
 from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
@@ -18,8 +20,45 @@ from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import TokenBudget
 
 
-class _FlatCold(ColdParams):
-    index: IndexConfig = Field(default="flat", validate_default=True)
+def _params(
+    kind: str, *, fixed: bool = True, window_tokens: int | None = None, **cold: Any
+) -> type[RetrievalParams]:
+    """Settings of `retrieval_attention` with an index kind and other defaults.
+
+    Args:
+        fixed: no other kind can be chosen.
+        window_tokens: its default, where it is another.
+        cold: defaults in the group `cold`, by name.
+    """
+    index: Any = IndexConfig
+    if fixed:
+        only: Any = Literal[kind]
+        index = _made(f"_{kind}_index", IndexConfig, kind=(only, kind))
+    fields = _with_defaults(ColdParams, cold)
+    fields["index"] = index, Field(default=kind, validate_default=True)
+    group: Any = _made(f"_{kind}_cold", ColdParams, **fields)
+    outer = {} if window_tokens is None else {"window_tokens": window_tokens}
+    fields = _with_defaults(RetrievalParams, outer)
+    fields["cold"] = group, Field(default_factory=group)
+    made: Any = _made(f"_{kind}_params", RetrievalParams, **fields)
+    beside = ", and cold.estimate" if "estimate" in cold else ""
+    made.__doc__ = f"As retrieval_attention, with cold.index of kind {kind}{beside}."
+    return made
+
+
+def _made(name: str, base: type[Params], **fields: Any) -> type[Params]:
+    """A class under its name in this module, where pickle looks for it."""
+    made = create_model(name, __base__=base, __module__=__name__, **fields)
+    globals()[name] = made
+    return made
+
+
+def _with_defaults(params: type[Params], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Definitions of fields as `params` has them, with other defaults."""
+    fields = {name: copy(params.model_fields[name]) for name in defaults}
+    for name, default in defaults.items():
+        fields[name].default = default
+    return {name: (field.annotation, field) for name, field in fields.items()}
 
 
 @METHODS.register("flat", paper="exact search; baseline of arXiv:2409.10516, section 4")
@@ -31,18 +70,7 @@ class Flat(RetrievalAttention):
     Deviations: none; it is the paper's exact baseline.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind flat."""
-
-        cold: _FlatCold = Field(default_factory=_FlatCold)
-
-
-class _IvfCold(ColdParams):
-    index: IndexConfig = Field(default="ivf", validate_default=True)
-
-
-class _HnswCold(ColdParams):
-    index: IndexConfig = Field(default="hnsw", validate_default=True)
+    Params = _params("flat", fixed=False)
 
 
 @METHODS.register("ivf", paper="Douze et al. 2024 (Faiss), arXiv:2401.08281")
@@ -54,10 +82,7 @@ class Ivf(RetrievalAttention):
     Deviations: none; lists and probes are parameters of Faiss.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind ivf."""
-
-        cold: _IvfCold = Field(default_factory=_IvfCold)
+    Params = _params("ivf", fixed=False)
 
 
 @METHODS.register("hnsw", paper="Malkov and Yashunin 2016, arXiv:1603.09320")
@@ -69,18 +94,7 @@ class Hnsw(RetrievalAttention):
     Deviations: none; degree and widths are parameters of Faiss.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind hnsw."""
-
-        cold: _HnswCold = Field(default_factory=_HnswCold)
-
-
-class _PQCacheIndex(IndexConfig):
-    kind: Literal["pq"] = "pq"
-
-
-class _PQCacheCold(ColdParams):
-    index: _PQCacheIndex = Field(default="pq", validate_default=True)
+    Params = _params("hnsw", fixed=False)
 
 
 @METHODS.register("pqcache", paper="Zhang et al. 2024, arXiv:2407.12820")
@@ -94,18 +108,7 @@ class PQCache(RetrievalAttention):
     query head chooses by itself.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind pq."""
-
-        cold: _PQCacheCold = Field(default_factory=_PQCacheCold)
-
-
-class _LokiIndex(IndexConfig):
-    kind: Literal["pca"] = "pca"
-
-
-class _LokiCold(ColdParams):
-    index: _LokiIndex = Field(default="pca", validate_default=True)
+    Params = _params("pq")
 
 
 @METHODS.register("loki", paper="Singhania et al. 2024, arXiv:2406.02542")
@@ -119,18 +122,7 @@ class Loki(RetrievalAttention):
     stay as they are beside their components.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind pca."""
-
-        cold: _LokiCold = Field(default_factory=_LokiCold)
-
-
-class _CTkvrIndex(IndexConfig):
-    kind: Literal["query_lists"] = "query_lists"
-
-
-class _CTkvrCold(ColdParams):
-    index: _CTkvrIndex = Field(default="query_lists", validate_default=True)
+    Params = _params("pca")
 
 
 @METHODS.register("ctkvr", paper="Lu et al. 2025, arXiv:2512.15550")
@@ -145,18 +137,7 @@ class CTkvr(RetrievalAttention):
     too.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind query_lists."""
-
-        cold: _CTkvrCold = Field(default_factory=_CTkvrCold)
-
-
-class _DoubleSparsityIndex(IndexConfig):
-    kind: Literal["label_channels"] = "label_channels"
-
-
-class _DoubleSparsityCold(ColdParams):
-    index: _DoubleSparsityIndex = Field(default="label_channels", validate_default=True)
+    Params = _params("query_lists")
 
 
 @METHODS.register("double_sparsity", paper="Yang et al. 2024, arXiv:2408.07092")
@@ -169,18 +150,7 @@ class DoubleSparsity(RetrievalAttention):
     text; labels are in the precision of the keys; channels of a KV head, of all its query heads.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind label_channels."""
-
-        cold: _DoubleSparsityCold = Field(default_factory=_DoubleSparsityCold)
-
-
-class _InfiniGenProxyIndex(IndexConfig):
-    kind: Literal["skewed_channels"] = "skewed_channels"
-
-
-class _InfiniGenProxyCold(ColdParams):
-    index: _InfiniGenProxyIndex = Field(default="skewed_channels", validate_default=True)
+    Params = _params("label_channels")
 
 
 @METHODS.register("infinigen_proxy", paper="after InfiniGen, Lee et al. 2024, arXiv:2406.19707")
@@ -195,15 +165,7 @@ class InfiniGenProxy(RetrievalAttention):
     Deviations: all of these.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind skewed_channels."""
-
-        cold: _InfiniGenProxyCold = Field(default_factory=_InfiniGenProxyCold)
-
-
-class _BlocksCold(ColdParams):
-    top_k: BudgetField = 2048
-    index: IndexConfig = Field(default="blocks", validate_default=True)
+    Params = _params("skewed_channels")
 
 
 @METHODS.register("infllm", paper="Xiao et al. 2024, arXiv:2402.04617")
@@ -221,19 +183,7 @@ class InfLLM(RetrievalAttention):
     one block these are single entries of one.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind blocks."""
-
-        cold: _BlocksCold = Field(default_factory=_BlocksCold)
-
-
-class _ReKVIndex(IndexConfig):
-    kind: Literal["frames"] = "frames"
-
-
-class _ReKVCold(ColdParams):
-    top_k: BudgetField = 64 * 196
-    index: _ReKVIndex = Field(default="frames", validate_default=True)
+    Params = _params("blocks", fixed=False, top_k=2048)
 
 
 @METHODS.register("rekv", paper="Di et al. 2025, arXiv:2503.00540")
@@ -250,19 +200,7 @@ class ReKV(RetrievalAttention):
     score best, for each query head its own; below one frame these are single entries of one.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind frames."""
-
-        cold: _ReKVCold = Field(default_factory=_ReKVCold)
-
-
-class _RetroInferIndex(IndexConfig):
-    kind: Literal["clusters"] = "clusters"
-
-
-class _RetroInferCold(ColdParams):
-    index: _RetroInferIndex = Field(default="clusters", validate_default=True)
-    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
+    Params = _params("frames", top_k=64 * 196)
 
 
 @METHODS.register("retroinfer", paper="Chen et al. 2025, arXiv:2505.02922")
@@ -277,21 +215,7 @@ class RetroInfer(RetrievalAttention):
     device.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind clusters,
-        and cold.estimate.
-        """
-
-        cold: _RetroInferCold = Field(default_factory=_RetroInferCold)
-
-
-class _ShadowKVIndex(IndexConfig):
-    kind: Literal["landmarks"] = "landmarks"
-
-
-class _ShadowKVCold(ColdParams):
-    top_k: BudgetField = 2048
-    index: _ShadowKVIndex = Field(default="landmarks", validate_default=True)
+    Params = _params("clusters", estimate="index")
 
 
 @METHODS.register("shadowkv", paper="Sun et al. 2024, arXiv:2410.21465, section 4")
@@ -309,20 +233,7 @@ class ShadowKV(RetrievalAttention):
     top_k; tokens of one step choose together.
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind landmarks."""
-
-        window_tokens: Tokens = 32
-        cold: _ShadowKVCold = Field(default_factory=_ShadowKVCold)
-
-
-class _SparQIndex(IndexConfig):
-    kind: Literal["query_channels"] = "query_channels"
-
-
-class _SparQCold(ColdParams):
-    index: _SparQIndex = Field(default="query_channels", validate_default=True)
-    estimate: Literal["none", "gaussian", "first_order", "index"] = "index"
+    Params = _params("landmarks", window_tokens=32, top_k=2048)
 
 
 @METHODS.register("sparq", paper="Ribar et al. 2023, arXiv:2312.04985")
@@ -340,12 +251,7 @@ class SparQ(RetrievalAttention):
     smollm2 at 5% of 1K tokens .13, by itself .019; without the estimate .027 and .026).
     """
 
-    class Params(RetrievalParams):
-        """As retrieval_attention, with cold.index of kind query_channels,
-        and cold.estimate.
-        """
-
-        cold: _SparQCold = Field(default_factory=_SparQCold)
+    Params = _params("query_channels", estimate="index")
 
 
 class _SamplingIndex(IndexConfig):

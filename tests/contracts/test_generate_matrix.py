@@ -305,7 +305,7 @@ def test_tokens_and_logits_equal_those_of_eager_attention(cell: Cell) -> None:
 
 
 @OF_THE_MATRIX
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_meets_every_call_and_every_architecture_of_its_own(method: str) -> None:
     for variant in {cell.variant for cell in CELLS if cell.method == method}:
         cells = [cell for cell in CELLS if (cell.method, cell.variant) == (method, variant)]

@@ -311,7 +311,7 @@ def decoded(method: str, **settings: Any) -> tuple[Work, HeldBytes]:
         return cache.kv.work, HeldBytes.by(cache.kv)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_a_step_reads_what_is_held_and_counts_it_alike_either_way(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

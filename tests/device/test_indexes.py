@@ -35,7 +35,7 @@ def answered(kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", INDEXES)
+@pytest.mark.parametrize("kind", list(INDEXES))
 def test_the_host_finds_for_a_device_what_it_finds_on_a_cpu(kind: str) -> None:
     expected = answered(kind)
     with emulated(schedule="late", kernels="defined"):

@@ -167,7 +167,9 @@ def test_where_no_more_can_be_locked_another_extent_goes_on(
         with pytest.MonkeyPatch.context() as patch:
             if device().type == "cuda":
                 refuses = SimpleNamespace(
-                    cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda _: "out of memory"
+                    cudaHostRegister=lambda *_: 2,
+                    cudaHostUnregister=torch.cuda.cudart().cudaHostUnregister,
+                    cudaGetErrorString=lambda _: "out of memory",
                 )
                 patch.setattr(torch.cuda, "cudart", lambda: refuses)
             chat.say(TURN, 3)

@@ -37,7 +37,7 @@ def learns_without_file(context: hkv.Context) -> bool:
 
 
 @pytest.mark.usefixtures("untrained_heads")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_a_grown_context_answers_the_same_from_its_file(
     plain: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ class Running:
     url: str
     service: Service
     server: Server
+    thread: threading.Thread
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def serving(
     thread.start()
     assert started.wait(60)
     try:
-        yield Running(url, service, server)
+        yield Running(url, service, server, thread)
     finally:
         server.should_exit = True
         thread.join(60)

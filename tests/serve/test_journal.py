@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from hybrid_kv.api import LLM
 from hybrid_kv.cli.serve import TalkOptions, _requests_logged
+from hybrid_kv.serve.http.journal import log
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.running import serving
+from tests.serve.running import Running, serving
 from tests.serve.test_http import COMPLETIONS, completion
 
 
+@contextmanager
+def only_of(running: Running) -> Iterator[None]:
+    """A block without the lines of other servers in this process.
+
+    One of them may write its last line after its client has gone on to another test.
+    """
+
+    def is_of_it(record: logging.LogRecord) -> bool:
+        return record.thread == running.thread.ident
+
+    log.addFilter(is_of_it)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_it)
+
+
 def ask(tiny: LLM, talk: TalkOptions) -> None:
-    with _requests_logged(talk), serving(tiny, FakeEngine(tiny.require_tokenizer())) as running:
+    engine = FakeEngine(tiny.require_tokenizer())
+    with _requests_logged(talk), serving(tiny, engine) as running, only_of(running):
         for stream in (False, True):
             body = completion(prompt="the river", max_tokens=3, n=2, stream=stream)
             assert httpx.post(running.url + COMPLETIONS, json=body).status_code == 200
