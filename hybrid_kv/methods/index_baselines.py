@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, create_model
 
@@ -18,6 +18,8 @@ from hybrid_kv.methods.budget import ResidentParams, split_budget
 from hybrid_kv.methods.retrieval import ColdParams, RetrievalAttention, RetrievalParams
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import TokenBudget
+
+AnyParams = TypeVar("AnyParams", bound=Params)
 
 
 def _params(
@@ -40,15 +42,15 @@ def _params(
     outer = {} if window_tokens is None else {"window_tokens": window_tokens}
     fields = _with_defaults(RetrievalParams, outer)
     fields["cold"] = group, Field(default_factory=group)
-    made: Any = _made(f"_{kind}_params", RetrievalParams, **fields)
+    made = _made(f"_{kind}_params", RetrievalParams, **fields)
     beside = ", and cold.estimate" if "estimate" in cold else ""
     made.__doc__ = f"As retrieval_attention, with cold.index of kind {kind}{beside}."
     return made
 
 
-def _made(name: str, base: type[Params], **fields: Any) -> type[Params]:
+def _made(name: str, base: type[AnyParams], **fields: Any) -> type[AnyParams]:
     """A class under its name in this module, where pickle looks for it."""
-    made = create_model(name, __base__=base, __module__=__name__, **fields)
+    made: type[AnyParams] = create_model(name, __base__=base, __module__=__name__, **fields)
     globals()[name] = made
     return made
 
