@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hybrid_kv"
 
 CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto")
-FILES, LINES = 99, 19_900
+FILES, LINES = 99, 19_613
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 
@@ -73,8 +73,14 @@ def num_lines(module: str) -> int:
     return 0 if path is None else path.read_text().count("\n")
 
 
+def is_made(module: str) -> bool:
+    """Whether a program writes the module, which nobody has to hold."""
+    path = file_of(module)
+    return path is not None and "\nMade by `scripts/" in path.read_text()
+
+
 def test_the_core_does_not_grow() -> None:
-    core = closure(CORE)
+    core = [module for module in closure(CORE) if not is_made(module)]
     files, lines = len(core), sum(map(num_lines, core))
     assert files <= FILES, f"{files} files: load on demand what a step on a CPU never uses"
     assert lines <= LINES, f"{lines} lines: load on demand what a step on a CPU never uses"

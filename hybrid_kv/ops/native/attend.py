@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import addressof, byref, c_int64
 from typing import NamedTuple
 
 import torch
@@ -13,43 +12,17 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine, is_readable
+from hybrid_kv.ops.native.bindings import (
+    KeysStruct,
+    KVStruct,
+    PartStruct,
+    RaggedStruct,
+    VisibleStruct,
+)
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import DTYPES, is_readable
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PartialAttention
-
-
-class KVStruct(Structure):
-    """`hkv_kv`, its structs unfolded, which are slow to make one by one."""
-
-    _fields_ = tuple(
-        (f"{what}_{field}", kind)
-        for what in ("key", "value")
-        for field, kind in KeysStruct._fields_
-    ) + tuple((f"{what}_{step}_step", c_int64) for what in ("key", "value") for step in "bh")
-
-
-class VisibleStruct(Structure):
-    """`hkv_visible`."""
-
-    _fields_ = (
-        *(("positions", c_void_p), ("row_step", c_int64)),
-        *(("newest", POINTER(c_int64)), ("new_tokens", c_int64)),
-    )
-
-
-class RaggedStruct(Structure):
-    """`hkv_ragged`."""
-
-    _fields_ = (
-        *(("keys", KeysStruct), ("values", KeysStruct)),
-        *(("starts", POINTER(c_int64)), ("lengths", POINTER(c_int64)), ("bias", c_void_p)),
-    )
-
-
-class PartStruct(Structure):
-    """`hkv_part`."""
-
-    _fields_ = (("out", c_void_p), ("lse", c_void_p), ("dtype", c_int32))
 
 
 class Visible(NamedTuple):
@@ -81,38 +54,6 @@ def serves_merge(parts: Sequence[PartialAttention], dtype: torch.dtype) -> bool:
         if not (out.is_cpu and out.dtype in DTYPES and lse.dtype == torch.float32):
             return False
     return dtype in DTYPES and library.engine() is not None
-
-
-@cache
-def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
-    """An engine, None for the one in use, with the signatures of these ops.
-
-    Raises:
-        BackendUnavailable: there is none.
-    """
-    engine = find_engine(engine)
-    kv, results = (POINTER(KVStruct), c_void_p), (c_float, c_float, c_void_p, c_void_p)
-    library.declare(
-        engine,
-        "hkv_attend",
-        *(c_void_p, c_int32, *kv, c_int32, c_int64, c_void_p, c_int64, c_void_p, *results),
-    )
-    library.declare(
-        engine,
-        "hkv_attend_ragged",
-        *(c_void_p, c_int32, POINTER(RaggedStruct), c_void_p, c_int32, c_int64, *results),
-    )
-    library.declare(
-        engine,
-        "hkv_attend_rows",
-        *(c_void_p, c_int32, c_int32, *kv, c_int32, c_int64, POINTER(VisibleStruct), *results),
-    )
-    library.declare(
-        engine,
-        "hkv_merge",
-        *(c_void_p, c_int32, POINTER(PartStruct), c_int64, c_int32, c_int32, c_void_p, c_void_p),
-    )
-    return engine
 
 
 def described(keys: Tensor, values: Tensor) -> KVStruct:
@@ -152,6 +93,12 @@ def described(keys: Tensor, values: Tensor) -> KVStruct:
     )
 
 
+def folded(kv: KVStruct) -> tuple[KeysStruct, KeysStruct]:
+    """The structures of keys and of values that an `hkv_kv` is made of."""
+    own = KVStruct.values_data.offset
+    return KeysStruct.from_buffer_copy(kv), KeysStruct.from_buffer_copy(kv, own)
+
+
 class RetrievedAttention:
     """Keys and values that are attended by id, described once.
 
@@ -164,7 +111,7 @@ class RetrievedAttention:
     """
 
     def __init__(self, keys: Tensor, values: Tensor, *, engine: ctypes.CDLL | None = None) -> None:
-        self._engine = _declared(engine)
+        self._engine = find_engine(engine)
         if keys.dim() != 3:
             raise ShapeError(f"keys must be [H, N, D], got shape {list(keys.shape)}")
         self._kv = described(keys, values)
@@ -273,7 +220,7 @@ def attend_rows(
         ShapeError, ConfigError: an argument does not fit.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(engine)
+    engine = find_engine(engine)
     batch, heads, count, dim = keys.shape
     if queries.dim() != 4 or (*queries.shape[:2], queries.shape[3]) != (batch, heads, dim):
         raise ShapeError(
@@ -326,7 +273,7 @@ def attend_ragged(
         ShapeError, ConfigError: an argument does not fit.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(engine)
+    engine = find_engine(engine)
     heads, num_queries = len(starts), queries.shape[1]
     if queries.dim() != 3 or (len(queries), queries.shape[2]) != (heads, keys.shape[1]):
         raise ShapeError(
@@ -340,11 +287,10 @@ def attend_ragged(
     kv = described(keys[None], values[None])
     if bias is not None:
         bias = _checked_bias(bias, keys.shape[:1]).contiguous()
+    extents = (c_int64 * heads)(*starts), (c_int64 * heads)(*lengths)
     rows = RaggedStruct(
-        KeysStruct(kv.key_data, kv.key_count, kv.key_stride, kv.key_dim, kv.key_dtype),
-        KeysStruct(kv.value_data, kv.value_count, kv.value_stride, kv.value_dim, kv.value_dtype),
-        (c_int64 * heads)(*starts),
-        (c_int64 * heads)(*lengths),
+        *folded(kv),
+        *map(addressof, extents),
         None if bias is None else bias.data_ptr(),
     )
     queries = queries.contiguous()
@@ -382,7 +328,9 @@ def _visible(visible: Visible, batch: int, count: int) -> VisibleStruct:
             f"{list(positions.stride())}"
         )
     array = (c_int64 * batch)(*newest)
-    return VisibleStruct(positions.data_ptr(), positions.stride(0), array, new)
+    struct = VisibleStruct(positions.data_ptr(), positions.stride(0), addressof(array), new)
+    struct.array = array  # lives as long
+    return struct
 
 
 def merge(
@@ -398,7 +346,7 @@ def merge(
         ConfigError: another dtype.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(engine)
+    engine = find_engine(engine)
     structs, kept = (PartStruct * len(parts))(), []
     for struct, part in zip(structs, parts, strict=True):
         out, lse = part.out.contiguous(), part.lse.contiguous()

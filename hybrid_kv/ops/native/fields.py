@@ -13,7 +13,7 @@ def fields_of(name: str, told: object) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     if isinstance(told, ctypes.Structure):
         for field, kind, *_ in told._fields_:
-            if kind is not ctypes.c_void_p or field not in _OWN:
+            if field not in _OWN or not issubclass(kind, (ctypes.c_void_p, ctypes._Pointer)):
                 found += fields_of(f"{name}.{field}", getattr(told, field))
     elif isinstance(told, ctypes._Pointer):
         found += fields_of(name, told.contents if told else None)

@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import byref, c_int64
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import SEARCH_FLAT, FlatHeadStruct
+from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import (
-    KeysStruct,
     QuantisedKeys,
-    QuantisedStruct,
     describe,
-    find_engine,
     pool_handle,
 )
-from hybrid_kv.ops.native.step import FLAT, EngineSearch
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import SearchReads, SearchResult
 
 _UNCOUNTED = SearchReads()
 _ID_TYPES = {torch.int32: 0, torch.int64: 1}
-
-
-class FlatHeadStruct(Structure):
-    """`hkv_flat_head`: what is scanned of one head."""
-
-    _fields_ = (("keys", KeysStruct), ("quantised", POINTER(QuantisedStruct)))
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    sizes = (c_int64, c_int64, c_int64, c_int32)  # queries, top_k, rerank, id_type
-    heads = (c_void_p, c_int32, POINTER(FlatHeadStruct), c_void_p)
-    library.declare(engine, "hkv_flat_search", *heads, *sizes, c_void_p, c_void_p, POINTER(c_int64))
-    library.declare(
-        engine,
-        "hkv_knn",
-        *(c_void_p, POINTER(FlatHeadStruct), POINTER(KeysStruct)),
-        *(c_int64, c_int64, c_int32, c_void_p, c_void_p),
-    )
-    engine.hkv_stream.argtypes, engine.hkv_stream.restype = [c_void_p, c_int64], ctypes.c_uint64
-    return engine
 
 
 class FlatScan:
@@ -68,7 +45,7 @@ class FlatScan:
         *,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = _declared(find_engine(engine))
+        self._engine = find_engine(engine)
         self.quantised = quantised
         self._structs = (FlatHeadStruct * len(keys))()
         if quantised is not None:
@@ -156,7 +133,7 @@ class FlatScan:
         """
         heads = range(self.keys.shape[0])
         return EngineSearch(
-            FLAT, heads, self._structs, (self,), top_k, num_ranked=rerank, reads=reads
+            SEARCH_FLAT, heads, self._structs, (self,), top_k, num_ranked=rerank, reads=reads
         )
 
     def nearest(
@@ -201,5 +178,5 @@ class FlatScan:
 
 def stream(array: Tensor, engine: ctypes.CDLL | None = None) -> int:
     """Reads a contiguous array as fast as one core can; what a scan is measured against."""
-    engine = _declared(find_engine(engine))
+    engine = find_engine(engine)
     return int(engine.hkv_stream(array.data_ptr(), array.numel() * array.itemsize))

@@ -6,8 +6,8 @@ import ctypes
 import math
 from collections.abc import Sequence
 from copy import copy
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from functools import cache, partial
+from ctypes import addressof, byref, c_int32, c_int64
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,55 +21,18 @@ from hybrid_kv.ops.key_graph import (
     one_of_each,
 )
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import SEARCH_GRAPH, GraphHeadStruct, GraphQueryStruct
 from hybrid_kv.ops.native.graph_build import unpack
+from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import (
-    KeysStruct,
     QuantisedKeys,
-    QuantisedStruct,
     describe,
-    find_engine,
     pool_handle,
 )
-from hybrid_kv.ops.native.step import GRAPH, EngineSearch
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import Pool
 
 __all__ = ["GraphSearcher", "KeyGraph", "Searched"]
-
-
-class _Head(Structure):
-    """`hkv_graph_head`."""
-
-    _fields_ = (
-        ("keys", KeysStruct),
-        ("rows", QuantisedStruct),
-        ("tail", QuantisedStruct),
-        *((name, c_void_p) for name in ("lists", "keys_of", "entries")),
-        *((name, c_int64) for name in ("linked", "num_nodes")),
-        *((name, c_int32) for name in ("degree", "num_entries")),
-    )
-
-
-class _Query(Structure):
-    """`hkv_graph_query`."""
-
-    _fields_ = (
-        ("beams", POINTER(c_int32)),
-        *((name, c_int32) for name in ("queries", "top_k", "pool_size")),
-        *((name, c_int32) for name in ("width", "num_warm")),
-        ("beta", c_float),
-        ("walks", POINTER(c_int32)),
-    )
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    library.declare(
-        engine,
-        "hkv_graph_search",
-        *(c_void_p, c_int32, POINTER(_Head), POINTER(_Query)),
-        *(c_void_p,) * 6,
-    )
-    return engine
 
 
 class GraphSearcher:
@@ -98,7 +61,7 @@ class GraphSearcher:
         pool: Pool | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = _declared(find_engine(engine))
+        self._engine = find_engine(engine)
         if not len(keys) == len(graphs) == len(rows):
             raise ShapeError(
                 f"graphs and rows must be one per head, {len(keys)}, got {len(graphs)} and "
@@ -174,9 +137,9 @@ class GraphSearcher:
                     f"{rows.count}; take graph.keys_of"
                 )
         self._keys = keys  # keeps what the descriptors point at
-        self._heads = (_Head * len(keys))(
+        self._heads = (GraphHeadStruct * len(keys))(
             *(
-                _Head(
+                GraphHeadStruct(
                     *(described[head], rows.structs[0], tail.structs[0]),
                     *(graph.lists.data_ptr(), graph.keys_of.data_ptr(), graph.entries.data_ptr()),
                     *(len(graph), len(graph.keys_of), graph.degree, len(graph.entries)),
@@ -232,10 +195,10 @@ class GraphSearcher:
         shares = (c_int32 * heads)(*one_of_each("walks", walks, heads))
         pool_size = num_ranked(top_k) if pool_size is None else pool_size
         num_warm = 0 if warm is None else warm.shape[-1]
-        params = _Query(
-            *(beams, queries.shape[1], top_k, pool_size, width, num_warm),
+        params = GraphQueryStruct(
+            *(addressof(beams), queries.shape[1], top_k, pool_size, width, num_warm),
             math.inf if beta is None else beta,
-            shares,
+            addressof(shares),
         )
         if warm is not None:
             warm = _checked_warm(warm, queries)
@@ -252,7 +215,7 @@ class GraphSearcher:
     ) -> EngineSearch:
         """The same search as a part of a step that is one call; see `search`."""
         return EngineSearch(
-            GRAPH,
+            SEARCH_GRAPH,
             range(len(self._keys)),
             self._heads,
             (self, self._keys, self.graphs, self.rows, self._tails),
@@ -264,7 +227,7 @@ class GraphSearcher:
         )
 
     def _run(
-        self, params: _Query, queries: Tensor, warm: Tensor | None, pool: Pool | None
+        self, params: GraphQueryStruct, queries: Tensor, warm: Tensor | None, pool: Pool | None
     ) -> Searched:
         heads = queries.shape[0]
         ids = torch.empty(heads, params.queries, params.top_k, dtype=torch.int64)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint64, c_void_p
-from functools import cache, partial
+from ctypes import byref, c_int64
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,35 +24,10 @@ from hybrid_kv.ops.key_graph import (
     query_points,
 )
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import find_engine, pool_handle
+from hybrid_kv.ops.native.bindings import ProjectionStruct
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import pool_handle
 from hybrid_kv.ops.native.workers import Pool
-
-
-class _Projection(Structure):
-    """`hkv_projection`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("lists", "extra")),
-        *((name, c_int64) for name in ("num_keys", "num_queries")),
-        *((name, c_int32) for name in ("list_length", "extra_length", "degree", "cap")),
-        *((name, c_int32) for name in ("candidates", "num_entries")),
-        ("alpha", c_float),
-        ("seed", c_uint64),
-    )
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    projection = POINTER(_Projection)
-    library.declare(engine, "hkv_graph_cover", projection, c_void_p, POINTER(c_int64))
-    library.declare(
-        engine,
-        "hkv_graph_project",
-        *(c_void_p, projection, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
-    )
-    for name in ("hkv_graph_pack", "hkv_graph_unpack"):
-        library.declare(engine, name, c_void_p, c_int32, c_int64, c_void_p, c_void_p)
-    return engine
 
 
 def pack(neighbours: Tensor, pool: Pool | None = None, engine: ctypes.CDLL | None = None) -> Tensor:
@@ -62,7 +37,7 @@ def pack(neighbours: Tensor, pool: Pool | None = None, engine: ctypes.CDLL | Non
         ConfigError: a list names a node that does not exist.
         BackendUnavailable: there is no engine.
     """
-    engine = _declared(find_engine(engine))
+    engine = find_engine(engine)
     nodes, degree = neighbours.shape
     neighbours = neighbours.contiguous()
     lists = host_array([nodes, list_bytes(degree, nodes)], torch.uint8)
@@ -77,7 +52,7 @@ def unpack(
     lists: Tensor, degree: int, pool: Pool | None = None, engine: ctypes.CDLL | None = None
 ) -> Tensor:
     """As `hybrid_kv.ops.graph_lists.unpack_lists`; raises as `pack`."""
-    engine = _declared(find_engine(engine))
+    engine = find_engine(engine)
     neighbours = host_array([len(lists), degree], torch.int32)
     status = engine.hkv_graph_unpack(
         pool_handle(pool), degree, len(lists), lists.data_ptr(), neighbours.data_ptr()
@@ -146,7 +121,7 @@ def extend(
     params = params or BuildParams(max_degree=graph.degree)
     check_lists(lists, keys, extra)
     check_params(params)
-    engine = _declared(find_engine(engine))
+    engine = find_engine(engine)
     check_extends(graph, keys, params, partial(unpack, pool=pool, engine=engine))
     lists = lists.contiguous()  # kept alive here: the projection only points at them
     extra = None if extra is None else extra.contiguous()
@@ -181,8 +156,8 @@ def extend(
 
 def _describe_projection(
     lists: Tensor, extra: Tensor | None, num_keys: int, params: BuildParams
-) -> _Projection:
-    return _Projection(
+) -> ProjectionStruct:
+    return ProjectionStruct(
         lists=lists.data_ptr(),
         extra=None if extra is None else extra.data_ptr(),
         num_keys=num_keys,

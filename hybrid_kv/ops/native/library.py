@@ -9,19 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError, NonFiniteError
+from hybrid_kv.ops.native.bindings import ABI_VERSION, FUNCTIONS, INVALID, NO_MEMORY, NOT_FINITE
 
-ABI_VERSION = 17
 ISAS = ("baseline", "avx2", "avxvnni", "avx512")
 """From the slowest to the fastest; which of them a CPU runs, only the CPU can say."""
 _ANYWHERE = "baseline"
 _FOLDER = Path(__file__).parent
-_INVALID, _NO_MEMORY, _NOT_FINITE = 1, 2, 4
 
 
 class EngineWarning(RuntimeWarning):
@@ -137,20 +135,24 @@ def load(isa: str) -> ctypes.CDLL:
             f"{path_of(isa).name} has interface {version}, this package needs {ABI_VERSION}; "
             "install hybrid_kv again"
         )
-    for name in ("hkv_isa", "hkv_runnable_isas", "hkv_last_error"):
-        getattr(library, name).restype = c_char_p
-    declare(library, "hkv_pool_create", c_int32, POINTER(c_int32), c_int32, POINTER(c_void_p))
-    declare(library, "hkv_pool_close", c_void_p)
-    library.hkv_pool_destroy.argtypes = [c_void_p]
-    library.hkv_pool_destroy.restype = None
-    library.hkv_pool_threads.argtypes = [c_void_p]
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
-def declare(library: ctypes.CDLL, name: str, *arguments: type) -> None:
-    """Declares a function that returns a status."""
-    function = getattr(library, name)
-    function.argtypes, function.restype = list(arguments), c_int
+def find_engine(given: ctypes.CDLL | None) -> ctypes.CDLL:
+    """`given`, or the engine in use.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    found = given or engine()
+    if found is None:
+        raise BackendUnavailable(
+            "quantised rows and native scans need the engine; use hybrid_kv.ops.portable instead"
+        )
+    return found
 
 
 def check(library: ctypes.CDLL, status: int) -> None:
@@ -162,10 +164,10 @@ def check(library: ctypes.CDLL, status: int) -> None:
     if status == 0:
         return
     message = library.hkv_last_error().decode(errors="replace")
-    if status == _INVALID:
+    if status == INVALID:
         raise ConfigError(message)
-    if status == _NO_MEMORY:
+    if status == NO_MEMORY:
         raise CapacityError(f"the native engine has run {message}; lower the context or top_k")
-    if status == _NOT_FINITE:
+    if status == NOT_FINITE:
         raise NonFiniteError(message)
     raise RuntimeError(f"the native engine failed: {message}")

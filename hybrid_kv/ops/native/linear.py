@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import DTYPES, find_engine, pool_handle
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import DTYPES, pool_handle
 from hybrid_kv.ops.native.workers import Pool
 
 MAX_TOKENS = 8
@@ -22,13 +23,6 @@ MAX_TOKENS = 8
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes whose memory is what they say."""
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    weight = (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p)
-    library.declare(engine, "hkv_linear", *weight, c_int64, c_void_p, c_void_p)
-    return engine
 
 
 def multiplies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -103,7 +97,7 @@ def bind(
             f"{MAX_TOKENS} tokens, got {x.dtype} {list(x.shape)} on {x.device} and {weight.dtype} "
             f"on {weight.device}; use torch.nn.functional.linear"
         )
-    found = _declared(find_engine(engine))
+    found = find_engine(engine)
     own, own_bias = TensorLayout.of(weight), None if bias is None else TensorLayout.of(bias)
     num_outputs, num_inputs = weight.shape
     multiply = partial(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,7 +13,8 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import DTYPES, find_engine, pool_handle
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import DTYPES, pool_handle
 from hybrid_kv.ops.native.workers import Pool
 
 
@@ -122,14 +121,6 @@ def multiplies_packed(kind: str, device: torch.device | str = "cpu") -> bool:
     return on_cpu and kind in PACKED_KINDS and library.engine() is not None
 
 
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    weight = (c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p)
-    inputs = (c_int32, c_int64, c_void_p, c_int32, c_void_p)
-    library.declare(engine, "hkv_packed_linear", c_void_p, *weight, *inputs)
-    return engine
-
-
 def packed_linear(
     x: Tensor,
     weight: PackedWeight,
@@ -167,7 +158,7 @@ def packed_linear(
             "x must be float32, float16 or bfloat16 on the host, and so must be a bias, got "
             f"{x.dtype} on {x.device}"
         )
-    found = _declared(find_engine(engine))
+    found = find_engine(engine)
     x = x.contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     out = x.new_empty(*x.shape[:-1], weight.rows)

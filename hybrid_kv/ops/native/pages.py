@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, describe, find_engine, pool_handle
+from hybrid_kv.ops.native.bindings import PageDigestsStruct, PagesStruct
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import DTYPES, describe, pool_handle
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.types import PagedKV
-
-
-class DigestStruct(Structure):
-    """`hkv_page_digests`: the pages of one head."""
-
-    _fields_ = (("lows", KeysStruct), ("highs", KeysStruct))
-
-
-@cache
-def _declared_digests(engine: ctypes.CDLL) -> ctypes.CDLL:
-    heads = (c_void_p, c_int32, POINTER(DigestStruct), c_void_p, c_int64)
-    library.declare(engine, "hkv_page_scores", *heads, c_void_p)
-    library.declare(engine, "hkv_page_search", *heads, c_int64, c_void_p, c_void_p)
-    return engine
 
 
 class PageDigests:
@@ -44,7 +31,7 @@ class PageDigests:
     def __init__(
         self, key_min: Tensor, key_max: Tensor, *, engine: ctypes.CDLL | None = None
     ) -> None:
-        self._engine = _declared_digests(find_engine(engine))
+        self._engine = find_engine(engine)
         described = zip(describe("key_min", key_min), describe("key_max", key_max), strict=False)
         if key_min.shape != key_max.shape or key_min.dtype != key_max.dtype:
             raise ShapeError(
@@ -52,7 +39,9 @@ class PageDigests:
                 f"{list(key_max.shape)} {key_max.dtype}"
             )
         self.key_min, self.key_max = key_min, key_max
-        self._structs = (DigestStruct * len(key_min))(*(DigestStruct(*pair) for pair in described))
+        self._structs = (PageDigestsStruct * len(key_min))(
+            *(PageDigestsStruct(*pair) for pair in described)
+        )
 
     def scores(self, queries: Tensor, *, pool: Pool | None = None) -> Tensor:
         """Upper bounds [H, M, P] of the scores in every page, for queries [H, M, D] float32.
@@ -117,24 +106,6 @@ class PageDigests:
 # A new token of a layer ---------------------------------------------------------------------------
 
 
-class PagesStruct(Structure):
-    """`hkv_pages`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "positions", "lows", "highs")),
-        *((name, c_int64) for name in ("slots", "page_size")),
-        *((name, c_int32) for name in ("heads", "dim", "value_dim", "dtype")),
-    )
-
-
-@cache
-def _declared_append(engine: ctypes.CDLL | None) -> ctypes.CDLL:
-    engine = find_engine(engine)
-    rows = (c_void_p, c_int64, c_void_p, c_int64)
-    library.declare(engine, "hkv_append", POINTER(PagesStruct), *rows, *(c_int64,) * 3)
-    return engine
-
-
 class PageWriter:
     """Appends tokens to pages, one by one.
 
@@ -149,7 +120,7 @@ class PageWriter:
     """
 
     def __init__(self, pages: PagedKV, *, engine: ctypes.CDLL | None = None) -> None:
-        self._engine = _declared_append(engine)
+        self._engine = find_engine(engine)
         self.pages = pages
         heads, slots, size, dim = pages.k.shape
         self._size, self._dtype = size, pages.k.dtype

@@ -3,76 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import byref, c_float, c_int32, c_void_p
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import BackendUnavailable, ConfigError, ShapeError
+from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.bindings import BLOCK_KEYS, LEVELS, KeysStruct, QuantisedStruct
+from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.workers import Pool
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-LEVELS = 256
-BLOCK_KEYS = 16
 _MIN_CAPACITY = 256
-
-
-class KeysStruct(Structure):
-    """`hkv_keys`: the rows of one head."""
-
-    _fields_ = (
-        ("data", c_void_p),
-        ("count", c_int64),
-        ("stride", c_int64),
-        ("dim", c_int32),
-        ("dtype", c_int32),
-    )
-
-
-class QuantisedStruct(Structure):
-    """`hkv_quantised`: the quantised keys of one head."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("mean", "channel", "levels")),
-        *((name, c_void_p) for name in ("rows", "scale_codes", "blocks")),
-        ("count", c_int64),
-        ("capacity", c_int64),
-        ("dim", c_int32),
-    )
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    pairs = (c_void_p, c_int32, POINTER(KeysStruct), POINTER(QuantisedStruct))
-    library.declare(engine, "hkv_quantise", *pairs)
-    library.declare(engine, "hkv_quantise_append", *pairs)
-    library.declare(
-        engine,
-        "hkv_quantise_query",
-        *(POINTER(QuantisedStruct), c_void_p, c_void_p),
-        *(POINTER(c_float), POINTER(c_int32), POINTER(c_float)),
-    )
-    for name in ("hkv_row_bytes", "hkv_block_bytes"):
-        getattr(engine, name).argtypes, getattr(engine, name).restype = [c_int32], c_int64
-    return engine
-
-
-def find_engine(given: ctypes.CDLL | None) -> ctypes.CDLL:
-    """`given`, or the engine in use.
-
-    Raises:
-        BackendUnavailable: there is none.
-    """
-    engine = given or library.engine()
-    if engine is None:
-        raise BackendUnavailable(
-            "quantised rows and native scans need the engine; use hybrid_kv.ops.portable instead"
-        )
-    return engine
 
 
 def pool_handle(pool: Pool | None) -> c_void_p | None:
@@ -143,7 +88,7 @@ class QuantisedKeys:
         with_blocks: bool = True,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = _declared(find_engine(engine))
+        self._engine = find_engine(engine)
         self.heads, self.dim = heads, dim
         self.row_bytes = int(self._engine.hkv_row_bytes(dim))
         self.block_bytes = int(self._engine.hkv_block_bytes(dim))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import byref, c_int64
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import sketch_codes
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.rows import KeysStruct, describe, find_engine, pool_handle
-from hybrid_kv.ops.native.step import SKETCH, EngineSearch
+from hybrid_kv.ops.native.bindings import (
+    SEARCH_SKETCH,
+    SketchHeadStruct,
+    SketchMapStruct,
+    SketchTierStruct,
+)
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import describe, pool_handle
+from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.sketch_codes import (
     SearchSizes,
@@ -26,55 +32,11 @@ from hybrid_kv.ops.sketch_codes import (
 from hybrid_kv.types import SearchResult
 
 
-class MapStruct(Structure):
-    """`hkv_sketch_map`: how keys and queries become codes."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("key_columns", "query_columns", "start")),
-        *((name, c_int32) for name in ("dim", "lines_of_8", "lines_of_4", "lines_of_2")),
-    )
-
-
-class TierStruct(Structure):
-    """`hkv_sketch_tier`: the codes of some keys of a head."""
-
-    _fields_ = (
-        ("map", POINTER(MapStruct)),
-        *(("blocks", c_void_p), ("ids", c_void_p), ("count", c_int64)),
-    )
-
-
-class HeadStruct(Structure):
-    """`hkv_sketch_head`: what is searched of one head."""
-
-    _fields_ = (
-        *(("keys", KeysStruct), ("tiers", POINTER(TierStruct)), ("num_tiers", c_int32)),
-        *(("num_rerank", c_int64), ("first_exact", c_int64)),
-    )
-
-
-@cache
-def _declared(engine: ctypes.CDLL) -> ctypes.CDLL:
-    library.declare(
-        engine,
-        "hkv_sketch_encode",
-        *(c_void_p, POINTER(MapStruct), POINTER(KeysStruct)),
-        *(c_void_p, c_int64, c_int64, c_void_p),
-    )
-    library.declare(
-        engine,
-        "hkv_sketch_search",
-        *(c_void_p, c_int32, POINTER(HeadStruct), c_void_p, c_int64, c_int64),
-        *(c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)),
-    )
-    return engine
-
-
-def _map_struct(sketch_map: SketchMap) -> MapStruct:
+def _map_struct(sketch_map: SketchMap) -> SketchMapStruct:
     key_columns, query_columns, start = sketch_map.columns
     lines = (sketch_map.plan.lines_of(bits) for bits in (8, 4, 2))
     arrays = (array.data_ptr() for array in (key_columns, query_columns, start))
-    return MapStruct(*arrays, sketch_map.head_dim, *lines)
+    return SketchMapStruct(*arrays, sketch_map.head_dim, *lines)
 
 
 class SketchTier(sketch_codes.SketchTier):
@@ -91,7 +53,7 @@ class SketchTier(sketch_codes.SketchTier):
         self, sketch_map: SketchMap, *, with_ids: bool, engine: ctypes.CDLL | None = None
     ) -> None:
         super().__init__(sketch_map, with_ids=with_ids)
-        self._engine = _declared(find_engine(engine))
+        self._engine = find_engine(engine)
         self.map_struct = _map_struct(sketch_map)
 
     def append(self, keys: Tensor, rows: Tensor | None = None, pool: Pool | None = None) -> None:
@@ -130,23 +92,23 @@ class SketchSearcher:
         *,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self._engine = _declared(find_engine(engine))
+        self._engine = find_engine(engine)
         self.keys, self.tiers = list(keys), [list(own) for own in tiers]
         self._sketched = check_heads(keys, tiers)
         arrays, tables = [], []
         for own in tiers:
-            table = (TierStruct * len(own))()
+            table = (SketchTierStruct * len(own))()
             for place, tier in enumerate(own):
                 codes, ids = tier.codes, tier.ids
                 address = None if ids is None else ids.data_ptr()
                 one = ctypes.pointer(tier.map_struct)
-                table[place] = TierStruct(one, codes.data_ptr(), address, tier.count)
+                table[place] = SketchTierStruct(one, codes.data_ptr(), address, tier.count)
                 arrays.append((codes, ids))
             tables.append(table)
         self._kept = (arrays, tables)
-        self._structs = (HeadStruct * len(keys))(
+        self._structs = (SketchHeadStruct * len(keys))(
             *(
-                HeadStruct(describe("keys", rows[None])[0], table, len(table), 0, 0)
+                SketchHeadStruct(describe("keys", rows[None])[0], table, len(table), 0, 0)
                 for rows, table in zip(keys, tables, strict=True)
             )
         )
@@ -213,11 +175,13 @@ class SketchSearcher:
             num_rerank=num_rerank,
             num_exact=num_exact,
         )
-        return EngineSearch(SKETCH, range(len(self.keys)), self._heads(sizes), (self,), sizes.width)
+        return EngineSearch(
+            SEARCH_SKETCH, range(len(self.keys)), self._heads(sizes), (self,), sizes.width
+        )
 
-    def _heads(self, sizes: SearchSizes) -> ctypes.Array[HeadStruct]:
+    def _heads(self, sizes: SearchSizes) -> ctypes.Array[SketchHeadStruct]:
         """Descriptors of their own, as other threads search as well."""
-        heads = (HeadStruct * len(self.keys)).from_buffer_copy(self._structs)
+        heads = (SketchHeadStruct * len(self.keys)).from_buffer_copy(self._structs)
         for head, wanted, first in zip(heads, sizes.candidates, sizes.first_exact, strict=True):
             head.num_rerank, head.first_exact = wanted, first
         return heads

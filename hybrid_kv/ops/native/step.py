@@ -5,18 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import (
-    POINTER,
-    Structure,
     addressof,
     byref,
-    c_double,
-    c_float,
     c_int32,
-    c_int64,
-    c_void_p,
 )
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,121 +17,40 @@ from torch import Tensor
 
 from hybrid_kv.errors import ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import KVStruct, described
-from hybrid_kv.ops.native.pages import DigestStruct, PagesStruct, PageWriter
-from hybrid_kv.ops.native.rows import DTYPES, KeysStruct, find_engine
+from hybrid_kv.ops.native.attend import described, folded
+from hybrid_kv.ops.native.bindings import (
+    SEARCH_GRAPH,
+    ColdStruct,
+    ExtentStruct,
+    KVStruct,
+    LayerStruct,
+    OneStepStruct,
+    PageDigestsStruct,
+    ResidentStruct,
+    SearchStruct,
+    StepReportStruct,
+    StepStruct,
+    TailStruct,
+)
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.pages import PageWriter
+from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.workers import Pool
 from hybrid_kv.ops.tail import MOMENTS, Form, Tail
 from hybrid_kv.types import PartialAttention, SearchReads
 
-FLAT, GRAPH, SKETCH = 0, 1, 2
 _STEPS_AT_ONCE = 16
 """For so many steps results are made together."""
-
-
-class SearchStruct(Structure):
-    """`hkv_search`."""
-
-    _fields_ = (
-        *(("kind", c_int32), ("num_heads", c_int32)),
-        *(("heads", c_void_p), ("head", c_void_p)),
-        *(("first_row", c_int64), ("width", c_int64), ("num_ranked", c_int64)),
-        *(("beams", c_void_p), ("walks", c_void_p), ("num_expanded", c_int32)),
-    )
-
-
-class TailStruct(Structure):
-    """`hkv_tail`."""
-
-    _fields_ = (*((name, c_void_p) for name in MOMENTS), ("first_order", c_int32))
-
-
-class ExtentStruct(Structure):
-    """`hkv_extent`."""
-
-    _fields_ = (
-        *(("kv", KVStruct), ("searches", c_void_p)),
-        *(("num_searches", c_int32), ("tail", TailStruct)),
-    )
-
-
-class ColdStruct(Structure):
-    """`hkv_cold`."""
-
-    _fields_ = (("extents", c_void_p), ("num_extents", c_int32), ("width", c_int64))
-
-
-class ResidentStruct(Structure):
-    """`hkv_resident`."""
-
-    _fields_ = (
-        *(("kv", KVStruct), ("slots", c_void_p)),
-        *((name, c_int64) for name in ("num_pages", "page_size", "num_chosen", "oldest", "newest")),
-        *(("digests", DigestStruct), ("digest_step", c_int64)),
-    )
-
-
-class LayerStruct(Structure):
-    """`hkv_layer`."""
-
-    _fields_ = (
-        *(("heads", c_int32), ("num_queries", c_int64)),
-        *(("resident", ResidentStruct), ("cold", ColdStruct)),
-        ("pages", POINTER(PagesStruct)),
-        *(("whole", c_void_p), ("num_whole", c_int32)),
-    )
-
-
-class StepStruct(Structure):
-    """`hkv_step`."""
-
-    _fields_ = (
-        *(("queries", c_void_p), ("query_dtype", c_int32), ("out_dtype", c_int32)),
-        *(("tail_fill", c_int64), ("scale", c_float), ("softcap", c_float)),
-        *(("warm", c_void_p), ("num_warm", c_int64)),
-        *((name, c_void_p) for name in ("ids", "out", "lse", "new_keys", "new_values")),
-        *((f"new_{name}", c_int64) for name in ("key_step", "value_step", "position")),
-        *(("named", c_void_p), ("num_named", c_int64)),
-        *(("found", c_void_p), ("found_scores", c_void_p), ("num_found", c_int64)),
-        ("estimated", c_void_p),
-    )
-
-
-class ReportStruct(Structure):
-    """`hkv_step_report`: seconds by part of the work, and counts."""
-
-    _fields_ = (
-        *((f"{part}_s", c_double) for part in ("search", "cold", "select", "resident", "merge")),
-        *((name, c_int64) for name in ("scored", "retrieved", "most_retrieved", "rows_read")),
-    )
-
-
-class OneStepStruct(Structure):
-    """`hkv_one_step`."""
-
-    _fields_ = (
-        *(("layer", POINTER(LayerStruct)), ("step", POINTER(StepStruct))),
-        *(("report", POINTER(ReportStruct)), ("status", c_int32)),
-    )
-
-
-@cache
-def _declared(engine: ctypes.CDLL | None) -> ctypes.CDLL:
-    engine = find_engine(engine)
-    arguments = (POINTER(LayerStruct), POINTER(StepStruct), POINTER(ReportStruct))
-    library.declare(engine, "hkv_attend_step", c_void_p, *arguments)
-    library.declare(engine, "hkv_attend_steps", c_void_p, c_int64, POINTER(OneStepStruct))
-    return engine
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSearch:
     """How the engine searches some KV heads; made anew when what is searched has changed.
 
-    kind: FLAT, GRAPH or SKETCH. heads: KV heads of the layer. structs: the engine's descriptors of
-    them. keeps: what they point at. width: results per query. first_row: what is added to ids.
-    num_ranked: keys that are ranked exactly (sketches say it by head). beams, walks, num_expanded:
-    of graphs, see `GraphSearcher.search`. reads: bytes that it reads.
+    kind: SEARCH_FLAT, SEARCH_GRAPH or SEARCH_SKETCH. heads: KV heads of the layer. structs: the
+    engine's descriptors of them. keeps: what they point at. width: results per query. first_row:
+    what is added to ids. num_ranked: keys that are ranked exactly (sketches say it by head). beams,
+    walks, num_expanded: of graphs, see `GraphSearcher.search`. reads: bytes that it reads.
     """
 
     kind: int
@@ -208,7 +120,7 @@ class StepResult(NamedTuple):
 
     part: PartialAttention
     ids: Tensor | None
-    report: ReportStruct
+    report: StepReportStruct
 
 
 class NewToken(NamedTuple):
@@ -257,7 +169,7 @@ class LayerPlan:
         writer: PageWriter | None = None,
         engine: ctypes.CDLL | None = None,
     ) -> None:
-        self.engine = _declared(engine)
+        self.engine = find_engine(engine)
         extents = () if cold is None else cold.extents
         if resident is None and not extents:
             raise ShapeError("a plan must hold pages or cold entries, got neither")
@@ -274,7 +186,7 @@ class LayerPlan:
         self._results: list[_Results] = []
         self._width = 0
         self.take_cold(cold, whole)
-        self._step, self._report = StepStruct(), ReportStruct()
+        self._step, self._report = StepStruct(), StepReportStruct()
         self.reads: tuple[Any, ...] = ()
         pointers = map(ctypes.pointer, (self.layer, self._step, self._report))
         self.one = OneStepStruct(*pointers)
@@ -322,8 +234,8 @@ class LayerPlan:
                 reads.append(search.reads)
         for place, (k, v) in enumerate(whole):
             entries[place] = described(k, v)
-        self.layer.cold = ColdStruct(addressof(structs) if extents else None, len(extents), width)
-        self.layer.whole, self.layer.num_whole = addressof(entries), len(entries)
+        self.layer.cold = ColdStruct(structs if extents else None, len(extents), width)
+        self.layer.whole, self.layer.num_whole = entries, len(entries)
         self._kept_cold = keeps  # and no longer what was told before
         if width != self._width:
             self._width, self._results = width, []
@@ -345,14 +257,14 @@ class LayerPlan:
             heads = (c_int32 * count)(*search.heads)
             one.heads = addressof(heads)
             keeps += [heads, search.structs]
-            if search.kind == GRAPH:
+            if search.kind == SEARCH_GRAPH:
                 beams, walks = (c_int32 * count)(*search.beams), (c_int32 * count)(*search.walks)
                 one.beams, one.walks = addressof(beams), addressof(walks)
                 keeps += [beams, walks]
                 self.begins_warm = True
         keeps.append(searches)
         struct.kv = described(extent.k, extent.v)
-        struct.searches, struct.num_searches = addressof(searches), len(searches)
+        struct.searches, struct.num_searches = searches, len(searches)
         if extent.tail is not None:
             self._tell_tail(struct.tail, extent.tail)
             struct.tail.first_order = extent.form == "first_order"
@@ -551,12 +463,10 @@ def _no_pages(cold: ExtentEntries) -> ResidentStruct:
     return ResidentStruct(described(cold.k[:, :0], cold.v[:, :0]))
 
 
-def _digests(pages: ResidentPages) -> tuple[DigestStruct, int]:
+def _digests(pages: ResidentPages) -> tuple[PageDigestsStruct, int]:
     if pages.key_min is None or pages.key_max is None:
-        return DigestStruct(), 0
+        return PageDigestsStruct(), 0
     kv = described(pages.key_min, pages.key_max)
-    lows = KeysStruct(kv.key_data, kv.key_count, kv.key_stride, kv.key_dim, kv.key_dtype)
-    highs = KeysStruct(kv.value_data, kv.value_count, kv.value_stride, kv.value_dim, kv.value_dtype)
-    if kv.key_h_step != kv.value_h_step:
+    if kv.key_step_1 != kv.value_step_1:
         raise ShapeError("key_min and key_max must have one layout")
-    return DigestStruct(lows, highs), kv.key_h_step
+    return PageDigestsStruct(*folded(kv)), kv.key_step_1

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_kv.errors import BackendUnavailable, CapacityError, ConfigError
 from hybrid_kv.ops import get_ops
-from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native import bindings, library
 from hybrid_kv.ops.native.workers import Pool, cpu_quota, default_pool, default_threads, num_cores
 from tests.ops.native.engines import engine_params, needs_engine, why_not
 
@@ -37,7 +37,7 @@ def _fresh_choice() -> Iterator[None]:
 def test_each_library_knows_what_it_is() -> None:
     for isa in library.runnable():
         assert library.load(isa).hkv_isa().decode() == isa
-        assert library.load(isa).hkv_abi_version() == library.ABI_VERSION
+        assert library.load(isa).hkv_abi_version() == bindings.ABI_VERSION
 
 
 @needs_engine
