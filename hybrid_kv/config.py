@@ -299,7 +299,7 @@ def composed(params: BaseModel) -> list[MethodConfig]:
 
 
 class AuditParams(Params):
-    """What the audit is judged by, and what follows when it is worse, with 95% confidence.
+    """Limits that the audit holds a cache to, with 95% confidence, and what follows beyond them.
 
     max_output_error: relative distance of a head's output from exact attention's. max_missed_mass:
     of the softmax over all stored entries, what a step misses, or estimates too much; some layers

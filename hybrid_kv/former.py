@@ -59,7 +59,7 @@ def is_former(owner: str, name: str) -> bool:
 
 
 def gone(owner: str, name: str) -> str | None:
-    """What a refusal says of a setting that is none any more, behind its name; None if it is one.
+    """Words of a refusal behind the name of a setting that is none any more; None if it is one.
 
     Args:
         owner: a method or an index kind, or "" if nobody knows.

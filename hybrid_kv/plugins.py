@@ -220,7 +220,9 @@ class Index(ABC):
         return 0
 
     def describe(self) -> list[dict[str, Any]]:
-        """What serves each KV head and why, JSON-ready; empty where there is nothing to say."""
+        """Report of what serves each KV head and why, JSON-ready; empty where there is nothing to
+        say.
+        """
         return []
 
 
@@ -266,7 +268,7 @@ class DeviceIndex(Index):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the entries of one layer live from the end of the prompt on.
+    """Placement of one layer's entries from the end of the prompt on.
 
     sink_tokens, window_tokens: always resident, at the start and at the end of the context.
     spare_tokens: further resident tokens just before the window.
@@ -338,7 +340,7 @@ class Method(ABC):
 
     @classmethod
     def lacks(cls, params: Any) -> str | None:
-        """What must be given before these parameters can run, in a sentence; None for nothing.
+        """Sentence on what must be given before these parameters can run; None for nothing.
 
         Asked for before a model is loaded.
         """
@@ -359,7 +361,8 @@ class Method(ABC):
         return 0
 
     def tiers(self, shape: LayerShape, num_tokens: int) -> Tiers:
-        """Where those of a layer stay that leave sinks and window, of a prompt of so many such.
+        """Tiers of a layer's entries that leave sinks and window, for a prompt with so many of
+        them.
 
         For the planner, which asks before `open`. By default all on the device.
         """

@@ -147,7 +147,7 @@ class Registry(Generic[T]):
             import_module(module)
 
     def _offered(self) -> dict[str, list[EntryPoint]]:
-        """What distributions offer, by name; read once, which takes milliseconds."""
+        """Plug-ins that distributions offer, by name; read once, which takes milliseconds."""
         if self._offers is None:
             self._offers = {}
             for offer in entry_points(group=self._provider):

@@ -113,14 +113,14 @@ class Samples:
         return replace(self, queries=torch.cat(parts, 2), positions=known)
 
     def describe(self) -> str:
-        """Where they stand, in words."""
+        """Words for where they stand."""
         if self.horizon:
             return f"turned to positions {self.first} to {self.first + self.horizon - 1}"
         return f"as they were asked: {self.rotary.reason or 'no horizon was asked for'}"
 
 
 def horizon_shares(count: int) -> Tensor:
-    """Where so many samples stand in a horizon, by their order: [count] float64 in [0, 1).
+    """Places of so many samples in a horizon, by their order: [count] float64 in [0, 1).
 
     Neighbours stand far apart, so that any run of samples covers the horizon. The beginning is
     denser: all decoding passes through it, and the prompt's last keys are the nearest there, before

@@ -301,7 +301,7 @@ class Evidence:
         return sums * (self.num_tokens / len(positions))
 
     def narrowed(self, needs: Needs) -> Evidence:
-        """What would have been collected for these needs alone, of evidence for at least them."""
+        """Evidence for these needs alone, out of evidence for at least them."""
         last, sampled, positions = self.last_queries, self.sampled_queries, self.sampled_positions
         if last is not None:
             count = min(needs.last_queries, last.shape[1])

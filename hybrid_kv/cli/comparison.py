@@ -39,7 +39,7 @@ _ENDING_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one method answered, and what that cost; ready_s: until its tiers and index stood."""
+    """Answer of one method, and its cost; ready_s: until its tiers and index stood."""
 
     title: str
     generation: Generation

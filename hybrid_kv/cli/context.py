@@ -43,7 +43,7 @@ ModelOption = Annotated[
 
 
 class ContextVerbs(TyperGroup):
-    """What can be done with contexts."""
+    """Verbs on saved contexts."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that is meant; ConfigError with the nearest name where there is none."""

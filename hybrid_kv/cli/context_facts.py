@@ -26,7 +26,7 @@ def print_facts(path: Path, output: OutputOptions) -> None:
 
 
 def facts_of(path: Path) -> ContextReport:
-    """What the manifest of a context says.
+    """Facts in the manifest of a context.
 
     Raises:
         FileFormatError, ReadError: there is none that can be read.

@@ -40,7 +40,7 @@ _ASKED = "What is compared"
 
 @dataclass(frozen=True, slots=True)
 class ContestOptions:
-    """Which methods answer what."""
+    """Choice of methods, tasks, contexts and budgets."""
 
     tasks: Annotated[
         str | None,
@@ -128,7 +128,7 @@ class ContestOptions:
 
 @dataclass(frozen=True, slots=True)
 class ContestModelOptions:
-    """What is measured on, with which settings of all methods."""
+    """Choice of the model, and settings of all methods."""
 
     plugins: Plugins = None
     settings: Settings = None

@@ -22,7 +22,7 @@ from hybrid_kv.report.schema import EvalReport, to_json
 
 
 def identity(arguments: EvalArguments) -> dict[str, Any]:
-    """What all results of one folder have in common, times included."""
+    """Facts that all results of one folder have in common, times included."""
     device = resolve_device(arguments.device).type
     processor = probe_cpu().model if device == "cpu" else device
     digest = text_digest(arguments.text)

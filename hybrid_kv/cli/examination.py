@@ -133,7 +133,7 @@ def _engine_serves() -> bool:
 
 
 def check_engine() -> Check:
-    """Which library of the native engine searches the cold tier, or why none does."""
+    """Check of the native engine: which library searches the cold tier, or why none does."""
     try:
         state = engine_state()
     except (ConfigError, BackendUnavailable) as error:

@@ -145,7 +145,7 @@ def ended_by_ctrl_c(
 
 
 def checked(tell: Callable[..., None] | None, check: Callable[[], None]) -> Callable[..., None]:
-    """What tells of progress, where something does, and makes the check then."""
+    """Progress callback that also makes the check, around the given one."""
 
     def told(*news: Any) -> None:
         if tell is not None:

@@ -140,7 +140,7 @@ ExactProducts = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which method runs, with which settings, on what."""
+    """Choice of the method, its settings and the model."""
 
     method: Annotated[
         str | None,
@@ -164,7 +164,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Where prompts are kept, so that others can begin with them."""
+    """Folder where prompts are kept, so that others can begin with them."""
 
     cache_dir: Annotated[
         Path | None,
@@ -203,7 +203,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class LayersOption:
-    """How far a random model is cut down."""
+    """Number of layers that a random model is cut down to."""
 
     layers: Annotated[
         int | None,
@@ -218,7 +218,7 @@ class LayersOption:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How text becomes a prompt."""
+    """Choice of how text becomes a prompt."""
 
     system: Annotated[
         str | None,
@@ -330,7 +330,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is said besides the result."""
+    """Choice of what is printed besides the result."""
 
     json: Annotated[
         str | None,

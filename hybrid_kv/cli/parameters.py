@@ -75,7 +75,7 @@ def _said(part: MethodConfig) -> Any:
 
 
 def range_of(field: FieldInfo) -> str:
-    """What a setting may be, by its annotation: 'a number from 0, to 1', 'drop or offload'."""
+    """Range of a setting in words, by annotation: 'a number from 0, to 1', 'drop or offload'."""
     return _alternatives(field.annotation, field.metadata)
 
 
@@ -114,7 +114,7 @@ def _bounds(limits: list[Any]) -> Iterator[str]:
 
 
 def meaning(group: type[BaseModel], name: str) -> str:
-    """What the docstrings of a group and its bases say about one of its settings.
+    """Meaning of a setting, from the docstrings of its group and of that group's bases.
 
     They explain settings one after the other: 'a: text; b, c: text' or 'a and b do so; c: text'.
     """

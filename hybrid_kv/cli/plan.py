@@ -23,7 +23,7 @@ _MACHINE = "Machine"
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What to plan for, where that is not this machine."""
+    """Machine to plan for, where that is not this one."""
 
     card: Annotated[
         str | None,

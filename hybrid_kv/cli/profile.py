@@ -42,7 +42,7 @@ _SWEEP = "Sweep"
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What is measured."""
+    """Choice of methods, contexts and steps to measure."""
 
     context: Annotated[
         str | None,
@@ -121,7 +121,7 @@ class SweepOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProfileModelOptions:
-    """What is measured on, with which settings of the methods."""
+    """Choice of the model to measure, and settings of the methods."""
 
     plugins: Plugins = None
     settings: Settings = None

@@ -28,7 +28,8 @@ _MOST_TOLD = 5
 
 
 def find_earlier(asked: ProfileArguments, output: OutputOptions) -> ProfileReport | None:
-    """What --json holds of the same profile, to be continued; None where there is no file yet.
+    """Report that --json holds of the same profile, to be continued; None where there is no file
+    yet.
 
     Raises:
         ConfigError: there is no file to continue, or one of other settings or another environment.
@@ -58,7 +59,7 @@ def rows_of(report: ProfileReport | None) -> dict[RowPlace, ProfileRow]:
 
 
 def lacking(asked: ProfileArguments, known: Mapping[RowPlace, ProfileRow]) -> int:
-    """How many rows are still to be measured."""
+    """Number of rows that are still to be measured."""
     return sum(place not in known for place in _places(asked))
 
 
@@ -106,7 +107,7 @@ def _places(asked: ProfileArguments) -> Iterator[RowPlace]:
 def _differences(
     asked: ProfileArguments, before: ProfileArguments, report: ProfileReport
 ) -> Iterator[str]:
-    """What is not as the report has it; further methods and contexts may be asked for."""
+    """Settings that the report has otherwise; further methods and contexts may be asked for."""
     here, there = asked.model_dump(mode="json"), before.model_dump(mode="json")
     yield from _unequal("", there, here, {"contexts", "methods"})
     for row in report.rows:

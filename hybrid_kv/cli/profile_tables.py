@@ -224,7 +224,7 @@ _COSTS = (
 
 
 def _costs(rows: Sequence[ProfileRow]) -> tuple[list[Column], list[Column]]:
-    """What a row took before its first step, what it holds, reads and misses."""
+    """Cells of a row's costs: before its first step, held, read and missed."""
     columns = [_column(quantity, rows) for quantity in _COSTS]
     return _methods(rows), [column for column in columns if set(column.cells) - {"-"}]
 

@@ -38,7 +38,8 @@ class PromptSource:
             )
 
     def for_model(self, llm: LLM, system: str | None, *, raw: bool) -> Prompt:
-        """What `LLM.generate` takes: messages if the model has a chat template, unless `raw`.
+        """Prompt as `LLM.generate` takes it: messages if the model has a chat template, unless
+        `raw`.
 
         Raises:
             ConfigError: there is none to put the system message into.

@@ -19,7 +19,7 @@ _PAGE = "What to write"
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """Where the page and the figures go; at least one must be given."""
+    """Paths of the page and of the figures; at least one must be given."""
 
     html: Annotated[
         Path | None,

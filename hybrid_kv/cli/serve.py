@@ -37,7 +37,7 @@ _KEY = "HYBRID_KV_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class AddressOptions:
-    """Where it is found, under which name, and by whom."""
+    """Address of the server, the model's name there, and who may ask."""
 
     host: Annotated[
         str,
@@ -85,7 +85,7 @@ class AddressOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """How much is taken on."""
+    """Limits of requests, tokens and bytes."""
 
     max_running: Annotated[
         int,
@@ -183,7 +183,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class TalkOptions:
-    """What is said."""
+    """Choice of what the server prints."""
 
     json: Annotated[
         bool,
@@ -359,7 +359,7 @@ def _name_of(model: str) -> str:
 
 
 def _farewell(ending: Ending) -> str:
-    """What became of the requests in work."""
+    """Sentence on what became of the requests in work."""
     if not ending.finished and not ending.cancelled:
         return "ended; no request was in work"
     parts = []

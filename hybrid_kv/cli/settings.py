@@ -35,7 +35,7 @@ def _check_all_are_settings(method: str, given: Mapping[str, object]) -> None:
 
 
 def config_of_context(saved: Mapping[str, Any], options: ModelOptions) -> HybridConfig:
-    """What a context was made with, but for what the user gives.
+    """Configuration of a saved context, changed by what the user gives.
 
     Args:
         saved: the settings in its manifest.
@@ -57,7 +57,7 @@ def config_of_context(saved: Mapping[str, Any], options: ModelOptions) -> Hybrid
 
 
 def given_settings(options: ModelOptions) -> dict[str, object]:
-    """What the user set, by dotted name, defaults left out."""
+    """Settings that the user gave, by dotted name, defaults left out."""
     flags = parse_settings(options.settings or ())
     if options.method is not None:
         if "method" in flags:

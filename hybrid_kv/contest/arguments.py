@@ -84,11 +84,11 @@ class EvalArguments(Params):
         return asked
 
     def contenders(self, context_tokens: int) -> list[EvalCase]:
-        """Who takes part at a context length, full attention first."""
+        """Methods that take part at a context length, full attention first."""
         return [one for one in self._named(context_tokens) if one.refused is None]
 
     def refused(self, context_tokens: int) -> list[EvalCase]:
-        """Who was asked for and cannot take part."""
+        """Methods that were asked for and cannot take part."""
         return [one for one in self._named(context_tokens) if one.refused is not None]
 
     def check_budgets(self) -> None:
@@ -151,10 +151,12 @@ class EvalArguments(Params):
 
     @property
     def askings(self) -> tuple[Asking, ...]:
-        """When questions come."""
+        """Times at which questions come."""
         return ("after", "before") if self.question == "both" else (self.question,)
 
     def identity(self) -> dict[str, Any]:
-        """What results of one folder must have in common; of all else more may be asked later."""
+        """Facts that results of one folder must have in common; of all else more may be asked
+        later.
+        """
         grows = {"tasks", "contexts", "methods", "budgets", "question", "device", "skip_refused"}
         return self.model_dump(mode="json", exclude=grows)

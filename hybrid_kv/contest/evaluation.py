@@ -75,7 +75,7 @@ class Evaluation:
         return self._place.runtime.model
 
     def wanted(self) -> list[Key]:
-        """What all cells will be about, in the order of tasks, contexts and methods."""
+        """Keys of all cells, in the order of tasks, contexts and methods."""
         return [
             group.key(asking, contender)
             for group in self.groups
@@ -167,7 +167,7 @@ class Evaluation:
         prompt: Prompt,
         full: Tensor | None,
     ) -> Cell:
-        """What was measured, or why it could not be: one method ends no other."""
+        """Measured cell, or one that says why it could not be: one method ends no other."""
         config, begin = contender.config, perf_counter()
         fields: dict[str, Any]
         try:

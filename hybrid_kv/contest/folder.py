@@ -34,7 +34,7 @@ Key = tuple[str, int, int, str, str, str | None]
 
 
 class _Manifest(Group):
-    """What all cells of a folder have in common."""
+    """Facts that all cells of a folder have in common."""
 
     version: int
     package: str | None
@@ -48,7 +48,7 @@ class _Cells(Group):
 
 
 def key_of(cell: Cell) -> Key:
-    """What a cell is about."""
+    """Key of a cell: what it is about."""
     return cell.task, cell.context_tokens, cell.sample, cell.asking, cell.method, cell.budget
 
 

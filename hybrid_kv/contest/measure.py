@@ -60,7 +60,7 @@ class ContextSource(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted while a method runs; by_token: in steps of one token, as decoding reads."""
+    """Counts of a method's run; by_token: in steps of one token, as decoding reads."""
 
     work: Work = field(default_factory=Work)
     by_token: Work = field(default_factory=Work)

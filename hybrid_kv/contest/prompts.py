@@ -209,7 +209,7 @@ def read_text(path: str) -> str:
 
 
 def text_digest(path: str | None) -> str | None:
-    """What tells one text from another; None for the one that is built in."""
+    """Digest that tells one text from another; None for the one that is built in."""
     return None if path is None else sha256(read_text(path).encode()).hexdigest()[:16]
 
 

@@ -199,7 +199,7 @@ class SyntheticContext:
         return self._shapes[layer_idx]
 
     def _numbers(self, layer_idx: int) -> list[int]:
-        """Which made head each KV head of a layer is a copy of."""
+        """Number of the made head that each KV head of a layer is a copy of."""
         heads = range(self._shape(layer_idx).num_kv_heads)
         return [self._number(layer_idx, head) for head in heads]
 

@@ -198,7 +198,7 @@ class SyntheticHead:
 
     @property
     def rotary(self) -> Rotary:
-        """How queries and keys are turned by their positions."""
+        """Rotation of queries and keys by their positions."""
         pairs = self.head_dim // 2
         return Rotary(tuple(_ROPE_BASE ** (-place / pairs) for place in range(pairs)))
 

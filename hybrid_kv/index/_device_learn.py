@@ -26,7 +26,9 @@ _FIRST_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class SelectGoal:
-    """When so many candidates are enough: both shares of the exact `top_k` answers are reached."""
+    """Goal of a device's search, which says when candidates are enough: both shares of the exact
+    `top_k` answers are reached.
+    """
 
     top_k: int
     recall: float
@@ -128,7 +130,7 @@ def learn(
 def _promises(
     codes: DeviceCodes, keys: Tensor, checks: Tensor, goal: SelectGoal
 ) -> Iterator[ExpectedRecall]:
-    """What each head takes for queries [Hkv, Q, D] that its codes did not learn from."""
+    """Sizes that each head takes for queries [Hkv, Q, D] that its codes did not learn from."""
     queries = quantise(codes, checks)
     scale = keys.shape[-1] ** -0.5
     if not checks.shape[1]:  # a prompt of a few tokens: nothing is promised

@@ -51,7 +51,9 @@ def planned(scan: KeyScan | None, count: int, most: int) -> list[EngineSearch] |
 
 
 def num_candidates(rerank: float, count: int, rows: int) -> int:
-    """How many keys are scored again; a few results need more than a share of them to be safe."""
+    """Number of keys that are scored again; a few results need more than a share of them to be
+    safe.
+    """
     return min(rows, max(math.ceil(rerank * count), count + _SPARE_CANDIDATES))
 
 

@@ -196,7 +196,7 @@ class GraphTrials:
         return sorted(heads, key=lambda n: (-self._served[n].seconds(pace), self._dims[n], n))
 
     def why_not(self, head: int) -> str | None:
-        """Why this head tries no graph after what others have found; None if it does."""
+        """Reason why this head tries no graph after what others have found; None if it does."""
         dim = self._dims[head]
         for one in self._tried:
             if one.cost is None and one.dim <= dim:

@@ -46,7 +46,9 @@ class GraphLearner:
         )
 
     def why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
-        """Why no graph can be learned for keys [Hkv, N, D], whatever they are; None if one can."""
+        """Reason why no graph can be learned for keys [Hkv, N, D], whatever they are; None if one
+        can.
+        """
         if keys.shape[1] < self.params.min_keys:
             return f"{keys.shape[1]} keys, a graph takes {self.params.min_keys}"
         if samples is None or samples.shape[2] == 0:
@@ -155,7 +157,7 @@ def _quantise(keys: Tensor, *, with_blocks: bool = False) -> QuantisedKeys:
 
 
 def _why_unread(keys: Tensor) -> str | None:
-    """Why the engine does not serve these keys; None if it does."""
+    """Reason why the engine does not serve these keys; None if it does."""
     if (state := engine_state()).isa is None:
         return f"no native engine: {state.detail}"
     if keys.dtype not in DTYPES or not is_readable(keys):

@@ -76,7 +76,7 @@ class RecentSearches:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What recent searches of one head say about keys that are not linked yet.
+    """Evidence of one head's recent searches for keys that are not linked yet.
 
     queries, lists: [Q, D], [Q, K], the searches that found such keys. held: [P, G, D] float32,
     positions that are kept apart.
@@ -88,7 +88,7 @@ class Wanted:
 
 
 def wanted_keys(recent: RecentSearches, head: int, first: int, end: int) -> Wanted:
-    """What the searches of a head say about the keys first .. end."""
+    """Evidence of a head's searches for the keys first .. end."""
     queries, lists = recent.of_head(head)
     held = torch.zeros(len(queries), dtype=torch.bool)
     held[torch.arange(_CHECKED) * len(queries) // _CHECKED] = True
@@ -207,7 +207,7 @@ def _wider_beams(beam: int) -> tuple[int, int]:
 
 
 def _answers(keys: Tensor, queries: Tensor, top_k: int) -> HeldOut:
-    """What queries [P, G, D] should find among keys [N, D]."""
+    """Exact answers of queries [P, G, D] among keys [N, D]."""
     flat = queries.flatten(0, 1)[None]
     best = FlatScan(keys[None]).search(flat, min(top_k, len(keys)), pool=pool_here())
     ids, scores = (part[0].unflatten(0, queries.shape[:2]) for part in (best.ids, best.scores))

@@ -152,14 +152,14 @@ def _shared(
 
 
 def promised(trial: Trial) -> dict[str, Any]:
-    """What a report takes over from the trial that decides how a head is served."""
+    """Fields of a report from the trial that decides how a head is served."""
     return {name: getattr(trial, name) for name in ("beam", "walks", "recall", "mass")}
 
 
 def beam_search(
     searcher: Searcher, top_k: int, num_keys: int, walks: int = 1
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, float]]:
-    """What `run_trials` searches with: positions [P, G, D] one by one, as decoding does."""
+    """Search for `run_trials`: positions [P, G, D] one by one, as decoding does."""
 
     def search(asked: Tensor, beam: int) -> tuple[Tensor, Tensor, float]:
         found = [searcher.search(group[None], top_k, beam=beam, walks=walks) for group in asked]
@@ -185,7 +185,7 @@ def _nearest(
 def _exact_answers(
     keys: Tensor, check: Tensor, top_k: int, engine: LearningEngine, known: Tensor | None
 ) -> HeldOut:
-    """What the held-out queries [G, P, D] should find; known: [G, P, K], their best keys."""
+    """Exact answers of the held-out queries [G, P, D]; known: [G, P, K], their best keys."""
     by_position = check.transpose(0, 1).float().contiguous()  # [P, G, D]
     flat = by_position.flatten(0, 1)
     known = None if known is None else known.transpose(0, 1)

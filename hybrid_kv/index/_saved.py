@@ -32,7 +32,7 @@ class SavedIndex(KeyIndex):
         return new
 
     def shortened(self, keys: Tensor) -> Self | None:
-        """What finds keys [Hkv, N, D], the first of its own, to be saved with them.
+        """Index of keys [Hkv, N, D], the first of its own, to be saved with them.
 
         It may share memory with this index. None where those that follow cannot be taken out.
         """
@@ -63,7 +63,7 @@ class SavedIndex(KeyIndex):
 
     @abstractmethod
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """What `save` writes: what is no array, and the arrays."""
+        """Contents of a file for `save`: numbers and words, and arrays."""
 
     @classmethod
     @abstractmethod
@@ -74,7 +74,7 @@ class SavedIndex(KeyIndex):
 
 
 class SavedReport:
-    """What a report, a dataclass, is in JSON, and back."""
+    """Conversion of a report, a dataclass, to JSON and back."""
 
     __slots__ = ()
 

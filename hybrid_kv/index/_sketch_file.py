@@ -95,7 +95,7 @@ def _arrays_of(sketch: HeadSketch) -> dict[str, Tensor]:
 
 
 def _described(sketch: HeadSketch) -> dict[str, Any]:
-    """What of one head is no array."""
+    """Facts of one head that are no arrays."""
     tiers = [{"groups": tier.map.plan.groups, "count": tier.count} for tier in sketch.tiers]
     return {"num_rerank": sketch.num_rerank, "tiers": tiers}
 

@@ -76,7 +76,7 @@ class Potential:
 
 
 def why_unread(keys: Tensor) -> str | None:
-    """Why keys [..., N, D] cannot be sketched where they lie; None if they can."""
+    """Reason why keys [..., N, D] cannot be sketched where they lie; None if they can."""
     if keys.dtype not in DTYPES or not is_readable(keys):
         return f"sketches do not read {keys.dtype} rows of strides {list(keys.stride())}"
     return None
@@ -145,7 +145,7 @@ def _pool() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Which tier a key belongs to: its potential lies between two cuts, [tiers - 1] ascending."""
+    """Assignment of keys to tiers: its potential lies between two cuts, [tiers - 1] ascending."""
 
     potential: Potential
     cuts: Tensor

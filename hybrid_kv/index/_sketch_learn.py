@@ -80,7 +80,7 @@ class SketchLearner:
         self.params, self._cancellation = params, cancellation
 
     def why_flat(self, keys: Tensor, samples: Tensor | None) -> str | None:
-        """Why no head can get a sketch, whatever its keys are; None if one can."""
+        """Reason why no head can get a sketch, whatever its keys are; None if one can."""
         if keys.shape[1] < self.params.min_keys:
             return f"{keys.shape[1]} keys, a sketch takes {self.params.min_keys}"
         if samples is None or samples.shape[2] == 0:
@@ -235,7 +235,9 @@ def _first_proven(
 def _prove(
     sketch: HeadSketch, keys: Tensor, forecast: Forecast, held: HeldOut, goal: SketchGoal
 ) -> Trial:
-    """What the held-out queries find with as few candidates as reach the goal, or with the most."""
+    """Proof of a sketch: what held-out queries find with the fewest candidates that reach the goal,
+    or with the most.
+    """
     assert forecast.num_rerank is not None
     most = forecast.layout.most_reranked
     searcher, top_k = TierSearcher([keys], [sketch.tiers]), held.ids.shape[-1]

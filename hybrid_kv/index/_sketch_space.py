@@ -104,7 +104,7 @@ class QuerySpace:
 
 
 def sketch_map(space: QuerySpace, plan: SketchPlan, largest: Tensor) -> SketchMap:
-    """How keys and queries become codes of a plan.
+    """Map by which keys and queries become codes of a plan.
 
     The first dims have 8 bits and one step that holds every key; further groups are turned at
     random, which makes their dims alike, and have one step each.

@@ -27,7 +27,7 @@ horizon, which are one of so many."""
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one KV head is served at one beam, averaged over the held-out queries.
+    """Result of one KV head at one beam, averaged over the held-out queries.
 
     recall: share of the exact top keys that were found; mass: softmax mass of what was found over
     that of the exact top keys; scanned: distinct keys scored for a group of query heads, over all;
@@ -118,7 +118,7 @@ def hold_out(samples: Tensor, count: int, among: int | None = None) -> tuple[Ten
 
 
 def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:
-    """How many of the first samples stand for the queries that come after the prompt.
+    """Number of the first samples that stand for the queries after the prompt.
 
     The last `recent` samples are the last positions, next to each other. Each is so like its
     neighbours in the build that the graph serves it better than later text. The samples before
@@ -132,7 +132,7 @@ def num_like_later(num_samples: int, recent: int, num_keys: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When a graph is good enough, and what is tried.
+    """Goal of a graph, which says when it is good enough, and range of what is tried.
 
     top_k: the answers that are checked. recall, mass: shares of the exact answer, one of which has
     to be reached. max_scanned: share of the keys that a search of a group may score. positions:

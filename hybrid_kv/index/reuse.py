@@ -12,7 +12,7 @@ from hybrid_kv.types import SearchResult
 
 
 class Choices:
-    """What the searches of a step found in a layer, in their order: the same in every layer."""
+    """Results of a step's searches in a layer, in their order: the same in every layer."""
 
     def __init__(self) -> None:
         self._found: list[Tensor] = []

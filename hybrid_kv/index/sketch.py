@@ -87,7 +87,7 @@ class SketchIndex(SavedIndex):
 
     @property
     def goals(self) -> Params:
-        """What a sketch of these keys has to reach, wherever it is learned."""
+        """Goals that a sketch of these keys has to reach, wherever it is learned."""
         return self.params  # type: ignore[no-any-return]
 
     def __init__(self, params: Any) -> None:
@@ -121,8 +121,8 @@ class SketchIndex(SavedIndex):
         return scans + (0 if self._coded is None else self._coded.memory_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What serves each head (`SketchReport`); of a sketch also how many keys have codes by now,
-        `coded_keys`, and how many later ones a search scores in 8 bits and exactly.
+        """Report of what serves each head (`SketchReport`); of a sketch also how many keys have
+        codes by now, `coded_keys`, and how many later ones a search scores in 8 bits and exactly.
         """
         told = [report.to_dict() for report in self.reports]
         if self._coded is not None:

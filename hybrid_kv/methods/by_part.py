@@ -99,7 +99,7 @@ class ByHead(Method):
             part.open(self._info_of(info, name))
 
     def _info_of(self, info: ModelInfo, name: str) -> ModelInfo:
-        """What a method may know whose heads these are; layers without any are left out."""
+        """Model's facts for a method of these heads alone; layers without any are left out."""
         layers: list[LayerShape] = []
         rotary: list[Rotary] = []
         outputs: list[Tensor | None] = []

@@ -32,7 +32,7 @@ class HeavyParams(RecentShareParams):
 
 
 def heavy_needs(params: HeavyParams) -> Needs:
-    """What `Evidence.total_mass` takes."""
+    """Needs of `Evidence.total_mass`."""
     exact = params.prompt_scores == "exact"
     return Needs(column_sums=True) if exact else Needs(params.sampled_queries)
 

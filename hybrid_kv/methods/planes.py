@@ -135,7 +135,7 @@ def count_of(ratio: float, dim: int) -> int:
 
 
 def outliers(rows: Tensor, ratio: float, distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in a row [..., D] those lie that have the largest distance, and what they are.
+    """Places and values of the numbers of a row [..., D] that have the largest distance.
 
     Returns:
         places [..., m] int16 and numbers [..., m] in the dtype of rows, m = ceil(ratio * D).

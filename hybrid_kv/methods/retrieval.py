@@ -54,7 +54,7 @@ class SearchParams(Params):
 
     @property
     def why_host(self) -> str | None:
-        """Why the device cannot find cold entries with these settings; None if it can."""
+        """Reason why the device cannot find cold entries with these settings; None if it can."""
         if self.index.kind not in ("sketch", "auto"):
             return (
                 f"takes an index of kind sketch or auto, got {self.index.kind}; choose one of these"

@@ -140,7 +140,7 @@ class Attachment:
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes its tokens: the device of its first weights that lie anywhere."""
+        """Device that takes the model's tokens: that of its first weights that lie anywhere."""
         return self._devices[0] if self._devices else self.model.device
 
     def try_products(self) -> None:

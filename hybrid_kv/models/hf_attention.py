@@ -183,8 +183,8 @@ def _attend_plain(
 
 
 def _places(flags: Tensor, device: torch.device) -> slice | Tensor:
-    """Where flags [n] on the host are set, to index what lies on a device, which nobody waits for:
-    a slice where they follow each other, as behind padding.
+    """Places of flags [n] that are set on the host, to index a tensor of a device without a wait: a
+    slice where they follow each other, as behind padding.
     """
     ids = flags.nonzero()[:, 0]
     first, count = int(ids[0]) if len(ids) else 0, len(ids)

@@ -35,7 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 def why_alone(model: PreTrainedModel) -> str:
-    """Why decode steps of several caches of this model cannot be joined; empty where they can."""
+    """Reason why decode steps of several caches of this model cannot be joined; empty where they
+    can.
+    """
     text = text_config(model)
     tiered = set(tiered_layers(text))
     if others := sorted(set(range(text.num_hidden_layers)) - tiered):

@@ -306,7 +306,7 @@ def hub_path(name: str) -> str:
 
 
 def _out_of_reach() -> str | None:
-    """Why the hub cannot be asked; None where it answers, whatever it says."""
+    """Reason why the hub cannot be asked; None where it answers, whatever it says."""
     try:
         get_session().head(constants.ENDPOINT, timeout=_WAIT_S)
     except OfflineModeIsEnabled:

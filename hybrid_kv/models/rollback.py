@@ -28,7 +28,7 @@ def rolled_back(cache: TieredCache) -> Iterator[None]:
 
 
 class ReturnPoint:
-    """Where a cache of one row stands, to go back to if what comes next fails.
+    """State of a cache of one row, to go back to if what comes next fails.
 
     Cheap, unlike `rolled_back`: tokens are taken back by cropping, and what has moved to the cold
     tier since stays there. Only where a method drops entries, which cropping would not bring back,

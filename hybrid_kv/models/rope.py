@@ -122,7 +122,7 @@ def run_one_token(model: PreTrainedModel) -> OneToken:
 
 
 def told(error: Exception) -> str:
-    """Why a model could not be asked."""
+    """Words for a model that could not be asked."""
     line = next(iter(str(error).splitlines()), "")[:_TOLD_CHARACTERS]
     return f"the model cannot be asked ({type(error).__name__}{line and f': {line}'})"
 

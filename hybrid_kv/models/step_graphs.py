@@ -134,7 +134,7 @@ class StepGraphs:
         inputs: Mapping[str, Any],
         plans: Sequence[DevicePlan],
     ) -> PlanReason | None:
-        """Why a step cannot be captured; None where it can."""
+        """Reason why a step cannot be captured; None where it can."""
         for idx, layer in enumerate(cache.layers):
             if type(layer) is not HybridLayer and not is_written_in_place(layer):
                 kind = type(layer).__name__
@@ -200,7 +200,9 @@ class StepGraphs:
     def _places(
         self, cache: TieredCache, inputs: Mapping[str, Any], before: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Where the graph reads what changes: copies of inputs, and the position among numbers."""
+        """Memory where the graph reads what changes: copies of inputs, and the position among
+        numbers.
+        """
         given = {}
         for name in _READ:
             if (value := inputs.get(name)) is not None:
@@ -285,7 +287,7 @@ def _launched_again(cache: TieredCache) -> Iterator[None]:
 
 
 def _device_of(cache: TieredCache) -> torch.device:
-    """Where the first layer computes, which has seen a token."""
+    """Device of the first layer, which has seen a token."""
     device: torch.device = hybrid_layers(cache.layers)[0].device
     return device
 

@@ -60,7 +60,7 @@ def text_parts(model: PreTrainedModel, text: PreTrainedConfig) -> list[PreTraine
 
 
 def devices_of(model: PreTrainedModel) -> list[torch.device]:
-    """Where the model's weights lie, in the order of its layers; more than one where it is spread.
+    """Devices of the model's weights, in the order of its layers; several where it is spread.
 
     Weights that accelerate fetches when they are needed lie nowhere.
     """

@@ -95,7 +95,7 @@ class PythonCost:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """What a core does, measured; groups of 4 query heads of 128 channels in 16 bit.
+    """Measured costs of a core; groups of 4 query heads of 128 channels in 16 bit.
 
     search: by kind of index. attend: attention over what a group found, 100 entries a query head,
     which lie farther apart among more keys. rank: the exact ranking of what was found ahead, 200
@@ -262,7 +262,7 @@ class Designs:
         return self._depth * _MODEL_KERNELS + self._layers * (_OWN_KERNELS + more)
 
     def _base(self, kernels: int) -> Iterator[DesignPart]:
-        """What every design does on the device."""
+        """Part of every design on the device."""
         facts, rates = self._facts, self._rates
         yield DesignPart("weights", "device", facts.read_bytes / rates.device / 1e6)
         yield DesignPart("resident attention", "device", self._resident / rates.device / 1e6)

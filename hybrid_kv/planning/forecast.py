@@ -36,7 +36,7 @@ class BuildForecast:
         return bool(self._known[name])
 
     def seconds(self, name: str, num_keys: int) -> float | None:
-        """What a build will take, from the two largest that are known; None from none."""
+        """Forecast of a build's seconds, from the two largest that are known; None from none."""
         known = sorted(self._known[name].items())
         if not known or not num_keys:
             return None

@@ -1,4 +1,4 @@
-"""Where every byte of a context goes, what a token costs, and which way of running it to take.
+"""Planner: bytes of a context by place, costs of a token, and the best way of running it.
 
 Arithmetic only: sizes come from the model's configuration, rates from a measurement or a card's
 specification. Nothing is loaded and nothing is allocated.
@@ -190,7 +190,9 @@ class _Planner:
         return -(-device // per_token), -(-host // per_token)
 
     def _states_on_host(self, tokens: int) -> bool:
-        """Where a prompt's hidden states lie, which the running model decides by what is free."""
+        """Whether a prompt's hidden states lie on the host, as the running model decides by what is
+        free.
+        """
         facts = self._facts
         if self._machine.device_bytes is None:
             return False
@@ -200,14 +202,14 @@ class _Planner:
         return lie_on_host(setting, tokens * facts.states_bytes, layer_kv, free)
 
     def _select(self, cold: int, taken: int) -> DeviceSelect | None:
-        """Who finds cold entries, where there is a device beside the host."""
+        """Side that finds cold entries, where there is a device beside the host."""
         if self._machine.device_bytes is None or cold <= 0:
             return None
         facts, free = self._facts, self._device_free() - taken
         return plan_select(facts.layers, self._config, cold, facts.dtype_bytes, free)
 
     def _selected_ms(self, ms: Mapping[str, float], size: int, cold: int) -> dict[str, float]:
-        """What a token takes where the device selects, given what it does with a host."""
+        """Milliseconds of a token where the device selects, given its plan with a host."""
         facts, top_k = self._facts, self._config.cold.top_k
         if not ms or top_k == "all":
             return dict(ms)
@@ -224,9 +226,9 @@ class _Planner:
         return max(learned, key=lambda one: one.collecting, default=Learning())
 
     def _host_extras(self, cold: int, learning: Learning, taken: int) -> dict[str, int]:
-        """What the host holds beside cold KV and indexes (`taken` bytes): room in pinned arrays,
-        which is committed at once; a staging area; and what waits for its index. That is of all
-        layers if there is memory for it; else a layer waits for the builds of those before it.
+        """Bytes that the host holds beside cold KV and indexes (`taken` bytes): room in pinned
+        arrays, which is committed at once; a staging area; and what waits for its index. That is of
+        all layers if there is memory for it; else a layer waits for the builds of those before it.
         """
         extras = {}
         if self._machine.device_bytes is not None and cold:
@@ -370,7 +372,9 @@ class Learning:
 
 
 def learning_bytes(layer: LayerShape, needs: Needs, num_tokens: int, itemsize: int) -> Learning:
-    """What `needs` make of a prompt of `num_tokens`, for queries of `itemsize` bytes a channel."""
+    """Bytes that `needs` take for a prompt of `num_tokens`, for queries of `itemsize` bytes a
+    channel.
+    """
     sampled = min(2 * needs.sampled_queries, num_tokens)  # a stride doubles when so many are held
     positions = sampled + min(needs.last_queries, num_tokens)
     if not positions:

@@ -59,7 +59,7 @@ _ATTAINED_DEVICE, _ATTAINED_PCIE = 0.9, 0.8
 
 
 def rates_of_card(card: Card, host: Rates) -> Rates:
-    """What a machine with that card and this host would reach."""
+    """Rates that a machine with that card and this host would reach."""
     pcie = _ATTAINED_PCIE * card.pcie
     return Rates(_ATTAINED_DEVICE * card.device, host.dram, host.gather, h2d=pcie, d2h=pcie)
 

@@ -44,7 +44,9 @@ def bytes_per_step(
 
 
 def limit_ms(read: Mapping[str, int], cache: KVCache, rates: Rates) -> float | None:
-    """What reading takes at the measured bandwidths, one thing after the other; None for {}."""
+    """Milliseconds that reading takes at the measured bandwidths, one thing after the other; None
+    for {}.
+    """
     if not read:
         return None
     walks = _serving_kind(cache) in _WALKED

@@ -35,7 +35,7 @@ class Cpu(BaseModel):
 
 
 class Environment(BaseModel):
-    """What a result may depend on beside the run's own settings.
+    """Facts that a result may depend on beside the run's own settings.
 
     versions: of Python and the packages, null where one is not installed. device: what the model
     ran on, null where no model was run.

@@ -13,7 +13,7 @@ Asking = Literal["after", "before", "none"]
 
 
 class Counters(Group):
-    """What decoding took, as the runtime counted it.
+    """Costs of decoding, as the runtime counted them.
 
     attended_tokens: entries that a query head attended in a step, on average; attended_ratio: over
     those of full attention. read_bytes: that a step of one token reads, see `Work`: keys, values,

@@ -89,7 +89,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTable:
-    """What one task loses by budget: methods downwards, budgets to the right."""
+    """Losses of one task by budget: methods downwards, budgets to the right."""
 
     title: str
     head: tuple[str, ...]
@@ -152,7 +152,7 @@ def to_csv(rows: Sequence[EvalRow]) -> str:
 
 
 def failed(row: EvalRow | None) -> str | None:
-    """What stands in the place of a score that could not be had."""
+    """Mark in the place of a score that could not be had."""
     if row is None or row.score is not None or not row.error:
         return None
     return "refused" if row.refused else "failed"

@@ -118,7 +118,8 @@ def _write(target: str | Path, data: bytes) -> None:
 
 
 def _stream_of(target: str | Path) -> Callable[[bytes], None] | None:
-    """How to append to our own stdout or stderr, where the target is one of them under any name.
+    """Stream that appends to our own stdout or stderr, where the target is one of them under any
+    name.
 
     A file that the shell sends stdout to must not be renamed over, nor cut.
     """

@@ -142,7 +142,7 @@ class AuditedHead(Group):
 
 
 class AuditReport(Group):
-    """What exact attention of single heads, in rotation, found to be missing.
+    """Findings of exact attention of single heads, in rotation: what was missing.
 
     looks: heads that were looked at, one step each. recall_at_k: of the exact best cold entries, as
     many as the budget has. missed_mass: of the softmax over all stored entries, what no exact
@@ -161,7 +161,7 @@ class AuditReport(Group):
 
     @classmethod
     def of(cls, audit: Audit) -> AuditReport:
-        """What the looks at single heads found."""
+        """Report of the looks at single heads."""
         looks = audit.looks()
         return cls(
             looks=len(audit.findings),

@@ -52,7 +52,7 @@ class ContextChatReport(_Envelope):
 
 
 class ContextAudit(Group):
-    """What an audit had found when a context was saved, means over its looks.
+    """Findings of an audit by the time a context was saved, means over its looks.
 
     recall_at_k: null where no cold entries were searched. mass_error: null in contexts of before
     it was measured.

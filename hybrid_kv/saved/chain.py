@@ -26,7 +26,7 @@ def chain_of(ids: Tensor) -> list[bytes]:
 
 
 def common_tokens(first: Tensor, second: Tensor) -> int:
-    """How many tokens ids [tokens] of both begin with alike."""
+    """Number of tokens that ids [tokens] of both have in common at the start."""
     shorter = min(len(first), len(second))
     differing = (first[:shorter] != second[:shorter]).nonzero()
     return int(differing[0]) if len(differing) else shorter

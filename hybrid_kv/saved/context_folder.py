@@ -69,7 +69,7 @@ class ContextFolder:
             ) from None
 
     def path_of(self, group: str, name: str) -> Path:
-        """Where a context of a group lies, or would."""
+        """Path where a context of a group lies, or would."""
         return self.folder / group[:32] / f"{name[:32]}.hkv"
 
     def paths(self, group: str) -> list[Path]:

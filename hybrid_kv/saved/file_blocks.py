@@ -106,7 +106,7 @@ def mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def entries_tensors(kept: Entries) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a method keeps as named tensors, and what is none, JSON-ready."""
+    """Entries of a method as named tensors, and the rest of them JSON-ready."""
     kept = kept.copied()
     tensors = {f"columns.{name}": column for name, column in kept.columns.items()}
     tensors |= {f"state.{name}": tensor for name, tensor in kept.state.items()}
@@ -127,7 +127,7 @@ def entries_tensors(kept: Entries) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def entries_of(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device
 ) -> Entries:
-    """What `entries_tensors` gave, in memory of its own on a device.
+    """Entries from what `entries_tensors` gave, in memory of their own on a device.
 
     Raises:
         LookupError, TypeError, ValueError: it does not fit together.

@@ -41,7 +41,7 @@ _RUNNING = frozenset(HybridConfig.model_fields) - {"method", "page_size", "param
 
 
 def model_identity(model: PreTrainedModel) -> SavedModel:
-    """What tells a model from others, with the same result in every process."""
+    """Identity that tells a model from others, the same in every process."""
     config = text_config(model).to_dict()
     facts = {name: config[name] for name in _FACTS if config.get(name) is not None}
     weights = sha256()

@@ -83,7 +83,7 @@ class SavedExtent(SavedPart):
 
 
 class SavedAudit(SavedPart):
-    """What the audit had found by the time of saving, means over the looks; see `Finding`.
+    """Findings of the audit by the time of saving, means over the looks; see `Finding`.
 
     mass_error: None in files of before it was measured.
     """
@@ -189,7 +189,7 @@ class Manifest(SavedPart):
         return len(self.layers) + len(self.windows) + len(self.states)
 
     def path_of(self, root: Path, name: str) -> Path:
-        """Where a block lies, a plain file of the size that it should have.
+        """Path of a block, a plain file of the size that it should have.
 
         Raises:
             FileFormatError: it is not there, or is something else.
@@ -277,7 +277,7 @@ def _hash(content: dict[str, Any]) -> str:
 
 
 def _plain(root: Path, path: Path, is_kind: Any, kind: str) -> os.stat_result:
-    """What a path is, which must be a file or a folder itself and no link to one."""
+    """Status of a path, which must be a file or a folder itself and no link to one."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -194,7 +194,7 @@ def _read_text(root: Path, manifest: Manifest) -> LoadedContext:
 
 
 def _check(root: Path, manifest: Manifest, name: str) -> Path:
-    """Where a block lies whose every byte is as it was written."""
+    """Path of a block whose every byte is as it was written."""
     path = manifest.path_of(root, name)
     if hash_of(path) != manifest.blocks[name].sha256:
         raise ValueError(f"the checksum of block '{name}' does not fit")

@@ -345,7 +345,7 @@ class RegistryCounters:
 
     @classmethod
     def read(cls, path: Path) -> RegistryCounters:
-        """What a file says; zeros where there is none, or none of ours."""
+        """Contents of a file; zeros where there is none, or none of ours."""
         try:
             known = json.loads(path.read_bytes())
             found = cls(**{field.name: known[field.name] for field in fields(cls)})

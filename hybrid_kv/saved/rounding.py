@@ -31,7 +31,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unrounded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What comes back: [..., N, D] in `dtype`, in memory of its own."""
+    """Entries from their rounded form: [..., N, D] in `dtype`, in memory of their own."""
     back = torch.empty(codes.shape, dtype=dtype)
     for start in range(0, codes.shape[-2], _BLOCK):
         rows = slice(start, start + _BLOCK)

@@ -133,7 +133,7 @@ def write_rest(
 
 
 def _audited(cache: TieredCache) -> SavedAudit | None:
-    """What is known of this cache's misses; None where nobody looked."""
+    """Findings on this cache's misses; None where nobody looked."""
     auditor = cache.kv.auditor
     if auditor is None or not auditor.audit.findings:
         return None

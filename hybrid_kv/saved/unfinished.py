@@ -78,7 +78,7 @@ class ContextBuild:
     # Beginning ----------------------------------------------------------------------------------
 
     def _read_progress(self) -> BuildProgress | None:
-        """What an earlier start has done; None where there is nothing of use."""
+        """Progress of an earlier start; None where there is nothing of use."""
         try:
             known = BuildProgress.model_validate_json((self.root / _PROGRESS).read_bytes())
         except (OSError, ValidationError):

@@ -82,8 +82,8 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """What others left in a folder who wanted to write a context of this name, or of any, and were
-    killed: nobody locks it any more.
+    """Removes what others left in a folder who wanted to write a context of this name, or of any,
+    and were killed: nobody locks it any more.
     """
     for left in folder.glob(f".{'*' if name is None else _literal(name)}.*.part"):
         with suppress(OSError):

@@ -30,7 +30,7 @@ ROTARY = Rotary(tuple(1e4 ** (-i / 36) for i in range(36)))
 
 @dataclass
 class Driven:
-    """What happened.
+    """Record of a driven layer.
 
     q: [Hq, N, D]; k, v: [Hkv, N, D], prompt and answer. placement, kept: at the end.
     out, exact: [Hq, D] by step; steps: kept Entries after every step; lost: positions [Hkv, N] bool

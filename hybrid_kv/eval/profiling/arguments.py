@@ -113,7 +113,7 @@ class ProfileArguments(Params):
         return config
 
     def changed(self, config: HybridConfig) -> str | None:
-        """What is not as the method has it by default, because layers are missing; None mostly."""
+        """Sentence on what is not the method's default because layers are missing; None mostly."""
         if getattr(config, "dense_layers", None) != 0 or "dense_layers" in self.settings:
             return None
         return (

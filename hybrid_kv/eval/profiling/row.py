@@ -196,7 +196,7 @@ class RowMeasurement:
         return ids
 
     def _recorder(self) -> Recorder | None:
-        """What the timed pass is observed by: a device's clock, or nobody where there is none."""
+        """Observer of the timed pass: a device's clock, or nobody where there is none."""
         clock = device_clock(self._model.device, perf_counter)
         return None if clock is None else Recorder(keep_spans=False, clock=clock)
 
@@ -277,7 +277,7 @@ class RowMeasurement:
             row.cache_limit_ms = limit_ms(of_cache, kv, self._around.rates)
 
     def _conclude(self, peak: PeakMemory) -> None:
-        """What is known at the end, which an error or the user may have brought about."""
+        """Tells the row what is known at the end, which an error or the user may have caused."""
         row, device = self.row, self._model.device
         peaks = {"host_peak": peak.bytes()}
         if device.type == "cuda":

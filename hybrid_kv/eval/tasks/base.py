@@ -67,13 +67,13 @@ class TextSample:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a task may write: about `tokens`, at most, as `count` counts those of a text."""
+    """Size of what a task may write: about `tokens`, at most, as `count` counts those of a text."""
 
     tokens: int
     count: Callable[[str], int]
 
     def less(self, *texts: str) -> Room:
-        """What is left beside these texts."""
+        """Room that is left beside these texts."""
         return Room(self.tokens - sum(map(self.count, texts)), self.count)
 
 
@@ -93,7 +93,7 @@ class Task:
 
     @property
     def num_contexts(self) -> int | None:
-        """How many different samples there are; None for as many as one likes.
+        """Number of different samples; None for as many as one likes.
 
         Raises:
             ConfigError: they stand in a file that cannot be used.

@@ -21,7 +21,7 @@ from hybrid_kv.eval.tasks.recorded import AskedRow, JsonRow, Recorded
 
 
 class _DataSet(NamedTuple):
-    """How a data set is asked and measured; None: by the names of all its classes.
+    """Question and metric of a data set; None: by the names of all its classes.
 
     ask: the question, with {} for the row's own.
     """
@@ -148,7 +148,7 @@ _LETTERS = "ABCD"
 
 
 class _BenchFile(NamedTuple):
-    """What one of the tasks says first, how it is measured, and how long answers may be."""
+    """Instruction, metric and longest answer of one of the tasks."""
 
     intro: str
     measure: Measure | None

@@ -83,7 +83,7 @@ class Hidden(Task):
         return TextSample(intro, text, tuple(questions))
 
     def _count(self, room: Room, rng: np.random.Generator) -> int:
-        """How many keys are hidden."""
+        """Number of keys that are hidden."""
         if self.around != "needles":
             return self.num_keys
         samples = zip(_DRAW[self.keys](rng, 8), _DRAW[self.values](rng, 8), strict=True)

@@ -50,7 +50,7 @@ class Recorded(Task):
 
     @abstractmethod
     def asked(self, row: JsonRow, path: Path) -> AskedRow:
-        """What a row asks.
+        """Question and answers that a row of a file asks for.
 
         Raises:
             ConfigError: the file is of a kind that is not asked here.

@@ -63,7 +63,9 @@ class CommonWords(Task):
 
     @staticmethod
     def _fitting(room: Room, words: list[str], count: int, often: int, seldom: int) -> int | None:
-        """How many other words fit beside the common ones; None where there is no place for any."""
+        """Number of other words that fit beside the common ones; None where there is no place for
+        any.
+        """
 
         def fits(size: int) -> bool:
             listed = words[:count] * often + words[count : count + size] * seldom
@@ -143,7 +145,7 @@ class MostFrequent(Task):
 
 @TASKS.register("variable_tracking", paper="Hsieh et al. 2024 (RULER), arXiv:2404.06654")
 class VariableTracking(Task):
-    """Which names stand for a number, by a chain of assignments."""
+    """Task that asks which names stand for a number, by a chain of assignments."""
 
     class Params(BaseParams):
         """hops: assignments after the first one; records: in a context of the needle language;

@@ -293,7 +293,7 @@ SVG_STYLE = "svg path,svg use{stroke-linejoin:round;stroke-linecap:butt}"
 
 
 def _body(picture: Picture, ident: str) -> str:
-    """What Matplotlib draws, in placeholders for colours and with identifiers of its own."""
+    """Body of Matplotlib's drawing, with placeholders for colours and identifiers of its own."""
     import matplotlib
 
     canvas, out = drawn(picture, _HOLDERS.__getitem__), StringIO()

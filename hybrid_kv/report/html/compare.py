@@ -124,7 +124,7 @@ class Pair:
 
 
 def pairs_of(one: ComparedProfiles) -> list[Pair]:
-    """What both have measured, in the first one's order.
+    """Rows that both have measured, in the first one's order.
 
     Raises:
         ConfigError: they share no method at a context.
@@ -207,7 +207,7 @@ def pairs_by_context(pairs: list[Pair]) -> dict[str, list[Pair]]:
 
 
 def _summary(pairs: list[Pair], names: tuple[str, str]) -> list[PageBlock]:
-    """How many rows became faster, and by how much in the middle."""
+    """Sentence on how many rows became faster, and the median of by how much."""
     ratios = [pair.tpot for pair in pairs]
     count = Counter(ratio.verdict for ratio in ratios)
     middle = numbers.ratio(median(ratio.value for ratio in ratios))

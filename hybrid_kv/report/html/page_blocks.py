@@ -81,7 +81,7 @@ class Table:
 
     @property
     def layout(self) -> str:
-        """How much room it takes: wide ones become a block a row where the page is too narrow."""
+        """Layout by the room it takes: wide tables become a block a row on a narrow page."""
         if self.heat:
             names = (row[0] if isinstance(row[0], str) else row[0].text for row in self.rows)
             return "heat named" if any(len(name) > 4 for name in names) else "heat"
@@ -123,7 +123,7 @@ class FactList:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What opens on a click, and by itself where a link leads to `ident`."""
+    """Block that opens on a click, and by itself where a link leads to `ident`."""
 
     summary: str
     blocks: Sequence[PageBlock]

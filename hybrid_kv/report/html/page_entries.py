@@ -32,7 +32,7 @@ _DASHES: tuple[tuple[float, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SeriesLook:
-    """How a method is drawn in every figure; marker and dash tell what colour does."""
+    """Look of a method in every figure; marker and dash tell what colour does."""
 
     colour: str
     shape: Shape

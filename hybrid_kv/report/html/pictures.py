@@ -81,7 +81,7 @@ def ttft_figure(entries: Sequence[Entry], width: float) -> Picture:
 
 
 def phases_figure(entries: Sequence[Entry], where: str, width: float) -> Picture:
-    """Where a decode step goes."""
+    """Figure of a decode step's time by phase."""
     bars = []
     for entry in entries:
         found = phases(entry.row)
@@ -105,13 +105,13 @@ def memory_figure(entries: Sequence[Entry], where: str, width: float) -> Picture
 
 
 def qualities(entries: Sequence[Entry]) -> list[Quality]:
-    """What the audits of these rows can be drawn for."""
+    """Qualities that the audits of these rows can be drawn for."""
     kinds: tuple[Quality, ...] = ("attended", "recall")
     return [kind for kind in kinds if any(_estimate(entry, kind) for entry in entries)]
 
 
 def quality_figure(entries: Sequence[Entry], quality: Quality, where: str, width: float) -> Picture:
-    """What the search found against time per token, of rows that were audited for it."""
+    """Figure of what the search found against time per token, of rows that were audited for it."""
     found = ((entry, _estimate(entry, quality)) for entry in entries)
     spots = [_spot(entry, estimate, quality) for entry, estimate in found if estimate]
     title, axis = {
@@ -207,7 +207,7 @@ LIMIT, PREDICTED = "time of the bytes alone", "predicted by plan"
 
 
 def limit_figure(entries: Sequence[Entry], where: str, width: float) -> Picture:
-    """What was measured, between what the bytes alone take and what `plan` says."""
+    """Figure of measured times, between what the bytes alone take and what `plan` says."""
     rows = [_limit_row(entry) for entry in entries if isinstance(entry.row, ProfileRow)]
     scale = fitted(point.value for row in rows for point in row.points)
     return ranges_figure(

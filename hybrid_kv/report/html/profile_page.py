@@ -81,7 +81,7 @@ def profile_head(report: ProfileReport, source: str) -> list[PageBlock]:
 
 
 def warnings(report: ProfileReport) -> list[Words]:
-    """What a reader must know before any number."""
+    """Warnings that a reader must know before any number."""
     found = []
     if report.fill == "synthetic":
         found.append(
@@ -152,8 +152,8 @@ def _tpot(entry: Entry) -> float:
 
 
 def _missed(entry: Entry) -> float | None:
-    """What is missing after the estimate, or estimated too much; where that was not measured, what
-    no exact attention read.
+    """Mass that is missing after the estimate, or estimated too much; where that was not measured,
+    what no exact attention read.
     """
     audit = entry.row.audit
     if audit is None:

@@ -41,7 +41,7 @@ def run_entries(report: RunDocument) -> list[Entry]:
 
 
 def run_head(report: RunDocument, source: str) -> list[PageBlock]:
-    """What ran, where, and how a demo ended."""
+    """Head of a run: what ran, where, and how a demo ended."""
     runs = runs_of(report)
     pairs: dict[str, str | None] = {
         "Model": ", ".join(dict.fromkeys(run.model for run in runs)) or None,

@@ -101,7 +101,7 @@ def plus_minus(estimate: EstimateReport) -> str:
 
 
 def times(value: float | None, base: float | None) -> str:
-    """How many times the base a value is, or nothing where one is unknown."""
+    """Ratio of a value to the base, or nothing where one is unknown."""
     return numbers.ratio(value / base) if value is not None and base else ""
 
 
@@ -131,7 +131,7 @@ def _steps(entry: Entry) -> str:
 
 
 def start_table(title: str, entries: Sequence[Entry]) -> Table:
-    """What happens before the first token: prefill, index builds, or filling."""
+    """Table of the time before the first token: prefill, index builds, or filling."""
     return quantities_table(title, entries, START)
 
 
@@ -177,7 +177,7 @@ def _against(total: float, tpot_ms: float | None) -> StyledCell:
 
 
 def quality_table(title: str, entries: Sequence[Entry]) -> Table:
-    """What the audit found, and what was read for it."""
+    """Table of what the audit found, and what was read for it."""
     audit = (RECALL, MISSED, MASS_ERROR, OUTPUT_ERROR, LOOKS)
     return quantities_table(title, entries, (TPOT, *audit, ATTENDED, SCORED))
 
@@ -303,7 +303,7 @@ def heat_step(missed: float) -> int:
 
 
 def heat_tip(head: AuditedHead) -> str:
-    """What a head missed, in words."""
+    """Words on what a head missed."""
     recall = "" if head.recall_at_k is None else f", recall {numbers.percent(head.recall_at_k)}"
     return (
         f"layer {head.layer}, KV head {head.kv_head}: missed mass "
