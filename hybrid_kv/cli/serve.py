@@ -289,7 +289,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def _requests_logged(output: TalkOptions) -> Iterator[None]:
     """A block in which each request has its line, unless --quiet."""
-    from hybrid_kv.serve.http.journal import log
+    from hybrid_kv.serve.http.metrics import log
 
     handler, level, propagate = _Lines(as_json=output.json), log.level, log.propagate
     if not output.quiet:

@@ -17,8 +17,8 @@ from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.admission import RequestMemory, check, needed_bytes
 from hybrid_kv.serve.requests import EngineStats, Limits, Request, RequestHandle
+from hybrid_kv.serve.running import RequestMemory, check, needed_bytes
 from hybrid_kv.serve.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)

@@ -271,6 +271,13 @@ class RequestHandle:
         return self._cancelled.is_set()
 
     @property
+    def early_end(self) -> Reason | None:
+        """Why the request shall end before its answer does; None while it may go on."""
+        if self.is_cancelled:
+            return "cancelled"
+        return "timeout" if self.deadline is not None and monotonic() >= self.deadline else None
+
+    @property
     def is_finished(self) -> bool:
         """Whether the last event has come."""
         return bool(self._happened) and isinstance(self._happened[-1], Finished)

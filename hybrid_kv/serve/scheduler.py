@@ -1,15 +1,17 @@
 """Scheduler of the engine: admits requests, computes a chunk of one prompt, then one decode step.
 
-The decode step of all running requests is one pass through the weights.
+The decode step of all running requests is one pass through the weights. Counters of all of it are
+what the metrics are made from.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -17,15 +19,12 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.llm import LLM
-from hybrid_kv.errors import BusyError, CapacityError, ConfigError, HybridKVError
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.joined import JoinedCache, why_alone
 from hybrid_kv.ops.native.linear import MAX_TOKENS
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.registry import ContextRegistry
-from hybrid_kv.serve.admission import RequestMemory, check, fits, needed_bytes
-from hybrid_kv.serve.counters import EngineCounters
 from hybrid_kv.serve.prefill_queue import PrefillQueue
 from hybrid_kv.serve.prefix_cache import KeptPrefixes
 from hybrid_kv.serve.requests import (
@@ -37,8 +36,15 @@ from hybrid_kv.serve.requests import (
     RequestReport,
     Usage,
 )
-from hybrid_kv.serve.running import RunningRequest
-from hybrid_kv.store.tiers import tier_bytes
+from hybrid_kv.serve.running import (
+    RequestMemory,
+    RunningRequest,
+    as_ours,
+    check,
+    fits,
+    needed_bytes,
+)
+from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +101,9 @@ class Scheduler:
 
     def admit(self, queue: deque[RequestHandle]) -> None:
         """Takes from the queue what there is a place and memory for, in its order."""
-        for ticket in [ticket for ticket in queue if _early_end(ticket)]:
+        for ticket in [ticket for ticket in queue if ticket.early_end]:
             queue.remove(ticket)
-            self._finish(ticket, _early_end(ticket) or "cancelled")
+            self._finish(ticket, ticket.early_end or "cancelled")
         while queue and len(self.runs) < self._limits.max_running:
             ticket = queue[0]
             needed = needed_bytes(self._llm, ticket.request)
@@ -123,7 +129,7 @@ class Scheduler:
 
     def _end_early(self) -> None:
         for run in list(self.runs):
-            if (reason := _early_end(run.ticket)) is not None:
+            if (reason := run.ticket.early_end) is not None:
                 self._end(run, reason)
 
     # Prompts -------------------------------------------------------------------------------------
@@ -360,23 +366,86 @@ class Scheduler:
         self._prefixes.close()
 
 
-def _early_end(ticket: RequestHandle) -> Reason | None:
-    """Why a request shall end before its answer does."""
-    if ticket.is_cancelled:
-        return "cancelled"
-    late = ticket.deadline is not None and monotonic() >= ticket.deadline
-    return "timeout" if late else None
+# Counters ----------------------------------------------------------------------------------------
+
+_SHARE = 0.2
+"""Of a new request's time in the mean of all."""
 
 
-def as_ours(error: Exception) -> HybridKVError:
-    """An error for whoever asked; all that are not the request's own are logged."""
-    if isinstance(error, ConfigError | CapacityError | BusyError):
-        return error
-    if isinstance(error, MemoryError):
-        return CapacityError(f"memory ran out: {error}; shorten the prompt, or ask again later")
-    _log.error("a request failed", exc_info=error)
-    if isinstance(error, HybridKVError):
-        return error
-    named = HybridKVError(f"the request failed: {type(error).__name__}: {error}; see the log")
-    named.__cause__ = error
-    return named
+class EngineCounters:
+    """Counters that only grow, and a few means."""
+
+    def __init__(self) -> None:
+        self._finished: Counter[str] = Counter()
+        self._alone: Counter[str] = Counter()
+        self._prompt = self._reused = self._completion = self._hits = 0
+        self._steps = self._rows = 0
+        self._stall_ms = self._last_stall_ms = 0.0
+        self._stalls = self._late_stalls = 0
+        self._recalls, self._missed = list[float](), list[float]()
+        self._mass_errors = list[float]()
+        self._served_s: float | None = None
+
+    def end(self, event: Finished, seconds: float) -> None:
+        """A request has ended, so long after it was submitted."""
+        usage, report = event.usage, event.report
+        self._finished[event.reason] += 1
+        self._prompt += usage.prompt_tokens
+        self._reused += usage.reused_tokens
+        self._completion += usage.completion_tokens
+        self._hits += usage.reused_tokens > 0
+        if report.alone:
+            self._alone[report.alone] += 1
+        if report.recall is not None:
+            self._recalls.append(report.recall)
+        if report.missed_mass is not None:
+            self._missed.append(report.missed_mass)
+        if report.mass_error is not None:
+            self._mass_errors.append(report.mass_error)
+        old = seconds if self._served_s is None else self._served_s
+        self._served_s = (1 - _SHARE) * old + _SHARE * seconds
+
+    def step(self, rows: int) -> None:
+        """A decode step of so many requests."""
+        self._steps += 1
+        self._rows += rows
+
+    def stall(self, seconds: float, bound: float) -> None:
+        """So long a stream waited while a prompt was computed, which should be within a bound."""
+        self._stalls += 1
+        self._late_stalls += seconds > bound
+        self._last_stall_ms = 1e3 * seconds
+        self._stall_ms = max(self._stall_ms, self._last_stall_ms)
+
+    def retry_after_s(self, slots: int) -> float:
+        """When one of so many slots is likely to be free."""
+        return max(1.0, (self._served_s or 0.0) / slots)
+
+    def stats(
+        self, queued: int, runs: Sequence[RunningRequest], chunk_tokens: int, held: TierBytes
+    ) -> EngineStats:
+        """Everything at once."""
+        return EngineStats(
+            queued=queued,
+            prefilling=sum(not run.is_prefilled for run in runs),
+            running=sum(run.is_prefilled for run in runs),
+            finished=dict(self._finished),
+            prompt_tokens=self._prompt,
+            reused_tokens=self._reused,
+            completion_tokens=self._completion,
+            prefix_hits=self._hits,
+            stall_ms=self._stall_ms,
+            last_stall_ms=self._last_stall_ms,
+            stalls=self._stalls,
+            late_stalls=self._late_stalls,
+            chunk_tokens=chunk_tokens,
+            steps=self._steps,
+            joined_rows=self._rows,
+            alone=dict(self._alone),
+            recall=fmean(self._recalls) if self._recalls else None,
+            missed_mass=fmean(self._missed) if self._missed else None,
+            mass_error=fmean(self._mass_errors) if self._mass_errors else None,
+            device_kv_bytes=held.device_kv,
+            host_kv_bytes=held.host_kv,
+            host_index_bytes=held.host_index,
+        )

@@ -32,7 +32,7 @@ from hybrid_kv.serve import (
     Token,
     admission,
 )
-from hybrid_kv.serve.admission import needed_bytes
+from hybrid_kv.serve.running import needed_bytes
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
 from tests.serve.asking import (

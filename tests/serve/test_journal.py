@@ -15,7 +15,7 @@ import pytest
 
 from hybrid_kv.api import LLM
 from hybrid_kv.cli.serve import TalkOptions, _requests_logged
-from hybrid_kv.serve.http.journal import log
+from hybrid_kv.serve.http.metrics import log
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import Running, serving
 from tests.serve.test_http import COMPLETIONS, completion

@@ -14,9 +14,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.serve.http.answers import gathered, streamed, unless_left
+from hybrid_kv.serve.http.answers import (
+    ChatForm,
+    CompletionForm,
+    Form,
+    gathered,
+    streamed,
+    unless_left,
+)
 from hybrid_kv.serve.http.errors import ApiError, api_error
-from hybrid_kv.serve.http.forms import ChatForm, CompletionForm, Form
 from hybrid_kv.serve.http.guard import Guard, Rules, log
 from hybrid_kv.serve.http.metrics import CONTENT_TYPE
 from hybrid_kv.serve.http.page import PARTS, UPLOAD, add_page

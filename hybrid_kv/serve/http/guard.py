@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_kv.serve.http.errors import ApiError, api_error
-from hybrid_kv.serve.http.journal import RequestLine
+from hybrid_kv.serve.http.metrics import RequestLine
 
 log = logging.getLogger("hybrid_kv.serve")
 

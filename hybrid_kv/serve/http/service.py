@@ -22,8 +22,7 @@ from hybrid_kv.config import HybridConfig, PluginConfig
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.support import max_context
 from hybrid_kv.serve.http.errors import ApiError
-from hybrid_kv.serve.http.journal import answered
-from hybrid_kv.serve.http.metrics import Metrics
+from hybrid_kv.serve.http.metrics import Metrics, answered
 from hybrid_kv.serve.http.schemas import (
     MOST_CHOICES,
     ChatRequest,
