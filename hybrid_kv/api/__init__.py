@@ -2,10 +2,9 @@
 
 from hybrid_kv.api.context import Context
 from hybrid_kv.api.conversation import Conversation
-from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.generation import Generation, TextStream
 from hybrid_kv.api.llm import LLM, load
 from hybrid_kv.api.planning import plan
-from hybrid_kv.api.stream import TextStream
 from hybrid_kv.models.attach import HybridCache, attach, detach
 
 __all__ = [

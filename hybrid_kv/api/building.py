@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.api.arguments import check_watchers
-from hybrid_kv.api.asked_messages import AskedMessages
+from hybrid_kv.api.generation import PrefillProgress, PrefillWatch
 from hybrid_kv.api.llm import LLM, Prompt
-from hybrid_kv.api.prefill import PrefillProgress, PrefillWatch
-from hybrid_kv.api.template import checked, is_chat
+from hybrid_kv.api.tokens import AskedMessages, checked, is_chat
 from hybrid_kv.api.turn import check_room
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.hf_cache import TieredCache

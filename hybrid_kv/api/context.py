@@ -7,18 +7,28 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.api.arguments import GenerateOptions, check_watchers, token_ids, whole_number
-from hybrid_kv.api.asked_messages import AskedMessages
-from hybrid_kv.api.generation import Generation
-from hybrid_kv.api.prefill import PrefillCancelled, PrefillProgress, PrefillWatch
-from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import ChatTemplate, Message, checked, common_length, is_chat
+from hybrid_kv.api.arguments import GenerateOptions, check_watchers, whole_number
+from hybrid_kv.api.generation import (
+    Generation,
+    PrefillCancelled,
+    PrefillProgress,
+    PrefillWatch,
+    TextStream,
+)
+from hybrid_kv.api.tokens import (
+    AskedMessages,
+    ChatTemplate,
+    Message,
+    checked,
+    common_length,
+    is_chat,
+    token_ids,
+)
 from hybrid_kv.api.turn import Model, Turn, check_room
 from hybrid_kv.errors import ConfigError, MethodError, said
 from hybrid_kv.models.cache_argument import passing
@@ -170,12 +180,7 @@ class Context:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

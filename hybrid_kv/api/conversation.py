@@ -9,9 +9,8 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from hybrid_kv.api.arguments import GenerateOptions
-from hybrid_kv.api.generation import Generation
-from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import ChatTemplate, common_length
+from hybrid_kv.api.generation import Generation, TextStream
+from hybrid_kv.api.tokens import ChatTemplate, common_length
 from hybrid_kv.api.turn import Model, Turn
 from hybrid_kv.errors import ConfigError, said
 from hybrid_kv.models.rollback import ReturnPoint

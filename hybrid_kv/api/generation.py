@@ -1,20 +1,25 @@
-"""The result of one generation, and the objects that watch it happen."""
+"""The result of one generation, and the objects that watch it happen.
+
+Of the prompt: how far it is, and an early end. Of the answer: when each token came, its text as it
+comes, and what stops it.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid_kv.api.template import NO_TEMPLATE
+from hybrid_kv.api.tokens import NO_TEMPLATE, decode_text
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.types import Work
 from hybrid_kv.watch.audit import Audit
 
@@ -145,11 +150,6 @@ class StopOnText(StoppingCriteria):
         return torch.tensor(ended, device=input_ids.device)
 
 
-def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    """Text of one sequence, without special tokens."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
 def until_done(pieces: SimpleQueue[Any], stops: list[str]) -> Iterator[str]:
     """Pieces up to the first stop string; a tail that may begin one is held back."""
     held, longest = "", max((len(stop) for stop in stops), default=1)
@@ -169,3 +169,122 @@ def until_done(pieces: SimpleQueue[Any], stops: list[str]) -> Iterator[str]:
     end = min((held.index(stop) for stop in stops if stop in held), default=len(held))
     if held[:end]:
         yield held[:end]
+
+
+# Text as it comes --------------------------------------------------------------------------------
+
+Call = Callable[["SimpleQueue[Any]"], Generation]
+
+
+class TextStream(Iterator[str]):
+    """Pieces of text of one call; closing or dropping it ends the generation.
+
+    Args:
+        run: computes the generation and puts pieces of text into the queue that it is given.
+        cancel: set to end the run early.
+        stops: strings that end the text.
+    """
+
+    def __init__(self, run: Call, cancel: threading.Event, stops: list[str]) -> None:
+        self._results: list[Generation] = []
+        self._pieces = _read(run, cancel, stops, self._results)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the generation after the token in work; `result` is what came until then."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> Generation:
+        """Result of the call: its answer and its costs.
+
+        Raises:
+            ConfigError: the stream has not ended yet.
+        """
+        if not self._results:
+            raise ConfigError("the stream has no result yet; read it to its end or close it")
+        return self._results[0]
+
+
+def _read(
+    run: Call, cancel: threading.Event, stops: list[str], results: list[Generation]
+) -> Generator[str, None, None]:
+    """Runs it in a thread and yields its text; what the run returns is added to `results`."""
+    # Knows no stream: a stream that is dropped drops this, which ends the thread.
+    pieces: SimpleQueue[Any] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.append(run(pieces))
+            pieces.put(results[0])
+        except BaseException as error:
+            pieces.put(error)
+
+    worker = threading.Thread(target=work, name="hybrid-kv-generate")
+    worker.start()
+    try:
+        yield from until_done(pieces, stops)
+    finally:
+        cancel.set()
+        worker.join()
+
+
+# The prompt --------------------------------------------------------------------------------------
+
+PrefillProgress = Callable[[int, int], None]
+"""Called with (done, total) in tokens x layers."""
+
+
+class PrefillCancelled(Exception):  # noqa: N818 (an event, not a failure)
+    """The prompt was given up between two chunks; the cache is unusable."""
+
+
+class PrefillWatch:
+    """Counts what the attention layers have seen, by hooks that leave with the prompt's last token.
+
+    Without a report or a cancel event nothing is registered and nothing is paid.
+
+    Args:
+        done_layers: how many have seen it already.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        new_tokens: int,
+        report: PrefillProgress | None,
+        cancels: Sequence[threading.Event],
+        done_layers: int = 0,
+    ) -> None:
+        layers = [getattr(module, "self_attn", None) for module in model.modules()]
+        self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
+        self._report, self._cancels = report, cancels
+        self._done, self._total = new_tokens * done_layers, new_tokens * len(self._layers)
+        self._thread = threading.get_ident()  # others may run the model as well
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> PrefillWatch:
+        if self._report is not None or self._cancels:
+            self._hooks = [layer.register_forward_hook(self._seen) for layer in self._layers]
+        return self
+
+    def _seen(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if any(event.is_set() for event in self._cancels):
+            raise PrefillCancelled
+        self._done = min(self._total, self._done + output[0].shape[1])
+        if self._report is not None:
+            self._report(self._done, self._total)
+        if self._done == self._total:
+            self._remove()
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __exit__(self, *error: object) -> None:
+        self._remove()

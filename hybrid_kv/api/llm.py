@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_kv.api.arguments import (
-    GenerateOptions,
-    LoadOptions,
-    check_load_options,
-    check_source,
-    token_ids,
-)
-from hybrid_kv.api.asked_messages import AskedMessages
+from hybrid_kv.api.arguments import GenerateOptions, LoadOptions, check_load_options, check_source
 from hybrid_kv.api.context import Context
 from hybrid_kv.api.conversation import Conversation
-from hybrid_kv.api.generation import Generation
+from hybrid_kv.api.generation import Generation, TextStream
 from hybrid_kv.api.prefixes import Prefixes
-from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import ChatTemplate, Message, checked, is_chat
+from hybrid_kv.api.tokens import AskedMessages, ChatTemplate, Message, checked, is_chat, token_ids
 from hybrid_kv.api.turn import Turn
 from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said
@@ -211,12 +202,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

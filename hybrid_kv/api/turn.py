@@ -22,11 +22,18 @@ from hybrid_kv.api.arguments import (
     stop_strings,
     whole_number,
 )
-from hybrid_kv.api.generation import Generation, StopOnEvent, StopOnText, TokenClock, decode_text
-from hybrid_kv.api.prefill import PrefillCancelled, PrefillProgress, PrefillWatch
+from hybrid_kv.api.generation import (
+    Generation,
+    PrefillCancelled,
+    PrefillProgress,
+    PrefillWatch,
+    StopOnEvent,
+    StopOnText,
+    TextStream,
+    TokenClock,
+)
 from hybrid_kv.api.prefixes import Prefixes
-from hybrid_kv.api.stream import TextStream
-from hybrid_kv.api.template import NO_TEMPLATE, ChatTemplate
+from hybrid_kv.api.tokens import NO_TEMPLATE, ChatTemplate, decode_text
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_argument import passing

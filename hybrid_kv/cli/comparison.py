@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from hybrid_kv.api import LLM, Generation
-from hybrid_kv.api.prefill import PrefillWatch
+from hybrid_kv.api.generation import PrefillWatch
 from hybrid_kv.api.turn import Turn, check_room
 from hybrid_kv.cli.display import (
     TextCell,

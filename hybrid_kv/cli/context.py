@@ -77,7 +77,7 @@ def build(
 ) -> None:
     """Read files into a context and save it; started again, it goes on where it ended."""
     from hybrid_kv.api.building import build_context
-    from hybrid_kv.api.prefill import PrefillCancelled
+    from hybrid_kv.api.generation import PrefillCancelled
     from hybrid_kv.cli.context_facts import print_facts
     from hybrid_kv.cli.display import prefill_bar
     from hybrid_kv.cli.files import check_target, read_texts

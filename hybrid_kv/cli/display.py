@@ -19,7 +19,7 @@ from hybrid_kv.cli.options import OutputOptions
 
 if TYPE_CHECKING:
     from hybrid_kv.api import Generation
-    from hybrid_kv.api.prefill import PrefillProgress
+    from hybrid_kv.api.generation import PrefillProgress
     from hybrid_kv.types import Work
 
 

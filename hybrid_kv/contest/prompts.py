@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_kv.api.template import ChatTemplate, common_length
+from hybrid_kv.api.tokens import ChatTemplate, common_length
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Question, filler
 from hybrid_kv.eval.needle.vocabulary import TOKENS

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_kv.api.arguments import token_ids
 from hybrid_kv.api.llm import LLM
+from hybrid_kv.api.tokens import token_ids
 from hybrid_kv.errors import BusyError, ConfigError, QueueFullError
 from hybrid_kv.models.joined import why_alone
 from hybrid_kv.models.support import check_context

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybrid_kv.api.generation import decode_text
+from hybrid_kv.api.tokens import decode_text
 from hybrid_kv.serve.requests import Sampling
 
 _LONGEST, _KEPT = 96, 32

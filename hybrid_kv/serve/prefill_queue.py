@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.api.llm import LLM
+from hybrid_kv.api.tokens import common_length
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import memory_errors
@@ -63,10 +64,7 @@ class PrefillQueue:
             other = run.request
             if run.is_ready or prefix_key(config_of(self._llm, other)) != key:
                 continue
-            count = min(len(ids), len(other.ids))
-            differ = np.flatnonzero(ids[:count] != np.asarray(other.ids[:count]))
-            shared = int(differ[0]) if len(differ) else count
-            if 2 * shared >= len(ids):
+            if 2 * common_length(ids, other.ids) >= len(ids):
                 return run
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_kv.api.tokens import common_length
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.registry import keeps_all
@@ -40,13 +41,10 @@ class Prefix:
 
     def shared(self, ids: npt.NDArray[np.int64]) -> int:
         """With how many tokens both begin, if what lies beyond can be cut off cheaply; else 0."""
-        count = min(len(ids), len(self.ids))
-        differ = np.flatnonzero(ids[:count] != self.ids[:count])
-        count = int(differ[0]) if len(differ) else count
+        count = common_length(ids, self.ids)
         cut = len(self.ids) - count
-        return (
-            count if cut == 0 or (self.cache.can_crop and self._hidden(cut) <= _MOST_HIDDEN) else 0
-        )
+        is_cheap = cut == 0 or (self.cache.can_crop and self._hidden(cut) <= _MOST_HIDDEN)
+        return count if is_cheap else 0
 
     def _hidden(self, cut: int) -> int:
         """Indexed cold entries that go when so many tokens are cut off."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_kv as hkv
-from hybrid_kv.api.template import ChatTemplate
+from hybrid_kv.api.tokens import ChatTemplate
 from hybrid_kv.errors import ConfigError
 from tests.api.chat_tokenizer import END, FORGETFUL, PLAIN, STRICT, chat_tokenizer
 from tests.contracts.architectures import build

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.api.template import ChatTemplate
+from hybrid_kv.api.tokens import ChatTemplate
 from tests.api.chat_tokenizer import FORGETFUL, STRICT, chat_tokenizer
 from tests.cli.support import call, refused, report_of, run_of
 from tests.contracts.architectures import build

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
-from hybrid_kv.api.prefill import PrefillCancelled
+from hybrid_kv.api.generation import PrefillCancelled
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.saved import verify_context
 from tests.contracts.architectures import build

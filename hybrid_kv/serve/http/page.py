@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from hybrid_kv.api.asked_messages import AskedMessages
+from hybrid_kv.api.tokens import AskedMessages
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.serve.http.answers import EventStream, event, merged, report_of
 from hybrid_kv.serve.http.errors import ApiError, ended_early

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_kv.api import LLM
-from hybrid_kv.api.arguments import token_ids
-from hybrid_kv.api.template import ChatTemplate
+from hybrid_kv.api.tokens import ChatTemplate, token_ids
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.serve.http.errors import ApiError
 

@@ -1,13 +1,17 @@
-"""A model's chat template: from messages to the tokens that the model was trained to answer."""
+"""Between text and tokens: messages by a chat template, ids that were given, and decoded text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError, said
 from hybrid_kv.models.checkpoint import reason
@@ -18,6 +22,7 @@ _MARKS = range(0x10F000, 0x10FFFE)
 """Characters that mean nothing by definition (Unicode's last private plane)."""
 
 Message = Mapping[str, Any]
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 
 def is_chat(prompt: Any) -> bool:
@@ -158,8 +163,112 @@ def _hide(content: str, marks: dict[str, str]) -> str:
     return content
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+class AskedMessages:
+    """Messages of which the last is to end with a question that is not known yet.
+
+    The question follows the text in the same message: a message of its own would be a second one of
+    the user in a row, which many templates refuse and few models know. Behind an answer it is a
+    message of its own.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: list[Message]) -> None:
+        if messages[-1]["role"] not in ("user", "assistant"):
+            raise ConfigError(
+                "the last message of a context must be the user's, because questions follow in it, "
+                f"got one of {messages[-1]['role']}; put the text there"
+            )
+        self.template, self.messages = template, messages
+
+    def before_question(self) -> list[int]:
+        """The tokens that come out the same whatever is asked."""
+        # What follows the text may change how its last word is taken apart, so neither this ending
+        # nor that one is kept. An answer that nothing follows would be one to be continued.
+        is_answer = self.messages[-1]["role"] == "assistant"
+        ended = self._followed_by("") if is_answer else self.messages
+        asked = self.with_question("a")
+        return asked[: common_length(asked, self.template.encode(ended))]
+
+    def with_question(self, question: str) -> list[int]:
+        """All tokens up to where the answer begins."""
+        return self.template.encode(self._followed_by(f"\n\n{question}", question))
+
+    def with_text(self, text: str) -> AskedMessages:
+        """More of the text."""
+        return AskedMessages(self.template, self._followed_by(text))
+
+    def with_messages(self, messages: Sequence[Message]) -> AskedMessages:
+        """Further messages."""
+        return AskedMessages(self.template, [*self.messages, *messages])
+
+    def with_answer(self, question: str, answer: str) -> AskedMessages:
+        """A question and what came of it."""
+        asked = self._followed_by(f"\n\n{question}", question)
+        return AskedMessages(self.template, [*asked, {"role": "assistant", "content": answer}])
+
+    def _followed_by(self, more: str, alone: str | None = None) -> list[Message]:
+        """With more in the user's last message, or `alone` in a new one behind an answer."""
+        last = self.messages[-1]
+        if last["role"] == "user":
+            return [*self.messages[:-1], {**last, "content": f"{last['content']}{more}"}]
+        return [*self.messages, {"role": "user", "content": more if alone is None else alone}]
+
+
+# Ids ---------------------------------------------------------------------------------------------
+
+
+def token_ids(prompt: object, model: PreTrainedModel, what: str = "prompt") -> Tensor:
+    """Token ids [1, tokens] of int64, from a sequence of whole numbers or a tensor.
+
+    Raises:
+        ConfigError: they are none, or none of the model's.
+    """
+    ids = _whole_numbers(prompt, what)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2:
+        raise ConfigError(f"{what} must be [tokens] or [1, tokens], got shape {list(ids.shape)}")
+    if ids.shape[0] != 1 and ids.numel():
+        raise ConfigError(
+            f"{what} must be one sequence of token ids, got {ids.shape[0]} rows; for a batch "
+            "call model.generate() inside hybrid_kv.attach(model)"
+        )
+    if ids.numel() == 0:
+        raise ConfigError(f"{what} is empty; pass at least one token")
+    size: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[assignment, index]
+    if int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise ConfigError(
+            f"token ids must be 0..{size - 1}, got {int(ids.min())}..{int(ids.max())}; take the "
+            "model's own tokenizer"
+        )
+    return ids.long()
+
+
+def _whole_numbers(prompt: object, what: str) -> Tensor:
+    expected = f"{what} must be text, token ids or a tensor of them, got"
+    if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
+        raise ConfigError(f"{expected} {said(prompt)}; pass its 'input_ids'")
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ConfigError(f"{expected} {said(prompt)}; decode it")
+    if prompt is None or isinstance(prompt, (bool, int, float)):
+        raise ConfigError(f"{expected} {said(prompt)}; pass a list of whole numbers")
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"{expected} {said(prompt)} of something else; pass one prompt at a time"
+        ) from None
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.numel() and not whole:
+        raise ConfigError(f"{expected} {ids.dtype}; pass whole numbers")
+    return ids
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Text of one sequence, without special tokens."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def common_length(first: Ids, second: Ids) -> int:
     """Number of tokens with which two sequences begin alike."""
-    pairs = zip(first, second, strict=False)
-    shorter = min(len(first), len(second))
-    return next((idx for idx, (one, other) in enumerate(pairs) if one != other), shorter)
+    count = min(len(first), len(second))
+    differ = np.flatnonzero(np.asarray(first[:count]) != np.asarray(second[:count]))
+    return int(differ[0]) if len(differ) else count
