@@ -30,7 +30,7 @@ from hybrid_kv.serve import (
     RequestHandle,
     Sampling,
     Token,
-    admission,
+    running,
 )
 from hybrid_kv.serve.running import needed_bytes
 from tests.contracts.architectures import build
@@ -412,14 +412,14 @@ def test_requests_wait_for_memory_of_a_device_that_prompts_hold(
         def free(device: torch.device) -> int:
             return size - sum(each * run.done for run in runs if not run.is_sealed)
 
-        monkeypatch.setattr(admission, "free_device_bytes", free)
+        monkeypatch.setattr(running, "free_device_bytes", free)
         assert needed_bytes(one, requests[0]).device == 502 * each
         tickets = [engine.submit(request) for request in requests]
         while not tickets[-1].is_finished:
             most = max(most, sum(not run.is_sealed for run in runs))
             sleep(0.001)
         assert {read(ticket)[1].reason for ticket in tickets} == {"length"}
-        monkeypatch.setattr(admission, "free_device_bytes", lambda device: each * 300)
+        monkeypatch.setattr(running, "free_device_bytes", lambda device: each * 300)
         until(lambda: is_idle(engine))
         with pytest.raises(DeviceMemoryError, match="502 tokens needs 578,304 bytes of GPU memory"):
             engine.submit(requests[0])
