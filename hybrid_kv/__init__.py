@@ -10,6 +10,7 @@ Importing the package patches and probes nothing; heavy modules load on first us
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,31 +48,6 @@ _HOME = {
     "HybridKVError": "hybrid_kv.errors",
 }
 
-_OF_PLUG_INS = frozenset(
-    [
-        "Attended",
-        "Demotion",
-        "Entries",
-        "Evidence",
-        "INDEXES",
-        "Index",
-        "LayerShape",
-        "METHODS",
-        "Method",
-        "MethodError",
-        "ModelInfo",
-        "Needs",
-        "Params",
-        "Placement",
-        "Ragged",
-        "Read",
-        "SearchResult",
-        "Tiers",
-        "TokenBudget",
-    ]
-)
-"""Names that moved to `hybrid_kv.plugin`, refused with their new place until 1.0."""
-
 __all__ = [
     "LLM",
     "Context",
@@ -91,11 +67,30 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name in _OF_PLUG_INS:
-        # Python hides the text of an AttributeError behind its own in `from hybrid_kv import ...`.
-        raise ImportError(f"'{name}' is for authors of plug-ins; import it from hybrid_kv.plugin")
-    raise AttributeError(f"module 'hybrid_kv' has no attribute '{name}'")
+    from hybrid_kv.former import moved
+
+    unknown = f"module 'hybrid_kv' has no attribute '{name}'"
+    raise AttributeError(moved().get(f"{__name__}.{name}", unknown))
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
+
+
+class _OldNames:
+    """Last finder of Python's imports: refuses an old name of the package with its new one.
+
+    Python asks it for what no other finder has: a module that moved, or, for `from hybrid_kv import
+    Method`, an attribute that there is none of.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.startswith(f"{__name__}."):
+            from hybrid_kv.former import moved
+
+            if (why := moved().get(name)) is not None:
+                # A `from` import would replace a ModuleNotFoundError of this name by its own.
+                raise ImportError(why, name=name)
+
+
+sys.meta_path.append(_OldNames())

@@ -1,6 +1,8 @@
-"""Names of settings that are none any more, with what to do instead; refused by name until 1.0."""
+"""Old names of settings, public names and modules, with what to do instead; refused until 1.0."""
 
 from __future__ import annotations
+
+from functools import cache
 
 REMOVED = {
     "hot_tokens": "leave it out, or use spare_tokens, which keep further pages on the device",
@@ -72,3 +74,86 @@ def gone(owner: str, name: str) -> str | None:
     places = ("", owner, "auto") if owner == "hybrid" else ("", owner)  # its kind by default
     ways = (FORMER.get(place, {}).get(last) for place in places)
     return next((f"is no setting any more; {way}" for way in ways if way is not None), None)
+
+
+_FOR_PLUG_INS = """
+    Attended Demotion Entries Evidence INDEXES Index LayerShape METHODS Method MethodError ModelInfo
+    Needs Params Placement Ragged Read SearchResult Tiers TokenBudget
+"""
+"""Names that left `hybrid_kv` for `hybrid_kv.plugin`."""
+
+MODULES = {
+    "api.generation": "prefill stream",
+    "api.tokens": "asked_messages template",
+    "contest.cases": "contenders",
+    "contest.evaluation": "run",
+    "contest.prompts": "prose",
+    "eval.needle.vocabulary": "words",
+    "eval.profiling.bench": "room",
+    "eval.tasks.data_sets": "infinite_bench longbench ruler_files",
+    "eval.tasks.documents": "perplexity",
+    "eval.tasks.ruler": "counting tracking",
+    "index.faiss_kinds": "hnsw ivf",
+    "index.hashing": "hash_tables lsh",
+    "index.pages": "blocks frames landmarks",
+    "index.projections": "label_channels pca query_channels skewed_channels",
+    "methods.before_rope": "kvquant rotate_kv",
+    "methods.by_part": "by_head by_layer",
+    "methods.combining": "chain share",
+    "methods.evicting": "demoting",
+    "methods.h2o": "a2sf scissorhands tova",
+    "methods.index_baselines": "ctkvr double_sparsity infinigen_proxy infllm loki magic_pig "
+    "pqcache rekv retroinfer shadowkv sparq",
+    "methods.kivi": "gear",
+    "methods.locret": "retaining_heads",
+    "methods.low_rank": "cskv matryoshka_kv shadowkv_keys",
+    "methods.merging": "d2o elastic_cache kvmerger look_m merging_once",
+    "methods.mixed_bits": "accurate_block saq zipcache",
+    "methods.planes": "outliers",
+    "methods.prompt_scored": "keydiff zipvl",
+    "methods.retrieval": "hybrid",
+    "methods.snapkv": "ada_pyramid ada_snapkv headkv pyramidkv",
+    "methods.whole_heads": "duo_attention razor_attention",
+    "methods.windows": "full lm_infinite streaming_llm",
+    "models.block_packing": "blocks",
+    "models.load": "hub",
+    "models.rope": "rotary",
+    "planning.model_facts": "facts other_layers",
+    "planning.planner": "learning",
+    "saved.context_folder": "shelf",
+    "saved.file_blocks": "blocks",
+    "saved.opening": "in_use",
+    "saved.registry": "counters",
+    "saved.unfinished": "building",
+    "saved.whole_folder": "folder",
+    "serve.http.answers": "forms",
+    "serve.http.metrics": "journal",
+    "serve.http.page": "documents",
+    "serve.http.service": "extensions",
+    "serve.http.tokenizer": "lengths texts",
+    "serve.output": "sampling text",
+    "serve.prefill_queue": "pace prompts",
+    "serve.prefix_cache": "prefixes",
+    "serve.running": "active admission room",
+    "serve.scheduler": "counters rounds tally",
+}
+"""Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today: of
+packages from which the documents or benchmarks of 0.1.0 import.
+"""
+
+
+@cache
+def moved() -> dict[str, str]:
+    """Sentences that refuse old names, by whole dotted names."""
+    names = {f"hybrid_kv.{name}": name for name in _FOR_PLUG_INS.split()}
+    plug_ins = {
+        whole: f"'{name}' is for authors of plug-ins; import it from hybrid_kv.plugin"
+        for whole, name in names.items()
+    }
+    modules = {}
+    for new, olds in MODULES.items():
+        package = new.rpartition(".")[0]
+        for old in olds.split():
+            whole = f"hybrid_kv.{package}.{old}"
+            modules[whole] = f"'{whole}' is part of hybrid_kv.{new} today; import from there"
+    return plug_ins | modules

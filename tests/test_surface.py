@@ -34,7 +34,8 @@ def test_the_package_has_few_names() -> None:
 @pytest.mark.parametrize("name", hybrid_kv.plugin.__all__)
 def test_names_for_plug_ins_have_one_place(name: str) -> None:
     assert hasattr(hybrid_kv.plugin, name)
-    with pytest.raises(ImportError, match=rf"'{name}' .* import it from hybrid_kv\.plugin$"):
+    assert not hasattr(hybrid_kv, name)
+    with pytest.raises(AttributeError, match=rf"'{name}' .* import it from hybrid_kv\.plugin$"):
         hybrid_kv.__getattr__(name)
     with pytest.raises(ImportError, match=r"import it from hybrid_kv\.plugin$"):
         exec(f"from hybrid_kv import {name}")
