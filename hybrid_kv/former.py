@@ -137,8 +137,10 @@ MODULES = {
     "serve.running": "active admission room",
     "serve.scheduler": "counters rounds tally",
 }
-"""Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today: of
-packages from which the documents or benchmarks of 0.1.0 import.
+"""Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today.
+
+Of the packages for users and authors of plug-ins: what runtime, store, ops, transfer, report and
+cli are made of was never theirs to import.
 """
 
 

@@ -116,9 +116,8 @@ class RunningRequest:
         stop = self.done + count
         new = torch.tensor([self.ids[self.done : stop]], device=self._llm.runtime.device)
         kv = self.cache.kv
-        kv.more_prompt = (
-            True  # however short the piece is, and whoever has computed what was before
-        )
+        # However short the piece is, and whoever has computed what was before.
+        kv.more_prompt = True
         try:
             self._first = self._forward(new)
         finally:
