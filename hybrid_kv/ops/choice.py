@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.ops import native
 from hybrid_kv.ops.devices import DEVICE_BACKENDS, backends_on, device_state
+from hybrid_kv.ops.native.workers import Pool, pool_here
+from hybrid_kv.ops.operations import BY_NAME, Need, Operation
 from hybrid_kv.ops.upload import Uploads
 
+R = TypeVar("R")
+
 BACKENDS = ("auto", "reference", "torch_cpu", "torch_cuda", "native", "triton", "flashinfer")
+OPS = tuple(BY_NAME)
 
 FUSED = {"torch_cpu": "cpu", "torch_cuda": "cuda"}
 """Torch's own fused kernels, with the type of device that each is for."""
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
-# What beside the definition computes an op, the first choice of "auto" first.
-_CANDIDATES = {
-    "attend": ("native", "torch_cpu", "torch_cuda"),
-    "attend_visible": ("native",),
-    "attend_causal": ("torch_cpu", "torch_cuda"),
-    "attend_retrieved": ("native",),
-    "attend_ragged": ("native", "triton"),
-    "page_scores": ("native", "triton"),
-    "choose_pages": ("triton",),
-    # FlashInfer compiles for minutes at its first use, so it serves those who ask for it.
-    "attend_pages": ("triton", "flashinfer"),
-    "merge": ("native", "triton"),
-    "append": ("triton",),
-    "append_at": ("triton",),
-    "choose_listed": ("triton",),
-    "update_digests": ("triton",),
-    "copy_pages": ("triton",),
-    "nearest_keys": ("triton",),
-    "encode_sketch": ("triton",),
-    "find_by_sketch": ("triton",),
-    "attend_candidates": ("triton",),
-    "attend_unread": ("triton",),
-    "plan_step": ("native",),
-    "page_writer": ("native",),
-}
-OPS = tuple(_CANDIDATES)
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALVES)
+_NATIVE = frozenset({"native"})
 
 
 def choose_backend(
@@ -57,10 +38,10 @@ def choose_backend(
     dtype: torch.dtype,
     here: Collection[str] = (),
     plain: bool = True,
-    pairs: int = 1,
+    pairs: bool = True,
     few: bool = True,
 ) -> str:
-    """The back end that computes one call.
+    """The back end that computes one call: the first of the op's row whose needs the call meets.
 
     "reference", "torch_cpu" and "torch_cuda" use torch and nothing else. Any other name goes first
     where it has the op; what it has not, or cannot express, is computed as under "auto" and in the
@@ -68,39 +49,38 @@ def choose_backend(
 
     Args:
         requested: a name of BACKENDS.
-        op: a name of OPS, the methods of `Ops`.
+        op: a name of OPS.
         here: the back ends beside torch's that are installed and reach the tensors.
         plain: attend, attend_causal: what torch has fused kernels for (no softcap, no sliding
             window); attend_pages: what FlashInfer has kernels for.
-        pairs: queries times keys; torch's kernels take neither without the other.
+        pairs: there are queries and keys; torch's kernels take neither without the other.
         few: attend (without a bias), attend_visible, attend_ragged: few queries; the engine reads
-            each key once for all of them, torch's kernel is made for many.
+            each key once for all of them, torch's kernel is made for many. append: one token.
     """
-    candidates = _CANDIDATES[op]
+    backends = BY_NAME[op].by
     if requested in ("reference", *FUSED):
-        candidates = tuple(name for name in candidates if name == requested)
-    elif requested in candidates:
-        candidates = (requested, *candidates)
-    for name in candidates:
-        by_name = name == requested
-        if name in FUSED:
-            fits = device_type == FUSED[name] and dtype in _FUSED_DTYPES and plain and pairs > 0
-        elif name == "native":
-            fits = device_type == "cpu" and name in here and few
-        elif name == "triton":
+        backends = {name: by for name, by in backends.items() if name == requested}
+    elif requested in backends:
+        backends = {requested: backends[requested], **backends}
+    for name, by in backends.items():
+        asked = name == requested
+        met: dict[Need, bool] = {
+            "here": name in here,
+            "asked": asked,
+            "cpu": device_type == "cpu",
+            "cuda": device_type == "cuda",
             # On the CPU Triton is its interpreter, which is for tests.
-            fits = name in here and dtype in _FUSED_DTYPES and (device_type != "cpu" or by_name)
-        else:
-            fits = name in here and dtype in _HALF_DTYPES and plain and by_name
-        if fits:
+            "compiled": device_type != "cpu" or asked,
+            "floats": dtype in _FLOATS,
+            "halves": dtype in _HALVES,
+            "plain": plain,
+            "pairs": pairs,
+            "few": few,
+        }
+        if all(met[need] for need in by.needs):
             return name
     return "reference"
 
-
-# The same by what is here -------------------------------------------------------------------------
-
-
-NATIVE = frozenset({"native"})
 
 chosen = cache(choose_backend)  # each step asks a few times in the same words
 
@@ -116,10 +96,6 @@ class ChosenBackend:
     served: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     uploads: Uploads = field(default_factory=Uploads, compare=False, repr=False)
 
-    def _engine_alone(self) -> frozenset[str]:
-        """The back end that may do the work of several ops at once: the engine, or nothing."""
-        return NATIVE if self.why_op_by_op is None else frozenset()
-
     @property
     def why_op_by_op(self) -> str | None:
         """Why the engine makes no decode step of a layer in one call; None where it may."""
@@ -129,34 +105,43 @@ class ChosenBackend:
             return "HYBRID_KV_ONE_CALL=0"
         return why_unavailable("native")
 
-    def _here(self, tensor: Tensor) -> frozenset[str]:
-        return backends_on(tensor.device.type, self.backend)
+    @property
+    def pool(self) -> Pool | None:
+        """The threads that share the calling thread's work; None for itself alone."""
+        return pool_here()
 
-    def _chosen_triton(self, op: str, tensor: Tensor) -> bool:
-        return self._choose(op, tensor, here=self._here(tensor)) == "triton"
+    def _here(self, at: Tensor) -> frozenset[str]:
+        return backends_on(at.device.type, self.backend)
 
     def _choose(
-        self,
-        op: str,
-        tensor: Tensor,
-        *,
-        here: tuple[str, ...] | frozenset[str] = (),
-        plain: bool = True,
-        pairs: int = 1,
-        few: bool = True,
+        self, op: Operation[object], at: Tensor, far: Tensor | None = None, /, **facts: bool
     ) -> str:
-        name = chosen(
-            self.backend,
-            op,
-            device_type=tensor.device.type,
-            dtype=tensor.dtype,
-            here=here,
-            plain=plain,
-            pairs=min(pairs, 1),
-            few=few,
-        )
-        self.served[op] = name
+        """The back end of a call, put on record.
+
+        Args:
+            at: on the device that computes. far: a tensor that kernels must reach.
+            facts: native, whether the engine reads the tensors; others as `choose_backend` takes.
+        """
+        device, here = at.device.type, frozenset[str]()
+        if op.has_kernels and (far is None or reaches(at, far)):
+            here = self._here(at)
+        if facts.pop("native", False):
+            here = here | _NATIVE
+        name = chosen(self.backend, op.name, device_type=device, dtype=at.dtype, here=here, **facts)
+        self.served[op.name] = name
         return name
+
+    def _by(self, op: Operation[R], name: str) -> Callable[..., R]:
+        """What a back end computes an op with, given what it uses of these ops."""
+        by = op.by[name]
+        function: Callable[..., R] = by.function
+        return partial(function, **{by.uses: getattr(self, by.uses)}) if by.uses else function
+
+    def _take(
+        self, op: Operation[R], at: Tensor, far: Tensor | None = None, /, **facts: bool
+    ) -> Callable[..., R]:
+        """What computes a call; see `_choose`."""
+        return self._by(op, self._choose(op, at, far, **facts))
 
 
 def reaches(near: Tensor, far: Tensor) -> bool:

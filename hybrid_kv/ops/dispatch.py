@@ -1,7 +1,8 @@
-"""The ops of a requested back end: every call is computed by what `choose_backend` says."""
+"""The ops of a requested back end: every call is computed by what the table of operations says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,135 +11,196 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import BackendUnavailable, unknown_name
-from hybrid_kv.ops import native, reference, tail
-from hybrid_kv.ops.attention_ops import AttentionOps
-from hybrid_kv.ops.choice import BACKENDS, ChosenBackend, reaches, why_unavailable
+from hybrid_kv.ops import native, reference
+from hybrid_kv.ops import operations as op
+from hybrid_kv.ops.choice import BACKENDS, ChosenBackend, chosen, reaches, why_unavailable
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
 from hybrid_kv.ops.native.pages import PageWriter
+from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.tail import Form, Tail, UnreadPart
 from hybrid_kv.types import Candidates, PagedKV, PartialAttention
 
 if TYPE_CHECKING:
     from hybrid_kv.ops.sketch_select import DeviceCodes
 
+_FEW_TOKENS = 64
+"""New tokens up to which each may read the pages for itself: twice what a step has by default."""
+_FEW_QUERIES = 64
+"""Queries of a KV head up to which the engine attends: a decode step's, not a prompt's."""
 
-class SearchOps(ChosenBackend):
-    """Selection by sketch, and exact neighbours; meaning as in `sketch_select`, `reference`."""
+
+class AttentionOps(ChosenBackend):
+    """Partial attention of every kind, and merging; shapes and meaning as in `reference`."""
 
     __slots__ = ()
 
-    def encode_sketch(self, to: DeviceCodes, keys: Tensor, first: int) -> None:
-        """See `sketch_select.encode`."""
-        if self._chosen_triton("encode_sketch", keys):
-            from hybrid_kv.ops.triton import sketch_encode
-
-            sketch_encode.encode(to, keys, first)
-        else:
-            from hybrid_kv.ops import sketch_select
-
-            sketch_select.encode(to, keys, first)
-
-    def find_by_sketch(
+    def attend(
         self,
-        by: DeviceCodes,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        attend = self._take(
+            *(op.ATTEND, q),
+            native=native.serves(k, v),
+            plain=softcap is None and _is_expressed(q, bias),
+            pairs=bool(q.shape[2] and k.shape[2]),
+            few=bias is None and _is_few(q),
+        )
+        return attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
+
+    def attend_visible(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        newest: Sequence[int],
         *,
         new: int,
-        width: int,
-        times: float = 1.0,
-    ) -> Candidates:
-        """See `sketch_select.find`; kernels read keys on the host where they are page-locked."""
-        if reaches(q, k) and self._chosen_triton("find_by_sketch", q):
-            from hybrid_kv.ops.triton import sketch_find
-
-            return sketch_find.find(by, q, k, new=new, width=width, times=times)
-        from hybrid_kv.ops import sketch_select
-
-        self.served["find_by_sketch"] = "reference"
-        return sketch_select.find(by, q, k, new=new, width=width, times=times)
-
-    def finds_in_place(self, q: Tensor, v: Tensor) -> bool:
-        """Whether what a search of queries needs is read where it lies, so that the work can be
-        recorded; else rows of the host are copied, which waits for the device of q.
-        """
-        return q.device == v.device or (reaches(q, v) and self._chosen_triton("find_by_sketch", q))
-
-    def score_candidates(self, q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
-        """See `sketch_select.exact_scores`."""
-        if reaches(q, k) and self._chosen_triton("find_by_sketch", q):
-            from hybrid_kv.ops.triton import sketch_rank
-
-            return sketch_rank.exact_scores(q, k, ids)
-        from hybrid_kv.ops import sketch_select
-
-        self.served["find_by_sketch"] = "reference"
-        return sketch_select.exact_scores(q, k, ids)
-
-    def attend_candidates(
-        self,
-        found: Candidates,
-        v: Tensor,
-        limit: Tensor,
-        *,
         scale: float,
         softcap: float | None = None,
-        discount: Tensor | None = None,
     ) -> PartialAttention:
-        """See `sketch_select.attend`."""
-        if reaches(found.scores, v) and self._chosen_triton("attend_candidates", found.scores):
-            from hybrid_kv.ops.triton import sketch_attend
+        name = self._choose(op.ATTEND_VISIBLE, q, native=native.serves(k, v), few=_is_few(q))
+        given = newest if name == "native" else self._newest(newest, q.device)
+        attend = self._by(op.ATTEND_VISIBLE, name)
+        return attend(q, k, v, positions, given, new=new, scale=scale, softcap=softcap)
 
-            return sketch_attend.attend(
-                *(found, v, limit), scale=scale, softcap=softcap, discount=discount
-            )
-        from hybrid_kv.ops import sketch_select
+    def _newest(self, newest: Sequence[int], device: torch.device) -> Tensor:
+        """[B] int64, which no thread waits for; without a copy where all are alike."""
+        if len(set(newest)) == 1:
+            return torch.full([len(newest)], newest[0], device=device)
+        return self.uploads(np.asarray(newest, np.int64), device)
 
-        self.served["attend_candidates"] = "reference"
-        return sketch_select.attend(
-            *(found, v, limit), scale=scale, softcap=softcap, discount=discount
-        )
-
-    def attend_unread(
+    def attend_causal(
         self,
-        known: Tail,
         q: Tensor,
-        scores: Tensor,
-        limit: Tensor,
-        own: slice,
-        seen: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float,
         softcap: float | None = None,
-        form: Form = "gaussian",
-    ) -> UnreadPart:
-        """See `tail.attend_unread`."""
-        if self._chosen_triton("attend_unread", q):
-            from hybrid_kv.ops.triton import unread
+        window: int | None = None,
+    ) -> PartialAttention:
+        new, stored = q.shape[2], k.shape[2]
+        plain = new == stored and softcap is None and window is None and _is_expressed(q, None)
+        attend = self._take(op.ATTEND_CAUSAL, q, plain=plain, pairs=bool(new and stored))
+        return attend(q, k, v, scale=scale, softcap=softcap, window=window)
 
-            return unread.attend_unread(
-                *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap, form=form
-            )
-        return tail.attend_unread(
-            *(known, q, scores, limit, own, seen), scale=scale, softcap=softcap, form=form
-        )
+    def attend_retrieved(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ids: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+    ) -> PartialAttention:
+        """See `reference.attend_retrieved`; the engine reads keys and values where they lie."""
+        attend = self._take(op.ATTEND_RETRIEVED, q, native=native.serves(k, v))
+        return attend(q, k, v, ids, scale=scale, softcap=softcap, bias=bias)
 
-    def best_limit(self, scores: Tensor, top_k: int) -> Tensor:
-        """See `sketch_select.best_limit`."""
-        if self._choose("attend_candidates", scores, here=self._here(scores)) == "triton":
-            from hybrid_kv.ops.triton import sketch_limit
+    def attend_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+    ) -> PartialAttention:
+        """See `reference.attend_ragged`."""
+        attend = self._take(op.ATTEND_RAGGED, q, native=native.serves(k, v), few=_is_few(q))
+        return attend(q, k, v, starts, lengths, scale=scale, softcap=softcap, bias=bias)
 
-            return sketch_limit.best_limit(scores, top_k)
-        from hybrid_kv.ops import sketch_select
+    def attend_pages(
+        self,
+        q: Tensor,
+        pages: PagedKV,
+        slots: Tensor,
+        query_positions: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        tail_fill: int,
+        count: Tensor | None = None,
+    ) -> PartialAttention:
+        """See `reference.attend_pages`.
 
-        return sketch_select.best_limit(scores, top_k)
+        Args:
+            tail_fill: filled tokens in the last page of every list, for back ends that go by
+                lengths instead of positions; with one new token the other pages are full.
+        """
+        plain = False
+        if self.backend == "flashinfer" and count is None:
+            from hybrid_kv.ops import flashinfer
 
-    def nearest_keys(self, queries: Tensor, keys: Tensor, count: int) -> Tensor:
-        if self._chosen_triton("nearest_keys", keys):
-            from hybrid_kv.ops.triton import nearest
+            plain = flashinfer.expresses(q, pages, slots)
+        name = self._choose(op.ATTEND_PAGES, q, plain=plain)
+        attend = self._by(op.ATTEND_PAGES, name)
+        if name == "flashinfer":
+            return attend(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
+        return attend(q, pages, slots, query_positions, scale=scale, softcap=softcap, count=count)
 
-            return nearest.nearest_keys(queries, keys, count)
-        return reference.nearest_keys(queries, keys, count)
+    def reads_pages(self, q: Tensor) -> bool:
+        """Whether pages are attended where they lie: then a few queries need no dense view."""
+        device = q.device.type
+        if device == "cpu" and self.backend not in DEVICE_BACKENDS:
+            return False
+        here = self._here(q)
+        name = chosen(self.backend, "attend_pages", device_type=device, dtype=q.dtype, here=here)
+        return q.shape[2] <= _FEW_TOKENS and name != "reference"
+
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        is_native = native.serves_merge(parts, dtype)
+        return self._take(op.MERGE, parts[0].out, native=is_native)(parts, dtype)
+
+    def plan_step(
+        self,
+        q: Tensor,
+        resident: ResidentPages | None,
+        cold: ColdEntries | None,
+        writer: PageWriter | None,
+        whole: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> LayerPlan | None:
+        """A decode step of a layer, or the part of its cold entries, as one call; None where the
+        other ops make it.
+
+        Args:
+            q: [Hkv, M, D] of one token; of several where there are no pages.
+            writer: of the same pages, where a step stores its token; None where none does.
+            whole: k, v [Hkv, N, D] of cold entries that every query attends.
+        """
+        kept = [] if resident is None else [(resident.k, resident.v)]
+        kept += [] if cold is None else [(extent.k, extent.v) for extent in cold.extents]
+        is_native = q.dtype in DTYPES and all(native.serves(*kv) for kv in (*kept, *whole))
+        is_native = is_native and self.why_op_by_op is None
+        if self._choose(op.PLAN_STEP, q, native=is_native) != "native":
+            return None
+        return LayerPlan(q.shape[1], resident, cold, whole=whole, writer=writer)
+
+
+def _is_expressed(q: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch has fused kernels for such queries, on a GPU."""
+    if q.device.type != "cuda":
+        return True
+    from hybrid_kv.ops import torch_cuda
+
+    return torch_cuda.expresses(q, bias)
+
+
+def _is_few(q: Tensor) -> bool:
+    return q.shape[-2] <= _FEW_QUERIES
 
 
 class PageOps(ChosenBackend):
@@ -151,17 +213,8 @@ class PageOps(ChosenBackend):
 
         key_min, key_max: [H, P, D], the digests of the pages; see `reference.page_scores`.
         """
-        here = self._here(q)
-        if native.serves(key_min, key_max):
-            here = here | {"native"}
-        name = self._choose("page_scores", q, here=here)
-        if name == "native":
-            return native.page_scores(q, key_min, key_max)
-        if name == "triton":
-            from hybrid_kv.ops.triton import scores
-
-            return scores.group_page_scores(q, key_min, key_max, new=q.shape[1])
-        return reference.page_scores(q, key_min, key_max)
+        score = self._take(op.PAGE_SCORES, q, native=native.serves(key_min, key_max))
+        return score(q, key_min, key_max)
 
     def choose_pages(
         self,
@@ -174,26 +227,13 @@ class PageOps(ChosenBackend):
         newest: int,
         count: int,
     ) -> Tensor:
-        if self._chosen_triton("choose_pages", q):
-            from hybrid_kv.ops.triton import scores
-
-            shared = scores.group_page_scores(q, key_min, key_max, new=new)
-            return reference.best_pages(shared, oldest, newest, count)
-        return reference.choose_pages(
-            q,
-            key_min,
-            key_max,
-            new=new,
-            oldest=oldest,
-            newest=newest,
-            count=count,
-            page_scores=self.page_scores,
-        )
+        choose = self._take(op.CHOOSE_PAGES, q)
+        return choose(q, key_min, key_max, new=new, oldest=oldest, newest=newest, count=count)
 
     def page_writer(self, pages: PagedKV) -> PageWriter | None:
         """Writer of single new tokens where the engine stores them; None where `append` does."""
-        here = self._engine_alone() if native.serves(pages.k, pages.v) else ()
-        if self._choose("page_writer", pages.k, here=here) != "native":
+        is_native = native.serves(pages.k, pages.v) and self.why_op_by_op is None
+        if self._choose(op.PAGE_WRITER, pages.k, native=is_native) != "native":
             return None
         return PageWriter(pages)
 
@@ -211,12 +251,9 @@ class PageOps(ChosenBackend):
             places: [n], n > 0; see `reference.append`.
         """
         start, count = int(places[0]), len(places)
-        if pages.k.is_cpu and self.backend not in DEVICE_BACKENDS:
-            self.served["append"] = "reference"
-        elif count == 1 and self._chosen_triton("append", pages.k):
-            from hybrid_kv.ops.triton import digests
-
-            digests.append_token(pages, k[:, 0], v[:, 0], start, first_position)
+        name = self._choose(op.APPEND, pages.k, few=count == 1)
+        if name != "reference":
+            self._by(op.APPEND, name)(pages, k[:, 0], v[:, 0], start, first_position)
             return
         if count == 1:  # nearly every step: as `reference.append`, in fewer words
             shape = pages.k.shape
@@ -228,37 +265,6 @@ class PageOps(ChosenBackend):
             self._append_many(pages, k, v, places, first_position)
         if pages.key_min is not None:
             self.update_digests(pages, np.unique(np.asarray(places) // pages.k.shape[2]))
-
-    def append_at(
-        self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor
-    ) -> None:
-        """Stores one token's k, v [Hkv, D] where the device is told; see `reference.append_at`."""
-        if self._chosen_triton("append_at", pages.k):
-            from hybrid_kv.ops.triton import digests
-
-            digests.append_at(pages, k, v, numbers, table)
-        else:
-            reference.append_at(pages, k, v, numbers, table)
-
-    def choose_listed(
-        self, q: Tensor, pages: PagedKV, table: Tensor, numbers: Tensor, *, oldest: int, most: int
-    ) -> Tensor:
-        """Slots [Hkv, 1, most] of a table's best pages for one token, the best ones first.
-
-        Args:
-            q, table, numbers, oldest: see `reference.listed_page_scores`; the device is told how
-                many of the pages count.
-        """
-        assert pages.key_min is not None
-        assert pages.key_max is not None
-        given = q, pages.key_min, pages.key_max, table, numbers, oldest
-        if self._chosen_triton("choose_listed", q):
-            from hybrid_kv.ops.triton import scores
-
-            found = scores.listed_page_scores(*given)
-        else:
-            found = reference.listed_page_scores(*given)
-        return table[found.topk(min(most, len(table)), -1).indices]
 
     def _append_many(
         self,
@@ -275,28 +281,114 @@ class PageOps(ChosenBackend):
         positions = torch.arange(first_position, first_position + count, device=device)
         reference.append(pages, k, v, rows, positions)
 
-    def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
-        if pages.key_min is None or len(slots) == 0:
-            return
-        where = self.uploads(slots, pages.k.device)
-        if self._chosen_triton("update_digests", pages.k):
-            from hybrid_kv.ops.triton import digests
+    def append_at(
+        self, pages: PagedKV, k: Tensor, v: Tensor, numbers: Tensor, table: Tensor
+    ) -> None:
+        """Stores one token's k, v [Hkv, D] where the device is told; see `reference.append_at`."""
+        self._take(op.APPEND_AT, pages.k)(pages, k, v, numbers, table)
 
-            digests.update_digests(pages, where)
-        else:
-            reference.update_digests(pages, where)
+    def choose_listed(
+        self, q: Tensor, pages: PagedKV, table: Tensor, numbers: Tensor, *, oldest: int, most: int
+    ) -> Tensor:
+        """Slots [Hkv, 1, most] of a table's best pages for one token, the best ones first.
+
+        Args:
+            q, table, numbers, oldest: see `reference.listed_page_scores`; the device is told how
+                many of the pages count.
+        """
+        scores = self._take(op.CHOOSE_LISTED, q)
+        found = scores(q, pages.key_min, pages.key_max, table, numbers, oldest)
+        return table[found.topk(min(most, len(table)), -1).indices]
+
+    def update_digests(self, pages: PagedKV, slots: npt.NDArray[np.int64]) -> None:
+        if pages.key_min is not None and len(slots):
+            update = self._take(op.UPDATE_DIGESTS, pages.k)
+            update(pages, self.uploads(slots, pages.k.device))
 
     def copy_pages(
         self, source: PagedKV, target: PagedKV, source_slots: Tensor, target_slots: Tensor
     ) -> None:
         """See `reference.copy_pages`; a kernel reads the host only where its memory is pinned."""
-        if reaches(target.k, source.k) and self._chosen_triton("copy_pages", target.k):
-            from hybrid_kv.ops.triton import pages
+        copy = self._take(op.COPY_PAGES, target.k, source.k)
+        copy(source, target, source_slots, target_slots)
 
-            pages.copy_pages(source, target, source_slots, target_slots)
-        else:
-            self.served["copy_pages"] = "reference"
-            reference.copy_pages(source, target, source_slots, target_slots)
+
+class SearchOps(ChosenBackend):
+    """Selection by sketch, and exact neighbours; meaning as in `sketch_select`, `reference`.
+
+    Kernels read keys and values of the host where they are page-locked.
+    """
+
+    __slots__ = ()
+
+    def encode_sketch(self, to: DeviceCodes, keys: Tensor, first: int) -> None:
+        """See `sketch_select.encode`."""
+        self._take(op.ENCODE_SKETCH, keys)(to, keys, first)
+
+    def find_by_sketch(
+        self,
+        by: DeviceCodes,
+        q: Tensor,
+        k: Tensor,
+        *,
+        new: int,
+        width: int,
+        times: float = 1.0,
+    ) -> Candidates:
+        """See `sketch_select.find`."""
+        find = self._take(op.FIND_BY_SKETCH, q, k)
+        return find(by, q, k, new=new, width=width, times=times)
+
+    def finds_in_place(self, q: Tensor, v: Tensor) -> bool:
+        """Whether what a search of queries needs is read where it lies, so that the work can be
+        recorded; else rows of the host are copied, which waits for the device of q.
+        """
+        if q.device == v.device:
+            return True
+        return reaches(q, v) and self._choose(op.FIND_BY_SKETCH, q) == "triton"
+
+    def score_candidates(self, q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        """See `sketch_select.exact_scores`."""
+        return self._take(op.SCORE_CANDIDATES, q, k)(q, k, ids)
+
+    def attend_candidates(
+        self,
+        found: Candidates,
+        v: Tensor,
+        limit: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        discount: Tensor | None = None,
+    ) -> PartialAttention:
+        """See `sketch_select.attend`."""
+        attend = self._take(op.ATTEND_CANDIDATES, found.scores, v)
+        return attend(found, v, limit, scale=scale, softcap=softcap, discount=discount)
+
+    def best_limit(self, scores: Tensor, top_k: int) -> Tensor:
+        """See `sketch_select.best_limit`."""
+        return self._take(op.BEST_LIMIT, scores)(scores, top_k)
+
+    def attend_unread(
+        self,
+        known: Tail,
+        q: Tensor,
+        scores: Tensor,
+        limit: Tensor,
+        own: slice,
+        seen: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        form: Form = "gaussian",
+    ) -> UnreadPart:
+        """See `tail.attend_unread`."""
+        given = known, q, scores, limit, own, seen
+        attend = self._take(op.ATTEND_UNREAD, q)
+        return attend(*given, scale=scale, softcap=softcap, form=form)
+
+    def nearest_keys(self, queries: Tensor, keys: Tensor, count: int) -> Tensor:
+        return self._take(op.NEAREST_KEYS, keys)(queries, keys, count)
 
 
 class Ops(AttentionOps, PageOps, SearchOps):

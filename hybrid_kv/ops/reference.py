@@ -254,6 +254,39 @@ def attend_visible(
     return attend(q, k, v, scale=scale, softcap=softcap, bias=bias)
 
 
+def attend_retrieved(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    attend: Callable[..., PartialAttention] = attend,
+) -> PartialAttention:
+    """Attention of every query over entries of its own, which are gathered.
+
+    Args:
+        q: [H, M, D].
+        k, v: [H, N, D].
+        ids: [H, M, K] int64 rows of k and v; a negative id is none.
+        bias: [H, M, K] float32, added to the logits; None for none.
+        attend: what attends the gathered entries.
+
+    Returns:
+        out [H, M, D], lse [H, M].
+    """
+    heads = torch.arange(len(ids), device=ids.device)[:, None, None]
+    rows = ids.clamp_min(0)
+    added = torch.zeros(ids.shape, device=ids.device) if bias is None else bias
+    added = added.masked_fill(ids < 0, -torch.inf)[:, :, None]
+    part = attend(
+        q[:, :, None], k[heads, rows], v[heads, rows], scale=scale, bias=added, softcap=softcap
+    )
+    return PartialAttention(part.out[:, :, 0], part.lse[:, :, 0])
+
+
 def attend_ragged(
     q: Tensor,
     k: Tensor,

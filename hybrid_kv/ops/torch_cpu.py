@@ -14,7 +14,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: None = None,
 ) -> PartialAttention:
     """As `reference.attend` without softcap; out in the dtype of q."""
     if bias is None:
@@ -28,6 +34,8 @@ def attend(
     )
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> PartialAttention:
+def attend_causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: None = None, window: None = None
+) -> PartialAttention:
     """As `reference.attend_causal` for T == N (the kernel aligns at the upper left)."""
     return PartialAttention(*_flash(q, k, v, is_causal=True, scale=scale))

@@ -26,12 +26,16 @@ def expresses(q: Tensor, bias: Tensor | None) -> bool:
     return bias is None and aligned and dim <= _LARGEST_HEAD_DIM
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> PartialAttention:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: None = None, softcap: None = None
+) -> PartialAttention:
     """As `reference.attend` without bias and softcap; out in the dtype of q."""
     return _fused(q, k, v, scale=scale, causal=False)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> PartialAttention:
+def attend_causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: None = None, window: None = None
+) -> PartialAttention:
     """As `reference.attend_causal` for T == N (the kernels align at the upper left)."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))

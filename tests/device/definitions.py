@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -109,13 +110,14 @@ def _attend_pages(q, pages, slots, query_positions, *, scale, softcap=None, coun
     return _part("attend_pages", compute, q.shape, q, pages, slots, query_positions, count)
 
 
-def _attend_ragged(q, k, v, extents, longest, *, scale, softcap=None, bias=None):  # type: ignore[no-untyped-def]
+def _attend_ragged(q, k, v, starts, lengths, *, scale, softcap=None, bias=None, uploads):  # type: ignore[no-untyped-def]
     def compute(q: Tensor, k: Tensor, v: Tensor, extents: Tensor, bias: Tensor | None) -> Any:
         starts, lengths = extents.view(2, -1).tolist()
         return reference.attend_ragged(
             q, k, v, starts, lengths, scale=scale, softcap=softcap, bias=bias
         )
 
+    extents = uploads(np.asarray([*starts, *lengths]), q.device)
     return _part("attend_ragged", compute, q.shape, q, k, v, extents, bias)
 
 
@@ -128,12 +130,18 @@ def _merge(parts, dtype, device=None):  # type: ignore[no-untyped-def]
     )
 
 
-def _page_scores(q, key_min, key_max, *, new):  # type: ignore[no-untyped-def]
+def _group_page_scores(q, key_min, key_max, *, new):  # type: ignore[no-untyped-def]
     def compute(*given: Tensor) -> Any:
         return (reference.page_scores(*given).unflatten(1, (-1, new)).amax(1),)
 
     shapes = [((len(q), new, key_min.shape[1]), torch.float32)]
     return _kernel("page_scores", compute, shapes, q, key_min, key_max)[0]
+
+
+def _choose_pages(q, key_min, key_max, *, new, oldest, newest, count):  # type: ignore[no-untyped-def]
+    return reference.best_pages(
+        _group_page_scores(q, key_min, key_max, new=new), oldest, newest, count
+    )
 
 
 def _update_digests(pages, slots):  # type: ignore[no-untyped-def]
@@ -228,7 +236,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ragged": {"attend_ragged": _attend_ragged},
     "merge": {"merge": _merge},
     "scores": {
-        "group_page_scores": _page_scores,
+        "choose_pages": _choose_pages,
         "listed_page_scores": _listed_page_scores,
     },
     "digests": {

@@ -26,24 +26,24 @@ HALF = torch.bfloat16
 @pytest.mark.parametrize(
     ("requested", "device", "dtype", "plain", "pairs", "chosen"),
     [
-        ("auto", "cpu", torch.float32, True, 6, "torch_cpu"),
-        ("torch_cpu", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
-        ("native", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
-        ("triton", "cpu", torch.bfloat16, True, 6, "torch_cpu"),
-        ("reference", "cpu", torch.float32, True, 6, "reference"),
-        ("auto", "cuda", torch.float32, True, 6, "torch_cuda"),
-        ("triton", "cuda", torch.bfloat16, True, 6, "torch_cuda"),
-        ("auto", "cuda", torch.float64, True, 6, "reference"),
-        ("auto", "cuda", torch.bfloat16, False, 6, "reference"),
-        ("torch_cpu", "cuda", torch.float32, True, 6, "reference"),
-        ("torch_cuda", "cpu", torch.float32, True, 6, "reference"),
-        ("auto", "cpu", torch.float64, True, 6, "reference"),
-        ("auto", "cpu", torch.float32, False, 6, "reference"),
-        ("torch_cpu", "cpu", torch.float32, True, 0, "reference"),
+        ("auto", "cpu", torch.float32, True, True, "torch_cpu"),
+        ("torch_cpu", "cpu", torch.bfloat16, True, True, "torch_cpu"),
+        ("native", "cpu", torch.bfloat16, True, True, "torch_cpu"),
+        ("triton", "cpu", torch.bfloat16, True, True, "torch_cpu"),
+        ("reference", "cpu", torch.float32, True, True, "reference"),
+        ("auto", "cuda", torch.float32, True, True, "torch_cuda"),
+        ("triton", "cuda", torch.bfloat16, True, True, "torch_cuda"),
+        ("auto", "cuda", torch.float64, True, True, "reference"),
+        ("auto", "cuda", torch.bfloat16, False, True, "reference"),
+        ("torch_cpu", "cuda", torch.float32, True, True, "reference"),
+        ("torch_cuda", "cpu", torch.float32, True, True, "reference"),
+        ("auto", "cpu", torch.float64, True, True, "reference"),
+        ("auto", "cpu", torch.float32, False, True, "reference"),
+        ("torch_cpu", "cpu", torch.float32, True, False, "reference"),
     ],
 )
 def test_dense_attention_is_fused_where_it_can_be(
-    requested: str, device: str, dtype: torch.dtype, plain: bool, pairs: int, chosen: str
+    requested: str, device: str, dtype: torch.dtype, plain: bool, pairs: bool, chosen: str
 ) -> None:
     found = choose_backend(
         requested, "attend", device_type=device, dtype=dtype, plain=plain, pairs=pairs

@@ -5,6 +5,8 @@ Here is what the dispatch needs: whether the engine serves some tensors, and its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from hybrid_kv.ops.native.attend import (
@@ -17,14 +19,20 @@ from hybrid_kv.ops.native.attend import (
     serves_merge,
 )
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.ops.native.pages import PageDigests
-from hybrid_kv.ops.native.workers import pool_here
+from hybrid_kv.ops.native.pages import PageDigests, PageWriter
+from hybrid_kv.ops.native.step import LayerPlan
+from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.types import PartialAttention
 
 __all__ = [
+    "LayerPlan",
+    "PageWriter",
     "Visible",
+    "attend",
     "attend_ragged",
     "attend_retrieved",
     "attend_rows",
+    "attend_visible",
     "engine_state",
     "merge",
     "page_scores",
@@ -33,6 +41,37 @@ __all__ = [
 ]
 
 
-def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
-    """See `Ops.page_scores`."""
-    return PageDigests(key_min, key_max).scores(q.float(), pool=pool_here())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: None = None,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend`; without a bias, for few queries."""
+    return attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool)
+
+
+def attend_visible(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    newest: Sequence[int],
+    *,
+    new: int,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend_visible`; for few queries."""
+    visible = Visible(positions, newest, new)
+    return attend_rows(q, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
+
+
+def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, pool: Pool | None = None) -> Tensor:
+    """See `reference.page_scores`."""
+    return PageDigests(key_min, key_max).scores(q.float(), pool=pool)

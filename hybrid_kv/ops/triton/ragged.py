@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +14,7 @@ from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.triton import paged
 from hybrid_kv.ops.triton._common import MIN_DOT, finite, padded, upcast
 from hybrid_kv.ops.triton.paged import capped, weighed
+from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import PartialAttention
 
 
@@ -18,24 +22,21 @@ def attend_ragged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extents: Tensor,
-    longest: int,
+    starts: Sequence[int],
+    lengths: Sequence[int],
     *,
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    uploads: Uploads,
 ) -> PartialAttention:
-    """See `reference.attend_ragged`; out and lse are float32.
-
-    Args:
-        extents: [2 * H] int64, the first row of every head and then how many it has.
-        longest: the most rows of a head.
-    """
+    """See `reference.attend_ragged`; out and lse are float32."""
+    extents = uploads(np.asarray([*starts, *lengths], np.int64), q.device)
     heads, rows, dim = q.shape
     block_rows = min(64, padded(rows, MIN_DOT))
     slices = triton.cdiv(rows, block_rows)
     block = paged.block_tokens(dim, k.dtype)
-    tiles = max(1, triton.cdiv(longest, block))
+    tiles = max(1, triton.cdiv(max(lengths), block))
     tiles_per_split, splits = paged.split_tiles(tiles, heads * slices)
     out = torch.empty(splits, heads, rows, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(splits, heads, rows, dtype=torch.float32, device=q.device)

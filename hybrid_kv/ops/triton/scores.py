@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_kv.ops import reference
 from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.triton._common import padded
 
@@ -45,6 +46,19 @@ def group_page_scores(q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int) 
             BLOCK_DIM=padded(dim),
         )
     return scores
+
+
+def page_scores(q: Tensor, key_min: Tensor, key_max: Tensor) -> Tensor:
+    """See `reference.page_scores`."""
+    return group_page_scores(q, key_min, key_max, new=q.shape[1])
+
+
+def choose_pages(
+    q: Tensor, key_min: Tensor, key_max: Tensor, *, new: int, oldest: int, newest: int, count: int
+) -> Tensor:
+    """See `reference.choose_pages`."""
+    shared = group_page_scores(q, key_min, key_max, new=new)
+    return reference.best_pages(shared, oldest, newest, count)
 
 
 def listed_page_scores(

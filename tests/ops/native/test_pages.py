@@ -91,7 +91,7 @@ def test_the_engine_serves_pages_that_it_can_read(monkeypatch: pytest.MonkeyPatc
     low, high = digests(50, 72, torch.bfloat16)
     calls = []
     plain = native.page_scores
-    monkeypatch.setattr(native, "page_scores", lambda *of: calls.append(of) or plain(*of))
+    monkeypatch.setattr(native, "page_scores", lambda *of, pool: calls.append(of) or plain(*of))
     get_ops("auto").page_scores(torch.randn(2, 3, 72), low, high)
     get_ops("auto").page_scores(torch.randn(2, 3, 72).double(), low.double(), high.double())
     assert len(calls) == (native.engine_state().isa is not None)

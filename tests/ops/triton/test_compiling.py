@@ -32,6 +32,7 @@ from hybrid_kv.ops.triton import (
     sketch_limit,
     unread,
 )
+from hybrid_kv.ops.upload import Uploads
 from hybrid_kv.types import PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
 from tests.ops.triton.compiling import Resources, launches_of, resources, why_no_compiler
@@ -88,10 +89,14 @@ def attention(shape: Shape, dtype: torch.dtype) -> None:
 
 def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
     rows = torch.zeros(1000, shape.dim, dtype=dtype)
-    extents = torch.zeros(2 * shape.heads, dtype=torch.int64)
+    starts, lengths = [0] * shape.heads, [700] * shape.heads
     for bias in (None, torch.zeros(1000)):
         ragged.attend_ragged(
-            queries(shape, dtype), rows, rows, extents, 700, scale=0.1, softcap=30.0, bias=bias
+            *(queries(shape, dtype), rows, rows, starts, lengths),
+            scale=0.1,
+            softcap=30.0,
+            bias=bias,
+            uploads=Uploads(),
         )
 
 
