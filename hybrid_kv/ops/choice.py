@@ -132,7 +132,7 @@ class ChosenBackend:
         return name
 
     def _by(self, op: Operation[R], name: str) -> Callable[..., R]:
-        """What a back end computes an op with, given what it uses of these ops."""
+        """The function of a back end, with the attribute of these ops that it uses."""
         by = op.by[name]
         function: Callable[..., R] = by.function
         return partial(function, **{by.uses: getattr(self, by.uses)}) if by.uses else function
@@ -140,7 +140,7 @@ class ChosenBackend:
     def _take(
         self, op: Operation[R], at: Tensor, far: Tensor | None = None, /, **facts: bool
     ) -> Callable[..., R]:
-        """What computes a call; see `_choose`."""
+        """The function that computes a call; see `_choose`."""
         return self._by(op, self._choose(op, at, far, **facts))
 
 

@@ -1,4 +1,4 @@
-"""The table of operations: what defines each, and which back ends compute it when.
+"""The table of operations: the definition of each, and its back ends with their needs.
 
 Functions are named, so that no kernel is imported before it is called. All functions of a row take
 the arguments of its definition.
@@ -21,7 +21,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 Need = Literal[
     "here", "asked", "cpu", "cuda", "compiled", "floats", "halves", "plain", "pairs", "few"
 ]
-"""What a back end may need of a call; `choice.choose_backend` says when each is met."""
+"""A condition of a call; `choice.choose_backend` says when each is met."""
 
 
 class By(NamedTuple):
