@@ -32,6 +32,14 @@ class ShapeError(HybridKVError, ValueError):
 class NonFiniteError(HybridKVError, ValueError):
     """Keys or values hold NaN or infinity."""
 
+    @classmethod
+    def of(cls, what: str) -> NonFiniteError:
+        """The error that says so of some values, named in words."""
+        return cls(
+            f"{what} must be finite, got NaN or infinity; check the model's weights, or load it in "
+            "bfloat16 or float32, whose range is wider than float16's"
+        )
+
 
 class CapacityError(HybridKVError, MemoryError):
     """The context does not fit into the memory that is free."""

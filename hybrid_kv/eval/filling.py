@@ -35,8 +35,7 @@ from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import KVCache, LayerCache
 from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.leaving import nearest_finder
-from hybrid_kv.runtime.offload import FindNearest
+from hybrid_kv.runtime.offload import FindNearest, nearest_finder
 from hybrid_kv.runtime.step import Step
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor

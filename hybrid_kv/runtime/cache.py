@@ -12,14 +12,11 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops import get_ops
-from hybrid_kv.runtime.builds import IndexBuilds
-from hybrid_kv.runtime.cache_context import CacheContext
+from hybrid_kv.runtime.cache_context import CacheContext, FiniteGuard, IndexBuilds
 from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.finite import FiniteGuard
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.runtime.step import GraphUse, Step
-from hybrid_kv.runtime.step_numbers import StepNumbers, take_back_reserved
+from hybrid_kv.runtime.step import GraphUse, Step, StepNumbers, take_back_reserved
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (

@@ -1,24 +1,25 @@
-"""Objects shared by all layers of a cache, and the storing of new tokens with them."""
+"""Objects shared by all layers of a cache: its context, index builds, and what looks for NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import ShapeError
+from hybrid_kv.errors import NonFiniteError, ShapeError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime.builds import IndexBuilds
-from hybrid_kv.runtime.finite import FiniteGuard
-from hybrid_kv.runtime.step_numbers import StepNumbers
-from hybrid_kv.store import LayerStore, SelectFor
-from hybrid_kv.transfer import Executor
+from hybrid_kv.runtime.step import StepNumbers, name_of_new
+from hybrid_kv.store import LayerStore, SelectFor, all_finite
+from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import Foresight, LayerShape, Needs, Work
-from hybrid_kv.watch.phases import Phases
+from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
 if TYPE_CHECKING:
     from hybrid_kv.runtime.look_ahead import LookAhead
@@ -156,3 +157,113 @@ def append(
             own_k, own_v = own_k[:, valid[number]], own_v[:, valid[number]]
         row.table.append(own_k, own_v, row.length)
         row.length += own_k.shape[1]
+
+
+# Index builds ------------------------------------------------------------------------------------
+
+
+class IndexBuilds:
+    """Runs builds by an executor. What is waited for counts as a phase, all of it in `clock`.
+
+    A build that waits holds its prompt's queries and their best keys, 170 MB for a layer of an 8B
+    model. Where host memory is short, a new one waits until enough of those before it have ended.
+
+    Args:
+        spare_bytes: host memory that is free and that nothing else will need.
+    """
+
+    def __init__(
+        self, executor: Executor, phases: Phases, spare_bytes: Callable[[], int] | None = None
+    ) -> None:
+        self._executor, self._phases, self._spare_bytes = executor, phases, spare_bytes
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self.clock = WorkClock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Kept for builds that have not ended."""
+        self._forget_ended()
+        return sum(holds for _, holds in self._waiting)
+
+    def here(self, build: Callable[[], None]) -> None:
+        """Runs a build that is waited for."""
+        with self._phases.measure(INDEX_BUILD), self.clock.running(), self._executor.building():
+            build()
+
+    def beside(self, build: Callable[[], None], holds: int = 0) -> Future[None]:
+        """Begins a build that need not be waited for."""
+        clock, building = self.clock, self._executor.building
+
+        def measured() -> None:
+            with clock.running(), building():
+                build()
+
+        with self._phases.measure(INDEX_BUILD):
+            self._make_room()
+            future = self._executor.background(measured)
+        if holds:
+            self._waiting.append((future, holds))
+        return future
+
+    def _make_room(self) -> None:
+        self._forget_ended()
+        while self._waiting and self._spare_bytes is not None and self._spare_bytes() < 0:
+            wait([self._waiting[0][0]])
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._waiting = deque(build for build in self._waiting if not build[0].done())
+
+
+# NaN and infinity are an error, found where the values lie and told without waiting for a device.
+#
+# What a prompt stores is looked at as it comes, and so are the logits, which a value that is not
+# finite always reaches. An infinite key may get no weight, so those of single new tokens are looked
+# at, too, where that needs no launch: on a GPU one is found when its page leaves the window.
+
+
+def _may_hide(k: Tensor) -> bool:
+    """Whether a new token's key [B, Hkv, 1, D] holds what need not show in the logits."""
+    # One sum is the cheapest look; it may overflow, but is finite only where all of k is.
+    return k.device.type == "cpu" and not isfinite(k.sum(dtype=torch.float32).item())
+
+
+class FiniteGuard:
+    """Flags on their way to the host, and what they are about."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._flags: list[tuple[str, Transfer]] = []
+
+    def watch_new(self, layer_idx: int, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        """Looks at a layer's new k, v [B, Hkv, T, D]; `valid` [B, T] is False for padding.
+
+        Raises:
+            NonFiniteError: they are not finite; on a GPU the next forward says so.
+        """
+        if k.shape[2] == 1 and not _may_hide(k):
+            return
+        if valid is not None:
+            k, v = (tensor.transpose(1, 2)[valid] for tensor in (k, v))
+        self.watch(name_of_new(layer_idx), all_finite(k, v))
+
+    def watch(self, what: str, flag: Tensor) -> None:
+        """Takes note of values by their flag [], True where all of them are finite.
+
+        Raises:
+            NonFiniteError: see `look`.
+        """
+        self._flags.append((what, self._executor.send(flag)))
+        self.look()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Reads the flags that have arrived, or all of them.
+
+        Raises:
+            NonFiniteError: some values are not finite.
+        """
+        while self._flags and (wait or self._flags[0][1].arrived):
+            what, flag = self._flags.pop(0)
+            if not flag.open():
+                self._flags.clear()
+                raise NonFiniteError.of(what)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.native.step import LayerPlan, StepResult
 from hybrid_kv.ops.native.workers import pool_here
-from hybrid_kv.runtime.searched_entries import SearchedEntries
+from hybrid_kv.runtime.engine_plan import SearchedEntries
 from hybrid_kv.runtime.step import ColdBudget, Step
 from hybrid_kv.store import Row
 from hybrid_kv.transfer import Transfer

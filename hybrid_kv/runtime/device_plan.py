@@ -10,14 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
-from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages
-from hybrid_kv.runtime.step_numbers import (
+from hybrid_kv.runtime.step import (
     CHOSEN,
     NEWEST,
     PAGES,
     PLACE,
     POSITION,
+    PlanReason,
+    Step,
     StepNumbers,
+    pinned_pages,
     store_reserved,
 )
 from hybrid_kv.types import PartialAttention, Read, Work

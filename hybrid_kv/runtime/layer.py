@@ -19,8 +19,8 @@ from hybrid_kv.runtime.layer_prompt import (
     attend_exact,
     note_queries,
 )
-from hybrid_kv.runtime.leaving import Finder, Leaving, nearest_finder
-from hybrid_kv.runtime.planned_steps import PlannedSteps
+from hybrid_kv.runtime.offload import Finder, Leaving, nearest_finder
+from hybrid_kv.runtime.plan import PlannedSteps
 from hybrid_kv.store import LayerStore, RowMark
 from hybrid_kv.types import Demotion, Evidence, LayerShape, Needs, PartialAttention
 

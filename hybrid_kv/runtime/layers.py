@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.layer import LayerCache
-from hybrid_kv.runtime.step_numbers import POSITION, take_back_reserved
+from hybrid_kv.runtime.step import POSITION, take_back_reserved
 from hybrid_kv.store import LayerStore
 from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
 

@@ -1,8 +1,8 @@
-"""Plan of a layer's decode step: decided here, once, until something changes.
+"""The decode steps of a layer and their plan: decided once, until something changes.
 
-    compile_step ─┬─ EnginePlan   the whole step of a row is one call of the engine
-                  ├─ DevicePlan   a device is told of a row's step by numbers in its memory
-                  └─ OpsPlan      op by op, the definition; a row's cold part may be one call
+    PlannedSteps, compile_step ─┬─ EnginePlan   the whole step of a row is one call of the engine
+                                ├─ DevicePlan   a device is told of a step by numbers in its memory
+                                └─ OpsPlan      op by op; a row's cold part may be one call
 
 A plan holds as long as its stamp has no reason: pools, tables, chains, extents and indexes mark the
 stamps of the plans that describe them. Nothing else asks how a step may be made.
@@ -13,31 +13,175 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
-from hybrid_kv.runtime.engine_plan import EnginePlan
-from hybrid_kv.runtime.searched_entries import SearchedEntries
-from hybrid_kv.runtime.step import PlanReason, Step, reads_all
-from hybrid_kv.runtime.step_numbers import StepNumbers
-from hybrid_kv.store import Row
+from hybrid_kv.plugins import Method
+from hybrid_kv.runtime.cache_context import CacheContext, append, reads_alike, stores_as_is
+from hybrid_kv.runtime.engine_plan import EnginePlan, SearchedEntries
+from hybrid_kv.runtime.step import Found, PlanReason, Step, StepNumbers, reads_all, store_reserved
+from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps
 from hybrid_kv.store.table import PageTable
-from hybrid_kv.types import Demotion, PartialAttention, Read
+from hybrid_kv.types import Demotion, LayerShape, PartialAttention, Read, SearchResult
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.checked_method import CheckedMethod
     from hybrid_kv.runtime.device_plan import DevicePlan
+    from hybrid_kv.runtime.look_ahead_state import LookAheadResults
+
 
 CHECK_PLANS = "HYBRID_KV_CHECK_PLANS"
 """Environment variable: "1" compares, before each step, what a plan was made from with what is."""
 
 _TOLD_EVERY = 3
 """Steps from one comparison of what was told to the next, where steps are checked."""
+
+
+class PlannedSteps:
+    """A layer's decode steps, and how they are made: it holds on to what its plan describes.
+
+    keeper: the method, where it keeps entries, from the prompt's end on; None where it does not.
+    """
+
+    def __init__(self, shape: LayerShape, method: Method, means: CacheContext) -> None:
+        self._layer_idx, self._method, self._means = shape.layer_idx, method, means
+        self._stores_as_is = stores_as_is(method)
+        self._reads_alike = reads_alike(method)
+        self._read: Read | None = None  # where it is the same in every step
+        told = self._stores_as_is and self._reads_alike
+        self._numbers = means.numbers if told else None
+        self._compiled: CompiledStep | None = None  # how the last step was made
+        self._num_plans = 0
+        self.keeper: CheckedMethod | None = None
+
+    def make(
+        self,
+        store: LayerStore,
+        q: Tensor,
+        scale: float,
+        softcap: float | None,
+        *,
+        new: tuple[Tensor, Tensor] | None = None,
+        found: Found | None = None,
+        ahead: LookAheadResults | None = None,
+        asked: SearchResult | None = None,
+    ) -> Step:
+        """A step of q [B, Hq, T, D].
+
+        Args:
+            new: k, v [B, Hkv, T, D] of its tokens, which `attend` stores; None where they are.
+            found, ahead, asked: see `Step`.
+        """
+        means = self._means
+        return Step(
+            ops=means.ops,
+            executor=means.executor,
+            phases=means.phases,
+            work=means.work,
+            layer=store,
+            q=q,
+            new=q.shape[2],
+            scale=scale,
+            softcap=softcap,
+            at_home=q.is_cpu and means.executor.at_once,
+            found=found,
+            ahead=ahead,
+            asked=asked,
+            unstored=new,
+        )
+
+    def attend(
+        self, step: Step, read: Read | None = None, *, widening: int = 1
+    ) -> PartialAttention:
+        """Stores the tokens of a step, and attends what the method reads for it.
+
+        Args:
+            read: what to read instead; None asks the method.
+            widening: times so many cold entries.
+
+        Returns:
+            out [B, Hq, T, D] in the dtype of q, lse [B, Hq, T] float32.
+
+        Raises:
+            NonFiniteError: see `append`.
+        """
+        if read is None and (read := self._read) is None:
+            read = self._method.read(self._layer_idx, step.q)
+            self._read = read if self._reads_alike else None
+        if widening != 1:
+            read = read.widened(widening)
+        compiled, numbers = self._compiled, self._means.numbers
+        if step.unstored is not None and self._layer_idx in numbers.reserved:
+            store_reserved(step, numbers)
+        if compiled is not None and not compiled.serves(step, read):
+            compiled = None
+        new = step.unstored
+        if new is not None and (
+            compiled is None or not self._stores_as_is or not compiled.plan.takes(*new)
+        ):
+            step.unstored = None
+            append(step.layer, self._means, self._method, *new, None)
+            if compiled is not None and not compiled.serves(step, read):  # pages have moved
+                compiled = None
+        if compiled is None:
+            compiled = self._compiled = compile_step(step, read, self._numbers)
+            self._num_plans += 1
+        part, keeper = compiled.plan.attend(step), self.keeper
+        if keeper is not None and keeper.follows:
+            told = self._means.executor, step.layer, step.q, part.lse
+            keeper.follow(*told, scale=step.scale, softcap=step.softcap)
+        return part
+
+    def joint_plan(self, step: Step) -> EnginePlan | None:
+        """The plan by which a step, its token included, is one call of the engine; None where it is
+        made otherwise, or something has to be done before.
+        """
+        compiled, new = self._compiled, step.unstored
+        if compiled is None or new is None or self._numbers is None:
+            return None
+        plan = compiled.plan
+        if not isinstance(plan, EnginePlan) or not compiled.serves(step, compiled.read):
+            return None
+        return plan if plan.takes(*new) else None
+
+    def device_plan(self, store: LayerStore) -> DevicePlan | None:
+        """The plan of the next step where it can be advanced already; see `Layers.advance`."""
+        return None if self._compiled is None else self._compiled.device_plan(store.rows)
+
+    def renew(self, store: LayerStore, scale: float, softcap: float | None) -> None:
+        """Makes the plan of the next step anew where something has changed since the last one."""
+        compiled = self._compiled
+        if compiled is None or not compiled.stamp.reason:
+            return
+        shape = compiled.next_shape(store.rows)
+        plan = compiled.plan.by_numbers
+        if shape is not None and plan is not None:
+            q = torch.empty(shape[0], dtype=shape[1], device=store.resident.pool.device)
+            step = self.make(store, q, scale, softcap)  # of which only the shape counts
+            self._compiled = compile_step(step, plan.read, self._means.numbers)
+            self._num_plans += 1
+
+    def drop(self) -> None:
+        """Lets go of the plan: what it describes is no longer what the layer holds."""
+        self._compiled = None
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready: whether the last decode step was one call of the engine.
+
+        code, reason: why it was not, empty where it was, None before the first step. plans: how
+        many were made for the steps so far.
+        """
+        told = {"layer": self._layer_idx, "plans": self._num_plans}
+        if self._compiled is None:
+            return {**told, "one_call": False, "code": None, "reason": None}
+        code, text = self._compiled.plan.reason or ("", "")
+        return {**told, "one_call": not code, "code": code, "reason": text}
 
 
 class StepPlan(Protocol):

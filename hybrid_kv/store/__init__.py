@@ -9,9 +9,8 @@ from hybrid_kv.store.cold_tier import (
     check_finite,
 )
 from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView, Retrieved, RetrievedPart
-from hybrid_kv.store.layer import LayerStore, SelectFor
+from hybrid_kv.store.layer import LayerStore, ResidentStore, SelectFor
 from hybrid_kv.store.pool import ResidentView
-from hybrid_kv.store.resident import ResidentStore
 from hybrid_kv.store.row import Overflow, Row, RowMark
 from hybrid_kv.store.table import PageTable
 

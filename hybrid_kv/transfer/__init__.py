@@ -3,7 +3,6 @@
 The executor of a GPU is `transfer.cuda`, which is loaded where there is one.
 """
 
-from hybrid_kv.transfer.executor import Executor, SyncExecutor, Transfer
-from hybrid_kv.transfer.threads import ThreadExecutor
+from hybrid_kv.transfer.executor import Executor, SyncExecutor, ThreadExecutor, Transfer
 
 __all__ = ["Executor", "SyncExecutor", "ThreadExecutor", "Transfer"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
 
-from hybrid_kv.runtime.builds import IndexBuilds
+from hybrid_kv.runtime.cache_context import IndexBuilds
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.watch.phases import Phases
 from tests.store.scene import HeldBuild

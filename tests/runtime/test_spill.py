@@ -16,8 +16,7 @@ from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.plugins import METHODS, Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
-from hybrid_kv.runtime.leaving import find_by
-from hybrid_kv.runtime.offload import Offload
+from hybrid_kv.runtime.offload import Offload, find_by
 from hybrid_kv.store import ColdChain, LayerStore
 from hybrid_kv.store.index_builder import InlineRunner
 from hybrid_kv.transfer import SyncExecutor

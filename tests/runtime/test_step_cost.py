@@ -8,7 +8,7 @@ from benchmarks.common.step_cost import StepCost, counted, step_cost, step_costs
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.native import engine_state
 
-MOST = {"hybrid": (29, 13), "full": (23, 10), "quest": (23, 10)}
+MOST = {"hybrid": (29, 11), "full": (23, 9), "quest": (23, 9)}
 """By method: Python calls of one step of one layer, and files of the package that they are in."""
 MOST_OF_A_PAGE = 80
 """Calls of the package beyond those of quiet steps."""
@@ -41,7 +41,7 @@ def test_a_step_of_hybrid_searches_an_index_and_attends_what_it_found() -> None:
     """Or the count would be of something else."""
     functions = step_cost(HybridConfig()).functions
     assert functions["store/live_index.py:LiveIndex.note"] == 1
-    assert functions["runtime/searched_entries.py:SearchedEntries.take_up"] == 1
+    assert functions["runtime/engine_plan.py:SearchedEntries.take_up"] == 1
     assert functions["ops/native/step.py:LayerPlan.run"] == 1
     assert functions["runtime/decode.py:decode"] == 0
 
