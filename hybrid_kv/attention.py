@@ -73,34 +73,6 @@ def attend_causal(
     return merge_partials([ops.attend_causal(q, k[:, :, old:], v[:, :, old:], scale=scale), past])
 
 
-def attend_ragged(
-    ops: Ops,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-) -> PartialAttention:
-    """Every grouped query over as many rows as its KV head has.
-
-    Args:
-        q: [Hkv, M, D].
-        k, v: [N, D], the rows of all heads.
-        starts, lengths: by head its first row, and how many it has.
-        bias: [N] float32, added to the logits.
-
-    Returns:
-        out [Hkv, M, D], lse [Hkv, M].
-    """
-    if q.shape[1] == 0 or not any(lengths):
-        return empty_partial(q)
-    return ops.attend_ragged(q, k, v, starts, lengths, scale=scale, softcap=softcap, bias=bias)
-
-
 def merge_partials(
     parts: Sequence[PartialAttention],
     *,

@@ -11,14 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, MethodError
-from hybrid_kv.masses import EachQuery, causal_masses
 from hybrid_kv.rotary import UNKNOWN, Rotary, Samples
+
+if TYPE_CHECKING:
+    from hybrid_kv.masses import EachQuery
 
 Budget: TypeAlias = int | Literal["all"]
 
@@ -264,6 +266,8 @@ class Evidence:
                 f"mass needs queries and keys, got evidence without {missing}; declare "
                 "Needs(last_queries=...) and ask inside absorb, at the prompt's end"
             )
+        from hybrid_kv.masses import causal_masses
+
         count = self.last_queries.shape[1] if last is None else last
         first = max(0, self.last_queries.shape[1] - count)
         return causal_masses(
@@ -295,6 +299,8 @@ class Evidence:
                 "keys, got none; declare Needs(column_sums=True) or Needs(sampled_queries=...) and "
                 "ask inside absorb, at the prompt's end"
             )
+        from hybrid_kv.masses import causal_masses
+
         sums = causal_masses(
             q, keys, scale=self.scale, softcap=self.softcap, positions=positions, each=each
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from hybrid_kv.attention import attend, attend_ragged, empty_partial
+from hybrid_kv.attention import attend, empty_partial
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops import Ops
 from hybrid_kv.runtime.step import Step, stacked
@@ -53,3 +55,31 @@ def attend_entries(
         bias=None if dense_bias is None else dense_bias[None, :, None],
     )
     return PartialAttention(part.out[0], part.lse[0])
+
+
+def attend_ragged(
+    ops: Ops,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> PartialAttention:
+    """Every grouped query over as many rows as its KV head has.
+
+    Args:
+        q: [Hkv, M, D].
+        k, v: [N, D], the rows of all heads.
+        starts, lengths: by head its first row, and how many it has.
+        bias: [N] float32, added to the logits.
+
+    Returns:
+        out [Hkv, M, D], lse [Hkv, M].
+    """
+    if q.shape[1] == 0 or not any(lengths):
+        return empty_partial(q)
+    return ops.attend_ragged(q, k, v, starts, lengths, scale=scale, softcap=softcap, bias=bias)

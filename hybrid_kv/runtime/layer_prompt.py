@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
-from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
@@ -68,6 +67,8 @@ class EvidenceCollector:
             q: [Hq, T, D], lse: [Hq, T] of their attention.
             keys: [Hkv, N, D], those of the T tokens last.
         """
+        from hybrid_kv.masses import causal_masses
+
         sums = causal_masses(q, keys, scale=scale, softcap=softcap, lse=lse)
         if self._sums is not None:
             sums[:, : self._sums.shape[1]] += self._sums

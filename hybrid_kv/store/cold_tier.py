@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import IntegrityError, NonFiniteError
+from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
@@ -254,7 +254,7 @@ class ColdStore:
         their stand-ins serve on.
         """
         own = set(self.spans())
-        for extent in self._extents():
+        for extent in self.extents():
             if extent.index is not None and own.issuperset(extent.readers):
                 extent.index.cancel()
 
@@ -279,40 +279,20 @@ class ColdStore:
         """The spans of all rows."""
         return (span for chain in self.chains for span in chain.spans)
 
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless spans, their extents and indexes agree."""
-        for span in self.spans():
-            if span not in span.extent.readers:
-                raise IntegrityError("a row reads an extent that does not know of it")
-            if not 0 < span.length <= span.extent.length:
-                raise IntegrityError(
-                    f"a row sees {span.length} of {span.extent.length} cold entries"
-                )
-        for number, chain in enumerate(self.chains):
-            if chain.num_tokens != sum(span.length for span in chain.spans):
-                raise IntegrityError(
-                    f"row {number} counts {chain.num_tokens} cold entries, its extents "
-                    f"{[span.length for span in chain.spans]}"
-                )
-        for extent in self._extents():
-            if extent.index is None:
-                continue
-            if (indexed := len(extent.index.serving)) != extent.length:
-                raise IntegrityError(f"index holds {indexed} of {extent.length} cold keys")
-
-    def _extents(self) -> list[ColdExtent]:
+    def extents(self) -> list[ColdExtent]:
+        """Those of all rows, shared ones once."""
         return list({id(span.extent): span.extent for span in self.spans()}.values())
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of stored K and V, shared extents once, without reserved room."""
         per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
-        return sum(extent.length * per_token for extent in self._extents())
+        return sum(extent.length * per_token for extent in self.extents())
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions beside K and V."""
-        return sum(extent.length * 4 for extent in self._extents())
+        return sum(extent.length * 4 for extent in self.extents())
 
     def describe_indexes(self) -> list[dict[str, Any]]:
         """Description of what serves each row, extent and KV head; see `Index.describe`.
@@ -330,7 +310,7 @@ class ColdStore:
     @property
     def index_bytes(self) -> int:
         """Bytes held by indexes beside the keys."""
-        return sum(e.index.memory_bytes for e in self._extents() if e.index is not None)
+        return sum(e.index.memory_bytes for e in self.extents() if e.index is not None)
 
 
 def best_of(found: ByExtent, most: int) -> ByExtent:

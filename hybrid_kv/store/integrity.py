@@ -9,6 +9,7 @@ import torch
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import IntegrityError
+from hybrid_kv.store.cold_tier import ColdStore
 from hybrid_kv.store.pool import PagePool, arena_of
 from hybrid_kv.store.row import Row
 from hybrid_kv.store.table import PageTable
@@ -51,6 +52,26 @@ def _check_kept(row: Row, kept: Entries, absent: set[int], far: Sequence[int]) -
                 f"row {row.number}: KV head {head} keeps other entries than the cold tier "
                 "leaves out"
             )
+
+
+def check_cold(cold: ColdStore) -> None:
+    """Raises IntegrityError unless spans, their extents and indexes agree."""
+    for span in cold.spans():
+        if span not in span.extent.readers:
+            raise IntegrityError("a row reads an extent that does not know of it")
+        if not 0 < span.length <= span.extent.length:
+            raise IntegrityError(f"a row sees {span.length} of {span.extent.length} cold entries")
+    for number, chain in enumerate(cold.chains):
+        if chain.num_tokens != sum(span.length for span in chain.spans):
+            raise IntegrityError(
+                f"row {number} counts {chain.num_tokens} cold entries, its extents "
+                f"{[span.length for span in chain.spans]}"
+            )
+    for extent in cold.extents():
+        if extent.index is None:
+            continue
+        if (indexed := len(extent.index.serving)) != extent.length:
+            raise IntegrityError(f"index holds {indexed} of {extent.length} cold keys")
 
 
 def check_resident(pool: PagePool, tables: Sequence[PageTable], *, has_forked: bool) -> None:

@@ -180,10 +180,10 @@ class LayerStore:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every stored token has exactly one owner."""
-        from hybrid_kv.store.integrity import check_row
+        from hybrid_kv.store.integrity import check_cold, check_row
 
         self.resident.check_integrity()
-        self.cold.check_integrity()
+        check_cold(self.cold)
         for row in self.rows:
             check_row(row)
 

@@ -20,6 +20,7 @@ from hybrid_kv.errors import (
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
+from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda, join_pinning
@@ -86,7 +87,7 @@ def test_what_is_not_finite_is_refused_by_head_and_position(which: str, value: f
     with pytest.raises(NonFiniteError, match=f"{which} must be finite.*KV head 1 at position 24;"):
         cold.chains[0].append(k, v, torch.arange(20, 26), flat_index())
     assert cold.chains[0].positions() == list(range(10, 20)), "nothing was added and nothing lost"
-    cold.check_integrity()
+    check_cold(cold)
     add(cold, 20, 22)
     assert found(cold, 0, LARGEST, 3) == [21, 20, 19]
 
@@ -97,7 +98,7 @@ def test_an_empty_cold_tier_finds_nothing_and_weighs_nothing() -> None:
     assert (cold.chains[0].num_tokens, cold.kv_bytes, cold.overhead_bytes, cold.index_bytes) == (
         0,
     ) * 4
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_rows_that_were_forked_share_extents_until_they_add() -> None:
@@ -114,7 +115,7 @@ def test_rows_that_were_forked_share_extents_until_they_add() -> None:
     assert cold.chains[1].positions() == list(range(11))
     assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
     assert found(cold, 1, LARGEST, 3) == [10, 9, 8]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
@@ -125,7 +126,7 @@ def test_a_row_does_not_see_what_it_cropped_from_a_shared_extent() -> None:
     assert found(cold, 0, LARGEST, 2) == [8, 7]
     assert found(cold, 1, LARGEST, 2) == [4, 3]
     assert found(cold, 1, LARGEST, 99) == [4, 3, 2, 1, 0]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_a_crop_is_forgotten_for_good_when_the_row_goes_on() -> None:
@@ -135,7 +136,7 @@ def test_a_crop_is_forgotten_for_good_when_the_row_goes_on() -> None:
     add(cold, 5, 7)
     assert cold.chains[0].positions() == list(range(7))
     assert found(cold, 0, LARGEST, 3) == [6, 5, 4]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_no_entry_is_found_twice_across_extents() -> None:
@@ -148,7 +149,7 @@ def test_no_entry_is_found_twice_across_extents() -> None:
     assert len(cold.chains[0].spans) == 4
     assert found(cold, 0, LARGEST, 7) == list(range(19, 12, -1))
     assert sorted(found(cold, 0, LARGEST, 99)) == list(range(20))
-    cold.check_integrity()
+    check_cold(cold)
 
 
 class Learning(FlatIndex):
@@ -175,14 +176,14 @@ def test_a_row_is_served_while_its_index_is_built_and_after() -> None:
     learn(cold, 0, 9, runner)
     assert serving(cold) == "stand-in"
     assert found(cold, 0, LARGEST, 2) == [8, 7]
-    cold.check_integrity()
+    check_cold(cold)
     cold.settle()
     assert serving(cold) == "stand-in", "it is not built yet"
     runner.finish()
     cold.settle()
     assert serving(cold) == "index"
     assert found(cold, 0, LARGEST, 2) == [8, 7]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_tokens_that_come_during_a_build_are_served_before_and_after() -> None:
@@ -196,7 +197,7 @@ def test_tokens_that_come_during_a_build_are_served_before_and_after() -> None:
     cold.settle()
     assert serving(cold) == "index"
     assert found(cold, 0, LARGEST, 4) == [402, 401, 400, 399]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_a_crop_during_a_build_hides_what_it_took() -> None:
@@ -207,7 +208,7 @@ def test_a_crop_during_a_build_hides_what_it_took() -> None:
     cold.settle()
     assert serving(cold) == "index"
     assert found(cold, 0, LARGEST, 2) == [4, 3]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_a_crop_and_other_tokens_make_a_build_stale() -> None:
@@ -219,7 +220,7 @@ def test_a_crop_and_other_tokens_make_a_build_stale() -> None:
     assert build.future.cancelled()
     cold.settle()
     assert found(cold, 0, LARGEST, 9) == [52, 51, 50, 4, 3, 2, 1, 0]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_rows_that_fork_during_a_build_share_it() -> None:
@@ -232,7 +233,7 @@ def test_rows_that_fork_during_a_build_share_it() -> None:
     assert [serving(cold, row) for row in (0, 1)] == ["index", "index"]
     assert found(cold, 0, LARGEST, 2) == [8, 7]
     assert found(cold, 1, LARGEST, 4) == [11, 10, 9, 8]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_a_branch_settles_what_its_origin_serves() -> None:
@@ -243,7 +244,7 @@ def test_a_branch_settles_what_its_origin_serves() -> None:
     branch.settle()
     branch.release()
     assert serving(cold) == "index"
-    cold.check_integrity()
+    check_cold(cold)
 
 
 @pytest.mark.parametrize("end", ["release", "truncate", "cancel_builds"])
@@ -273,7 +274,7 @@ def test_a_failing_build_leaves_the_row_as_it_was() -> None:
         with pytest.raises(MemoryError, match="index does not fit"):
             cold.chains[0].append(k, -k, torch.arange(9), lambda: Failing(FlatIndex.Params()))
         assert cold.chains[0].positions() == [], "the tokens stay with their owner"
-        cold.check_integrity()
+        check_cold(cold)
     add(cold, 0, 9)
     assert found(cold, 0, LARGEST, 2) == [8, 7]
 
@@ -290,7 +291,7 @@ def test_a_failing_insertion_leaves_the_row_as_it_was(monkeypatch: pytest.Monkey
     add(cold, 9, 12)
     assert cold.chains[0].positions() == list(range(12))
     assert found(cold, 0, LARGEST, 3) == [11, 10, 9]
-    cold.check_integrity()
+    check_cold(cold)
 
 
 def test_searching_without_an_index_is_refused() -> None:
@@ -333,7 +334,7 @@ def test_pinned_memory_grows_where_it_lies(cuda: FakeCudart) -> None:
     assert locked_bytes(cuda) <= 1.3 * cold.kv_bytes
     for start in range(5000, 5000 + 370 * 30, 370):
         add(cold, start, start + 370)
-        cold.check_integrity()
+        check_cold(cold)
     (span,) = cold.chains[0].spans
     assert span.extent.k.data_ptr() == address
     stored = cold.chains[0].num_tokens
@@ -368,7 +369,7 @@ def test_what_cuda_does_not_let_grow_is_followed_by_another_extent(cuda: FakeCud
     with pytest.warns(PinnedMemoryWarning):
         add(cold, 5000, 7000)
     add(cold, 7000, 9000)
-    cold.check_integrity()
+    check_cold(cold)
     first, second = cold.chains[0].spans
     assert (first.length, second.length) == (5000, 4000), "plain memory grows as it likes"
     assert found(cold, 0, LARGEST, 2) == [8999, 8998]
@@ -392,7 +393,7 @@ def test_a_crop_leaves_pinned_room_to_write_in(cuda: FakeCudart) -> None:
         cold.chains[0].truncate(kept)
         add(cold, kept, stop)
         assert len(cold.chains[0].spans) == 1
-        cold.check_integrity()
+        check_cold(cold)
         assert cold.chains[0].positions() == list(range(stop))
         assert found(cold, 0, LARGEST, 2) == [stop - 1, stop - 2]
 
@@ -406,7 +407,7 @@ def test_a_row_that_cannot_grow_for_lack_of_memory_is_as_before(
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
         with pytest.raises(CapacityError, match="the cache grows by"):
             add(cold, 5000, 100_000)
-    cold.check_integrity()
+    check_cold(cold)
     assert cold.chains[0].num_tokens == 5000
     add(cold, 5000, 30_000)
     assert len(cold.chains[0].spans) == 1
