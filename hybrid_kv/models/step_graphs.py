@@ -211,7 +211,7 @@ class StepGraphs:
                     old = allocate(value.shape, value.dtype, value.device)
                 given[name] = old
         if _POSITIONS not in given:
-            given[_POSITIONS] = cache.kv.means.numbers.position_on(inputs[_IDS].device)
+            given[_POSITIONS] = cache.kv.means.step_numbers().position_on(inputs[_IDS].device)
         return given
 
     def _prepared(
@@ -266,15 +266,13 @@ def _note_launched(cache: TieredCache) -> None:
     """A step that was advanced is launched without any layer being asked."""
     for layer in hybrid_layers(cache.layers):
         layer.go_back(layer.mark() + 1)
-    numbers = cache.kv.means.numbers
-    numbers.reserved.clear()
-    numbers.noted.clear()
+    cache.kv.means.step_numbers().forget()
 
 
 @contextmanager
 def _launched_again(cache: TieredCache) -> Iterator[None]:
     """A block that launches a step which was advanced; if it fails, another one may."""
-    numbers, layers = cache.kv.means.numbers, hybrid_layers(cache.layers)
+    numbers, layers = cache.kv.means.step_numbers(), hybrid_layers(cache.layers)
     seen = [layer.mark() for layer in layers]
     reserved, noted = set(numbers.reserved), set(numbers.noted)
     try:

@@ -16,7 +16,7 @@ from hybrid_kv.runtime.cache_context import CacheContext, FiniteGuard, IndexBuil
 from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.layers import Layers
-from hybrid_kv.runtime.step import GraphUse, Step, StepNumbers, take_back_reserved
+from hybrid_kv.runtime.step import GraphUse, Step
 from hybrid_kv.store import LayerStore
 from hybrid_kv.transfer import Executor, SyncExecutor, ThreadExecutor
 from hybrid_kv.types import (
@@ -99,8 +99,8 @@ class KVCache:
             "foresight": method.foresight,
             "unforeseen": self.info.unforeseen,
             "look_ahead": None,
-            "numbers": StepNumbers(self.info.layers),
-            "num_layers": len(self.info.layers),
+            "shapes": self.info.layers,
+            "numbers": None,
             "_selectors": None,
         }
 
@@ -177,7 +177,8 @@ class KVCache:
         if few:
             part = self._decode(layer, q, new, scale, softcap)
         else:
-            take_back_reserved(layer.store, self.means.numbers)
+            if (numbers := self.means.numbers) is not None:
+                numbers.take_back(layer.store)
             if new is not None:
                 layer.append(*new, valid)
             part = layer.attend_exact(q, valid, scale=scale, softcap=softcap)
@@ -298,7 +299,7 @@ class KVCache:
             builds=new_builds(new),
             work=Work(),
             look_ahead=None if ahead is None else ahead.fork(),
-            numbers=StepNumbers(self.info.layers),
+            numbers=None,
         )
         new.layers = Layers([layer.forked(means) for layer in self.layers.values()], means)
         new.watchers = []

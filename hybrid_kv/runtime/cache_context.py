@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import isfinite
@@ -15,13 +15,14 @@ from torch import Tensor
 from hybrid_kv.errors import NonFiniteError, ShapeError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Method
-from hybrid_kv.runtime.step import StepNumbers, name_of_new
+from hybrid_kv.runtime.step import name_of_new
 from hybrid_kv.store import LayerStore, SelectFor, all_finite
 from hybrid_kv.transfer import Executor, Transfer
 from hybrid_kv.types import Foresight, LayerShape, Needs, Work
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, WorkClock
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.device_plan import StepNumbers
     from hybrid_kv.runtime.look_ahead import LookAhead
     from hybrid_kv.runtime.select import Selectors
     from hybrid_kv.store.pinned_allocator import PinnedAllocator
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class CacheContext:
     """The policy of a cache, what computes and moves for it, and where it counts.
 
-    finite: looks at what is stored. numbers: tell devices of steps. num_layers: tiered ones.
+    finite: looks at what is stored. shapes: of the tiered layers.
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
@@ -39,6 +40,7 @@ class CacheContext:
     known, and why some cannot be; see `ModelInfo`. look_ahead: does so; None until somebody asks
     for it, by `searches_ahead`.
     pinned: page-locked memory for GPUs; None until one asks for it, by `pinned_on`.
+    numbers: tell devices of steps; None until a plan needs them, by `step_numbers`.
     """
 
     ops: Ops
@@ -50,8 +52,7 @@ class CacheContext:
     method_name: str
     builds: IndexBuilds
     work: Work
-    numbers: StepNumbers
-    num_layers: int
+    shapes: Sequence[LayerShape]
     watched: Needs = Needs()
     reserved_tokens: int = 0
     audits: bool = False
@@ -59,6 +60,7 @@ class CacheContext:
     unforeseen: Mapping[int, str] | None = None
     look_ahead: LookAhead | None = None
     pinned: PinnedAllocator | None = None
+    numbers: StepNumbers | None = None
     _selectors: Selectors | None = None
 
     def reserve(self, num_tokens: int) -> None:
@@ -85,6 +87,14 @@ class CacheContext:
             self.pinned = PinnedAllocator()
         return self.pinned
 
+    def step_numbers(self) -> StepNumbers:
+        """The numbers by which devices are told of steps."""
+        if self.numbers is None:
+            from hybrid_kv.runtime.device_plan import StepNumbers
+
+            self.numbers = StepNumbers(self.shapes)
+        return self.numbers
+
     def select_for(self, layer: LayerStore) -> SelectFor | None:
         """Makes the indexes of a layer that selects on its device; None where the host does."""
         place, device = layer.placement, layer.resident.pool.device
@@ -100,7 +110,7 @@ class CacheContext:
         if self._selectors is None:
             from hybrid_kv.runtime.select import Selectors
 
-            self._selectors = Selectors(self.num_layers)
+            self._selectors = Selectors(len(self.shapes))
         return self._selectors
 
 

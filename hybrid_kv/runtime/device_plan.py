@@ -1,5 +1,7 @@
 """A decode step of a row on a device in two halves: advance the host's mirrors, then launch.
 
+    advance (the host's mirrors) -> here -> one copy -> there -> kernels of all layers
+
 Launching reads no host number that changes from step to step: kernels take places and counts from
 `StepNumbers`, and page tables lie where they lay. So it may run as often as one likes, and what it
 tells the device may be captured once and replayed.
@@ -7,22 +9,91 @@ tells the device may be captured once and replayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from hybrid_kv.runtime.select import Selection, attend_told, tell_selection
-from hybrid_kv.runtime.step import (
-    CHOSEN,
-    NEWEST,
-    PAGES,
-    PLACE,
-    POSITION,
-    PlanReason,
-    Step,
-    StepNumbers,
-    pinned_pages,
-    store_reserved,
-)
-from hybrid_kv.types import PartialAttention, Read, Work
+from hybrid_kv.runtime.step import PlanReason, Step, pinned_pages
+from hybrid_kv.store import LayerStore
+from hybrid_kv.store.memory import allocate
+from hybrid_kv.types import LayerShape, PartialAttention, Read, Work
+
+PLACE, POSITION, PAGES, NEWEST, CHOSEN = range(5)
+"""Of a layer: where its new token goes, that token's position, pages in the table, how many of them
+are always read as the newest ones, how many are read in all."""
+
+
+class StepNumbers:
+    """By layer five numbers, int64; behind the last layer those of the whole step, of which only
+    POSITION is used: that of the token in the model, padding included.
+
+    here: [layers + 1, 5], the host's. reserved: layers whose new token has a place already, and is
+    not stored yet. noted: layers whose numbers are those of a step that has not attended yet.
+
+    Args:
+        layers: whose steps they tell.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape]) -> None:
+        count = max((shape.layer_idx for shape in layers), default=-1) + 2
+        self.here = np.zeros((count, 5), dtype=np.int64)
+        self.reserved: set[int] = set()
+        self.noted: set[int] = set()
+        self._there: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """[layers + 1, 5] on a device, always the same memory; written by `send` alone."""
+        if device not in self._there:
+            self._there[device] = allocate(self.here.shape, torch.int64, device, 0)
+        return self._there[device]
+
+    def position_on(self, device: torch.device) -> Tensor:
+        """[1, 1] int64 on a device: the position of the token that `Layers.advance` was told."""
+        return self.on(device)[-1:, POSITION : POSITION + 1]
+
+    def send(self, position: int | None = None) -> None:
+        """Copies the numbers to all devices that read them; no thread waits.
+
+        Args:
+            position: of the token in the model; None where it stays what it was.
+        """
+        if position is not None:
+            self.here[-1, POSITION] = position
+        from hybrid_kv.ops.pinned import pinned_empty
+
+        # Torch's pool of page-locked memory gives a block out again when its copy has been made.
+        staged = pinned_empty(self.here.shape, torch.int64)
+        staged.numpy()[:] = self.here
+        for there in self._there.values():
+            there.copy_(staged, non_blocking=True)
+
+    def store(self, step: Step) -> None:
+        """Stores a step's token in its place, if it has one already; whatever plan serves it."""
+        row, index = step.layer.rows[0], step.layer.shape.layer_idx
+        if step.unstored is None or index not in self.reserved:
+            return
+        listed = row.table.listed.there
+        assert listed is not None
+        (k, v), step.unstored = step.unstored, None
+        mine = self.on(step.q.device)[index]
+        step.ops.append_at(row.table.pool.pages, k[0, :, 0], v[0, :, 0], mine, listed)
+        self.reserved.discard(index)
+
+    def take_back(self, store: LayerStore | None) -> None:
+        """Gives up the place of a token that was not stored in it."""
+        if store is not None and store.shape.layer_idx in self.reserved:
+            (row,) = store.rows
+            self.reserved.discard(store.shape.layer_idx)
+            row.length -= 1
+            row.table.truncate(row.table.num_tokens - 1)
+
+    def forget(self) -> None:
+        """No step is under way any more."""
+        self.reserved.clear()
+        self.noted.clear()
 
 
 class DevicePlan:
@@ -109,7 +180,7 @@ class DevicePlan:
         if step.unstored is not None:
             self.advance(step.work)
             numbers.send()
-            store_reserved(step, numbers)
+            numbers.store(step)
         elif index not in numbers.noted or (self._cold is not None and self._told is None):
             # it was stored by somebody else, or attends again
             numbers.here[index, POSITION] = self._row.length - 1

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.runtime.cache_context import CacheContext
 from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.layer import LayerCache
-from hybrid_kv.runtime.step import POSITION, take_back_reserved
 from hybrid_kv.store import LayerStore
 from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
 
@@ -133,11 +132,9 @@ class Layers(dict[int, LayerCache]):
         told = [plan for plan in plans if plan is not None]
         if not told or len(told) < len(plans):
             return []
-        numbers = self._means.numbers
         for plan in told:
             plan.advance(self._means.work)
-        numbers.here[-1, POSITION] = position
-        numbers.send()
+        self._means.step_numbers().send(position)
         return told if all(self._device_plans()) else []
 
     def _device_plans(self) -> list[DevicePlan | None]:
@@ -169,11 +166,10 @@ class Layers(dict[int, LayerCache]):
 
     def end_forward(self) -> None:
         """Ends a forward: its entries stay; those that left a window in a decode step depart."""
-        numbers = self._means.numbers
-        if numbers.reserved:
+        if (numbers := self._means.numbers) is not None:
             for layer in self.values():
-                take_back_reserved(layer.store, numbers)
-        numbers.noted.clear()
+                numbers.take_back(layer.store)
+            numbers.forget()
         for layer in self.values():  # methods are asked here, and may fail, before any entry moves
             layer.move_on(settle=False)
         for layer in self.values():
@@ -191,8 +187,8 @@ class Layers(dict[int, LayerCache]):
         then the cache is of no use any more.
         """
         self.may_go_back, means = False, self._means
-        means.numbers.reserved.clear()
-        means.numbers.noted.clear()
+        if means.numbers is not None:
+            means.numbers.forget()
         if means.look_ahead is not None:
             means.look_ahead.forget()
         done = [layer.go_back() for layer in self.values()]

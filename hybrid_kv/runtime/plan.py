@@ -23,7 +23,7 @@ from hybrid_kv.ops.native.step import LayerPlan, ResidentPages
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime.cache_context import CacheContext, append, reads_alike, stores_as_is
 from hybrid_kv.runtime.engine_plan import EnginePlan, SearchedEntries
-from hybrid_kv.runtime.step import Found, PlanReason, Step, StepNumbers, reads_all, store_reserved
+from hybrid_kv.runtime.step import Found, PlanReason, Step, reads_all
 from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamp, Stamps
@@ -53,9 +53,8 @@ class PlannedSteps:
         self._layer_idx, self._method, self._means = shape.layer_idx, method, means
         self._stores_as_is = stores_as_is(method)
         self._reads_alike = reads_alike(method)
+        self._regular = means if self._stores_as_is and self._reads_alike else None
         self._read: Read | None = None  # where it is the same in every step
-        told = self._stores_as_is and self._reads_alike
-        self._numbers = means.numbers if told else None
         self._compiled: CompiledStep | None = None  # how the last step was made
         self._num_plans = 0
         self.keeper: CheckedMethod | None = None
@@ -117,8 +116,8 @@ class PlannedSteps:
         if widening != 1:
             read = read.widened(widening)
         compiled, numbers = self._compiled, self._means.numbers
-        if step.unstored is not None and self._layer_idx in numbers.reserved:
-            store_reserved(step, numbers)
+        if numbers is not None:
+            numbers.store(step)
         if compiled is not None and not compiled.serves(step, read):
             compiled = None
         new = step.unstored
@@ -130,7 +129,7 @@ class PlannedSteps:
             if compiled is not None and not compiled.serves(step, read):  # pages have moved
                 compiled = None
         if compiled is None:
-            compiled = self._compiled = compile_step(step, read, self._numbers)
+            compiled = self._compiled = compile_step(step, read, self._regular)
             self._num_plans += 1
         part, keeper = compiled.plan.attend(step), self.keeper
         if keeper is not None and keeper.follows:
@@ -143,7 +142,7 @@ class PlannedSteps:
         made otherwise, or something has to be done before.
         """
         compiled, new = self._compiled, step.unstored
-        if compiled is None or new is None or self._numbers is None:
+        if compiled is None or new is None or self._regular is None:
             return None
         plan = compiled.plan
         if not isinstance(plan, EnginePlan) or not compiled.serves(step, compiled.read):
@@ -164,7 +163,7 @@ class PlannedSteps:
         if shape is not None and plan is not None:
             q = torch.empty(shape[0], dtype=shape[1], device=store.resident.pool.device)
             step = self.make(store, q, scale, softcap)  # of which only the shape counts
-            self._compiled = compile_step(step, plan.read, self._means.numbers)
+            self._compiled = compile_step(step, plan.read, self._means)
             self._num_plans += 1
 
     def drop(self) -> None:
@@ -225,14 +224,14 @@ class CompiledStep:
     Args:
         step, read: those that it was made for; it serves steps of the same rows, with as many
             queries, that read as much. read: an attribute, too.
-        numbers: see `compile_step`.
+        means: see `compile_step`.
         stamp: marked by what the plan describes.
     """
 
-    def __init__(self, step: Step, read: Read, numbers: StepNumbers | None, stamp: Stamp) -> None:
-        self.plan, self.stamp = _planned(step, read, numbers), stamp
+    def __init__(self, step: Step, read: Read, means: CacheContext | None, stamp: Stamp) -> None:
+        self.plan, self.stamp = _planned(step, read, means), stamp
         self._rows, self.read, self._is_ahead = step.layer.rows, read, step.ahead is not None
-        self._shape, self._dtype, self._numbers = step.q.shape, step.q.dtype, numbers
+        self._shape, self._dtype, self._means = step.q.shape, step.q.dtype, means
         self._checks = os.environ.get(CHECK_PLANS) == "1"
         self._described = _description(self._rows) if self._checks else ()
         self._num_checks = 0  # since it was made, or has followed
@@ -284,7 +283,7 @@ class CompiledStep:
             told = self.plan.described()
         self._num_checks += 1
         if told:
-            seen += _planned(step, self.read, self._numbers).described()
+            seen += _planned(step, self.read, self._means).described()
         for now, then in zip_longest(seen, [*self._described, *told]):
             if now != then:
                 raise IntegrityError(
@@ -293,12 +292,12 @@ class CompiledStep:
                 )
 
 
-def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> CompiledStep:
+def compile_step(step: Step, read: Read, means: CacheContext | None) -> CompiledStep:
     """Decides how steps like this one are made that read so much.
 
     Args:
-        numbers: by which a device is told of steps, if all of them read the same and store what
-            comes; else None.
+        means: of the layer if all steps read the same and store what comes, so that a device may
+            be told of them by numbers; else None.
     """
     rows = step.layer.rows
     indexes = [found for row in rows for found in _indexes(row)]
@@ -310,7 +309,7 @@ def compile_step(step: Step, read: Read, numbers: StepNumbers | None = None) -> 
         stamps.add(stamp)
     if any(index.builder.has_ended for index, _ in indexes):  # before there was a stamp to mark
         stamp.reason = "an index was built"
-    return CompiledStep(step, read, numbers, stamp)
+    return CompiledStep(step, read, means, stamp)
 
 
 def _indexes(row: Row) -> list[tuple[LiveIndex, Tensor]]:
@@ -345,17 +344,17 @@ def _description(rows: Sequence[Row]) -> list[tuple[object, ...]]:
     return found
 
 
-def _planned(step: Step, read: Read, numbers: StepNumbers | None) -> StepPlan:
+def _planned(step: Step, read: Read, means: CacheContext | None) -> StepPlan:
     """The fastest plan that can say the step."""
     found = _engine_plan(step, read)
     if isinstance(found, EnginePlan):
         return found
-    if numbers is not None and _is_told_by_numbers(step, read):
+    if means is not None and _is_told_by_numbers(step, read):
         from hybrid_kv.runtime.device_plan import DevicePlan
 
         table = step.layer.rows[0].table
         table.listed.stay_in_place(table.pages)
-        return DevicePlan(step, read, numbers, found)
+        return DevicePlan(step, read, means.step_numbers(), found)
     from hybrid_kv.runtime.decode import ops_plan
 
     return ops_plan(step, read, found)

@@ -48,7 +48,7 @@ def test_of_two_quiet_steps_only_positions_numbers_and_the_flags_place_differ() 
     found = places(changed("llama"))
     assert {one.split(":")[0] for one in found} == {
         "aten.add.Tensor at models/llama/modeling_llama.py",
-        "to_device at runtime/step.py",
+        "to_device at runtime/device_plan.py",
         "to_host at transfer/cuda.py",
     }
 
