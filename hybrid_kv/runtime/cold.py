@@ -15,7 +15,15 @@ from hybrid_kv.ops.tail import AttendedSums, Form, Tail, capped
 from hybrid_kv.runtime.cold_plan import cold_bytes
 from hybrid_kv.runtime.retrieve import retrieve
 from hybrid_kv.runtime.step import ColdBudget, Step, count_cold, stacked
-from hybrid_kv.store import ByExtent, ColdExtent, Retrieved, RetrievedPart, Row
+from hybrid_kv.store import ColdExtent, Retrieved, RetrievedPart, Row
+from hybrid_kv.store.search import (
+    ByExtent,
+    by_span,
+    estimate_unread,
+    search_extent,
+    search_row,
+    tail_without,
+)
 from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import PartialAttention, TokenBudget
 
@@ -126,11 +134,12 @@ class ColdOps:
         row, budget, begin = self._row, self._budget, step.phases.now()
         assert isinstance(budget, TokenBudget)
         if step.asked is not None:
-            first = row.chain.search(q, budget.width, budget.most, first=step.asked)
+            first = search_row(row.chain, q, budget.width, budget.most, first=step.asked)
         spans = row.chain.spans
         if not budget.weighs and row.copied is None and first is None and len(spans) == 1:
-            result = spans[0].search(q, budget.width, budget.most, step.new)  # nearly every step
-            only = RetrievedPart(spans[0].extent, result.ids, result.bias, result.scores)
+            (span,) = spans  # nearly every step
+            result = search_extent(span, q, budget.width, budget.most, step.new)
+            only = RetrievedPart(span.extent, result.ids, result.bias, result.scores)
             found = Retrieved([only], result.scored, read_bytes=result.read_bytes or 0)
         else:
             found = retrieve(
@@ -139,7 +148,7 @@ class ColdOps:
                 scale=step.scale,
                 softcap=step.softcap,
                 near=None if near is None else lambda: near.open()[row.number],
-                copied=() if row.copied is None else row.chain.by_span(row.copied),
+                copied=() if row.copied is None else by_span(row.chain, row.copied),
                 first=first,
             )
         step.phases.book("search", begin)
@@ -215,7 +224,7 @@ def _attend_found(step: Step, q: Tensor, found: RetrievedPart) -> PartialAttenti
 
 def _attend_all(step: Step, row: Row, q: Tensor) -> PartialAttention:
     parts = []
-    for span, hidden in zip(row.chain.spans, row.chain.by_span(row.copied), strict=True):
+    for span, hidden in zip(row.chain.spans, by_span(row.chain, row.copied), strict=True):
         k, v = span.extent.first(span.length)
         begin = step.phases.now()
         part = attend(
@@ -271,7 +280,7 @@ def by_index(
             count = int((part.ids >= 0).sum())
             step.work.estimate_bytes += span.extent.index.answers.estimate_bytes(q.shape[1], count)
     return [
-        span.estimate(q, part.ids, scale=step.scale, softcap=step.softcap, new=step.new)
+        estimate_unread(span, q, part.ids, scale=step.scale, softcap=step.softcap, new=step.new)
         for span, part in zip(row.chain.spans, found, strict=True)
     ]
 
@@ -346,8 +355,8 @@ def _not_copied(row: Row, number: int) -> tuple[Tail, Tensor]:
     """The moments of a span's entries that the method has no copies of, and how many they are,
     [Hkv, 1].
     """
-    span, hidden = row.chain.spans[number], row.chain.by_span(row.copied)[number]
+    span, hidden = row.chain.spans[number], by_span(row.chain, row.copied)[number]
     if hidden is None or not bool(hidden.any()):
         count = torch.full((span.extent.k.shape[0], 1), span.length)
         return span.tail(torch.device("cpu")), count
-    return span.tail_without(hidden), span.length - hidden.sum(-1, keepdim=True)
+    return tail_without(span, hidden), span.length - hidden.sum(-1, keepdim=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.retrieve import logits_of_found
-from hybrid_kv.store import ByExtent, ColdExtent, LayerStore, Retrieved, Row, best_of
+from hybrid_kv.store import ColdExtent, LayerStore, Retrieved, Row
+from hybrid_kv.store.search import ByExtent, best_of, search_row
 from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import SearchResult, TokenBudget
 
@@ -93,7 +94,7 @@ class LookAheadResults:
             for row, position in zip(self._rows, self._positions, strict=True):
                 own = queries[row.number]
                 turned = self._rotary.turn(own, torch.full((own.shape[1],), position))
-                self._found[row.number] = row.chain.search(turned, self._width, self._most)
+                self._found[row.number] = search_row(row.chain, turned, self._width, self._most)
 
     def wait(self) -> None:
         """Until the search has ended.

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_kv.store import ByExtent, ColdChain, ColdExtent, Retrieved, RetrievedPart
+from hybrid_kv.store import ColdChain, ColdExtent, Retrieved, RetrievedPart
+from hybrid_kv.store.search import ByExtent, search_row
 from hybrid_kv.types import SearchResult, TokenBudget
 
 
@@ -40,7 +41,7 @@ def retrieve(
     """
     width, scored, read = budget.width, 0, 0
     while True:
-        found, first = first or chain.search(queries, width, budget.most, new=new), None
+        found, first = first or search_row(chain, queries, width, budget.most, new=new), None
         if copied:
             found = _without_copies(found, copied)
         for _, result in found:

@@ -22,6 +22,7 @@ from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.step import Step, count_cold
 from hybrid_kv.store import ExtentView, Row
 from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.search import search_extent
 from hybrid_kv.types import Demotion, PartialAttention, Read, SearchResult, TokenBudget
 
 _LEAST_PAGES = 8
@@ -200,7 +201,7 @@ def _search_extent(
         [row.q.reshape(row.layer.shape.num_kv_heads, -1, row.q.shape[3]) for row in rows], 1
     )
     try:
-        found = rows[0].own.chain.spans[0].search(q, budget.width, budget.most)
+        found = search_extent(rows[0].own.chain.spans[0], q, budget.width, budget.most)
     except Exception as error:
         for row in rows:
             row.outcome = error

@@ -5,17 +5,15 @@ from hybrid_kv.store.cold_tier import (
     ColdStore,
     Reservation,
     all_finite,
-    best_of,
     check_finite,
 )
-from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView, Retrieved, RetrievedPart
+from hybrid_kv.store.extent import ColdExtent, ExtentView, Retrieved, RetrievedPart
 from hybrid_kv.store.layer import LayerStore, ResidentStore, SelectFor
 from hybrid_kv.store.pool import ResidentView
 from hybrid_kv.store.row import Overflow, Row, RowMark
 from hybrid_kv.store.table import PageTable
 
 __all__ = [
-    "ByExtent",
     "ColdChain",
     "ColdExtent",
     "ColdStore",
@@ -32,6 +30,5 @@ __all__ = [
     "RowMark",
     "SelectFor",
     "all_finite",
-    "best_of",
     "check_finite",
 ]

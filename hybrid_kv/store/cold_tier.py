@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.rotary import Samples
-from hybrid_kv.store.extent import ByExtent, ColdExtent, ExtentView
+from hybrid_kv.store.extent import ColdExtent, ExtentView
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
 from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.stamps import Stamps
-from hybrid_kv.types import LayerShape, SearchResult
+from hybrid_kv.types import LayerShape
 
 if TYPE_CHECKING:
     from hybrid_kv.store.pinned_allocator import PinnedAllocator
@@ -153,41 +153,9 @@ class ColdChain:
         new.v.copy_(v)
         self.commit(new, make_index, samples, runner)
 
-    def search(
-        self,
-        queries: Tensor,
-        top_k: int,
-        most: int | None = None,
-        first: SearchResult | None = None,
-        new: int = 1,
-    ) -> ByExtent:
-        """The best `top_k` entries of a row per query, by extent.
-
-        Args:
-            queries: [Hkv, M, D] on the host.
-            most: as for `Index.search`.
-            first: what a search of the first extent gives; None searches it.
-            new: T; query m is that of token m % T.
-
-        Returns:
-            For each extent a result whose ids are rows of that extent, -1 (and score -inf)
-            where another extent had the better entry.
-        """
-        most = top_k if most is None else most
-        found = [
-            (span.extent, first if first and not number else span.search(queries, top_k, most, new))
-            for number, span in enumerate(self.spans)
-        ]
-        return best_of(found, most)
-
     def entries(self) -> list[tuple[Tensor, Tensor]]:
         """k, v [Hkv, n, D] of all entries, by extent; views."""
         return [span.extent.first(span.length) for span in self.spans]
-
-    def by_span(self, flags: Tensor | None) -> list[Tensor | None]:
-        """Flags [Hkv, entries] of all entries as those of each span; None for none."""
-        lengths = [span.length for span in self.spans]
-        return [None] * len(lengths) if flags is None else list(flags.split(lengths, 1))
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets the newest entries until `num_tokens` are left."""
@@ -311,25 +279,6 @@ class ColdStore:
     def index_bytes(self) -> int:
         """Bytes held by indexes beside the keys."""
         return sum(e.index.memory_bytes for e in self.extents() if e.index is not None)
-
-
-def best_of(found: ByExtent, most: int) -> ByExtent:
-    """The best `most` entries per query of all extents together; id -1, score -inf for others."""
-    if len(found) < 2:
-        return found
-    scores = torch.cat([result.scores for _, result in found], -1)
-    best = scores.topk(min(most, scores.shape[-1]), -1).indices
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True)
-    parts = kept.split([result.ids.shape[-1] for _, result in found], -1)
-    return [
-        (extent, _keep_only(result, keep))
-        for (extent, result), keep in zip(found, parts, strict=True)
-    ]
-
-
-def _keep_only(result: SearchResult, keep: Tensor) -> SearchResult:
-    ids = result.ids.masked_fill(~keep, -1)
-    return result._replace(ids=ids, scores=result.scores.masked_fill(~keep, -torch.inf))
 
 
 def check_finite(k: Tensor, v: Tensor, positions: Tensor) -> None:

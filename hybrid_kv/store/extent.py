@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import IntegrityError
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store.live_index import LiveIndex
 from hybrid_kv.store.memory import allocate, enlarge
 from hybrid_kv.store.stamps import Stamps
-from hybrid_kv.types import LayerShape, PartialAttention, SearchResult
+from hybrid_kv.types import LayerShape
 
 if TYPE_CHECKING:
-    from hybrid_kv.ops.pinned_rows import PinnedRows
-    from hybrid_kv.store.pinned_allocator import PinnedAllocator
-
-
-def pinned_room(count: int) -> int:
-    """Places that are locked beside `count` in a pinned extent; they are committed at once."""
-    return max(256, count // 16)
-
-
-def _most(count: int) -> int:
-    """Places that a pinned extent may be given beside `count`: address space, which costs nothing.
-
-    So many that a row has no more than four extents up to millions of entries.
-    """
-    return max(2**15, 3 * count)
-
-
-def _with_room(rows: PinnedRows, count: int) -> int:
-    """Number of rows to lock for `count` entries and some of those that follow."""
-    return max(count, min(rows.capacity, count + pinned_room(count)))
+    from hybrid_kv.store.pinned_allocator import PinnedAllocator, PinnedExtent
 
 
 class ColdExtent:
@@ -68,14 +46,11 @@ class ColdExtent:
         behind: int = 0,
     ) -> None:
         host, heads, dim = torch.device("cpu"), shape.num_kv_heads, shape.head_dim
-        self._pinned: tuple[PinnedAllocator, PinnedRows] | None = None
+        self._pinned: PinnedExtent | None = None
         self._is_fixed = False
         if pinned is not None:
-            total = behind + count
-            size = 2, heads, count + _most(total), dim
-            rows = pinned.take(size, dtype, count + pinned_room(total))
-            self._pinned = pinned, rows
-            self.k, self.v = rows.rows.unbind()
+            self._pinned = pinned.extent(shape, dtype, count, behind)
+            self.k, self.v = self._pinned.rows.rows.unbind()
         else:
             capacity = count + max(256, count)
             self.k, self.v = (allocate([heads, capacity, dim], dtype, host) for _ in range(2))
@@ -118,8 +93,7 @@ class ColdExtent:
             CapacityError: host memory does not suffice.
         """
         if self._pinned is not None:
-            pinned, rows = self._pinned
-            return count <= rows.locked or pinned.lock(rows, _with_room(rows, count))
+            return self._pinned.make_room(count)
         if count <= self.positions.shape[0]:
             return True
         if self._is_fixed:
@@ -132,12 +106,8 @@ class ColdExtent:
 
     def make_room_ahead(self) -> None:
         """Begins to give room to the entries that follow, so that no step waits for it."""
-        if self._pinned is None:
-            return
-        pinned, rows = self._pinned
-        left, wanted = rows.locked - self.length, _with_room(rows, self.length)
-        if rows.grows and rows.locked < wanted and left < pinned_room(self.length) // 2:
-            pinned.begin_lock(rows, wanted)
+        if self._pinned is not None:
+            self._pinned.make_room_ahead(self.length)
 
     @property
     def keys(self) -> Tensor:
@@ -173,35 +143,6 @@ class ExtentView:
     def __post_init__(self) -> None:
         self.extent.readers.add(self)
 
-    def search(self, queries: Tensor, top_k: int, most: int, new: int = 1) -> SearchResult:
-        """The best of these entries for queries [Hkv, M, D]; see `Index.search`.
-
-        Args:
-            new: T; query m is that of token m % T.
-        """
-        extent, near = self.extent, self.near
-        if extent.index is None:
-            raise IntegrityError("the cold tier was searched, but its placement named no index")
-        if new > 1 and extent.index.serving.joint:
-            found = [self.search(queries[:, token::new], top_k, most) for token in range(new)]
-            return _interleaved(found)
-        beyond = extent.length - self.length  # entries that this row does not see any more
-        if near is not None and near.shape[1] != queries.shape[1]:
-            near = None
-        result = extent.index.search(queries, top_k + beyond, most + beyond, near)
-        if result.read_bytes is None:
-            row = queries.shape[2] * extent.keys.itemsize
-            result = result._replace(read_bytes=result.scored * row)
-        self.near = result.ids[..., :top_k]
-        if not beyond:
-            return result
-        hidden = result.ids >= self.length
-        scores = result.scores.masked_fill(hidden, -torch.inf)
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        ids = result.ids.masked_fill(hidden, -1).gather(-1, order)[..., :most]
-        bias = None if result.bias is None else result.bias.gather(-1, order)[..., :most]
-        return result._replace(ids=ids, scores=scores[..., :most], bias=bias)
-
     def tail(self, device: torch.device) -> Tail:
         """These entries as one Gaussian of each KV head; those of late may not be in it yet.
 
@@ -223,67 +164,12 @@ class ExtentView:
         self.known_is_own = False
         return self.known
 
-    def tail_without(self, hidden: Tensor) -> Tail:
-        """These entries but for `hidden` [Hkv, length] bool, on the host.
-
-        Computed anew where a sixteenth of what is hidden or of what there is has changed: the
-        tensor is another one whenever something is hidden, and the entries number thousands.
-        """
-        if self.known_without is not None:
-            before, known = self.known_without
-            both = min(before.shape[1], hidden.shape[1])
-            changed = 0 if before is hidden else int((before[:, :both] ^ hidden[:, :both]).sum())
-            grown = known.is_outgrown(self.length) or before.shape[1] > hidden.shape[1]
-            if not grown and 16 * changed <= int(hidden.sum()):
-                return known
-        known = Tail.of(*self.extent.first(self.length), hidden)
-        self.known_without = hidden, known
-        return known
-
     def cut(self, length: int) -> None:
         """Forgets the newest entries until `length` are left."""
         self.length, self.near = length, None
         self.known_without = None
         if self.known is not None and self.known.count > length:
             self.known = None
-
-    def estimate(
-        self, queries: Tensor, found: Tensor, *, scale: float, softcap: float | None, new: int = 1
-    ) -> PartialAttention:
-        """Attention over those of these entries that were not found; see `Index.estimate`.
-
-        Args:
-            new: as for `search`.
-        """
-        extent = self.extent
-        if extent.index is None:
-            raise IntegrityError("an estimate was asked of a placement that named no index")
-        estimate = partial(extent.index.answers.estimate, scale=scale, softcap=softcap)
-        values = extent.v[:, : self.length]
-        if new == 1 or not extent.index.serving.joint:
-            return estimate(queries, found, values)
-        own = [slice(token, None, new) for token in range(new)]
-        parts = [estimate(queries[:, token], found[:, token], values) for token in own]
-        return PartialAttention(
-            torch.stack([part.out for part in parts], 2).flatten(1, 2),
-            torch.stack([part.lse for part in parts], 2).flatten(1, 2),
-        )
-
-
-def _interleaved(found: Sequence[SearchResult]) -> SearchResult:
-    """Results for each of T tokens, [Hkv, G, K], from one search of [Hkv, G * T, K]."""
-
-    def of_all(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts), 2).flatten(1, 2)
-
-    biases = [one.bias for one in found if one.bias is not None]
-    return found[0]._replace(
-        ids=of_all([one.ids for one in found]),
-        scores=of_all([one.scores for one in found]),
-        bias=of_all(biases) if biases else None,
-        scored=sum(one.scored for one in found),
-        read_bytes=sum(one.read_bytes or 0 for one in found),
-    )
 
 
 class RetrievedPart(NamedTuple):
@@ -297,10 +183,6 @@ class RetrievedPart(NamedTuple):
     ids: Tensor
     bias: Tensor | None = None
     scores: Tensor | None = None
-
-
-ByExtent: TypeAlias = list[tuple[ColdExtent, SearchResult]]
-"""Results of a search of a row, by extent."""
 
 
 class Retrieved(NamedTuple):

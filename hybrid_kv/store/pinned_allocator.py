@@ -17,6 +17,7 @@ import torch
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops.pinned_rows import PinnedRows
 from hybrid_kv.store.memory import require_free
+from hybrid_kv.types import LayerShape
 
 
 class _Kind(NamedTuple):
@@ -25,6 +26,47 @@ class _Kind(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     locked: int
+
+
+class PinnedExtent:
+    """Keys and values of an extent in pinned rows, which are locked some entries ahead.
+
+    rows: [2, Hkv, capacity, D].
+    """
+
+    def __init__(self, maker: PinnedAllocator, rows: PinnedRows) -> None:
+        self._maker, self.rows = maker, rows
+
+    def make_room(self, count: int) -> bool:
+        """Whether `count` entries in all are locked, after locking what lacks.
+
+        Raises:
+            CapacityError: host memory does not suffice.
+        """
+        return count <= self.rows.locked or self._maker.lock(self.rows, self._with_room(count))
+
+    def make_room_ahead(self, length: int) -> None:
+        """Begins to lock memory for the entries that follow `length`, so that no step waits."""
+        rows, wanted = self.rows, self._with_room(length)
+        if rows.grows and rows.locked < wanted and rows.locked - length < pinned_room(length) // 2:
+            self._maker.begin_lock(rows, wanted)
+
+    def _with_room(self, count: int) -> int:
+        """Number of rows to lock for `count` entries and some of those that follow."""
+        return max(count, min(self.rows.capacity, count + pinned_room(count)))
+
+
+def pinned_room(count: int) -> int:
+    """Places that are locked beside `count`; they are committed at once."""
+    return max(256, count // 16)
+
+
+def _most(count: int) -> int:
+    """Places that an extent may be given beside `count`: address space, which costs nothing.
+
+    So many that a row has no more than four extents up to millions of entries.
+    """
+    return max(2**15, 3 * count)
 
 
 class PinnedAllocator:
@@ -46,6 +88,14 @@ class PinnedAllocator:
         self._asked.append(kind)
         made = self._ready.get(kind)
         return made.pop(0).result() if made else _made(kind)
+
+    def extent(
+        self, shape: LayerShape, dtype: torch.dtype, count: int, behind: int
+    ) -> PinnedExtent:
+        """Memory of an extent for `count` entries that come now, of a row with `behind` others."""
+        total = behind + count
+        size = 2, shape.num_kv_heads, count + _most(total), shape.head_dim
+        return PinnedExtent(self, self.take(size, dtype, count + pinned_room(total)))
 
     def begin(self) -> None:
         """What is taken from here on is one layer's."""

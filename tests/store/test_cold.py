@@ -22,6 +22,7 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.store import ColdStore
 from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
+from hybrid_kv.store.search import search_row
 from hybrid_kv.types import LayerShape, SearchResult, bytes_per_token
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda, join_pinning
 from tests.store.scene import SHAPE, LaterRunner, flat_index, keys_of
@@ -39,7 +40,7 @@ def add(cold: ColdStore, start: int, stop: int, row: int = 0, **options: object)
 
 def found(cold: ColdStore, row: int, query: Tensor, top_k: int) -> list[int]:
     """Positions that head 0 finds for its only query, best first."""
-    parts = cold.chains[row].search(query.expand(2, 1, 3), top_k)
+    parts = search_row(cold.chains[row], query.expand(2, 1, 3), top_k)
     pairs = [
         (score, int(extent.positions[row_id]))
         for extent, result in parts
@@ -94,7 +95,7 @@ def test_what_is_not_finite_is_refused_by_head_and_position(which: str, value: f
 
 def test_an_empty_cold_tier_finds_nothing_and_weighs_nothing() -> None:
     cold = store()
-    assert cold.chains[0].search(torch.randn(2, 1, 3), 5) == []
+    assert search_row(cold.chains[0], torch.randn(2, 1, 3), 5) == []
     assert (cold.chains[0].num_tokens, cold.kv_bytes, cold.overhead_bytes, cold.index_bytes) == (
         0,
     ) * 4
@@ -299,7 +300,7 @@ def test_searching_without_an_index_is_refused() -> None:
     k = keys_of(torch.arange(3))
     cold.chains[0].append(k, -k, torch.arange(3), None)
     with pytest.raises(IntegrityError, match="its placement named no index"):
-        cold.chains[0].search(torch.randn(2, 1, 3), 2)
+        search_row(cold.chains[0], torch.randn(2, 1, 3), 2)
 
 
 def test_plain_memory_grows_in_place_and_is_asked_for_generously() -> None:
@@ -455,7 +456,7 @@ class Asked(FlatIndex):
 def asked(cold: ColdStore, queries: Tensor, top_k: int = 2) -> list[Tensor | None]:
     """What each extent's search was told by a search of row 0."""
     Asked.near.clear()
-    cold.chains[0].search(queries, top_k)
+    search_row(cold.chains[0], queries, top_k)
     return list(Asked.near)
 
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import LayerStore, Overflow
+from hybrid_kv.store.search import search_row
 from hybrid_kv.types import HIDDEN, Demotion
 from tests.store.scene import PAGE, Feed, flat_index, keys_of, layer, owned
 
@@ -174,7 +175,7 @@ class LayerLife(RuleBasedStateMachine):
             if not (total := chain.num_tokens):
                 continue
             queries = torch.randn(2, 3, 3)
-            found = chain.search(queries, 5)
+            found = search_row(chain, queries, 5)
             scores = torch.cat([r.scores.masked_fill(r.ids < 0, -torch.inf) for _, r in found], -1)
             keys = torch.cat([span.extent.first(span.length)[0] for span in chain.spans], 1)
             exact = torch.einsum("hmd,hnd->hmn", queries, keys)
