@@ -248,7 +248,7 @@ class ColdStore:
         return (span for chain in self.chains for span in chain.spans)
 
     def extents(self) -> list[ColdExtent]:
-        """Those of all rows, shared ones once."""
+        """Extents of all rows, shared ones once."""
         return list({id(span.extent): span.extent for span in self.spans()}.values())
 
     @property
