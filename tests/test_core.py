@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hybrid_kv"
 
 CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.retrieval", "hybrid_kv.index.auto")
-FILES, LINES = 98, 19_595
+FILES, LINES = 89, 19_143
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 
