@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.ops.ranking import rank_named
-from hybrid_kv.runtime import KVCache
+from hybrid_kv.runtime import KVCache, look_ahead_state
 from hybrid_kv.runtime.look_ahead_state import MOST_LOST, TRIAL_LOOKS
-from hybrid_kv.store import ColdChain
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention
@@ -284,7 +283,7 @@ def test_an_error_of_a_search_comes_where_its_layer_attends(
     cache = made(executor, look_ahead="always")
     steps = drawn(2)
     run(cache, steps[:2])
-    monkeypatch.setattr(ColdChain, "search", lambda *_: 1 / 0)
+    monkeypatch.setattr(look_ahead_state, "search_row", lambda *_: 1 / 0)
     cache.search_ahead(1, lambda: steps[2][1][0])
     q, k, v = steps[2][1]
     with pytest.raises(ZeroDivisionError):

@@ -16,8 +16,8 @@ from hybrid_kv.models.attach import Attachment, HybridCache
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native.step import LayerPlan
-from hybrid_kv.runtime import together
-from hybrid_kv.store import ExtentView
+from hybrid_kv.runtime import cold, together
+from hybrid_kv.store import ExtentView, search
 from tests.ops.native.engines import needs_engine
 from tests.serve.asking import prompt, small_model
 
@@ -110,17 +110,18 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
     own = own.replace(cold={**own.cold.model_dump(), "estimate": estimate})
     searched: list[int] = []
     taken_up: list[bool] = []
-    search, tell = ExtentView.search, LayerPlan.tell
+    by_itself, tell = search.search_extent, LayerPlan.tell
 
-    def noted(self: ExtentView, queries: Tensor, *args: Any) -> Any:
+    def noted(span: ExtentView, queries: Tensor, *args: Any) -> Any:
         searched.append(queries.shape[1])
-        return search(self, queries, *args)
+        return by_itself(span, queries, *args)
 
     def called(self: LayerPlan, *args: Any, **how: Any) -> Any:
         taken_up.append(how["found"] is not None)
         return tell(self, *args, **how)
 
-    monkeypatch.setattr(ExtentView, "search", noted)
+    for module in (search, cold, together):
+        monkeypatch.setattr(module, "search_extent", noted)
     monkeypatch.setattr(LayerPlan, "tell", called)
     monkeypatch.setenv("HYBRID_KV_ONE_CALL", one_call)
     outs, works, counts = [], [], []
@@ -134,11 +135,11 @@ def test_a_shared_extent_is_searched_once_and_rows_go_on_from_what_was_found(
             outs.append(steps(model, rows, 3))
         works.append([row.work for row in rows])
         group = model.config.num_attention_heads // model.config.num_key_value_heads
-        together = 0 if alone else 2 * 3
-        assert searched.count(3 * group) == together
+        expected = 0 if alone else 2 * 3
+        assert searched.count(3 * group) == expected
         if one_call == "1":
             assert taken_up == [not alone] * (2 * 3 * 3)
-            assert len(searched) == together
+            assert len(searched) == expected
         else:
             assert taken_up == []
         counts.append(len(searched))

@@ -9,6 +9,7 @@ import torch
 
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import ColdStore, LayerStore, Overflow, ResidentStore
+from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.types import Demotion, LayerShape
 from tests.store.scene import append, flat_index
 
@@ -80,7 +81,7 @@ def test_a_token_adds_one_row_to_the_index_and_builds_nothing_anew() -> None:
     for position in range(300):
         store.chains[0].append(one_token()[0], one_token()[0], torch.tensor([position]), make)
     assert built == [1]
-    store.check_integrity()
+    check_cold(store)
 
 
 def test_where_the_pages_lie_is_worked_out_when_a_table_changes_and_not_before() -> None:

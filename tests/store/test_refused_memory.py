@@ -13,6 +13,7 @@ from torch import Tensor
 from hybrid_kv.errors import CapacityError
 from hybrid_kv.ops import Ops
 from hybrid_kv.store import ColdStore, ResidentStore, extent, pool
+from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.types import LayerShape
 
 SHAPE = LayerShape(layer_idx=0, num_q_heads=6, num_kv_heads=2, head_dim=24)
@@ -133,10 +134,10 @@ def test_a_cold_row_that_cannot_grow_is_as_before(
         patch.setattr(extent, "enlarge", refusing(extent.enlarge, array))
         with pytest.raises(CapacityError):
             found.chains[0].append(*rows(full), torch.arange(200, 200 + full), None)
-    found.check_integrity()
+    check_cold(found)
     assert found.chains[0].num_tokens == 200
     found.chains[0].append(*new, torch.arange(200, 300), None)
-    found.check_integrity()
+    check_cold(found)
     assert found.chains[0].positions() == list(range(300))
     for held, first, then in zip(found.chains[0].spans[0].extent.first(300), old, new, strict=True):
         assert torch.equal(held, torch.cat([first, then], 1))
