@@ -49,7 +49,7 @@ class AttentionOps(ChosenBackend):
             *(op.ATTEND, q),
             native=native.serves(k, v),
             plain=softcap is None and _is_expressed(q, bias),
-            pairs=bool(q.shape[2] and k.shape[2]),
+            pairs=bool(q.numel() and k.shape[2]),
             few=bias is None and _is_few(q),
         )
         return attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
@@ -89,7 +89,7 @@ class AttentionOps(ChosenBackend):
     ) -> PartialAttention:
         new, stored = q.shape[2], k.shape[2]
         plain = new == stored and softcap is None and window is None and _is_expressed(q, None)
-        attend = self._take(op.ATTEND_CAUSAL, q, plain=plain, pairs=bool(new and stored))
+        attend = self._take(op.ATTEND_CAUSAL, q, plain=plain, pairs=bool(q.numel() and stored))
         return attend(q, k, v, scale=scale, softcap=softcap, window=window)
 
     def attend_retrieved(

@@ -210,7 +210,8 @@ def test_flashinfer_is_not_even_imported_unasked(machine: Machine) -> None:
     for backend in ("auto", "triton", "native"):
         devices.backends_on("cuda", backend)
         Ops(backend).reads_pages(pages.k[None])
-        get_ops(backend)
+        if backend != "native" or why_unavailable(backend) is None:
+            get_ops(backend)
     assert machine.imported == ["triton"]
 
 
