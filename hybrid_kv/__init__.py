@@ -4,7 +4,7 @@
     llm = hkv.load("path-or-id", config=hkv.HybridConfig(window_tokens=4096))
     print(llm.generate("...", max_new_tokens=64).text)
 
-Importing the package patches and probes nothing; heavy modules load on first use.
+Importing the package changes no other and probes nothing; heavy modules load on first use.
 """
 
 from __future__ import annotations

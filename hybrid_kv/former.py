@@ -111,7 +111,6 @@ MODULES = {
     "methods.mixed_bits": "accurate_block saq zipcache",
     "methods.planes": "outliers",
     "methods.prompt_scored": "keydiff zipvl",
-    "methods.retrieval": "hybrid",
     "methods.snapkv": "ada_pyramid ada_snapkv headkv pyramidkv",
     "methods.whole_heads": "duo_attention razor_attention",
     "methods.windows": "full lm_infinite streaming_llm",

@@ -20,8 +20,8 @@ from hybrid_kv.ops.native import engine_state
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hybrid_kv"
 
-CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.retrieval", "hybrid_kv.index.auto")
-FILES, LINES = 89, 19_143
+CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto")
+FILES, LINES = 99, 19_613
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 

@@ -21,7 +21,7 @@ BUILT_IN = {
     "h2o": "h2o",
     "headkv": "snapkv",
     "hnsw": "index_baselines",
-    "hybrid": "retrieval",
+    "hybrid": "hybrid",
     "infinigen_proxy": "index_baselines",
     "infllm": "index_baselines",
     "ivf": "index_baselines",
