@@ -302,7 +302,7 @@ class FilledKV(KVCache):
         return super().joint_step(layer_idx, self._queries(layer, q)[step], new, **scores)
 
     def _queries(self, layer: LayerCache, q: Tensor) -> list[Tensor]:
-        """Those of all steps, made at once: no step's time is theirs."""
+        """Queries of all steps, made at once: no step's time is theirs."""
         layer_idx, context = layer.shape.layer_idx, self._context
         if layer_idx not in self._asked:
             asked = (context.query(layer_idx, step) for step in range(context.max_steps))

@@ -79,7 +79,9 @@ def _planes(dim: int, count: int, seed: int) -> Tensor:
 
 
 def probability(alike: Tensor | float, num_bits: int, num_tables: Tensor | int) -> Tensor:
-    """That a key collides in two tables, where one projection gives the query's sign by `alike`."""
+    """Probability that a key collides in two tables, where one projection gives the query's sign by
+    `alike`.
+    """
     same, others = torch.as_tensor(alike, dtype=torch.float64) ** num_bits, num_tables - 1
     # 1 - (1 - same)^L - L same (1 - same)^(L - 1), without cancellation
     return -torch.expm1(others * torch.log1p(-same) + torch.log1p(others * same))

@@ -18,7 +18,7 @@ class CaptureBusyError(RuntimeError):
 
 
 class _Turns:
-    """Who has the devices of this process: any number of users, or one capture."""
+    """Turns of using the devices of this process: any number of users, or one capture."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())

@@ -98,7 +98,7 @@ class ChosenBackend:
 
     @property
     def why_op_by_op(self) -> str | None:
-        """Why the engine makes no decode step of a layer in one call; None where it may."""
+        """Reason why the engine makes no decode step of a layer in one call; None where it may."""
         if self.backend in ("reference", *FUSED, *DEVICE_BACKENDS):
             return f"backend '{self.backend}' computes each op"
         if os.environ.get("HYBRID_KV_ONE_CALL") == "0":
@@ -157,7 +157,7 @@ def device_of(backend: str) -> str | None:
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Why a known back end cannot serve on this machine, None where it can."""
+    """Reason why a known back end cannot serve on this machine, None where it can."""
     if backend == "torch_cuda" and not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU"
     if backend == "native":

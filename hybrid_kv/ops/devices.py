@@ -42,7 +42,7 @@ def flashinfer_state() -> BackendState:
 
 
 def device_state(name: str) -> BackendState:
-    """That of one of DEVICE_BACKENDS; the others are not looked at."""
+    """State of one of DEVICE_BACKENDS; the others are not looked at."""
     return triton_state() if name == "triton" else flashinfer_state()
 
 
@@ -59,7 +59,7 @@ def backends_on(device_type: str, requested: str = "auto") -> frozenset[str]:
 
 
 def too_old(device: torch.device) -> str | None:
-    """Why kernels of ours cannot run on a CUDA device, None where they can."""
+    """Reason why kernels of ours cannot run on a CUDA device, None where they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= _MIN_CAPABILITY:
         return None

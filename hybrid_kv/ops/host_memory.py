@@ -202,7 +202,7 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _number(file: Path) -> int | None:
-    """What a file says; None for "max", and where it is not there."""
+    """Number in a file; None for "max", and where there is no file."""
     try:
         text = file.read_text().strip()
     except OSError:

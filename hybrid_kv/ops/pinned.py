@@ -91,7 +91,7 @@ def lock_ranges(pages: npt.NDArray[np.uint8], ranges: Sequence[tuple[int, int]])
 
 
 def device_address(address: int) -> int | None:
-    """Where kernels reach locked host memory; None where CUDA's driver does not say.
+    """Address by which kernels reach locked host memory; None where CUDA's driver does not say.
 
     On most systems that is where the host has it, and ranges that follow one another do so there
     as well.
@@ -106,7 +106,7 @@ def device_address(address: int) -> int | None:
 
 
 def locked_end(address: int) -> int | None:
-    """Where the locked range ends that an address lies in; None where it lies in none of ours."""
+    """End of the locked range that an address lies in; None where it lies in none of ours."""
     with _ranges_lock:
         place = bisect_right(_starts, address) - 1
         if place < 0:
@@ -130,7 +130,7 @@ def pinned_empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def why_not_pinned() -> str | None:
-    """What CUDA says against locking a few MB of host memory; None where it does lock them."""
+    """Reason of CUDA against locking a few MB of host memory; None where it does lock them."""
     pages = map_pages(HUGE_PAGE_BYTES)
     address = pages.ctypes.data
     reason = _lock(address, HUGE_PAGE_BYTES)
@@ -141,7 +141,7 @@ def why_not_pinned() -> str | None:
 
 
 def lock_limit_bytes() -> int | None:
-    """How much memory this process may lock by the system's rules (`ulimit -l`); None: any."""
+    """Bytes that this process may lock by the system's rules (`ulimit -l`); None: any."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 

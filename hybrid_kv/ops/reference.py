@@ -179,7 +179,7 @@ def choose_pages(
 def listed_page_scores(
     q: Tensor, key_min: Tensor, key_max: Tensor, table: Tensor, numbers: Tensor, oldest: int
 ) -> Tensor:
-    """How good the pages of a table are for one new token, by what the device is told of it.
+    """Scores of the pages of a table for one new token, by what the device is told of it.
 
     Args:
         q: [Hkv, G, D].

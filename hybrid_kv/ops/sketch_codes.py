@@ -32,7 +32,7 @@ _MIN_CAPACITY = 256
 
 @dataclass(frozen=True, slots=True)
 class SketchPlan:
-    """How many dims of a code have how many bits: ((num_dims, bits), ...), most bits first.
+    """Plan of a code, its dims by their bits: ((num_dims, bits), ...), most bits first.
 
     bits are 8, 4 or 2, each at most once; the dims of a group fill lines: 4, 8 or 16 each.
 
@@ -101,7 +101,7 @@ def blocks_of(rows: Tensor) -> Tensor:
 
 
 def rows_of(blocks: Tensor, count: int) -> Tensor:
-    """What `blocks_of` made blocks of: codes [count, B] uint8."""
+    """Rows that `blocks_of` made blocks of: codes [count, B] uint8."""
     keys = blocks.view(*blocks.shape[:2], BLOCK_KEYS, _QUAD).transpose(1, 2)
     return keys.flatten(2).flatten(0, 1)[:count]
 
@@ -113,7 +113,7 @@ def dims_per_line(bits: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SketchMap:
-    """How keys and queries of D channels become codes of d dims.
+    """Map by which keys and queries of D channels become codes of d dims.
 
     key_map, query_map: [d, D] float32, A and B of this module's text; centring, rotation and steps
     are folded in.
@@ -436,7 +436,7 @@ def search_sizes(
     num_rerank: Sequence[int],
     num_exact: int,
 ) -> SearchSizes:
-    """What `check_search` says of the arguments beside the queries."""
+    """Sizes of a search, by `check_search` of the arguments beside the queries."""
     heads = len(keys)
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, got {top_k}; ask for at least one key")

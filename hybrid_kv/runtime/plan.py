@@ -188,7 +188,7 @@ class StepPlan(Protocol):
 
     @property
     def reason(self) -> PlanReason | None:
-        """Why this is no `EnginePlan`; None where it is."""
+        """Reason why this is no `EnginePlan`; None where it is."""
         ...
 
     @property

@@ -113,7 +113,7 @@ def count_cold(work: Work, entries: int, most: int) -> None:
 
 
 class PlanReason(NamedTuple):
-    """Why a step is no single call. code: one of a fixed set; text: in words."""
+    """Reason why a step is no single call. code: one of a fixed set; text: in words."""
 
     code: str
     text: str

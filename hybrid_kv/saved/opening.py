@@ -321,7 +321,7 @@ class OpenFiles:
 
     @classmethod
     def of(cls, root: Path, manifest: Manifest) -> OpenFiles:
-        """Those of keys and values.
+        """Blocks of keys and values.
 
         Raises:
             FileFormatError, ReadError: one is not as the manifest says.

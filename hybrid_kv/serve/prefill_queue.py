@@ -56,7 +56,9 @@ class PrefillQueue:
         self._files, self._layers = ThreadExecutor(1), ThreadExecutor(1)
 
     def leader(self, request: Request) -> RunningRequest | None:
-        """Who computes at least half of this prompt already, so that it need not be done twice."""
+        """Request that computes at least half of this prompt already, so that it need not be done
+        twice.
+        """
         if self._limits.reproducible:
             return None
         key, ids = prefix_key(config_of(self._llm, request)), np.asarray(request.ids)
@@ -69,8 +71,8 @@ class PrefillQueue:
         return None
 
     def next(self) -> RunningRequest | None:
-        """Whose prompt goes on: who has waited longest for what is left to compute, so that short
-        prompts pass long ones and none waits for ever.
+        """Request whose prompt goes on: the one that has waited longest for what is left to
+        compute, so that short prompts pass long ones and none waits for ever.
         """
         waiting = [run for run in self._runs if self._can_go_on(run)]
         return max(waiting, key=self._urgency, default=None)
@@ -268,8 +270,8 @@ class PrefillPace:
         self._chunks.append((first, count, seconds))
 
     def seconds(self, first: int, count: int) -> float:
-        """What `count` tokens behind `first` others take where nothing delays them; of their
-        number alone while nothing is known.
+        """Seconds that `count` tokens behind `first` others take where nothing delays them; of
+        their number alone while nothing is known.
         """
         if not self._chunks:
             return float(count)
@@ -277,7 +279,7 @@ class PrefillPace:
         return fixed + count * (each + before * (first + count / 2))
 
     def tokens(self, first: int, seconds: float, most: int, *, alone: bool = False) -> int:
-        """How many tokens behind `first` others take no more than `seconds`, at most `most`.
+        """Number of tokens behind `first` others that take no more than `seconds`, at most `most`.
 
         At least a few, whatever they take and if no time is left, for else a prompt would never
         end; but for these and the last ones a multiple of `_EVEN`.

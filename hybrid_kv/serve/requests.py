@@ -272,7 +272,7 @@ class RequestHandle:
 
     @property
     def early_end(self) -> Reason | None:
-        """Why the request shall end before its answer does; None while it may go on."""
+        """Reason to end the request before its answer does; None while it may go on."""
         if self.is_cancelled:
             return "cancelled"
         return "timeout" if self.deadline is not None and monotonic() >= self.deadline else None

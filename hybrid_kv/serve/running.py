@@ -236,8 +236,8 @@ class RunningRequest:
 
     @property
     def coming(self) -> RequestMemory:
-        """What it will take yet; on a device nothing from the end of its prompt on, where most of
-        it leaves.
+        """Bytes that it will take yet; on a device nothing from the end of its prompt on, where
+        most of it leaves.
         """
         total = len(self.request.ids) + self.request.max_new_tokens
         device = 0 if self.is_sealed else self.needed.device * (total - self.done) // total

@@ -170,7 +170,7 @@ class Scheduler:
             self._take(one, first)
 
     def _wait_for_others(self) -> None:
-        """Where all there is to do is done aside."""
+        """Waits where all there is to do is done aside."""
         if not self._streams and (works := [run.work for run in self.runs if run.work]):
             wait(works, _LOOK_S, FIRST_COMPLETED)
 
@@ -418,7 +418,7 @@ class EngineCounters:
         self._stall_ms = max(self._stall_ms, self._last_stall_ms)
 
     def retry_after_s(self, slots: int) -> float:
-        """When one of so many slots is likely to be free."""
+        """Seconds until one of so many slots is likely to be free."""
         return max(1.0, (self._served_s or 0.0) / slots)
 
     def stats(

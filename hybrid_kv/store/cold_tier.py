@@ -121,10 +121,7 @@ class ColdChain:
         extent.make_room_ahead()
 
     def _aging(self) -> IndexRefresh | None:
-        """What an extent learns from that begins behind all others: what the nearest of them does.
-
-        None where nothing is learned from.
-        """
+        """Source of learning for an extent behind all others: that of the nearest; None of none."""
         behind = 0
         for span in reversed(self.spans):
             behind += span.length

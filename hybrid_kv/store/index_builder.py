@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildRunner(Protocol):
-    """Where builds run."""
+    """Runner of builds."""
 
     def here(self, build: BuildWork) -> None:
         """Runs a build that is waited for."""

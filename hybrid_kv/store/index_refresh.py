@@ -138,7 +138,7 @@ class IndexRefresh:
         self.asked = RecentQueries(self.group)
 
     def renew(self, num_keys: int) -> Samples:
-        """What to learn from now that so many keys are there, turned to where decoding is.
+        """Queries to learn from now that so many keys are there, turned to where decoding is.
 
         The latest come first and those that are spread last: an index checks itself on the last
         ones, and neighbours would tell what they found (docs/lab.md).

@@ -29,7 +29,9 @@ _LEAST_PAGES = 16
 
 @dataclass(frozen=True, slots=True)
 class RowMark:
-    """Where a row stood: tokens stored, resident, cold and dropped, and what the method kept."""
+    """State of a row to go back to: tokens stored, resident, cold and dropped, and what the method
+    kept.
+    """
 
     length: int
     resident: int
@@ -224,7 +226,7 @@ class Row:
             self.copied = None if self.copied is None else self.copied[:, : self.chain.num_tokens]
 
     def mark(self) -> RowMark:
-        """Where the row stands, for `go_back`."""
+        """State of the row, for `go_back`."""
         gone = self.chain.num_tokens, self.dropped
         return RowMark(self.length, self.table.num_tokens, *gone, self.kept, self.copied)
 

@@ -165,7 +165,7 @@ def _in_turn(layers: Sequence[LayerShape]) -> Iterator[Target]:
 
 
 class WatchedPart(Protocol):
-    """What a search found in one extent: ids [Hkv, M, K], -1 for none; bias: log weights, of
+    """Results of a search in one extent: ids [Hkv, M, K], -1 for none; bias: log weights, of
     samples that stand for others.
     """
 
@@ -178,7 +178,7 @@ class WatchedPart(Protocol):
 
 
 class WatchedRetrieval(Protocol):
-    """What a search found for one row, as `Look` reads it: by extent; `ranked` is None where the
+    """Results of a search for one row, as `Look` reads them: by extent; `ranked` is None where the
     budget cut nothing, `estimated` [Hkv, M] the log-sum-exp of what is estimated, None for nothing.
     """
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes, by phase."""
+"""Time of a step by phase."""
 
 from __future__ import annotations
 

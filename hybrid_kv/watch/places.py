@@ -1,4 +1,4 @@
-"""Where decoding looks: the softmax weights of what is attended, added up by position."""
+"""Counts of where decoding looks: the softmax weights of what is attended, added up by position."""
 
 from __future__ import annotations
 

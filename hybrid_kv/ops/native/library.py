@@ -28,14 +28,14 @@ class EngineWarning(RuntimeWarning):
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What `doctor` shows: the instruction set in use, or why there is none."""
+    """Engine as `doctor` shows it: the instruction set in use, or why there is none."""
 
     isa: str | None
     detail: str
 
 
 def path_of(isa: str) -> Path:
-    """Where the library of an instruction set lies when it was built."""
+    """Path of the library of an instruction set, built or not."""
     return _FOLDER / f"engine_{isa}.so"
 
 
@@ -45,7 +45,7 @@ def built() -> list[str]:
 
 
 def runnable() -> list[str]:
-    """Those of `built` that this CPU runs.
+    """Instruction sets of `built` that this CPU runs.
 
     Raises:
         OSError, BackendUnavailable: see `load`.
@@ -80,7 +80,7 @@ def engine() -> ctypes.CDLL | None:
 
 
 def engine_state() -> EngineState:
-    """Which library `engine` gives, or why none; loads it on the first call."""
+    """State of the engine in use, or why there is none; loads it on the first call."""
     return _choose(os.environ.get("HYBRID_KV_ISA", ""))[1]
 
 

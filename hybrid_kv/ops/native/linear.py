@@ -46,7 +46,7 @@ def multiplies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class TensorLayout(NamedTuple):
-    """Where and how a tensor lies; stride in elements."""
+    """Address, dtype, shape and stride of a tensor; stride in elements."""
 
     address: int
     dtype: torch.dtype

@@ -168,7 +168,7 @@ class QuantisedKeys:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """What `structs` refer to; who keeps the one keeps the other."""
+        """Arrays that `structs` refer to; who keeps the one keeps the other."""
         statistics = (self.mean, self.channel, self.levels)
         return (*statistics, self.rows, self.scale_codes, self.blocks)
 

@@ -45,7 +45,7 @@ _STEPS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineSearch:
-    """How the engine searches some KV heads; made anew when what is searched has changed.
+    """Search of some KV heads by the engine; made anew when what is searched has changed.
 
     kind: SEARCH_FLAT, SEARCH_GRAPH or SEARCH_SKETCH. heads: KV heads of the layer. structs: the
     engine's descriptors of them. keeps: what they point at. width: results per query. first_row:
@@ -111,7 +111,7 @@ class ColdEntries(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step gives.
+    """Result of a step.
 
     part: out as the queries, lse as these without their last axis, float32. ids: [Hkv, M, width]
     the cold entries that were attended, best first, then -1; None where nothing is cold. report:
@@ -440,7 +440,7 @@ class JointRun:
 
 
 class _Results(NamedTuple):
-    """What one step will write."""
+    """Memory that one step will write."""
 
     part: PartialAttention
     ids: Tensor | None

@@ -49,7 +49,7 @@ class Pool:
 
 
 class _Here(threading.local):
-    """What is known of the calling thread: whether it shares its work with others."""
+    """State of the calling thread: whether it shares its work with others."""
 
     is_alone = False
     pool: Pool | None = None  # of its own

@@ -171,7 +171,7 @@ def pareto_figure(name: str, axis: str, spots: Sequence[Spot], width: float) -> 
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """Those that no other beats in both, from the fewest bytes on."""
+    """Spots that no other beats in both, from the fewest bytes on."""
     found: list[Spot] = []
     for spot in sorted(spots, key=lambda spot: (spot.x, -spot.y)):
         if not found or spot.y > found[-1].y:

@@ -210,7 +210,7 @@ class Document:
         return found
 
     def _start_in(self, prompt: Sequence[int]) -> int | None:
-        """Where in a prompt the text begins, in tokens.
+        """Place of the text in a prompt, in tokens.
 
         The first tokens may differ, because a word joins with what stands before it.
         """

@@ -277,7 +277,7 @@ def _nth(request: Request, number: int) -> Request:
 
 
 def _reason(ticket: RequestHandle) -> Reason | None:
-    """Why a ticket's request ended; None while it runs."""
+    """Reason why a ticket's request ended; None while it runs."""
     if not ticket.is_finished:
         return None
     last = list(ticket.events())[-1]
