@@ -131,7 +131,7 @@ class ChosenBackend:
         self.served[op.name] = name
         return name
 
-    def _by(self, op: Operation[R], name: str) -> Callable[..., R]:
+    def bound(self, op: Operation[R], name: str) -> Callable[..., R]:
         """The function of a back end, with the attribute of these ops that it uses."""
         by = op.by[name]
         function: Callable[..., R] = by.function
@@ -141,7 +141,7 @@ class ChosenBackend:
         self, op: Operation[R], at: Tensor, far: Tensor | None = None, /, **facts: bool
     ) -> Callable[..., R]:
         """The function that computes a call; see `_choose`."""
-        return self._by(op, self._choose(op, at, far, **facts))
+        return self.bound(op, self._choose(op, at, far, **facts))
 
 
 def reaches(near: Tensor, far: Tensor) -> bool:

@@ -68,7 +68,7 @@ class AttentionOps(ChosenBackend):
     ) -> PartialAttention:
         name = self._choose(op.ATTEND_VISIBLE, q, native=native.serves(k, v), few=_is_few(q))
         given = newest if name == "native" else self._newest(newest, q.device)
-        attend = self._by(op.ATTEND_VISIBLE, name)
+        attend = self.bound(op.ATTEND_VISIBLE, name)
         return attend(q, k, v, positions, given, new=new, scale=scale, softcap=softcap)
 
     def _newest(self, newest: Sequence[int], device: torch.device) -> Tensor:
@@ -147,7 +147,7 @@ class AttentionOps(ChosenBackend):
 
             plain = flashinfer.expresses(q, pages, slots)
         name = self._choose(op.ATTEND_PAGES, q, plain=plain)
-        attend = self._by(op.ATTEND_PAGES, name)
+        attend = self.bound(op.ATTEND_PAGES, name)
         if name == "flashinfer":
             return attend(q, pages, slots, tail_fill, scale=scale, softcap=softcap)
         return attend(q, pages, slots, query_positions, scale=scale, softcap=softcap, count=count)
@@ -253,7 +253,7 @@ class PageOps(ChosenBackend):
         start, count = int(places[0]), len(places)
         name = self._choose(op.APPEND, pages.k, few=count == 1)
         if name != "reference":
-            self._by(op.APPEND, name)(pages, k[:, 0], v[:, 0], start, first_position)
+            self.bound(op.APPEND, name)(pages, k[:, 0], v[:, 0], start, first_position)
             return
         if count == 1:  # nearly every step: as `reference.append`, in fewer words
             shape = pages.k.shape

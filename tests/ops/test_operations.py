@@ -143,7 +143,7 @@ def test_every_back_end_computes_what_the_definition_says(
         pytest.skip("the examples lie on the CPU; tests/ops/triton has them on a GPU")
     args, options = EXAMPLES[name](dtype)
     row = ROWS[name]
-    found = Ops(backend)._by(row, backend)(*args, **options)
+    found = Ops(backend).bound(row, backend)(*args, **options)
     if name == "ATTEND_VISIBLE":  # for the definition `newest` lies on the device
         args = (*args[:4], torch.tensor(args[4]))
     exact = row.by["reference"].function(*args, **options)
