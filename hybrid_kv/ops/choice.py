@@ -27,7 +27,7 @@ FUSED = {"torch_cpu": "cpu", "torch_cuda": "cuda"}
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
-_NATIVE = frozenset({"native"})
+_NATIVE, _NONE = frozenset({"native"}), frozenset[str]()
 
 
 def choose_backend(
@@ -114,20 +114,27 @@ class ChosenBackend:
         return backends_on(at.device.type, self.backend)
 
     def _choose(
-        self, op: Operation[object], at: Tensor, far: Tensor | None = None, /, **facts: bool
+        self,
+        op: Operation[object],
+        at: Tensor,
+        far: Tensor | None = None,
+        /,
+        *,
+        native: bool = False,
+        **facts: bool,
     ) -> str:
         """The back end of a call, put on record.
 
         Args:
             at: on the device that computes. far: a tensor that kernels must reach.
-            facts: native, whether the engine reads the tensors; others as `choose_backend` takes.
+            native: whether the engine reads the tensors. facts: others as `choose_backend` takes.
         """
-        device, here = at.device.type, frozenset[str]()
+        here = _NATIVE if native else _NONE
         if op.has_kernels and (far is None or reaches(at, far)):
-            here = self._here(at)
-        if facts.pop("native", False):
-            here = here | _NATIVE
-        name = chosen(self.backend, op.name, device_type=device, dtype=at.dtype, here=here, **facts)
+            here = here | self._here(at)
+        name = chosen(
+            self.backend, op.name, device_type=at.device.type, dtype=at.dtype, here=here, **facts
+        )
         self.served[op.name] = name
         return name
 
