@@ -313,7 +313,7 @@ def _check_extra() -> None:
     if missing:
         raise ConfigError(
             f"serving needs {', '.join(missing)}, got an environment without; "
-            "pip install 'hybrid-kv[serve]'"
+            "pip install 'hybrid-kv[serve]', or '.[serve]' in a checkout"
         )
 
 
