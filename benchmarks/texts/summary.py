@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import NamedTuple
 
 if __name__ == "__main__":  # a script: the project's root is not on the path
@@ -22,7 +23,7 @@ if __name__ == "__main__":  # a script: the project's root is not on the path
 import numpy as np
 
 ROWS, ROOT = Path(__file__).with_name("rows.csv"), Path(__file__).parents[2]
-_RESAMPLES = 4000
+_RESAMPLES, _WIDTH = 4000, 140
 _ESTIMATED, _EXACT = "hybrid", "flat"
 """The default method, and the search that it is held against: all that it adds is the estimate."""
 
@@ -267,7 +268,7 @@ def readme(results: Results) -> str:
             f"| `{method}` | {short(least)} | {short(wide)} | {read_bytes} "
             f"| {_worst(results, method, first)} |"
         )
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))
 
 
 def overview(results: Results) -> str:
@@ -295,7 +296,7 @@ def overview(results: Results) -> str:
         "per KV head ([how it works](how-it-works.md)), whose moments are read as well, bytes "
         f"worth {worth} entries here.{more} {' '.join(_ahead(results))}{weak}",
     ]
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))
 
 
 def documented(results: Results) -> str:
@@ -304,7 +305,17 @@ def documented(results: Results) -> str:
     for budget in (results.shares[0], results.shares[2]):
         parts += ["\n".join(details(results, budget)), "\n".join(by_kind(results, budget))]
     parts.append("\n".join(f"- {claim}" for claim in claims(results)))
-    return "\n\n".join(parts)
+    return wrapped("\n\n".join(parts))
+
+
+def wrapped(text: str) -> str:
+    """Text of Markdown with its long lines broken, but for those of tables."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = "  " if line.startswith("- ") else ""
+        broken = wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        lines += [line] if line.startswith("|") else broken or [""]
+    return "\n".join(lines)
 
 
 def put(path: Path, mark: str, content: str) -> None:

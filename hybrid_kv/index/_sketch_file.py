@@ -18,7 +18,7 @@ from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.ops.sketch_codes import SketchMap, SketchPlan, SketchTier
 
 CODES = 1
-"""What codes mean and how they lie; every engine makes and reads the same."""
+"""Version of the codes, of their meaning and layout; every engine makes and reads the same."""
 _MAP = ("key_map", "key_offset", "query_map")
 _POTENTIAL = ("of_keys", "weights", "scale", "thresholds")
 

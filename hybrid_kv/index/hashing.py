@@ -18,7 +18,7 @@ from hybrid_kv.plugins import INDEXES
 from hybrid_kv.types import SearchResult
 
 _LEAST_TAIL, _TAIL_SHARE = 1024, 4
-"""So many further keys, or a fourth as many, are compared one by one until tables are made anew."""
+"""Further keys, so many or a fourth as many, are compared one by one until tables are made anew."""
 
 _USUAL_DIM = 96  # cosines of random directions have a standard deviation of 1 / sqrt(dim)
 

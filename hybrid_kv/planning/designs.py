@@ -142,7 +142,7 @@ class Host:
 
 
 DESKTOP_GBPS = (70.0, 35.0)
-"""What two channels of DDR5-5600 give in order and at random places (assumptions)."""
+"""Rates of two channels of DDR5-5600, in order and at random places (assumptions)."""
 
 
 @dataclass(frozen=True, slots=True)

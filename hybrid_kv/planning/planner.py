@@ -25,7 +25,7 @@ AIR_BYTES = 2**30
 """Of a device, for nobody: a display, cuBLAS, and what torch's allocator cannot use of blocks."""
 
 _CONTEXT_BYTES = 600 * 2**20
-"""What a CUDA process takes before its first tensor (estimate)."""
+"""Bytes of a CUDA process before its first tensor (estimate)."""
 
 _ROUND_TRIP_MS = 0.08
 """Query out and result in, for one layer: copies, an event, entering the engine (estimate)."""

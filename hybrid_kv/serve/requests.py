@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """So much of the prompt is computed: `done` of `total` tokens, `reused` of them from a prefix
+    """Progress of a prompt: `done` of `total` tokens are computed, `reused` of them by a prefix
     that was there already.
     """
 

@@ -411,7 +411,7 @@ class EngineCounters:
         self._rows += rows
 
     def stall(self, seconds: float, bound: float) -> None:
-        """So long a stream waited while a prompt was computed, which should be within a bound."""
+        """Counts a stream's wait for the prompt of another, which should be within a bound."""
         self._stalls += 1
         self._late_stalls += seconds > bound
         self._last_stall_ms = 1e3 * seconds

@@ -98,7 +98,7 @@ class PinnedAllocator:
         return PinnedExtent(self, self.take(size, dtype, count + pinned_room(total)))
 
     def begin(self) -> None:
-        """What is taken from here on is one layer's."""
+        """Begins a layer: what is taken from here on is of one."""
         self._asked.clear()
 
     def repeat(self) -> None:

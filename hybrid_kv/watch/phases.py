@@ -16,8 +16,8 @@ INDEX_BUILD = "index_build"
 """Not a phase of a decode step: what was waited for index builds, measured beside them."""
 
 ATTENTION, FORWARD, BETWEEN = "attention", "forward", "between"
-"""What holds the phases: a layer's attention; the model that calls it; the time between two calls
-of the model, which only a profile measures."""
+"""Spans that hold the phases: a layer's attention; the model that calls it; the time between two
+calls of the model, which only a profile measures."""
 
 
 class Observer(Protocol):

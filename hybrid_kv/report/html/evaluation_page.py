@@ -71,8 +71,8 @@ def _warnings(report: EvalReport) -> Iterator[PageBlock]:
 
 
 def _lead(found: Sequence[Sheet]) -> Iterator[PageBlock]:
-    """Who is nearest to full attention on the longest context, question after the eviction; of
-    equals who reads least.
+    """Sentences on the method nearest to full attention on the longest context, question after the
+    eviction; of equals on the one that reads least.
     """
     asked = [sheet for sheet in found if sheet.asking == "after"] or list(found)
     if not asked:

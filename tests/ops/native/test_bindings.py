@@ -57,8 +57,27 @@ def test_a_changed_header_is_seen(maker: ModuleType, headers: Path, old: str, ne
 def test_a_type_that_nobody_declares_is_refused(maker: ModuleType, headers: Path) -> None:
     path = headers / "hybrid_kv_linear.h"
     path.write_text(path.read_text().replace("const void *bias", "const hkv_bias *bias", 1))
-    with pytest.raises(AssertionError, match="'const hkv_bias \\*' is declared nowhere"):
+    with pytest.raises(ValueError, match="'const hkv_bias \\*' is declared nowhere"):
         maker.written(maker.read(headers))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "HKV_API int hkv_more(int (*tell)(int32_t));",
+        "enum hkv_more { HKV_NEXT };",
+        "#define HKV_MORE (1 << 4)",
+        "typedef struct hkv_more { struct { int32_t a; } in; } hkv_more;",
+        "typedef int32_t hkv_more;",
+    ],
+)
+def test_what_cannot_be_read_is_refused(maker: ModuleType, headers: Path, more: str) -> None:
+    path = headers / "hybrid_kv_linear.h"
+    path.write_text(
+        path.read_text().replace("#ifdef __cplusplus", f"{more}\n#ifdef __cplusplus", 1)
+    )
+    with pytest.raises(ValueError, match=r"hybrid_kv_linear\.h: cannot read"):
+        maker.read(headers)
 
 
 def test_an_unfolded_structure_has_the_layout_of_its_parts() -> None:
