@@ -16,7 +16,7 @@ from benchmarks.cold_search.heads import Prompt
 from benchmarks.cold_search.quality import K
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.index._auto_costs import decoding_pace
+from hybrid_kv.index._auto_choice import decoding_pace
 from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
 from hybrid_kv.ops.host_memory import host_array
 from hybrid_kv.ops.native.workers import default_pool

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.pools import normal
 from benchmarks.gpu_check.record import NotHere, Recorder, need_cuda
 from benchmarks.gpu_check.sizes import Sizes
 from benchmarks.gpu_check.timing import gbps, timed, wall_us
-from hybrid_kv.index._device_learn import SelectGoal, learn
+from hybrid_kv.index._device_keys import SelectGoal, learn
 from hybrid_kv.ops import Ops, get_ops
 from hybrid_kv.ops.pinned import pinned_array
 from hybrid_kv.ops.sketch_select import DeviceCodes

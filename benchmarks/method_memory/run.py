@@ -30,10 +30,10 @@ sys.path.insert(0, str(ROOT))
 from hybrid_kv.config import HybridConfig, parse_count  # noqa: E402
 from hybrid_kv.methods.codec import Codec  # noqa: E402
 from hybrid_kv.methods.evicting import Evicting  # noqa: E402
-from hybrid_kv.methods.following import Following  # noqa: E402
+from hybrid_kv.methods.h2o import Following  # noqa: E402
 from hybrid_kv.methods.kivi import Kivi  # noqa: E402
+from hybrid_kv.methods.low_rank import ThinK  # noqa: E402
 from hybrid_kv.methods.retrieval import RetrievalAttention  # noqa: E402
-from hybrid_kv.methods.think import ThinK  # noqa: E402
 from hybrid_kv.methods.tidal_decode import TidalDecode  # noqa: E402
 from hybrid_kv.methods.whole_heads import DuoAttention  # noqa: E402
 from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES  # noqa: E402

@@ -1,16 +1,195 @@
-"""A layer's keys on its device: codes of the older ones, and the newest as they are."""
+"""A layer's keys on its device: learned codes of the older ones, and the newest as they are."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._device_learn import SketchTransform
+from hybrid_kv.index._sketch_head import QuerySpace, plan_of, sketch_map
+from hybrid_kv.index._sketch_learn import hold_out_block
 from hybrid_kv.ops import Ops
-from hybrid_kv.ops.sketch_select import DeviceCodes, scratch_bytes
+from hybrid_kv.ops.sketch_codes import MAX_DIMS, SketchPlan
+from hybrid_kv.ops.sketch_select import (
+    DeviceCodes,
+    QueryCodes,
+    code_scores,
+    encode,
+    quantise,
+    scratch_bytes,
+)
 from hybrid_kv.ops.upload import bus_copies, staged
+
+_CHECKED = 64
+"""Held-out queries of a KV head."""
+_LEARNED_KEYS = 2**16
+_LEAST_WIDTH, _MOST_WIDTH = 256, 4096
+_ROOM = 4
+"""Places for candidates of a KV head, per candidate of one query: most groups agree in half."""
+_FIRST_SHARE = 8
+"""At most one dim in so many has 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectGoal:
+    """Goal of a device's search, which says when candidates are enough: both shares of the exact
+    `top_k` answers are reached.
+    """
+
+    top_k: int
+    recall: float
+    mass: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRecall:
+    """Recall that held-out queries of one KV head reach with `num_rerank` candidates."""
+
+    num_rerank: int
+    recall: float
+    mass: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SketchTransform:
+    """Transform of keys and queries of a layer to codes, see `DeviceCodes`; all on its device."""
+
+    plan: SketchPlan
+    key_map: Tensor
+    start: Tensor
+    query_map: Tensor
+    mean: Tensor
+    promises: tuple[ExpectedRecall, ...]
+    goal: SelectGoal
+
+    def codes_for(self, capacity: int, room: int, dtype: torch.dtype) -> DeviceCodes:
+        """Room for codes of `capacity` keys and for `room` later ones; none is there yet.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        heads, _, dim = self.key_map.shape
+        device = self.key_map.device
+        size = (heads, capacity, self.plan.code_bytes)
+        # Zeros, not what memory happens to hold: a key of NaN would be no number times no weight.
+        return DeviceCodes(
+            self.plan,
+            torch.zeros(size, dtype=torch.uint8, device=device),
+            torch.zeros(heads, room, dim, dtype=dtype, device=device),
+            *(self.key_map, self.start, self.query_map, self.mean),
+            torch.tensor([one.num_rerank for one in self.promises], dtype=torch.int32).to(device),
+            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(heads, dtype=torch.int64, device=device),
+        )
+
+    def width(self, top_k: int) -> int:
+        """Places for the candidates of a KV head and token: a power of two."""
+        ranked = max((one.num_rerank for one in self.promises), default=1)
+        wanted = _ROOM * max(top_k, int(ranked * self.times(top_k)))
+        return min(_MOST_WIDTH, max(_LEAST_WIDTH, 1 << (wanted - 1).bit_length()))
+
+    def times(self, top_k: int) -> float:
+        """The check was for so many results; to find more, more are ranked."""
+        return max(1.0, top_k / self.goal.top_k)
+
+
+def learn(
+    keys: Tensor, samples: Tensor, code_bytes: int, goal: SelectGoal
+) -> tuple[SketchTransform, Tensor] | None:
+    """From keys [Hkv, N, D] and queries [Hkv, G, M, D], where both lie; the keys' codes with it.
+
+    Args:
+        samples: where there are none the keys stand in for them.
+        code_bytes: of a key at 128 channels, a name of `_sketch_plans`.
+
+    Returns:
+        None where the keys have too few channels for such codes.
+    """
+    heads, num_keys, dim = keys.shape
+    plan = plan_of(code_bytes, dim)
+    if plan is None:
+        return None
+    if not samples.shape[2]:
+        samples = keys[:, None]
+    split = [hold_out_block(own, max(1, _CHECKED // samples.shape[1])) for own in samples]
+    maps, means = [], []
+    for own, (build, _) in zip(keys, split, strict=True):
+        space = QuerySpace.learn(own, build.flatten(0, 1))
+        largest = space.largest(own, min(dim, MAX_DIMS // _FIRST_SHARE))
+        maps.append(sketch_map(space, plan, largest))
+        means.append(space.mean.float())
+    device = keys.device
+    key_map, query_map = (
+        torch.stack([getattr(one, name) for one in maps]).to(device)
+        for name in ("key_map", "query_map")
+    )
+    start = torch.stack([plan.zeros - one.key_offset for one in maps]).to(device)
+    made = plan, key_map, start, query_map, torch.stack(means).to(device)
+    unproven = SketchTransform(*made, (ExpectedRecall(0, 0.0, 0.0),) * heads, goal)
+    codes = unproven.codes_for(num_keys, 0, keys.dtype)
+    for first in range(0, num_keys, _LEARNED_KEYS):
+        encode(codes, keys[:, first : first + _LEARNED_KEYS], first)
+    checks = torch.stack([check.flatten(0, 1) for _, check in split])
+    return SketchTransform(*made, tuple(_promises(codes, keys, checks, goal)), goal), codes.codes
+
+
+def _promises(
+    codes: DeviceCodes, keys: Tensor, checks: Tensor, goal: SelectGoal
+) -> Iterator[ExpectedRecall]:
+    """Sizes that each head takes for queries [Hkv, Q, D] that its codes did not learn from."""
+    queries = quantise(codes, checks)
+    scale = keys.shape[-1] ** -0.5
+    if not checks.shape[1]:  # a prompt of a few tokens: nothing is promised
+        yield from (ExpectedRecall(_MOST_WIDTH // _ROOM, 0.0, 0.0) for _ in keys)
+        return
+    for head, own in enumerate(keys):
+        q = checks[head].float()
+        blocks = own.split(_LEARNED_KEYS)
+        firsts = list(accumulate((len(block) for block in blocks), initial=0))
+        best, ids = _best(q, blocks, firsts, min(goal.top_k, len(own)))
+        by = QueryCodes(*(part[head : head + 1] for part in queries))
+        ranks = torch.ones_like(ids)
+        at = codes.codes[head][ids]  # [Q, K, B]
+        each = QueryCodes(*(part[head][:, None] for part in queries))
+        own_scores = code_scores(at, codes.plan, each)[:, 0]
+        for first, block in zip(firsts, blocks, strict=False):
+            some = codes.codes[head : head + 1, first : first + len(block)]
+            ranked = code_scores(some, codes.plan, by)[0].sort(-1).values
+            ranks += len(block) - torch.searchsorted(ranked, own_scores, right=True)
+        yield _enough((best * scale).softmax(-1), ranks, goal)
+
+
+def _best(
+    q: Tensor, blocks: tuple[Tensor, ...], firsts: list[int], count: int
+) -> tuple[Tensor, Tensor]:
+    """Exact scores and rows [Q, count] of the best keys."""
+    best, ids = q.new_empty(len(q), 0), torch.empty(len(q), 0, dtype=torch.int64, device=q.device)
+    for first, block in zip(firsts, blocks, strict=False):
+        found = (q @ block.float().T).topk(min(count, len(block)), -1)
+        best, ids = torch.cat([best, found.values], 1), torch.cat([ids, found.indices + first], 1)
+        best, order = best.topk(min(count, best.shape[1]), -1)
+        ids = ids.gather(1, order)
+    return best, ids
+
+
+def _enough(weights: Tensor, ranks: Tensor, goal: SelectGoal) -> ExpectedRecall:
+    """Candidates that reach the goal, from the ranks [Q, K] of the best keys and their weights."""
+    order = ranks.flatten().argsort(stable=True)
+    ranked = ranks.flatten()[order]
+    share = torch.arange(1, len(order) + 1, device=order.device) / len(order)
+    mass = weights.flatten()[order].double().cumsum(0) / len(weights)
+    enough = (share >= goal.recall) & (mass >= goal.mass)
+    most = torch.searchsorted(ranked, torch.full_like(ranked[:1], _MOST_WIDTH // _ROOM), right=True)
+    last = torch.where(enough.any(), enough.int().argmax(), len(order) - 1)
+    last = torch.minimum(last, (most[0] - 1).clamp_min(0))
+    found = torch.searchsorted(ranked, ranked[last], right=True) - 1
+    kept = torch.stack([ranked[last].double(), share[found].double(), mass[found]])
+    num, recall, held = kept.tolist()
+    return ExpectedRecall(int(min(max(num, ranks.shape[1]), _MOST_WIDTH // _ROOM)), recall, held)
+
 
 LATER_KEYS = 4096
 """The newest keys that came after the prompt stay on the device as they are; older ones get codes.

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hybrid_kv.index._auto_choice import Chosen, Report, Sketched
-from hybrid_kv.index._auto_costs import (
+from hybrid_kv.index._auto_choice import (
     RERANK,
+    Chosen,
     Cost,
     Payback,
+    Report,
     ScanTrial,
+    Sketched,
     SketchTrial,
     TimedSearch,
     cheapest,
@@ -28,9 +30,9 @@ from hybrid_kv.index._auto_costs import (
     ranked_bytes,
 )
 from hybrid_kv.index._base import Cancellation
-from hybrid_kv.index._flat_scans import num_candidates
 from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
 from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index.flat import num_candidates
 from hybrid_kv.ops.key_graph import KeyGraph
 from hybrid_kv.ops.native.graph import GraphSearcher
 from hybrid_kv.ops.native.rows import QuantisedKeys

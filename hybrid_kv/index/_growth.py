@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._learn import BEAMS, DRIFT, Searcher, beam_search, promised
+from hybrid_kv.index._graph_learner import BEAMS, DRIFT, Searcher, beam_search, promised
 from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.index._base import runs
-from hybrid_kv.index._flat_scans import KeyScan, int8_scan
 from hybrid_kv.index._sketch_head import HeadSketch, TierSearcher
+from hybrid_kv.index.flat import KeyScan, int8_scan
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.ops.sketch_codes import SketchTier, pack_tiers
 from hybrid_kv.types import SearchReads, SearchResult

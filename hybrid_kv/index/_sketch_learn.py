@@ -15,10 +15,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.index._base import Cancellation
-from hybrid_kv.index._saved import SavedReport
-from hybrid_kv.index._sketch_head import HeadSketch, SketchMaker, TierSearcher, why_unread
-from hybrid_kv.index._sketch_space import Layout, layouts
+from hybrid_kv.index._base import Cancellation, SavedReport
+from hybrid_kv.index._sketch_head import (
+    HeadSketch,
+    Layout,
+    SketchMaker,
+    TierSearcher,
+    layouts,
+    why_unread,
+)
 from hybrid_kv.index._trial import HeldOut, Trial, log_sums
 from hybrid_kv.ops.sketch_codes import SketchMap
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hybrid_kv.index._saved import SavedReport
+from hybrid_kv.index._base import SavedReport
 from hybrid_kv.rotary import horizon_shares
 
 _SUMMED_KEYS = 8192

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hybrid_kv import config
 from hybrid_kv.index._auto_choice import Chosen, KindChooser, Sketched
-from hybrid_kv.index._base import joined, runs
+from hybrid_kv.index._base import SavedIndex, joined, runs
 from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
-from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
 from hybrid_kv.index._trial import HeadReport

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._device_keys import DeviceKeys
-from hybrid_kv.index._device_learn import ExpectedRecall, SelectGoal, SketchTransform, learn
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex
+from hybrid_kv.index._device_keys import (
+    DeviceKeys,
+    ExpectedRecall,
+    SelectGoal,
+    SketchTransform,
+    learn,
+)
 from hybrid_kv.index._sketch_head import HeadSketch, restored_tier
 from hybrid_kv.index._sketch_learn import SketchReport, TierReport
 from hybrid_kv.index.auto import AutoIndex

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from hybrid_kv import config
-from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, rank, scan
+from hybrid_kv.index._base import SCRATCH_BYTES, KeyIndex, SavedIndex, rank, scan
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
-from hybrid_kv.index._saved import SavedIndex
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.ops.native.pages import PageDigests
 from hybrid_kv.ops.native.rows import DTYPES

@@ -16,13 +16,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from hybrid_kv import config
-from hybrid_kv.index._base import joined
-from hybrid_kv.index._flat_scans import KeyScan, int8_scan, planned
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex, joined
 from hybrid_kv.index._sketch_coded import CodedKeys, num_kept
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
-from hybrid_kv.index.flat import StandIn
+from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, planned
 from hybrid_kv.ops.native.step import EngineSearch
 from hybrid_kv.plugins import INDEXES, Index
 from hybrid_kv.types import Needs, SearchResult
@@ -224,18 +222,18 @@ class SketchIndex(SavedIndex):
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: codes, maps and reports."""
-        from hybrid_kv.index import _sketch_file
+        from hybrid_kv.index import _file
 
         saved = len(self) if self._coded is None else self._coded.encoded
         sketches = {head: sketch for head, (sketch, _) in self.sketched.items()}
-        return _sketch_file.written(self.params, self.reports, sketches, self._keys[:, :saved])
+        return _file.sketches_to_file(self.params, self.reports, sketches, self._keys[:, :saved])
 
     @classmethod
     def from_file(
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> SketchIndex:
         """See `SavedIndex`."""
-        from hybrid_kv.index import _sketch_file
+        from hybrid_kv.index import _file
 
-        params, reports, sketches = _sketch_file.read(path, cls.Params, meta, arrays, keys)
+        params, reports, sketches = _file.sketches_from_file(path, cls.Params, meta, arrays, keys)
         return cls.serving(params, keys, reports, sketches)

@@ -25,7 +25,7 @@ BUILT_IN = {
     "infinigen_proxy": "index_baselines",
     "infllm": "index_baselines",
     "ivf": "index_baselines",
-    "keydiff": "prompt_scored",
+    "keydiff": "snapkv",
     "keyformer": "keyformer",
     "kivi": "kivi",
     "kvmerger": "merging",
@@ -52,10 +52,10 @@ BUILT_IN = {
     "snapkv": "snapkv",
     "sparq": "index_baselines",
     "streaming_llm": "windows",
-    "think": "think",
+    "think": "low_rank",
     "tidal_decode": "tidal_decode",
     "tova": "h2o",
     "zipcache": "mixed_bits",
-    "zipvl": "prompt_scored",
+    "zipvl": "snapkv",
 }
 """Names of methods, each with the module that registers it."""

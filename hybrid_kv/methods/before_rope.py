@@ -13,9 +13,15 @@ from torch import Tensor
 
 from hybrid_kv.config import Count, Tokens, parse_count
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.codec import CodecParams, Kept, Seen
-from hybrid_kv.methods.planes import outliers, put_back
-from hybrid_kv.methods.turned import TurnedCodec, TurnedEntries
+from hybrid_kv.methods.codec import (
+    CodecParams,
+    Kept,
+    Seen,
+    TurnedCodec,
+    TurnedEntries,
+    outliers,
+    put_back,
+)
 from hybrid_kv.ops.kmeans import kmeans
 from hybrid_kv.ops.low_bits import decode, encode, pack, unpack
 from hybrid_kv.plugins import METHODS

@@ -16,7 +16,7 @@ from hybrid_kv.config import MethodConfig
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.composing import (
+from hybrid_kv.methods.combining import (
     check_spans,
     each,
     heads_of,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.config import BudgetField, Count, Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.evicting import Evicting, EvictingParams
-from hybrid_kv.methods.scores import best, group_sums, shared_out
+from hybrid_kv.methods.evicting import Evicting, EvictingParams, best, group_sums, shared_out
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 

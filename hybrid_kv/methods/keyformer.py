@@ -9,8 +9,8 @@ from torch import Tensor
 from hybrid_kv.attended import Attended
 from hybrid_kv.config import Count, Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.following import Moment, RecentShare, RecentShareParams
-from hybrid_kv.methods.scores import group_sums, window_of
+from hybrid_kv.methods.evicting import group_sums, window_of
+from hybrid_kv.methods.h2o import Moment, RecentShare, RecentShareParams
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 

@@ -16,8 +16,7 @@ from torch.nn.functional import silu
 from hybrid_kv.config import BudgetField
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.evicting import Evicting, EvictingParams
-from hybrid_kv.methods.scores import best
+from hybrid_kv.methods.evicting import Evicting, EvictingParams, best
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, LayerShape, ModelInfo, Needs
 

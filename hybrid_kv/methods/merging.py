@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from hybrid_kv.config import Tokens
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.evicting import Evicting
+from hybrid_kv.methods.evicting import Evicting, best, group_sums
 from hybrid_kv.methods.h2o import H2O, HeavyParams, heavy_needs
-from hybrid_kv.methods.scores import best, group_sums
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Evidence, Needs
 

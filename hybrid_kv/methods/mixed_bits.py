@@ -13,9 +13,15 @@ from torch.nn.functional import pad
 from hybrid_kv.config import Count, Tokens, parse_count
 from hybrid_kv.entries import Entries
 from hybrid_kv.masses import causal_masses
-from hybrid_kv.methods.codec import CodecParams, Kept, LearnedCodec, Seen
-from hybrid_kv.methods.planes import PlaneEntries, channel_sizes
-from hybrid_kv.methods.scores import best, group_sums
+from hybrid_kv.methods.codec import (
+    CodecParams,
+    Kept,
+    LearnedCodec,
+    PlaneEntries,
+    Seen,
+    channel_sizes,
+)
+from hybrid_kv.methods.evicting import best, group_sums
 from hybrid_kv.ops.low_bits import pack, unpack
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.ragged import Ragged

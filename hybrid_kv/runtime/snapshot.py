@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError, IntegrityError
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.index.auto import AutoIndex
 from hybrid_kv.index.device_sketch import DeviceSketch
 from hybrid_kv.index.sketch import SketchIndex

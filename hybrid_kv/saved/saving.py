@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
 from hybrid_kv.models.fixed_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache

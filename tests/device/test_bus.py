@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_kv as hkv
-from hybrid_kv.index import _device_learn
+from hybrid_kv.index import _device_keys
 from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.support import inspect_model
 from hybrid_kv.planning.designs import Designs, DesignStep, Host
@@ -118,7 +118,7 @@ def test_a_profile_says_what_travels(name: str, dtype: torch.dtype) -> None:
 
 def test_rows_that_a_device_reads_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in ("_LEAST_WIDTH", "_MOST_WIDTH"):  # less than all keys, so that codes count
-        monkeypatch.setattr(_device_learn, width, 64)
+        monkeypatch.setattr(_device_keys, width, 64)
     config = config_of("hybrid").replace(top_k=10)
     steps = taken(config)
     said = sum(step.ranked + step.work.cold_bytes for step in steps)

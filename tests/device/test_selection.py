@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index import _device_learn
+from hybrid_kv.index import _device_keys
 from hybrid_kv.index.device_sketch import sketch_of
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops import get_ops
@@ -25,7 +25,7 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 
 def test_codes_of_each_head_find_the_best_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LEAST_WIDTH", "_MOST_WIDTH"):  # less than all keys, so that codes count
-        monkeypatch.setattr(_device_learn, name, 256)
+        monkeypatch.setattr(_device_keys, name, 256)
     keys, q = drawn(HEADS, KEYS, DIM), drawn(HEADS, GROUP, DIM, seed=2)
     samples = drawn(HEADS, GROUP, 100, DIM, seed=1)
     with emulated(schedule="late", kernels="defined"):

@@ -30,7 +30,7 @@ from benchmarks.cold_search.engines import Copies, Engine, Own, Work
 from benchmarks.cold_search.quality import K, Quality, Truth, by_quarter
 from benchmarks.cold_search.rows import Knob, Row, chosen_rows, own, parse_rows
 from benchmarks.cold_search.targets import Target, find_points, ladder, parse_targets
-from hybrid_kv.index._auto_costs import decoding_pace
+from hybrid_kv.index._auto_choice import decoding_pace
 from hybrid_kv.index._graph_learner import GraphLearner
 from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.ops.native.workers import default_pool

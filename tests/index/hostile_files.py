@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, FileFormatError, NonFiniteError
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.index._sketch_head import HeadSketch, Placing, SketchMaker
 from hybrid_kv.index._sketch_learn import SketchReport
 from hybrid_kv.index._trial import HeadReport

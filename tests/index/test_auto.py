@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybrid_kv.config import IndexConfig
 from hybrid_kv.errors import FileFormatError
-from hybrid_kv.index import _auto_choice, _auto_costs, _graph_choice, auto
-from hybrid_kv.index._auto_costs import Cost, SearchRate, build_forecast, cheapest, decoding_pace
+from hybrid_kv.index import _auto_choice, _graph_choice, auto
+from hybrid_kv.index._auto_choice import Cost, SearchRate, build_forecast, cheapest, decoding_pace
 from hybrid_kv.index._base import runs
 from hybrid_kv.index._file import read_arrays, write_arrays
 from hybrid_kv.index._graph_learner import GraphLearner
@@ -294,14 +294,14 @@ def test_more_than_the_cache_holds_is_read_between_two_searches_of_a_trial(
             read.append((self.name, 1000))
 
     monkeypatch.setattr(
-        _auto_costs.native_flat, "stream", lambda array: read.append(("", array.numel()))
+        _auto_choice.native_flat, "stream", lambda array: read.append(("", array.numel()))
     )
     trials = {(name, 0): Small(name) for name in ("sketch", "graph")}
-    _auto_costs.measured(trials, torch.zeros(1, 2, 12, 8))
+    _auto_choice.measured(trials, torch.zeros(1, 2, 12, 8))
     turns = [place for place, (name, _) in enumerate(read) if name == "sketch"]
     assert len(turns) > 5
     for first, stop in pairwise(turns[1:]):  # the first turn tells what a search reads
-        assert sum(size for _, size in read[first:stop]) > 1.99 * _auto_costs.last_cache_bytes()
+        assert sum(size for _, size in read[first:stop]) > 1.99 * _auto_choice.last_cache_bytes()
 
 
 def test_a_sketch_of_wide_codes_loses_to_a_graph_of_half_its_time(times: Times) -> None:
@@ -466,6 +466,6 @@ def test_waiting_for_a_core_is_no_lack_of_bandwidth(monkeypatch: pytest.MonkeyPa
     ticks = (
         count()
     )  # of a thread that works for half a second from one look at its clock to another
-    monkeypatch.setattr(_auto_costs, "default_pool", lambda: SimpleNamespace(threads=1))
-    monkeypatch.setattr(_auto_costs, "thread_time", lambda: next(ticks) / 2)
-    assert decoding_pace.__wrapped__() == SearchRate(1, _auto_costs._STREAMED_BYTES / 0.5)
+    monkeypatch.setattr(_auto_choice, "default_pool", lambda: SimpleNamespace(threads=1))
+    monkeypatch.setattr(_auto_choice, "thread_time", lambda: next(ticks) / 2)
+    assert decoding_pace.__wrapped__() == SearchRate(1, _auto_choice._STREAMED_BYTES / 0.5)

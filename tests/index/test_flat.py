@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybrid_kv.errors import IntegrityError
-from hybrid_kv.index import _base, _flat_scans
+from hybrid_kv.index import _base
+from hybrid_kv.index import flat as flat_module
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.ops.native.library import engine
 from hybrid_kv.types import SearchResult
@@ -60,8 +61,8 @@ def int8(keys: torch.Tensor, **params: float) -> FlatIndex:
 def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who serves: the native engine where there is one, or what replaces it."""
     if request.param == "portable":
-        monkeypatch.setattr(_flat_scans, "engine", lambda: None)
-    elif _flat_scans.engine() is None:
+        monkeypatch.setattr(flat_module, "engine", lambda: None)
+    elif flat_module.engine() is None:
         pytest.skip("there is no native engine")
     return str(request.param)
 

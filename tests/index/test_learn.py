@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._learn import learn
+from hybrid_kv.index._graph_learner import learn
 from hybrid_kv.index._trial import (
     Goal,
     HeadReport,

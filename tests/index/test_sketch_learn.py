@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from hybrid_kv.index import _sketch_learn
-from hybrid_kv.index._sketch_head import Potential, SketchMaker, TierSearcher
+from hybrid_kv.index._sketch_head import (
+    Layout,
+    Potential,
+    QuerySpace,
+    SketchMaker,
+    TierSearcher,
+    layouts,
+    plan_of,
+    sketch_map,
+)
 from hybrid_kv.index._sketch_learn import (
     Forecast,
     SketchGoal,
@@ -15,7 +24,6 @@ from hybrid_kv.index._sketch_learn import (
     hold_out_block,
     learn,
 )
-from hybrid_kv.index._sketch_space import Layout, QuerySpace, layouts, plan_of, sketch_map
 from tests.index.oracle import SCORE_TOLERANCE
 from tests.index.sketch_heads import seen_head
 

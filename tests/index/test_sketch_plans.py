@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_kv.index._sketch_space import layouts, plan_of
+from hybrid_kv.index._sketch_head import layouts, plan_of
 from hybrid_kv.ops.sketch_codes import MAX_DIMS
 
 NAMED = (16, 24, 32, 48, 64)

@@ -11,7 +11,7 @@ import torch
 import hybrid_kv
 from hybrid_kv.attended import Attended
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.methods.scores import of_window
+from hybrid_kv.methods.evicting import of_window
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Demotion, Needs
 from tests.drive_method import drive

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_kv.index._device_learn import SelectGoal, learn
+from hybrid_kv.index._device_keys import SelectGoal, learn
 from hybrid_kv.ops import sketch_select
 from hybrid_kv.ops.portable import sketch
 from hybrid_kv.ops.sketch_codes import SketchMap

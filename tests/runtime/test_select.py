@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, DeviceSelectWarning
-from hybrid_kv.index import _device_keys, _device_learn, device_sketch
+from hybrid_kv.index import _device_keys, device_sketch
 from hybrid_kv.models.rollback import Checkpoint
 from hybrid_kv.ops.tail import AttendedSums, Tail
 from hybrid_kv.plugins import Placement
@@ -126,7 +126,7 @@ class Scene:
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys have room among the candidates, so that the best are found for certain."""
-    monkeypatch.setattr(_device_learn, "_LEAST_WIDTH", 4096)
+    monkeypatch.setattr(_device_keys, "_LEAST_WIDTH", 4096)
 
 
 @pytest.mark.usefixtures("roomy")

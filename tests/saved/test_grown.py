@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.index._saved import SavedIndex
+from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.types import Needs
 from tests.contracts.test_generate_matrix import _parameters_of

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/check --t
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted: TRITON_INTERPRET=1", allow_module_level=True)
 
-from hybrid_kv.index._sketch_space import plan_of
+from hybrid_kv.index._sketch_head import plan_of
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.triton import (

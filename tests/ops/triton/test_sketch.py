@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_kv.index._device_learn import SelectGoal, learn
+from hybrid_kv.index._device_keys import SelectGoal, learn
 from hybrid_kv.ops import sketch_select
 from hybrid_kv.ops.dispatch import Ops
 from hybrid_kv.ops.sketch_select import DeviceCodes, QueryCodes
