@@ -152,7 +152,7 @@ def main() -> None:
         print(json.dumps(run))
         return
     from benchmarks.peers.run import PACKAGE, libraries
-    from hybrid_kv.models.gguf import smollm2_file
+    from hybrid_kv.models.gguf_model import smollm2_file
     from hybrid_kv.report import probe_environment
 
     args.gguf = args.gguf or smollm2_file()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid_kv.api.arguments import check_watchers
 from hybrid_kv.api.generation import PrefillProgress, PrefillWatch
 from hybrid_kv.api.llm import LLM, Prompt
 from hybrid_kv.api.tokens import AskedMessages, checked, is_chat
 from hybrid_kv.api.turn import check_room
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.models.forwards import outside_graphs, pass_on, passing, replaced
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.some_layers import from_layer
+from hybrid_kv.models.layer_major import decoder_stacks
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved.rounding import Compression, checked_compression
 from hybrid_kv.saved.unfinished import ContextBuild, building
@@ -97,3 +100,44 @@ def _compute(llm: LLM, cache: TieredCache, ids: Tensor, build: ContextBuild) -> 
     with from_layer(llm.model, build.num_done, build.hidden, done), torch.inference_mode():
         model: Any = llm.model
         model(ids, **passing(cache), use_cache=True, logits_to_keep=1)
+
+
+@contextmanager
+def from_layer(
+    model: nn.Module, first: int, hidden: Tensor | None, done: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """A block whose forwards leave out the decoder layers before `first`.
+
+    Args:
+        hidden: [B, T, hidden] enters layer `first`; None where that is 0.
+        done: called with the number of a layer and what it gave.
+
+    Raises:
+        ConfigError: the model has several stacks of decoder layers.
+    """
+    stacks = [layers for _, layers in decoder_stacks(model)]
+    if len(stacks) != 1:
+        raise ConfigError(
+            f"a model must have one stack of decoder layers to be built from, got {len(stacks)}; "
+            "make the context with llm.context"
+        )
+    layers = list(stacks[0])
+
+    @outside_graphs
+    def enter(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if hidden is None else (hidden.to(args[0]), *args[1:])
+
+    def told(number: int) -> Callable[[nn.Module, Any, Any], None]:
+        @outside_graphs
+        def after(layer: nn.Module, args: Any, result: Any) -> None:
+            done(number, result[0] if isinstance(result, tuple) else result)
+
+        return after
+
+    # Hooks, and not forwards of ours: a layer is done when all chunks have passed it.
+    with ExitStack() as undo, replaced((layer, pass_on) for layer in layers[:first]):
+        for number, layer in enumerate(layers[first:], first):
+            undo.callback(layer.register_forward_hook(told(number)).remove)
+        if first < len(layers):
+            undo.callback(layers[first].register_forward_pre_hook(enter).remove)
+        yield

@@ -20,8 +20,8 @@ from hybrid_kv.contest.prompts import AskedQuestion, Prompt, PromptBuilder, Scor
 from hybrid_kv.contest.shared import SharedPrompt
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.cache_layers import HybridLayer
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import rolled_back
 from hybrid_kv.planning.plan import ModelFacts

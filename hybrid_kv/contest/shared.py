@@ -10,8 +10,8 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.eval.prefilled import PrefilledPrompt
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.cache_layers import HybridLayer, copied_state
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, LayerCache
 from hybrid_kv.runtime.layer_prompt import EvidenceCollector

@@ -25,7 +25,7 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.synthetic import PROFILES, SyntheticHead
 from hybrid_kv.models.attach import Attachment
 from hybrid_kv.models.cache_layers import HybridLayer
-from hybrid_kv.models.fixed_state import is_fixed
+from hybrid_kv.models.cache_state import is_fixed
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.flat import FlatScan

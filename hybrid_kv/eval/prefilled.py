@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.attach import Attachment
-from hybrid_kv.models.cache_argument import passing
 from hybrid_kv.models.cache_layers import HybridLayer
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.types import Evidence, Needs
 

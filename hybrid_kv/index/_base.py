@@ -1,7 +1,7 @@
-"""Shared parts of the built-in indexes: a template, checks, runs of heads, the scan of all rows.
+"""Shared parts of the built-in indexes: templates, checks, runs of heads, the scan of all rows.
 
 The template has checks and empty cases once, and three hooks per kind. No check reads all keys at
-search time.
+search time. That of indexes with a file format follows it.
 """
 
 from __future__ import annotations

@@ -222,18 +222,18 @@ class SketchIndex(SavedIndex):
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """See `SavedIndex`: codes, maps and reports."""
-        from hybrid_kv.index import _file
+        from hybrid_kv.index import _sketch_file
 
         saved = len(self) if self._coded is None else self._coded.encoded
         sketches = {head: sketch for head, (sketch, _) in self.sketched.items()}
-        return _file.sketches_to_file(self.params, self.reports, sketches, self._keys[:, :saved])
+        return _sketch_file.written(self.params, self.reports, sketches, self._keys[:, :saved])
 
     @classmethod
     def from_file(
         cls, path: Path, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], keys: Tensor
     ) -> SketchIndex:
         """See `SavedIndex`."""
-        from hybrid_kv.index import _file
+        from hybrid_kv.index import _sketch_file
 
-        params, reports, sketches = _file.sketches_from_file(path, cls.Params, meta, arrays, keys)
+        params, reports, sketches = _sketch_file.read(path, cls.Params, meta, arrays, keys)
         return cls.serving(params, keys, reports, sketches)

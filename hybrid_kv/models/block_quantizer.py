@@ -19,8 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hybrid_kv.models.block_packing import packed
-from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
+from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table, packed
 from hybrid_kv.models.weight_kinds import HEAD_BLOCKS
 from hybrid_kv.ops.native.packed import PACKED_KINDS
 

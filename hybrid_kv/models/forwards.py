@@ -1,4 +1,6 @@
-"""Forwards of modules: replaced for a while, and kept out of graphs.
+"""Forwards of models: how a cache is passed, and forwards that are replaced or kept out of graphs.
+
+transformers passes a KV cache as `cache`, before 5.24 as `past_key_values`.
 
 A graph that somebody else makes of the model with torch.compile is cut around what stores and
 attends: it records tensors, and a cache of ours is no tensor. `compile_decode` makes a graph of its
@@ -8,12 +10,42 @@ own, which a custom operator leads out of; while one of its steps is traced or r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from inspect import signature
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, GenerationMixin
+
+CACHE_NAMES: Final = ("cache", "past_key_values")
+
+CACHE_ARGUMENT: Final = next(
+    name
+    for name in CACHE_NAMES
+    if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""The one of `CACHE_NAMES` that the installed transformers gives to its models."""
+
+
+def passing(cache: Cache | None) -> dict[str, Any]:
+    """Keyword arguments that pass `cache` to a model or to its `generate`."""
+    return {CACHE_ARGUMENT: cache}
+
+
+def passed(kwargs: Mapping[str, Any]) -> Any:
+    """Cache among the keyword arguments of a forward, under either name."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a forward, the cache under the name that the model takes.
+
+    Models of transformers before 5.24 drop `cache` without a word.
+    """
+    return {CACHE_ARGUMENT if name in CACHE_NAMES else name: kwargs[name] for name in kwargs}
+
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

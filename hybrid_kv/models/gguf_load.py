@@ -21,10 +21,16 @@ from transformers import (
 
 from hybrid_kv.errors import BackendUnavailable, ConfigError, GgufWarning, ModelNotFoundError
 from hybrid_kv.models.checkpoint import one_sentence, read_model
-from hybrid_kv.models.gguf import GgufOptions, check_package
 from hybrid_kv.models.gguf_conversion import conversion_of, gguf_config
 from hybrid_kv.models.gguf_file import GgufFile, open_gguf
-from hybrid_kv.models.gguf_model import PackedPlan, empty_model, fill, plan_of
+from hybrid_kv.models.gguf_model import (
+    GgufOptions,
+    PackedPlan,
+    check_package,
+    empty_model,
+    fill,
+    plan_of,
+)
 from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.models.weight_tensors import dtype_name, mib
 from hybrid_kv.ops.native.library import engine_state

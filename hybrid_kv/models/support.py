@@ -18,8 +18,8 @@ from hybrid_kv.errors import (
     UnsupportedModelError,
     said,
 )
-from hybrid_kv.models.cache_argument import CACHE_ARGUMENT
 from hybrid_kv.models.cache_layers import keeps_keys, tiered_layers
+from hybrid_kv.models.forwards import CACHE_ARGUMENT
 from hybrid_kv.ops import device_of, get_ops
 from hybrid_kv.ops.choice import FUSED
 from hybrid_kv.ops.devices import backends_on, too_old, triton_state

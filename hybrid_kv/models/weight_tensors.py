@@ -1,4 +1,4 @@
-"""Tensors of the weights of a model: plain ones, and the modules that have no others.
+"""Tensors of the weights of a model: plain ones, modules that have no others, output projections.
 
 Libraries pack weights in three ways: modules of their own (bitsandbytes, gptqmodel,
 compressed-tensors), a parameter of a tensor class of their own in a module of torch's (torchao), or
@@ -12,6 +12,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_kv.types import ModelInfo
 
 _PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
@@ -65,3 +68,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 def mib(size: int) -> str:
     """So many bytes in words."""
     return f"{size / 2**20:,.0f} MiB"
+
+
+_NAMES = ("o_proj", "out_proj", "dense", "wo")
+
+
+def find_outputs(model: PreTrainedModel, info: ModelInfo) -> tuple[Tensor | None, ...]:
+    """By tiered layer the weight [hidden, Hq * D], the model's own memory.
+
+    None where the layer has no plain linear projection of that width (packed weights, and weights
+    that are elsewhere until their layer runs).
+    """
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        for part in (getattr(module, name, None) for name in _NAMES):
+            if isinstance(layer_idx, int) and is_plain_linear(part):
+                found[layer_idx] = part.weight.detach()
+    return tuple(
+        weight if weight is not None and not weight.is_meta and weight.shape[1] == width else None
+        for weight, width in (
+            (found.get(one.layer_idx), one.num_q_heads * one.head_dim) for one in info.layers
+        )
+    )

@@ -17,7 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from hybrid_kv.errors import ConfigError, FileFormatError, OtherContextError
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
-from hybrid_kv.models.fixed_state import check_states, is_fixed, take_states
+from hybrid_kv.models.cache_state import check_states, is_fixed, take_states
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.ops.tail import MOMENTS, Tail
 from hybrid_kv.plugins import Placement

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.models.cache_layers import HybridLayer, SlidingLayer
-from hybrid_kv.models.fixed_state import is_fixed, states_of
+from hybrid_kv.models.cache_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot

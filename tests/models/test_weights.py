@@ -34,9 +34,15 @@ from hybrid_kv.errors import (
     WeightsWarning,
 )
 from hybrid_kv.models import block_quantizer, quantisers
-from hybrid_kv.models.block_packing import PACKERS, packed, unpacked
 from hybrid_kv.models.load import load_model
-from hybrid_kv.models.packed_linear import PackedEmbedding, PackedLinear, packed_modules
+from hybrid_kv.models.packed_linear import (
+    PACKERS,
+    PackedEmbedding,
+    PackedLinear,
+    packed,
+    packed_modules,
+    unpacked,
+)
 from hybrid_kv.models.quantisers import quantiser
 from tests.ops.native.engines import needs_engine
 
@@ -96,7 +102,7 @@ def test_blocks_are_what_the_package_gguf_packs_and_unpacks(kind: str, dtype: to
 def test_blocks_of_large_matrices_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(11, 64)
     whole = packed(weight, "Q4_1")
-    monkeypatch.setattr("hybrid_kv.models.block_packing._PIECE", 3 * 64)
+    monkeypatch.setattr("hybrid_kv.models.packed_linear._PIECE", 3 * 64)
     assert torch.equal(packed(weight, "Q4_1"), whole)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hybrid_kv as hkv
 from hybrid_kv.models import serving, widening
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.widening import MIN_TOKENS, WideningTrial, measure, widened, widened_bytes
 from tests.contracts.edges.calls import anatomy
 from tests.models.folder import model as tiny

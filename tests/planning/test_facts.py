@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hybrid_kv.errors import ConfigError, ModelNotFoundError
-from hybrid_kv.models.cache_argument import passing
-from hybrid_kv.models.fixed_state import states_of
+from hybrid_kv.models.cache_state import states_of
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_config, load_model
 from hybrid_kv.planning.model_facts import model_facts
 from tests.contracts.edges.further_models import further_config

@@ -16,7 +16,7 @@ from transformers import (
 
 from benchmarks.prefill_memory.run import LiveBytes, build, layer_major_peak, plain_peak
 from hybrid_kv.models import widening
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.planning.model_facts import other_layers
 from hybrid_kv.planning.plan import ModelFacts
 from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes

@@ -9,7 +9,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.models.cache_argument import passing
+from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native import step as native_step
 from hybrid_kv.ops.native.workers import Pool

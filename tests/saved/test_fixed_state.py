@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
 from hybrid_kv.errors import ConfigError, FileFormatError
-from hybrid_kv.models.fixed_state import is_fixed, states_of
+from hybrid_kv.models.cache_state import is_fixed, states_of
 from hybrid_kv.saved.file_blocks import hash_of
 from hybrid_kv.saved.manifest import read_manifest
 from tests.contracts.architectures import scale_weights
