@@ -90,8 +90,10 @@ MODULES = {
     "contest.prompts": "prose",
     "eval.needle.vocabulary": "words",
     "eval.profiling.bench": "room",
+    "eval.tasks.base": "measures",
     "eval.tasks.data_sets": "infinite_bench longbench ruler_files",
     "eval.tasks.documents": "perplexity",
+    "eval.tasks.haystack": "words",
     "eval.tasks.ruler": "counting tracking",
     "index.faiss_kinds": "hnsw ivf",
     "index.hashing": "hash_tables lsh",
@@ -122,8 +124,11 @@ MODULES = {
     "models.weight_tensors": "outputs",
     "planning.model_facts": "facts other_layers",
     "planning.planner": "learning",
+    "planning.rates": "forecast",
+    "planning.traffic": "prefill_bytes",
     "saved.context_folder": "shelf",
-    "saved.file_blocks": "blocks",
+    "saved.file_blocks": "blocks rounding verify",
+    "saved.identity": "chain",
     "saved.opening": "in_use",
     "saved.registry": "counters",
     "saved.unfinished": "building",
@@ -138,6 +143,7 @@ MODULES = {
     "serve.prefix_cache": "prefixes",
     "serve.running": "active admission room",
     "serve.scheduler": "counters rounds tally",
+    "testing.driving": "exact",
 }
 """Modules below `hybrid_kv`, each with the last parts of the names of those that it holds today.
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from hybrid_kv.entries import Entries
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.store import ExtentView, LayerStore, RetrievedPart, Row
+from hybrid_kv.store.layer import TierBytes, tier_bytes
 from hybrid_kv.store.live_index import LiveIndex
-from hybrid_kv.store.tiers import TierBytes, tier_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from hybrid_kv.models.forwards import outside_graphs, pass_on, passing, replaced
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.layer_major import decoder_stacks
 from hybrid_kv.runtime import memory_errors
-from hybrid_kv.saved.rounding import Compression, checked_compression
+from hybrid_kv.saved.file_blocks import Compression, checked_compression
 from hybrid_kv.saved.unfinished import ContextBuild, building
 
 _EVERY_S = 10.0

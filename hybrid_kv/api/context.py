@@ -36,7 +36,7 @@ from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.rollback import ReturnPoint, rolled_back
 from hybrid_kv.runtime import memory_errors
 from hybrid_kv.saved import open_context, save_context
-from hybrid_kv.saved.rounding import Compression, checked_compression
+from hybrid_kv.saved.file_blocks import Compression, checked_compression
 
 
 class _ForgottenTurn(Turn):

@@ -40,7 +40,7 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.models.support import check_context
 from hybrid_kv.runtime import Stage, check_host_memory, memory_errors
-from hybrid_kv.store.tiers import tier_bytes
+from hybrid_kv.store.layer import tier_bytes
 from hybrid_kv.types import Work
 from hybrid_kv.watch.phases import INDEX_BUILD, PHASES
 

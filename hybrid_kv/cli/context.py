@@ -84,7 +84,7 @@ def build(
     from hybrid_kv.cli.model_run import cancel_on_ctrl_c, opened
     from hybrid_kv.cli.prompt_source import PromptSource
     from hybrid_kv.cli.settings import build_config
-    from hybrid_kv.saved.rounding import checked_compression
+    from hybrid_kv.saved.file_blocks import checked_compression
 
     config = build_config(options)
     talk.check()

@@ -26,8 +26,7 @@ from hybrid_kv.eval.profiling import ProfileArguments
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.report import read_report
-from hybrid_kv.report.profile import ProfileRow
-from hybrid_kv.report.quantities import (
+from hybrid_kv.report.profile import (
     DEVICE_PEAK,
     FILL,
     GAPS,
@@ -45,6 +44,7 @@ from hybrid_kv.report.quantities import (
     RESIDENT_KV,
     SCORED,
     TTFT,
+    ProfileRow,
     Quantity,
     Unit,
 )

@@ -19,8 +19,7 @@ from hybrid_kv.index._graph_learner import BEAMS, DRIFT, Searcher, beam_search, 
 from hybrid_kv.index._trial import Goal, HeadReport, HeldOut, Trial, choose, run_trials
 from hybrid_kv.ops.key_graph import BuildParams
 from hybrid_kv.ops.native.flat import FlatScan
-from hybrid_kv.ops.native.graph import GraphSearcher
-from hybrid_kv.ops.native.graph_build import extend
+from hybrid_kv.ops.native.graph import GraphSearcher, extend
 from hybrid_kv.ops.native.workers import pool_here
 
 _CHECKED = 16

@@ -14,10 +14,9 @@ from torch import Tensor
 from hybrid_kv import config
 from hybrid_kv.index._auto_choice import Chosen, KindChooser, Sketched
 from hybrid_kv.index._base import SavedIndex, joined, runs
-from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._sketch_head import HeadSketch
 from hybrid_kv.index._sketch_learn import SketchLearner, SketchReport
-from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index._trial import GraphParams, HeadReport, bytes_per_key
 from hybrid_kv.index.flat import StandIn
 from hybrid_kv.index.sketch import Codes, SketchIndex
 from hybrid_kv.ops.native.step import EngineSearch

@@ -20,9 +20,8 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.index._base import SavedIndex
 from hybrid_kv.index._file import check_fingerprint, fingerprint, refusing_what_is_damaged
 from hybrid_kv.index._graph_learner import GraphLearner, rows_of, walks_of_each
-from hybrid_kv.index._graph_params import GraphParams, bytes_per_key
 from hybrid_kv.index._growth import GraphGrowth
-from hybrid_kv.index._trial import HeadReport
+from hybrid_kv.index._trial import GraphParams, HeadReport, bytes_per_key
 from hybrid_kv.index.flat import KeyScan, StandIn, int8_scan, num_candidates, planned
 from hybrid_kv.ops.key_graph import KeyGraph, check_graph, no_graph
 from hybrid_kv.ops.native.graph import GraphSearcher

@@ -1,7 +1,8 @@
 """A model of transformers whose matrices are those of a GGUF file, packed and where they lie.
 
-Options and the file of SmolLM2 come first. The model is made of its configuration, without weights. Then its linear layers and embeddings give way to
-packed ones; what is small, or whose packed rows are no rows of the model, gets plain values.
+The model is made of its configuration, without weights. Then its linear layers and embeddings give
+way to packed ones; what is small, or whose packed rows are no rows of the model, gets plain values.
+Options of GGUF files come first, and the file of SmolLM2.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hybrid_kv.models.layer_major import lie_on_host
 from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
-from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes
+from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.store.pinned_allocator import pinned_room
 from hybrid_kv.types import Budget, LayerShape, Needs
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.runtime.cache_context import CacheContext
-from hybrid_kv.runtime.capacity import spare_host_memory
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.store import LayerStore
+from hybrid_kv.store.memory import spare_host_memory
 from hybrid_kv.types import Evidence, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:

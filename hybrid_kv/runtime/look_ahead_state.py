@@ -9,13 +9,37 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.retrieve import logits_of_found
 from hybrid_kv.store import ColdExtent, LayerStore, Retrieved, Row
 from hybrid_kv.store.search import ByExtent, best_of, search_row
 from hybrid_kv.transfer import Transfer
 from hybrid_kv.types import SearchResult, TokenBudget
+
+
+def rank_named(queries: Tensor, keys: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best of named keys by dot product.
+
+    Args:
+        queries: [H, M, D] on the host, any float dtype.
+        keys: [H, N, D].
+        ids: [H, M, C] int64 rows of keys, each once for a query; -1 for none.
+        count: how many are wanted.
+
+    Returns:
+        ids [H, M, min(count, C)], best first, -1 for none; scores, the same, float32, -inf for
+        none.
+    """
+    heads, num_queries, width = ids.shape
+    flat = ids.clamp_min(0).view(heads, num_queries * width)
+    named = torch.stack([own[rows] for own, rows in zip(keys, flat, strict=True)])
+    named = named.view(heads, num_queries, width, keys.shape[2]).float()
+    scores = torch.matmul(named, queries.float()[..., None])[..., 0]
+    scores.masked_fill_(ids < 0, -torch.inf)
+    best = scores.topk(min(count, width), -1)
+    found = ids.gather(-1, best.indices)
+    return found.masked_fill_(best.values == -torch.inf, -1), best.values
+
 
 TRIAL_LOOKS = 8
 """Rows of steps that a trial looks at."""

@@ -1,13 +1,16 @@
-"""Blocks of a saved context: files of tensors, each with its checksum."""
+"""Blocks of a saved context: files of tensors, each with its checksum, which may be verified.
+
+Keys and values may be rounded to 8 bits: one scale for each token and head.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,9 +18,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hybrid_kv.entries import Entries
+from hybrid_kv.errors import ConfigError, FileFormatError, said
 from hybrid_kv.ragged import Ragged
 from hybrid_kv.rotary import Rotary
-from hybrid_kv.saved.manifest import Block
+from hybrid_kv.saved.manifest import Block, Manifest, damaged, read_manifest, unreadable
 
 _ALIGNMENT = 64
 _BUFFER = 2**20
@@ -171,3 +175,82 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _kinds(kind: type[Entries]) -> list[type[Entries]]:
     """The kind and all that derive from it: those of a method are there once it is."""
     return [kind, *(found for below in kind.__subclasses__() for found in _kinds(below))]
+
+
+Compression: TypeAlias = Literal["int8"]
+
+_LARGEST = 127
+_BLOCK = 2**16  # rows at a time: their float32 copies are small
+
+
+def checked_compression(value: object) -> Compression | None:
+    """Raises ConfigError for one that there is not."""
+    if value is None or value == "int8":
+        return value
+    raise ConfigError(f"compress must be 'int8' or left out, got {said(value)}")
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 and scales float32 [..., N] of x [..., N, D]."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / _LARGEST
+    codes = wide / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    return codes.round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scales
+
+
+def unrounded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries from their rounded form: [..., N, D] in `dtype`, in memory of their own."""
+    back = torch.empty(codes.shape, dtype=dtype)
+    for start in range(0, codes.shape[-2], _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        back[..., rows, :] = codes[..., rows, :].float() * scales[..., rows, None]
+    return back
+
+
+def relative_error(x: Tensor, back: Tensor) -> float:
+    """Root mean square of what was lost over that of x; 0 for nothing."""
+    lost = (x.float() - back.float()).square().sum(dtype=torch.float64)
+    whole = x.float().square().sum(dtype=torch.float64)
+    return float((lost / whole).sqrt()) if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A context all of whose blocks are as they were written; num_bytes: of all of them."""
+
+    manifest: Manifest
+    num_bytes: int
+
+
+def verify_context(path: str | Path) -> Verified:
+    """Compares all blocks with their checksums; needs no model.
+
+    Raises:
+        FileFormatError: a block is damaged; the message names those that are.
+        ReadError: the context is not there or cannot be read.
+    """
+    root = Path(path)
+    while True:
+        manifest = read_manifest(root)
+        wrong = [name for name in sorted(manifest.blocks) if not _is_whole(root, manifest, name)]
+        if not wrong:
+            total = sum(block.num_bytes for block in manifest.blocks.values())
+            return Verified(manifest, total)
+        if read_manifest(root).folder == manifest.folder:
+            break  # else somebody has saved to it meanwhile
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    blocks = ", ".join(f"'{name}'" for name in wrong[:3])
+    raise damaged(
+        root, f"of {len(manifest.blocks)} blocks these are not as written: {blocks}{more}"
+    )
+
+
+def _is_whole(root: Path, manifest: Manifest, name: str) -> bool:
+    try:
+        return hash_of(manifest.path_of(root, name)) == manifest.blocks[name].sha256
+    except FileFormatError as error:
+        if "symbolic link" in str(error):
+            raise
+        return False
+    except OSError as error:
+        raise unreadable(root, error) from error

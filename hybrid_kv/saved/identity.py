@@ -1,4 +1,8 @@
-"""Identity of a saved context: the model that computed it, its tokenizer and the settings."""
+"""Identity of a saved context: the model that computed it, its tokenizer, settings and tokens.
+
+Common beginnings are found by a chain of hashes. The hash of a block of tokens is taken over these
+and the hash of the block before, so that equal hashes mean equal beginnings, however long.
+"""
 
 from __future__ import annotations
 
@@ -183,3 +187,24 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _other(root: Path, what: str, way: str) -> OtherContextError:
     return OtherContextError(f"saved context '{root}' was made with {what}; open it with {way}")
+
+
+BLOCK_TOKENS = 256
+"""Prompts that share less than this are computed anew: that is quicker than opening a file."""
+
+
+def chain_of(ids: Tensor) -> list[bytes]:
+    """The hash of each whole block of ids [tokens], oldest first."""
+    raw, size = ids.to(torch.int64).cpu().contiguous().numpy(), BLOCK_TOKENS
+    hashes, last = [], b""
+    for start in range(0, len(raw) - size + 1, size):
+        last = sha256(last + raw[start : start + size].tobytes()).digest()
+        hashes.append(last)
+    return hashes
+
+
+def common_tokens(first: Tensor, second: Tensor) -> int:
+    """Number of tokens that ids [tokens] of both have in common at the start."""
+    shorter = min(len(first), len(second))
+    differing = (first[:shorter] != second[:shorter]).nonzero()
+    return int(differing[0]) if len(differing) else shorter

@@ -24,7 +24,7 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Samples
 from hybrid_kv.runtime import KVCache
 from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
-from hybrid_kv.saved.file_blocks import entries_of, hash_of, mapped
+from hybrid_kv.saved.file_blocks import entries_of, hash_of, mapped, unrounded
 from hybrid_kv.saved.identity import check_identity, ids_hash
 from hybrid_kv.saved.manifest import (
     Manifest,
@@ -37,7 +37,6 @@ from hybrid_kv.saved.manifest import (
     read_manifest,
     unreadable,
 )
-from hybrid_kv.saved.rounding import unrounded
 from hybrid_kv.store.index_refresh import IndexRefresh
 
 VERIFIED_BYTES = 256 * 2**20

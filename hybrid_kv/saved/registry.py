@@ -33,13 +33,19 @@ from hybrid_kv.errors import (
 )
 from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.saved.chain import BLOCK_TOKENS, chain_of, common_tokens
 from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
-from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
+from hybrid_kv.saved.file_blocks import verify_context
+from hybrid_kv.saved.identity import (
+    BLOCK_TOKENS,
+    chain_of,
+    common_tokens,
+    identity_hash,
+    ids_hash,
+    tokenizer_identity,
+)
 from hybrid_kv.saved.manifest import MANIFEST, read_manifest
 from hybrid_kv.saved.opening import open_context, read_ids
 from hybrid_kv.saved.saving import Provenance, save_context
-from hybrid_kv.saved.verify import verify_context
 from hybrid_kv.types import Demotion, bytes_per_token
 
 DEFAULT_LIMIT = 20 * 2**30

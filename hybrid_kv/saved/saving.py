@@ -21,7 +21,14 @@ from hybrid_kv.models.cache_state import is_fixed, states_of
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.snapshot import ExtentSnapshot, LayerSnapshot
-from hybrid_kv.saved.file_blocks import BlockWriter, entries_tensors
+from hybrid_kv.saved.file_blocks import (
+    BlockWriter,
+    Compression,
+    entries_tensors,
+    relative_error,
+    rounded,
+    unrounded,
+)
 from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity
 from hybrid_kv.saved.manifest import (
     MANIFEST,
@@ -38,7 +45,6 @@ from hybrid_kv.saved.manifest import (
     SavedWindow,
     write_manifest,
 )
-from hybrid_kv.saved.rounding import Compression, relative_error, rounded, unrounded
 from hybrid_kv.saved.whole_folder import replacing
 from hybrid_kv.store.index_refresh import IndexRefresh
 from hybrid_kv.types import Needs

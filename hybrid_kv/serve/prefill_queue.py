@@ -23,7 +23,7 @@ from hybrid_kv.api.tokens import common_length
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.runtime import memory_errors
-from hybrid_kv.saved.chain import BLOCK_TOKENS
+from hybrid_kv.saved.identity import BLOCK_TOKENS
 from hybrid_kv.saved.registry import ContextRegistry, keeps_all
 from hybrid_kv.serve.prefix_cache import KeptPrefixes, Prefix, prefix_key
 from hybrid_kv.serve.requests import Limits, Request

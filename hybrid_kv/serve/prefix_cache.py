@@ -14,7 +14,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.registry import keeps_all
 from hybrid_kv.store import Row
-from hybrid_kv.store.tiers import TierBytes, tier_bytes
+from hybrid_kv.store.layer import TierBytes, tier_bytes
 
 _LEAST_TOKENS = 32
 """Fewer are computed sooner than a cache is forked."""

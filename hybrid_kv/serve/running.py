@@ -30,7 +30,7 @@ from hybrid_kv.serve.requests import (
     Token,
     Usage,
 )
-from hybrid_kv.store.tiers import tier_bytes
+from hybrid_kv.store.layer import tier_bytes
 from hybrid_kv.types import bytes_per_token
 from hybrid_kv.watch.places import Places
 

@@ -44,7 +44,7 @@ from hybrid_kv.serve.running import (
     fits,
     needed_bytes,
 )
-from hybrid_kv.store.tiers import TierBytes, tier_bytes
+from hybrid_kv.store.layer import TierBytes, tier_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -1,14 +1,21 @@
-"""Allocation of memory by stores."""
+"""Memory of stores, and what is said where it does not suffice.
+
+That is said before prefill if it can be known, else when it runs out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from traceback import clear_frames
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.errors import CapacityError
+from hybrid_kv.errors import CapacityError, DeviceMemoryError
 from hybrid_kv.ops.host_memory import HUGE_PAGE_BYTES, free_memory, host_array, host_zeros
 
 
@@ -78,3 +85,105 @@ def require_free(num_bytes: int) -> None:
             f"host memory ran out: the cache grows by {num_bytes:,} bytes, {free}; "
             "shorten the context or free memory"
         )
+
+
+Stage: TypeAlias = Literal["load", "prefill", "decode"]
+
+_MARGIN = 0.95
+"""Share of the free memory that may be filled; the rest is for activations and the system."""
+
+_KEEP_LESS = "keep fewer tokens on the GPU (window_tokens, spare_tokens, or method='hybrid')"
+_FEWER_BITS = "load weights in fewer bits (weights='int4')"
+_ON_DEVICE: dict[Stage, str] = {
+    "load": f"{_FEWER_BITS}, take a smaller model or device='cpu'",
+    "prefill": (f"lower prefill_chunk_tokens, shorten the prompt, {_KEEP_LESS} or {_FEWER_BITS}"),
+    "decode": f"{_KEEP_LESS}, ask for fewer new tokens or {_FEWER_BITS}",
+}
+_ON_HOST: dict[Stage, str] = {
+    "load": f"{_FEWER_BITS}, take a smaller model or free memory",
+    "prefill": "lower prefill_chunk_tokens, shorten the prompt or free memory",
+    "decode": "shorten the context, ask for fewer new tokens or free memory",
+}
+
+
+def check_host_memory(needed_bytes: int, num_tokens: int) -> None:
+    """Raises CapacityError if `needed_bytes` for `num_tokens` exceed what is free now."""
+    free = free_memory()
+    if needed_bytes > _MARGIN * free.num_bytes:
+        raise CapacityError(
+            f"context of {num_tokens} tokens needs {needed_bytes:,} bytes of host memory for its "
+            f"KV cache and indexes, {free}; shorten the prompt or free memory"
+        )
+
+
+def check_weights_memory(needed_bytes: int, name: str) -> None:
+    """Raises CapacityError if a model's weights exceed what is free on the host now."""
+    free = free_memory()
+    if needed_bytes > _MARGIN * free.num_bytes:
+        raise CapacityError(
+            f"the weights of '{name}' take {needed_bytes:,} bytes of host memory, {free}; "
+            f"{_ON_HOST['load']}"
+        )
+
+
+def spare_host_memory(coming_bytes: int) -> int:
+    """Bytes of host memory that are free, less what is known to come; below 0 where it lacks."""
+    return int(_MARGIN * free_memory().num_bytes) - coming_bytes
+
+
+@contextmanager
+def memory_errors(stage: Callable[[], Stage]) -> Iterator[None]:
+    """A block in which memory that runs out is said in one sentence, with the way out.
+
+    What the failed call held is released, though the error is kept: its frames hold activations.
+
+    Args:
+        stage: what was being done, asked for when memory has run out.
+
+    Raises:
+        DeviceMemoryError: a GPU's memory ran out.
+        CapacityError: the host's did.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (named := _named(error, stage)) is None:
+            raise
+        clear_frames(error.__traceback__)
+        try:
+            raise named from error
+        finally:
+            del named  # this frame hangs on it
+
+
+def _named(error: Exception, stage: Callable[[], Stage]) -> CapacityError | None:
+    """Error to raise instead; None for what is no lack of memory, or is said well already."""
+    if isinstance(error, torch.OutOfMemoryError):
+        where = stage()
+        return DeviceMemoryError(
+            f"GPU memory ran out at {where}: {_device_figures(str(error))}; {_ON_DEVICE[where]}"
+        )
+    text = " ".join(str(error).split())
+    refused = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", text)
+    if isinstance(error, CapacityError) or not (refused or isinstance(error, MemoryError)):
+        return None
+    where = stage()
+    asked = f"{int(refused[1]):,} bytes were asked for" if refused else text or "no size was told"
+    return CapacityError(
+        f"host memory ran out at {where}: {asked}, {free_memory()}; {_ON_HOST[where]}"
+    )
+
+
+def _device_figures(text: str) -> str:
+    """Sentence of torch that tells of sizes, else its first one."""
+    size = r"([\d.]+ \w+)"
+    asked = re.search(f"Tried to allocate {size}", text)
+    free = re.search(f"total capacity of {size} of which {size} is free", text)
+    allowed = re.search(f"{size} allowed;", text)
+    parts = [
+        f"{asked[1]} were asked for" if asked else "",
+        f"{free[2]} of {free[1]} are free" if free else "",
+        f"{allowed[1]} may be used" if allowed else "",
+    ]
+    first = re.split(r"\.\s", " ".join(text.split()))[0].rstrip(".")
+    return ", ".join(part for part in parts if part) or first or "no size was told"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_kv.errors import CapacityError
-from hybrid_kv.ops.pinned_rows import PinnedRows
+from hybrid_kv.ops.pinned import PinnedRows
 from hybrid_kv.store.memory import require_free
 from hybrid_kv.types import LayerShape
 

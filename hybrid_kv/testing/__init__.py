@@ -6,8 +6,7 @@ drive(method, prompt=173, new=40)      # a prompt and an answer of one layer, st
 """
 
 from hybrid_kv.testing.checks import check_index, check_method
-from hybrid_kv.testing.driving import ROTARY, Driven, drive, heads
-from hybrid_kv.testing.exact import softmax_attention
+from hybrid_kv.testing.driving import ROTARY, Driven, drive, heads, softmax_attention
 
 __all__ = [
     "ROTARY",

@@ -6,7 +6,8 @@ What the method names is attended by brute force in float64, so that a method ca
     driven.kept                     # the Entries at the end
     driven.error                    # largest difference to full attention, by step
 
-It says nothing of forks, crops and batches: the contract tests do, with the runtime.
+It says nothing of forks, crops and batches: the contract tests do, with the runtime. Attention by
+brute force, `softmax_attention`, is what partial results are held against.
 """
 
 from __future__ import annotations
@@ -21,8 +22,40 @@ from hybrid_kv.entries import Entries
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.plugins import Method, Placement
 from hybrid_kv.rotary import UNKNOWN, Rotary
-from hybrid_kv.testing.exact import softmax_attention
 from hybrid_kv.types import Demotion, Evidence, LayerShape, ModelInfo
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [..., M, D] and lse [..., M] in float64; a row that sees nothing gets 0 and -inf.
+
+    Args:
+        q: [..., M, D].
+        k, v: [..., N, D].
+        visible: bool, broadcastable to [..., M, N].
+        bias: added to the logits after the softcap.
+    """
+    logits = torch.einsum("...md,...nd->...mn", q.double(), k.double()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.double()
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    if logits.shape[-1] == 0:
+        return torch.zeros_like(q, dtype=torch.float64), logits.new_full(q.shape[:-1], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("...mn,...nd->...md", weights, v.double()), lse
+
 
 ROTARY = Rotary(tuple(1e4 ** (-i / 36) for i in range(36)))
 """Of the model that is not there, for methods that turn keys: all 72 channels in halves."""

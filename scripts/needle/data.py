@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid_kv.eval.needle import TASKS, facts
 from hybrid_kv.eval.needle import vocabulary as vocab
-from hybrid_kv.eval.needle.filler import draw_filler
+from hybrid_kv.eval.needle.samples import draw_filler
 from needle.recipe import Stage
 
 _NEAR_TOKENS = 64

@@ -18,7 +18,7 @@ from hybrid_kv.contest.folder import ResultsFolder
 from hybrid_kv.contest.prompts import Contains, PromptBuilder
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks import TaskConfig, TextQuestion
-from hybrid_kv.eval.tasks.measures import rouge_l
+from hybrid_kv.eval.tasks.base import rouge_l
 from hybrid_kv.report.schema import EvalReport, parse_report
 from tests.cli.support import call, refused
 

@@ -28,9 +28,8 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.load import load_model
 from hybrid_kv.ops.host_memory import FreeMemory
 from hybrid_kv.ops.native.library import engine_state
-from hybrid_kv.planning.forecast import BuildForecast
 from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.rates import Rates
+from hybrid_kv.planning.rates import BuildForecast, Rates
 from hybrid_kv.planning.traffic import bytes_per_step
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.types import LayerShape, ModelInfo, Work

@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks import Room, RulerFiles, Task, TaskConfig, TextSample
-from hybrid_kv.eval.tasks.measures import code, f1, letter, numbers, one_of, rouge_l
+from hybrid_kv.eval.tasks.base import code, f1, letter, numbers, one_of, rouge_l
 
 
 def count(text: str) -> int:

@@ -26,7 +26,7 @@ from hybrid_kv.index.graph import GraphIndex
 from hybrid_kv.index.pages import BlocksIndex
 from hybrid_kv.index.sketch import SketchIndex
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
-from hybrid_kv.ops.native.graph_build import project
+from hybrid_kv.ops.native.graph import project
 from hybrid_kv.ops.sketch_codes import SketchPlan
 
 Choose = Callable[[int], int]

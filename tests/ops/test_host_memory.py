@@ -72,7 +72,7 @@ def test_damaged_files_are_no_limit(machine: Path) -> None:
 def test_a_cache_that_the_process_may_not_hold_is_refused_in_one_sentence() -> None:
     code = (
         "import resource, torch\n"
-        "from hybrid_kv.runtime.capacity import check_host_memory\n"
+        "from hybrid_kv.store.memory import check_host_memory\n"
         "import psutil\n"
         "limit = psutil.Process().memory_info().vms + 10**9\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

@@ -13,8 +13,7 @@ import torch
 
 from hybrid_kv.errors import PinnedMemoryWarning
 from hybrid_kv.ops import get_ops, pinned
-from hybrid_kv.ops.pinned import pinned_array
-from hybrid_kv.ops.pinned_rows import PinnedRows
+from hybrid_kv.ops.pinned import PinnedRows, pinned_array
 from hybrid_kv.ops.upload import bus_copies
 from tests.ops.fake_cudart import Code, FakeCudart, fake_cuda
 

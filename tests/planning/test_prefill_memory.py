@@ -19,7 +19,7 @@ from hybrid_kv.models import widening
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.planning.model_facts import other_layers
 from hybrid_kv.planning.plan import ModelFacts
-from hybrid_kv.planning.prefill_bytes import PrefillBytes, prefill_peak_bytes
+from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.types import LayerShape
 
 TOKENS, HIDDEN = 2048, 128

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv.cli.profile_tables import print_profile
-from hybrid_kv.report import quantities
+from hybrid_kv.report import profile
 from hybrid_kv.report.html.tables import heading, quantities_table, shown
-from hybrid_kv.report.profile import BytesPerToken, ProfileRow
-from hybrid_kv.report.quantities import Quantity
+from hybrid_kv.report.profile import BytesPerToken, ProfileRow, Quantity
 from hybrid_kv.report.run import MemoryBytes
 from tests.report import profiles
 
-SINGLE = [value for value in vars(quantities).values() if isinstance(value, Quantity)]
-ALL = {quantity.title: quantity for quantity in (*SINGLE, *quantities.GAPS)}
+SINGLE = [value for value in vars(profile).values() if isinstance(value, Quantity)]
+ALL = {quantity.title: quantity for quantity in (*SINGLE, *profile.GAPS)}
 NOTHING = ProfileRow(method="full", context_tokens=37, status="failed")
 READ = BytesPerToken(weights=3 << 20, search=5)
 
@@ -34,8 +33,8 @@ def test_a_quantity_has_its_value(quantity: Quantity) -> None:
 
 def test_a_run_lacks_what_only_a_profile_measures() -> None:
     (run,) = profiles.demo().runs[:1]
-    assert quantities.TTFT.of(run) == run.ttft_s
-    assert quantities.FILL.of(run) is quantities.LIMIT.of(run) is None
+    assert profile.TTFT.of(run) == run.ttft_s
+    assert profile.FILL.of(run) is profile.LIMIT.of(run) is None
 
 
 def test_a_sum_is_of_what_is_known() -> None:
@@ -48,6 +47,6 @@ def test_a_sum_is_of_what_is_known() -> None:
 def test_both_ways_of_drawing_have_one_title(capsys: pytest.CaptureFixture[str]) -> None:
     print_profile(profiles.profile((4096,)))
     printed = capsys.readouterr().out
-    for quantity in (quantities.LIMIT, quantities.RECALL, quantities.HOST_KV):
+    for quantity in (profile.LIMIT, profile.RECALL, profile.HOST_KV):
         assert quantity.title in printed
         assert heading(quantity) in quantities_table("t", [], [quantity]).head

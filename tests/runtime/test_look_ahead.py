@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
-from hybrid_kv.ops.ranking import rank_named
 from hybrid_kv.runtime import KVCache, look_ahead_state
-from hybrid_kv.runtime.look_ahead_state import MOST_LOST, TRIAL_LOOKS
+from hybrid_kv.runtime.look_ahead_state import MOST_LOST, TRIAL_LOOKS, rank_named
 from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.transfer.cuda import CudaExecutor
 from hybrid_kv.types import LayerShape, ModelInfo, PartialAttention

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.saved import verify_context
-from hybrid_kv.saved.rounding import relative_error, rounded, unrounded
+from hybrid_kv.saved.file_blocks import relative_error, rounded, unrounded
 from tests.kit import cache_of, held
 from tests.saved.scene import INDEXES, SMALL, TEXT, loaded, long_model
 

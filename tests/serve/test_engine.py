@@ -21,7 +21,6 @@ from hybrid_kv.errors import (
     QueueFullError,
 )
 from hybrid_kv.ops.host_memory import FreeMemory
-from hybrid_kv.runtime import capacity
 from hybrid_kv.serve import (
     Engine,
     Limits,
@@ -33,6 +32,7 @@ from hybrid_kv.serve import (
     running,
 )
 from hybrid_kv.serve.running import needed_bytes
+from hybrid_kv.store import memory
 from tests.contracts.architectures import build
 from tests.models.folder import tokenizer
 from tests.serve.asking import (
@@ -356,7 +356,7 @@ def test_what_fits_into_no_memory_is_refused_at_once(
     one: hkv.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(one) as engine:
-        monkeypatch.setattr(capacity, "free_memory", lambda: FreeMemory(100_000))
+        monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(100_000))
         with pytest.raises(CapacityError, match="context of 909 tokens needs"):
             engine.submit(asked(900))
         assert read(engine.submit(asked(20)))[1].reason == "length"
@@ -373,7 +373,7 @@ def test_requests_wait_for_memory_that_others_hold(
         def left() -> FreeMemory:
             return FreeMemory(room - sum(run.held_bytes for run in runs))
 
-        monkeypatch.setattr(capacity, "free_memory", left)
+        monkeypatch.setattr(memory, "free_memory", left)
         tickets = [engine.submit(request) for request in requests]
         while not tickets[-1].is_finished:
             most = max(most, len(runs))
@@ -392,7 +392,7 @@ def test_kept_prefixes_give_way_to_a_request_beside_others(
         read(engine.submit(asked(500, seed=2)))
         until(lambda: engine.stats().prefixes == 1)
         monkeypatch.setattr(
-            capacity, "free_memory", lambda: FreeMemory(0 if rounds._prefixes else room)
+            memory, "free_memory", lambda: FreeMemory(0 if rounds._prefixes else room)
         )
         read(engine.submit(asked(500, seed=3)))
         assert not first.is_finished, "the other would have waited for its end"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybrid_kv.errors import CapacityError
-from hybrid_kv.ops.pinned_rows import PinnedRows
+from hybrid_kv.ops.pinned import PinnedRows
 from hybrid_kv.store import pinned_allocator
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from tests.ops.fake_cudart import FakeCudart, fake_cuda

@@ -10,7 +10,7 @@ import torch
 from benchmarks.common.step_cost import counted
 from hybrid_kv.plugins import Placement
 from hybrid_kv.store import LayerStore
-from hybrid_kv.store.tiers import tier_bytes
+from hybrid_kv.store.layer import tier_bytes
 from hybrid_kv.types import Demotion
 from tests.store.scene import PAGE, SHAPE, append, keys_of, layer
 

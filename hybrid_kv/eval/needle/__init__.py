@@ -6,7 +6,6 @@ this package needs numpy only.
 """
 
 from hybrid_kv.eval.needle.facts import Question
-from hybrid_kv.eval.needle.filler import filler
-from hybrid_kv.eval.needle.samples import TASKS, NeedleTask, Sample, is_correct, make_sample
+from hybrid_kv.eval.needle.samples import TASKS, NeedleTask, Sample, filler, is_correct, make_sample
 
 __all__ = ["TASKS", "NeedleTask", "Question", "Sample", "filler", "is_correct", "make_sample"]

@@ -2,6 +2,6 @@
 
 from hybrid_kv.eval.profiling.arguments import ProfileArguments
 from hybrid_kv.eval.profiling.bench import Bench, open_bench, sweep
-from hybrid_kv.watch.trace import chrome_trace
+from hybrid_kv.watch.recorder import chrome_trace
 
 __all__ = ["Bench", "ProfileArguments", "chrome_trace", "open_bench", "sweep"]

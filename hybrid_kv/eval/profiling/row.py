@@ -27,9 +27,8 @@ from hybrid_kv.transfer import SyncExecutor
 from hybrid_kv.types import Work, bytes_per_token
 from hybrid_kv.watch.audit import Audit
 from hybrid_kv.watch.auditor import Auditor
-from hybrid_kv.watch.peak import PeakMemory
 from hybrid_kv.watch.phases import INDEX_BUILD, Phases, cost_of_measuring
-from hybrid_kv.watch.recorder import Recorder, TraceSpan, device_clock
+from hybrid_kv.watch.recorder import PeakMemory, Recorder, TraceSpan, device_clock
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.eval.tasks.base import TASKS, TextQuestion
-from hybrid_kv.eval.tasks.measures import (
+from hybrid_kv.eval.tasks.base import (
+    TASKS,
     Measure,
+    TextQuestion,
     code,
     f1,
     first_line,

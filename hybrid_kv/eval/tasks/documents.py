@@ -12,7 +12,7 @@ from hybrid_kv.config import Count
 from hybrid_kv.config import Params as BaseParams
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.tasks.base import TASKS, Language, Room, Task, TextQuestion, TextSample
-from hybrid_kv.eval.tasks.words import FIRST_NAMES, LAST_NAMES, MAKERS, TOWNS, TRADES
+from hybrid_kv.eval.tasks.haystack import FIRST_NAMES, LAST_NAMES, MAKERS, TOWNS, TRADES
 
 _INTRO = "Answer the question by the following documents."
 

@@ -19,8 +19,15 @@ from hybrid_kv.errors import ConfigError
 from hybrid_kv.eval.needle import Sample as NeedleSample
 from hybrid_kv.eval.needle import make_sample
 from hybrid_kv.eval.tasks.base import TASKS, Room, Task, TextQuestion, TextSample
-from hybrid_kv.eval.tasks.haystack import essay, hide, noise, spread
-from hybrid_kv.eval.tasks.words import draw_codes, draw_names, draw_numbers
+from hybrid_kv.eval.tasks.haystack import (
+    draw_codes,
+    draw_names,
+    draw_numbers,
+    essay,
+    hide,
+    noise,
+    spread,
+)
 
 Kind = Literal["name", "number", "code"]
 _DRAW: dict[Kind, Callable[[np.random.Generator, int], list[str]]] = {

@@ -30,8 +30,15 @@ from hybrid_kv.report.html.pictures import (
     ttft_figure,
 )
 from hybrid_kv.report.html.profile_page import profile_head, profile_sections
-from hybrid_kv.report.html.runs import run_entries, run_head, run_sections
-from hybrid_kv.report.html.sources import Drawable, Source, comparisons, runs_of
+from hybrid_kv.report.html.sources import (
+    Drawable,
+    Source,
+    comparisons,
+    run_entries,
+    run_head,
+    run_sections,
+    runs_of,
+)
 from hybrid_kv.report.profile import ProfileRow
 from hybrid_kv.report.schema import ProfileReport
 

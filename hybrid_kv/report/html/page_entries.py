@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hybrid_kv.report.html import numbers
 from hybrid_kv.report.html.canvas import Shape
-from hybrid_kv.report.quantities import MeasuredRun
+from hybrid_kv.report.profile import MeasuredRun
 from hybrid_kv.report.run import MemoryBytes, PhasesMs, Run
 
 METHOD_SLOTS = {

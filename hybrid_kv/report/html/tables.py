@@ -21,8 +21,7 @@ from hybrid_kv.report.html.page_entries import (
     phases,
     tiers,
 )
-from hybrid_kv.report.profile import BytesPerToken, ProfileRow
-from hybrid_kv.report.quantities import (
+from hybrid_kv.report.profile import (
     ATTENDED,
     GAPS,
     LIMIT,
@@ -37,7 +36,9 @@ from hybrid_kv.report.quantities import (
     SCORED,
     START,
     TPOT,
+    BytesPerToken,
     MeasuredRun,
+    ProfileRow,
     Quantity,
     Unit,
 )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.ops.graph_lists import pack_lists, unpack_lists
 from hybrid_kv.ops.key_graph import BuildParams, KeyGraph
-from hybrid_kv.ops.native.graph import GraphSearcher
-from hybrid_kv.ops.native.graph_build import project
+from hybrid_kv.ops.native.graph import GraphSearcher, project
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from tests.ops.native import graph_oracle as portable
 

@@ -64,7 +64,7 @@ def project(
     *,
     extra: Tensor | None = None,
 ) -> KeyGraph:
-    """Builds the graph of one head; see `hybrid_kv.ops.native.graph_build.project`.
+    """Builds the graph of one head; see `hybrid_kv.ops.native.graph.project`.
 
     Raises:
         ShapeError: lists, keys, queries or extra do not fit together.
@@ -83,7 +83,7 @@ def extend(
     *,
     extra: Tensor | None = None,
 ) -> KeyGraph:
-    """Links further keys into a graph; see `hybrid_kv.ops.native.graph_build.extend`.
+    """Links further keys into a graph; see `hybrid_kv.ops.native.graph.extend`.
 
     Raises:
         ShapeError, ConfigError: as `project`.

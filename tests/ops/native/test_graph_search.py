@@ -9,8 +9,7 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.key_graph import Searched, no_graph
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.graph import GraphSearcher
-from hybrid_kv.ops.native.graph_build import extend
+from hybrid_kv.ops.native.graph import GraphSearcher, extend
 from hybrid_kv.ops.native.rows import QuantisedKeys
 from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native import graph_oracle as portable
