@@ -10,8 +10,7 @@ import typer
 
 import hybrid_kv
 from hybrid_kv.cli.main import app
-from hybrid_kv.cli.method_pages import markdown, page_of
-from hybrid_kv.cli.parameters import Parameter, common_parameters
+from hybrid_kv.cli.method_pages import Parameter, common_parameters, markdown, page_of
 from hybrid_kv.plugins import INDEXES, METHODS, Plugin
 from hybrid_kv.registry import Registry
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.cli.parameters import Parameter, parameters_of
+from hybrid_kv.cli.method_pages import Parameter, parameters_of
 from hybrid_kv.cli.settings import parse_settings, read_settings
 from hybrid_kv.config import HybridConfig, MethodConfig
 from hybrid_kv.errors import ConfigError

@@ -13,7 +13,7 @@ import typer
 from matplotlib import pyplot
 
 from hybrid_kv.cli.main import app
-from hybrid_kv.cli.parameters import common_parameters
+from hybrid_kv.cli.method_pages import common_parameters
 from hybrid_kv.plugins import INDEXES, METHODS
 from tests.contracts.architectures import build
 from tests.contracts.edges.calls import prompt

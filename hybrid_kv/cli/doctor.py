@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli import completion
+from hybrid_kv.cli import known_names
 from hybrid_kv.cli.options import OutputOptions, count
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def doctor(
         str,
         typer.Option(
             metavar="MODEL",
-            autocompletion=completion.models,
+            autocompletion=known_names.models,
             help="Whose keys and values the figures are for.",
         ),
     ] = "random:llama-3-8b",

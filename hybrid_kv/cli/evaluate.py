@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli import completion
+from hybrid_kv.cli import known_names
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
@@ -46,7 +46,7 @@ class ContestOptions:
         str | None,
         typer.Option(
             metavar="NAME,...",
-            autocompletion=completion.tasks,
+            autocompletion=known_names.tasks,
             help="ruler, all, perplexity, or names such as key_value and multi_key_1; settings "
             "follow, key_value:records=32. [dim]default: key_value,multi_query,passkey[/]",
             rich_help_panel=_ASKED,

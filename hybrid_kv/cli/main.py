@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from hybrid_kv.cli.chat import chat
-from hybrid_kv.cli.completion import asked_for
 from hybrid_kv.cli.context import app as context
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
@@ -23,6 +22,7 @@ from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate
 from hybrid_kv.cli.heads import heads
+from hybrid_kv.cli.known_names import asked_for
 from hybrid_kv.cli.methods import methods
 from hybrid_kv.cli.options import grouped
 from hybrid_kv.cli.plan import plan

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli import completion
+from hybrid_kv.cli import known_names
 from hybrid_kv.cli.options import OutputOptions, Plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hybrid_kv.cli.method_pages import Page
-    from hybrid_kv.cli.parameters import Parameter
+    from hybrid_kv.cli.method_pages import Page, Parameter
     from hybrid_kv.plugins import Plugin
 
 
@@ -23,7 +22,7 @@ def methods(
         str | None,
         typer.Argument(
             metavar="NAME",
-            autocompletion=completion.plugins,
+            autocompletion=known_names.plugins,
             help="One method or index kind.",
         ),
     ] = None,
@@ -33,7 +32,7 @@ def methods(
         typer.Option(
             "--describe",
             metavar="NAME",
-            autocompletion=completion.plugins,
+            autocompletion=known_names.plugins,
             help="One method or index kind, as NAME alone does.",
         ),
     ] = None,
@@ -99,8 +98,7 @@ def _write_pages(folder: Path, kept: list[Plugin[Any]]) -> None:
 
 def _print_all(kept: list[Plugin[Any]], kinds: list[Plugin[Any]], *, with_parameters: bool) -> None:
     from hybrid_kv.cli.display import console
-    from hybrid_kv.cli.method_pages import page_of
-    from hybrid_kv.cli.parameters import common_parameters
+    from hybrid_kv.cli.method_pages import common_parameters, page_of
 
     out = console()
     if not with_parameters:

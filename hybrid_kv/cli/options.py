@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from hybrid_kv.cli import completion
-from hybrid_kv.cli.setting_names import check_names
+from hybrid_kv.cli import known_names
+from hybrid_kv.cli.known_names import check_names
 
 _PROMPT, _MODEL, _SAMPLING, _OUTPUT = "Prompt", "Model and cache", "Sampling", "Output"
 
@@ -43,7 +43,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        autocompletion=completion.models,
+        autocompletion=known_names.models,
         help="A folder, a .gguf file, a hub id, 'needle' (ships with the package), 'smollm2' "
         "(extra smollm2), or 'random:SHAPE'.",
     ),
@@ -55,7 +55,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        autocompletion=completion.settings,
+        autocompletion=known_names.settings,
         help="A setting such as top_k=64 or cold.index=hnsw; repeatable.",
         rich_help_panel=_MODEL,
     ),
@@ -147,7 +147,7 @@ class ModelOptions:
         typer.Option(
             "--method",
             metavar="NAME",
-            autocompletion=completion.methods,
+            autocompletion=known_names.methods,
             help="How the cache is kept and read; see the verb methods. [dim]default: hybrid[/]",
             rich_help_panel=_MODEL,
         ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli import completion
+from hybrid_kv.cli import known_names
 from hybrid_kv.cli.display import console, waiting
 from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
@@ -138,7 +138,7 @@ def profile(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            autocompletion=completion.models,
+            autocompletion=known_names.models,
             help="A folder, a .gguf file, a hub id, 'needle', 'smollm2', or 'random:SHAPE'; none "
             "with --repeat.",
         ),

@@ -28,7 +28,7 @@ from hybrid_kv.cli.options import (
 
 if TYPE_CHECKING:
     from hybrid_kv.serve import Limits
-    from hybrid_kv.serve.http.guard import Rules
+    from hybrid_kv.serve.http.app import Rules
     from hybrid_kv.serve.http.service import Ending
 
 _ADDRESS, _LIMITS = "Address", "Limits"
@@ -319,7 +319,7 @@ def _check_extra() -> None:
 
 def _rules(address: AddressOptions, limits: LimitOptions) -> Rules:
     from hybrid_kv.errors import ConfigError
-    from hybrid_kv.serve.http.guard import LOCAL_HOSTS, Rules
+    from hybrid_kv.serve.http.app import LOCAL_HOSTS, Rules
 
     if address.api_key is not None and not address.api_key.strip():
         raise ConfigError(f"--api-key is empty; write a word, or leave it and {_KEY} out for none")

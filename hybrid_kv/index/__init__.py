@@ -16,7 +16,7 @@ BUILT_IN = {
     "pca": "projections",
     "pq": "pq",
     "query_channels": "projections",
-    "query_lists": "query_lists",
+    "query_lists": "clusters",
     "sketch": "sketch",
     "skewed_channels": "projections",
 }

@@ -19,12 +19,12 @@ from hybrid_kv.config import ConfigLike, HybridConfig
 from hybrid_kv.errors import BusyError, ConfigError
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.rope import find_rotary
 from hybrid_kv.models.serving import Serving
 from hybrid_kv.models.support import (
     check_backend,
     check_model,
     devices_of,
+    find_rotary,
     inspect_model,
     text_config,
 )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.models.rope import AWAY, TOLERANCE, OneToken, entering, run_one_token, told
+from hybrid_kv.models.support import AWAY, TOLERANCE, OneToken, entering, run_one_token, told
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.types import LayerShape, ModelInfo
 

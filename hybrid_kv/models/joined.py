@@ -25,9 +25,9 @@ from hybrid_kv.models.cache_state import NOT_ATTACHED
 from hybrid_kv.models.forwards import outside_graphs
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache, check_attended
 from hybrid_kv.models.support import text_config
-from hybrid_kv.runtime.engine_plan import EnginePlan, JointPlan
+from hybrid_kv.runtime.engine_plan import EnginePlan
 from hybrid_kv.runtime.step import Step
-from hybrid_kv.runtime.together import JointRow, attend_shared
+from hybrid_kv.runtime.together import JointPlan, JointRow, attend_shared
 from hybrid_kv.types import PartialAttention
 
 _log = logging.getLogger(__name__)

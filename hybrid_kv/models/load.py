@@ -25,8 +25,7 @@ from transformers import (
 from hybrid_kv.errors import ConfigError, ModelNotFoundError, said, unknown_name
 from hybrid_kv.models.checkpoint import read_config, read_tokenizer
 from hybrid_kv.models.gguf_model import SMOLLM2, GgufOptions, is_gguf, smollm2_file
-from hybrid_kv.models.packed_checkpoint import read_checkpoint
-from hybrid_kv.models.quantisers import block_config, check_weights
+from hybrid_kv.models.quantisers import block_config, check_weights, read_checkpoint
 from hybrid_kv.models.shapes import random_config
 from hybrid_kv.models.weight_kinds import BLOCKS, StoredWeight
 from hybrid_kv.runtime import memory_errors

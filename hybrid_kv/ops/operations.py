@@ -105,7 +105,7 @@ CHOOSE_LISTED = Operation[Tensor](
 APPEND = Operation[None]("append", _triton("digests", "append_token", "few"))
 APPEND_AT = Operation[None]("append_at", _triton("digests"), _defined())
 UPDATE_DIGESTS = Operation[None]("update_digests", _triton("digests"), _defined())
-COPY_PAGES = Operation[None]("copy_pages", _triton("pages"), _defined())
+COPY_PAGES = Operation[None]("copy_pages", _triton("digests"), _defined())
 PAGE_WRITER = Operation[None]("page_writer", _native(name="PageWriter"))
 
 NEAREST_KEYS = Operation[Tensor]("nearest_keys", _triton("nearest"), _defined())
@@ -116,13 +116,13 @@ FIND_BY_SKETCH = Operation[Candidates](
     "find_by_sketch", _triton("sketch_find", "find"), _selected("find")
 )
 SCORE_CANDIDATES = Operation[Tensor](  # the second half of a search
-    "find_by_sketch", _triton("sketch_rank", "exact_scores"), _selected("exact_scores")
+    "find_by_sketch", _triton("sketch_find", "exact_scores"), _selected("exact_scores")
 )
 ATTEND_CANDIDATES = _Attention(
     "attend_candidates", _triton("sketch_attend", "attend"), _selected("attend")
 )
 BEST_LIMIT = Operation[Tensor](  # above which candidates are attended
-    "attend_candidates", _triton("sketch_limit", "best_limit"), _selected("best_limit")
+    "attend_candidates", _triton("sketch_find", "best_limit"), _selected("best_limit")
 )
 ATTEND_UNREAD = Operation[tail.UnreadPart](
     "attend_unread", _triton("unread"), _defined(module=tail)

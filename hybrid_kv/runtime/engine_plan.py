@@ -1,7 +1,6 @@
 """A decode step of a row as one call of the engine: append, search, rank, attend, merge.
 
-`decode` is the definition, and serves where this does not; `compile_step` says where. Steps of
-several caches, each a call of the engine, can be one call.
+`decode` is the definition, and serves where this does not; `compile_step` says where.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import NonFiniteError
-from hybrid_kv.ops.native.step import (
-    ColdEntries,
-    ExtentEntries,
-    JointRun,
-    LayerPlan,
-    NewToken,
-    StepResult,
-)
+from hybrid_kv.ops.native.step import ColdEntries, ExtentEntries, LayerPlan, NewToken, StepResult
 from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.step import Step, count_cold, name_of_new, pinned_pages, reads_all
 from hybrid_kv.store import ExtentView, Retrieved, RetrievedPart, Row
@@ -334,38 +326,3 @@ class SearchedEntries(NamedTuple):
 def _moved(ids: Tensor, first: int) -> Tensor:
     """Ids that begin with `first`, -1 for none as before."""
     return ids if first == 0 else torch.where(ids < 0, ids, ids + first)
-
-
-class JointPlan:
-    """The steps of several rows, each of which its own plan could make alone.
-
-    Rows have nothing in common but the call, so that one that fails leaves the others alone.
-
-    plans: by row.
-    """
-
-    def __init__(self, plans: Sequence[EnginePlan]) -> None:
-        self.plans = plans
-        self._run = JointRun([plan.told for plan in plans])
-
-    def attend(self, steps: Sequence[Step]) -> list[PartialAttention | None]:
-        """By row what its plan's `attend` returns; None where that would raise, and nothing of the
-        step was stored.
-        """
-        begun: list[Begun] = []
-        try:
-            for plan, step in zip(self.plans, steps, strict=True):
-                begun.append(plan.begin(step))
-            made = self._run.run(pool_here())
-        except BaseException:
-            for plan, one in zip(self.plans, begun, strict=False):  # those that had begun
-                plan.take_back(one)
-            raise
-        parts: list[PartialAttention | None] = []
-        for plan, one, is_made in zip(self.plans, begun, made, strict=True):
-            if is_made:
-                parts.append(plan.end(one))
-            else:
-                plan.take_back(one)
-                parts.append(None)
-        return parts

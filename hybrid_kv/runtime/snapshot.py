@@ -19,8 +19,7 @@ from hybrid_kv.plugins import Index
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.store import ColdExtent, ExtentView, LayerStore, Row
 from hybrid_kv.store.index_builder import MakeIndex
-from hybrid_kv.store.index_refresh import IndexRefresh
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.live_index import IndexRefresh, LiveIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""One decode step of several caches that were forked from one: what they share is read once.
+"""One decode step of several caches: as one call of the engine, or with what they share read once.
 
-As in Hydragen (arXiv:2402.05099) a common beginning is attended with the queries of all rows at
-once: cold entries of an extent that several rows see, resident pages that several rows read; each
-row's own part is merged by log-sum-exp. Where only some of an extent's entries are attended, it is
-searched with the queries of all rows at once, and each row goes on with what was found for it.
+Caches that have nothing in common but the call have each a plan of its own. As in Hydragen
+(arXiv:2402.05099) a common beginning is attended with the queries of all rows at once: cold entries
+of an extent that several rows see, resident pages that several rows read; each row's own part is
+merged by log-sum-exp. Where only some of an extent's entries are attended, it is searched with the
+queries of all rows at once, and each row goes on with what was found for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, merge_partials
+from hybrid_kv.ops.native.step import JointRun
+from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.runtime.cache import KVCache
+from hybrid_kv.runtime.engine_plan import Begun, EnginePlan
 from hybrid_kv.runtime.layer import LayerCache
 from hybrid_kv.runtime.step import Step, count_cold
 from hybrid_kv.store import ExtentView, Row
@@ -307,3 +311,38 @@ def _common_pages(tables: Sequence[Sequence[int]]) -> int:
 def _stacked(rows: Sequence[JointRow]) -> Tensor:
     """The queries of all rows, [Hkv, R * G, D]."""
     return torch.cat([row.grouped for row in rows], 1)
+
+
+class JointPlan:
+    """The steps of several rows, each of which its own plan could make alone.
+
+    Rows have nothing in common but the call, so that one that fails leaves the others alone.
+
+    plans: by row.
+    """
+
+    def __init__(self, plans: Sequence[EnginePlan]) -> None:
+        self.plans = plans
+        self._run = JointRun([plan.told for plan in plans])
+
+    def attend(self, steps: Sequence[Step]) -> list[PartialAttention | None]:
+        """By row what its plan's `attend` returns; None where that would raise, and nothing of the
+        step was stored.
+        """
+        begun: list[Begun] = []
+        try:
+            for plan, step in zip(self.plans, steps, strict=True):
+                begun.append(plan.begin(step))
+            made = self._run.run(pool_here())
+        except BaseException:
+            for plan, one in zip(self.plans, begun, strict=False):  # those that had begun
+                plan.take_back(one)
+            raise
+        parts: list[PartialAttention | None] = []
+        for plan, one, is_made in zip(self.plans, begun, made, strict=True):
+            if is_made:
+                parts.append(plan.end(one))
+            else:
+                plan.take_back(one)
+                parts.append(None)
+        return parts

@@ -37,7 +37,7 @@ from hybrid_kv.saved.manifest import (
     read_manifest,
     unreadable,
 )
-from hybrid_kv.store.index_refresh import IndexRefresh
+from hybrid_kv.store.live_index import IndexRefresh
 
 VERIFIED_BYTES = 256 * 2**20
 """Up to so many bytes all checksums are compared when a context is opened: a fraction of a second,

@@ -46,7 +46,7 @@ from hybrid_kv.saved.manifest import (
     write_manifest,
 )
 from hybrid_kv.saved.whole_folder import replacing
-from hybrid_kv.store.index_refresh import IndexRefresh
+from hybrid_kv.store.live_index import IndexRefresh
 from hybrid_kv.types import Needs
 
 

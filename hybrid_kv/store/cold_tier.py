@@ -17,8 +17,7 @@ from hybrid_kv.errors import NonFiniteError
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.extent import ColdExtent, ExtentView
 from hybrid_kv.store.index_builder import BuildRunner, InlineRunner, MakeIndex
-from hybrid_kv.store.index_refresh import IndexRefresh
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.live_index import IndexRefresh, LiveIndex
 from hybrid_kv.store.stamps import Stamps
 from hybrid_kv.types import LayerShape
 

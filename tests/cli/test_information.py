@@ -13,7 +13,7 @@ import torch
 import hybrid_kv
 from hybrid_kv.cli import examination
 from hybrid_kv.cli.main import app
-from hybrid_kv.cli.parameters import common_parameters, parameters_of
+from hybrid_kv.cli.method_pages import common_parameters, parameters_of
 from hybrid_kv.ops.native.library import ISAS
 from hybrid_kv.ops.native.packed import INSTRUCTIONS
 from hybrid_kv.planning.rates import Rates

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli.method_pages import LABELS, page_of, write_pages
-from hybrid_kv.cli.parameters import parameters_of
+from hybrid_kv.cli.method_pages import LABELS, page_of, parameters_of, write_pages
 from hybrid_kv.plugins import INDEXES, METHODS
 from tests.cli.support import call, report_of
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hybrid_kv.cli.setting_names import PATH, check_names, table
+from hybrid_kv.cli.known_names import PATH, check_names, table
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.plugins import METHODS
 
@@ -47,7 +47,7 @@ def test_a_wrong_name_is_refused_without_pytorch(words: tuple[str, ...], text: s
 
 def test_the_table_is_that_of_the_methods() -> None:
     make = "PATH.write_text(json.dumps(table(), indent=1) + '\\n')"
-    assert json.loads(PATH.read_text()) == table(), f"make it: hybrid_kv.cli.setting_names: {make}"
+    assert json.loads(PATH.read_text()) == table(), f"make it: hybrid_kv.cli.known_names: {make}"
 
 
 @pytest.mark.parametrize("method", [*METHODS])

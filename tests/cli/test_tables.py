@@ -11,8 +11,8 @@ import pytest
 from hybrid_kv.api import planning
 from hybrid_kv.cli import display, examination
 from hybrid_kv.cli.display import human_bytes, human_seconds, waiting
+from hybrid_kv.cli.method_pages import common_parameters, parameters_of
 from hybrid_kv.cli.options import OutputOptions
-from hybrid_kv.cli.parameters import common_parameters, parameters_of
 from hybrid_kv.cli.profile_tables import print_profile, print_repetition, quartiles
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.plugins import INDEXES, METHODS

@@ -243,14 +243,12 @@ _MODULES: dict[str, dict[str, Any]] = {
         "update_digests": _update_digests,
         "append_token": _append_token,
         "append_at": _append_at,
+        "copy_pages": _copy_pages,
     },
-    "pages": {"copy_pages": _copy_pages},
     "nearest": {"nearest_keys": _nearest_keys},
     "sketch_encode": {"encode": _encode},
-    "sketch_find": {"find": _find},
-    "sketch_rank": {"exact_scores": _exact_scores},
+    "sketch_find": {"find": _find, "exact_scores": _exact_scores, "best_limit": _best_limit},
     "sketch_attend": {"attend": _attend},
-    "sketch_limit": {"best_limit": _best_limit},
     "unread": {"attend_unread": _attend_unread},
 }
 

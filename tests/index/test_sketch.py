@@ -15,9 +15,8 @@ from hybrid_kv.errors import FileFormatError
 from hybrid_kv.eval.synthetic import PAPER, SyntheticHead
 from hybrid_kv.index import _sketch_head
 from hybrid_kv.index._file import read_arrays, write_arrays
-from hybrid_kv.index._sketch_coded import SCANNED_KEYS
 from hybrid_kv.index._sketch_head import HeadSketch, Placing, SketchMaker
-from hybrid_kv.index.sketch import SketchIndex
+from hybrid_kv.index.sketch import SCANNED_KEYS, SketchIndex
 from hybrid_kv.ops.sketch_codes import SketchPlan
 from hybrid_kv.plugins import BuildCancelled
 from hybrid_kv.types import SearchResult

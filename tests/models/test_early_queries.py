@@ -16,8 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 import hybrid_kv as hkv
 from hybrid_kv.models import early_queries
 from hybrid_kv.models.early_queries import EarlyQueries
-from hybrid_kv.models.rope import entering, find_rotary, run_one_token
-from hybrid_kv.models.support import inspect_model
+from hybrid_kv.models.support import entering, find_rotary, inspect_model, run_one_token
 from hybrid_kv.types import ModelInfo
 from tests.contracts.architectures import VOCAB, build
 from tests.contracts.edges.further_models import further_config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import CapacityError, IntegrityError, NonFiniteError
-from hybrid_kv.index import _sketch_coded
+from hybrid_kv.index import sketch
 from hybrid_kv.ops.native import engine_state
 from hybrid_kv.ops.native.step import LayerPlan
 from hybrid_kv.ops.native.workers import Pool
@@ -154,7 +154,7 @@ def test_16_bits_and_softcap(
 
 def test_a_layer_of_several_kinds_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of the prompt's keys, and a scan of the later ones."""
-    monkeypatch.setattr(_sketch_coded, "SCANNED_KEYS", 16)
+    monkeypatch.setattr(sketch, "SCANNED_KEYS", 16)
     settings = {**RETRIEVING, "cold": {"index": {**SKETCH, "horizon_tokens": 64}, "top_k": 20}}
     outs = []
     for switch in ("1", "0"):

@@ -13,8 +13,8 @@ from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.joined import JoinedCache
 from hybrid_kv.ops.native import step as native_step
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.runtime import engine_plan
-from hybrid_kv.runtime.engine_plan import JointPlan
+from hybrid_kv.runtime import together
+from hybrid_kv.runtime.together import JointPlan
 from tests.ops.native.engines import needs_engine
 from tests.runtime.test_engine_plan import SETTINGS, Tokens, cache, feed, stored
 from tests.serve.asking import prompt, small_model
@@ -58,7 +58,7 @@ def take(rows: list[Row], news: list[Any]) -> tuple[list[Any], int]:
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_rows_give_what_they_give_alone(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(threads)
-    monkeypatch.setattr(engine_plan, "pool_here", lambda: pool)
+    monkeypatch.setattr(together, "pool_here", lambda: pool)
     rows = [Row(name, length) for name, length in zip(NAMES, PROMPTS, strict=True)]
     joined = 0
     for _ in range(STEPS):

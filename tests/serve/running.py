@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.api import LLM
-from hybrid_kv.serve.http.app import application
-from hybrid_kv.serve.http.guard import Rules
+from hybrid_kv.serve.http.app import Rules, application
 from hybrid_kv.serve.http.server import Server, bound_socket
 from hybrid_kv.serve.http.service import Ending, Service
 

@@ -19,8 +19,7 @@ import pytest
 
 from hybrid_kv.api import LLM
 from hybrid_kv.serve import Limits
-from hybrid_kv.serve.http.app import application
-from hybrid_kv.serve.http.guard import Rules
+from hybrid_kv.serve.http.app import Rules, application
 from hybrid_kv.serve.http.server import Connection, Server, bound_socket
 from hybrid_kv.serve.http.service import Ending, Service
 from tests.serve.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ import pytest
 from hybrid_kv.api import LLM
 from hybrid_kv.errors import CapacityError, HybridKVError
 from hybrid_kv.serve import Limits
-from hybrid_kv.serve.http.guard import Rules
+from hybrid_kv.serve.http.app import Rules
 from tests.serve.asking import until
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import serving

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hybrid_kv.api import LLM
-from hybrid_kv.serve.http.guard import Rules
+from hybrid_kv.serve.http.app import Rules
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.running import Running, serving
 

@@ -8,8 +8,7 @@ import torch
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.rotary import Samples
 from hybrid_kv.store.index_builder import InlineRunner
-from hybrid_kv.store.index_refresh import LATEST, PROMPT, SPREAD, IndexRefresh
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.live_index import LATEST, PROMPT, SPREAD, IndexRefresh, LiveIndex
 
 KEYS = PROMPT + LATEST + SPREAD
 

@@ -21,8 +21,7 @@ from hybrid_kv.plugins import BuildCancelled, Index
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.store import index_builder
 from hybrid_kv.store.index_builder import InlineRunner
-from hybrid_kv.store.index_refresh import LATEST, SPREAD
-from hybrid_kv.store.live_index import LiveIndex
+from hybrid_kv.store.live_index import LATEST, SPREAD, LiveIndex
 from hybrid_kv.transfer import ThreadExecutor
 from tests.index.oracle import check_result, clustered, recall
 from tests.index.test_graph import SETTINGS, attention_like

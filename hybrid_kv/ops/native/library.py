@@ -1,7 +1,8 @@
 """Library of the engine: one per instruction set, chosen once per process.
 
 `HYBRID_KV_ISA` forces one of them (`baseline`, `avx2`, `avxvnni`, `avx512`), or `none` for machines
-without the engine. Nothing is loaded before the first call.
+without the engine. Nothing is loaded before the first call. What the engine is told can be compared
+by the names of its fields.
 """
 
 from __future__ import annotations
@@ -171,3 +172,24 @@ def check(library: ctypes.CDLL, status: int) -> None:
     if status == NOT_FINITE:
         raise NonFiniteError(message)
     raise RuntimeError(f"the native engine failed: {message}")
+
+
+_OWN = frozenset({"extents", "whole", "searches", "heads", "head", "beams", "walks"})
+"""Addresses of descriptors: each plan has its own, wherever they lie."""
+
+
+def fields_of(name: str, told: object) -> list[tuple[str, object]]:
+    """Fields of a structure, or of each of several, and of those that it points at, by name."""
+    found: list[tuple[str, object]] = []
+    if isinstance(told, ctypes.Structure):
+        for field, kind, *_ in told._fields_:
+            if field not in _OWN or not issubclass(kind, (ctypes.c_void_p, ctypes._Pointer)):
+                found += fields_of(f"{name}.{field}", getattr(told, field))
+    elif isinstance(told, ctypes._Pointer):
+        found += fields_of(name, told.contents if told else None)
+    elif isinstance(told, (ctypes.Array, list)):
+        for place, one in enumerate(told):
+            found += fields_of(f"{name}[{place}]", one)
+    else:
+        found.append((name, told))
+    return found

@@ -32,7 +32,7 @@ from hybrid_kv.ops.native.bindings import (
     StepStruct,
     TailStruct,
 )
-from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.library import fields_of, find_engine
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.workers import Pool
@@ -195,7 +195,6 @@ class LayerPlan:
 
     def described(self) -> list[tuple[str, object]]:
         """The fields that the engine is told, with their values, for comparisons of plans."""
-        from hybrid_kv.ops.native.fields import fields_of  # for checks alone
 
         told = [told for told in self._kept_cold if isinstance(told, ctypes.Array)]
         costs = [("read_costs", self.read_costs), ("estimate_bytes", self.estimate_bytes)]

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from hybrid_kv.ops.devices import on
 from hybrid_kv.ops.sketch_select import DeviceCodes, sampled_share
-from hybrid_kv.ops.triton._common import padded
-from hybrid_kv.ops.triton.sketch_limit import rank_limit
+from hybrid_kv.ops.triton._common import MIN_DOT, padded, upcast
 from hybrid_kv.ops.triton.sketch_lists import Lists, empty, keep_best, keys_in
-from hybrid_kv.ops.triton.sketch_rank import exact_scores
 from hybrid_kv.ops.triton.sketch_scan import find_recent, scan
 from hybrid_kv.types import Candidates
 
@@ -140,3 +138,148 @@ def _quantise_kernel(
     tl.store(scales + row * 3, 0.5 * scale)
     tl.store(scales + row * 3 + 1, tl.sum(tl.where(in_code, rounded * top, 0.0), 0))
     tl.store(scales + row * 3 + 2, tl.sum(query * centre, 0))
+
+
+def best_limit(scores: Tensor, top_k: int) -> Tensor:
+    """See `sketch_select.best_limit`."""
+    return rank_limit(scores, None, float(min(top_k, scores.shape[-1])))
+
+
+def rank_limit(scores: Tensor, wanted: Tensor | None, share: float) -> Tensor:
+    """[H, M]: the score of rank `share` times `wanted` [H] int32 (None: 1), among [H, M, n].
+
+    The highest has rank 1; beyond the last the score is -inf.
+    """
+    heads, rows, count = scores.shape
+    limit = torch.empty(heads, rows, dtype=torch.float32, device=scores.device)
+    with on(scores):
+        _limit_kernel[(heads * rows,)](
+            scores.contiguous(),
+            limit if wanted is None else wanted,
+            share,
+            limit,
+            count,
+            rows,
+            BLOCK=padded(count),
+            HAS_WANTED=wanted is not None,
+            num_warps=8 if count > 1024 else 4,
+        )
+    return limit
+
+
+@triton.jit
+def _limit_kernel(
+    scores,
+    wanted,
+    share,
+    limit,
+    count,
+    num_rows,
+    BLOCK: tl.constexpr,
+    HAS_WANTED: tl.constexpr,
+):
+    """Finds a score of a rank bit by bit: floats are turned into numbers of the same order."""
+    row = tl.program_id(0).to(tl.int64)
+    aimed = share
+    if HAS_WANTED:
+        aimed = tl.load(wanted + row // num_rows).to(tl.float32) * share
+    rank = tl.maximum(tl.ceil(aimed).to(tl.int32), 1)
+    places = tl.arange(0, BLOCK)
+    found = tl.load(scores + row * count + places, mask=places < count, other=-float("inf"))
+    bits = found.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    best = tl.zeros((), tl.int64)
+    for step in range(32):
+        bit = tl.full((), 2147483648, tl.int64) >> step
+        tried = best + bit
+        enough = tl.sum((ordered >= tried).to(tl.int32), 0) >= rank
+        best = tl.where(enough, tried, best)
+    turned = (best - 2147483648).to(tl.int32)
+    value = (turned ^ ((turned >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(limit + row, tl.where(rank > count, -float("inf"), value))
+
+
+_RANKED = 32
+"""Candidates of one program: their rows come over the bus, so many programs ask."""
+
+
+def exact_scores(
+    q: Tensor, k: Tensor, ids: Tensor, lost: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """See `sketch_select.exact_scores`; k may lie in page-locked memory of the host.
+
+    Args:
+        lost: candidates that there were [Hkv, T], and where those without room are counted [Hkv].
+    """
+    heads, rows, dim = q.shape
+    new, width = ids.shape[1:]
+    scores = torch.empty(heads, rows, width, dtype=torch.float32, device=q.device)
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    count, counter = (ids, ids) if lost is None else lost
+    with on(q):
+        _rank_kernel[(triton.cdiv(width, _RANKED), heads * new)](
+            q.contiguous(),
+            k,
+            ids,
+            scores,
+            count,
+            counter,
+            new,
+            width,
+            k.stride(0),
+            k.stride(1),
+            GROUP=rows // new,
+            DIM=dim,
+            BLOCK_ROWS=padded(rows // new, MIN_DOT),
+            BLOCK_DIM=padded(dim, MIN_DOT),
+            TILE=_RANKED,
+            COUNTS=lost is not None,
+            UPCAST=upcast(q, k),
+            num_warps=4,
+        )
+    return scores
+
+
+@triton.jit
+def _rank_kernel(
+    q,
+    k,
+    ids,
+    scores,
+    count,
+    lost,
+    new,
+    width,
+    stride_head,
+    stride_key,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    list_ = tl.program_id(1).to(tl.int64)
+    head, token = list_ // new, list_ % new
+    if COUNTS:
+        missing = tl.load(count + list_) - width
+        if (tl.program_id(0) == 0) & (missing > 0):
+            tl.atomic_add(lost + head, missing.to(tl.int64))
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.load(ids + list_ * width + places, mask=places < width, other=-1)
+    member, channels = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    members, in_dim = member < GROUP, channels < DIM
+    queries = (head * GROUP + member) * new + token
+    found = tl.full((BLOCK_ROWS, TILE), -float("inf"), tl.float32)
+    if tl.max(rows, 0) >= 0:
+        real = members[:, None] & in_dim[None, :]
+        some = tl.load(q + queries[:, None] * DIM + channels[None, :], mask=real, other=0.0)
+        at = head * stride_head + rows.to(tl.int64)[:, None] * stride_key + channels[None, :]
+        keys = tl.load(k + at, mask=(rows >= 0)[:, None] & in_dim[None, :], other=0.0)
+        if UPCAST:
+            some, keys = some.to(tl.float32), keys.to(tl.float32)
+        exact = tl.dot(some, tl.trans(keys), input_precision="ieee")
+        found = tl.where((rows >= 0)[None, :], exact, found)
+    to = queries[:, None] * width + places[None, :]
+    tl.store(scores + to, found, mask=members[:, None] & (places < width)[None, :])

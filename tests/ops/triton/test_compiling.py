@@ -23,13 +23,11 @@ from hybrid_kv.ops.triton import (
     merge,
     nearest,
     paged,
-    pages,
     ragged,
     scores,
     sketch_attend,
     sketch_encode,
     sketch_find,
-    sketch_limit,
     unread,
 )
 from hybrid_kv.ops.upload import Uploads
@@ -128,7 +126,7 @@ def merging(shape: Shape, dtype: torch.dtype) -> None:
 
 def copying(shape: Shape, dtype: torch.dtype) -> None:
     own, slots = pool(shape, dtype), lists(shape, 5)[:, 0]
-    pages.copy_pages(own, own, slots, slots)
+    digests.copy_pages(own, own, slots, slots)
 
 
 def search(shape: Shape, dtype: torch.dtype) -> None:
@@ -153,7 +151,7 @@ def selection(shape: Shape, dtype: torch.dtype) -> None:
     keys, q = keys.to(dtype), queries(shape, dtype)
     sketch_encode.encode(codes, keys, 0)
     found = sketch_find.find(codes, q, keys, new=shape.new, width=1024)
-    limit = sketch_limit.best_limit(found.scores, 100)
+    limit = sketch_find.best_limit(found.scores, 100)
     for softcap, form in ((None, "gaussian"), (30.0, "gaussian"), (30.0, "first_order")):
         asked = q, found.scores, limit, slice(0, 1024), codes.state[0]
         _, _, discount = unread.attend_unread(

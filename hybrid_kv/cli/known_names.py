@@ -1,0 +1,138 @@
+"""Names of models, methods, tasks and settings: completed by a shell, refused where unknown.
+
+Heavy modules load only where needed: unknown names of --set are refused before PyTorch is imported,
+which takes seconds. They are in a table that `table()` makes of the built-in methods; tests hold it
+to them. What a value may be is said by the method itself, later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hybrid_kv.errors import ConfigError, unknown_setting
+from hybrid_kv.former import is_former
+
+VARIABLE = "_HYBRID_KV_COMPLETE"
+"""Set by the shell's script when it asks."""
+
+_RANDOM = "random:"
+
+
+def asked_for() -> bool:
+    """Whether a shell asks what could follow, so that nothing may be printed but that."""
+    return VARIABLE in os.environ
+
+
+def models(incomplete: str) -> list[str]:
+    """Models that have a name; folders are completed by the shell."""
+    names = ["needle", "smollm2"]
+    if incomplete and _RANDOM.startswith(incomplete[: len(_RANDOM)]):
+        from hybrid_kv.models.shapes import SHAPES
+
+        names += [_RANDOM + shape for shape in SHAPES]
+    else:
+        names.append(_RANDOM)
+    return _starting(incomplete, names)
+
+
+def methods(incomplete: str) -> list[str]:
+    """Names of methods."""
+    from hybrid_kv.plugins import METHODS
+
+    return _starting(incomplete, METHODS)
+
+
+def tasks(incomplete: str) -> list[str]:
+    """Names of tasks behind those that are there already."""
+    from hybrid_kv.eval.tasks import TASKS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _starting(last, ["ruler", "all", *TASKS])]
+
+
+def plugins(incomplete: str) -> list[str]:
+    """Names of methods and index kinds."""
+    from hybrid_kv.plugins import INDEXES, METHODS
+
+    return _starting(incomplete, dict.fromkeys([*METHODS, *INDEXES]))
+
+
+def settings(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Settings of the method that --method names (else of the default), as KEY=, by their dotted
+    names and by last parts that are unique; of an index, its kinds.
+    """
+    from hybrid_kv.cli.method_pages import common_parameters, parameters_of
+    from hybrid_kv.config import HybridConfig
+    from hybrid_kv.plugins import INDEXES, METHODS
+
+    method = ctx.params.get("method") or HybridConfig().method
+    if method not in METHODS:
+        return []
+    if incomplete.startswith("cold.index="):
+        return _starting(incomplete, [f"cold.index={kind}" for kind in INDEXES])
+    known = [*parameters_of(METHODS[method].params), *common_parameters()]
+    dotted = [parameter.name for parameter in known]
+    last = [name.rpartition(".")[2] for name in dotted]
+    short = [name for name in last if last.count(name) == 1]
+    return _starting(incomplete, [f"{name}=" for name in dict.fromkeys([*short, *dotted])])
+
+
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+PATH = Path(__file__).parent.parent / "assets" / "settings.json"
+_DEFAULT = "hybrid"
+
+
+def table() -> dict[str, Any]:
+    """Names of all settings: those of every method ("common"), and what each has beside them."""
+    from hybrid_kv.config import HybridConfig, settings_in
+    from hybrid_kv.plugins import INDEXES, METHODS
+
+    own = [name for name in METHODS if METHODS[name].factory.__module__.startswith("hybrid_kv.")]
+    names = {method: HybridConfig.settings_of(method) for method in own}
+    common = set.intersection(*names.values())
+    kinds = {kind: settings_in(INDEXES[kind].params) for kind in INDEXES}
+    return {
+        "common": sorted(common),
+        "index": sorted({name for names in kinds.values() for name in names}),
+        "methods": {method: sorted(found - common) for method, found in names.items()},
+    }
+
+
+def check_names(method: str | None, texts: Iterable[str]) -> None:
+    """Raises ConfigError for a setting KEY=VALUE that is none of the method's, or of any for None.
+
+    A method that is not built in is asked itself, later.
+    """
+    known = json.loads(PATH.read_text(encoding="utf-8"))
+    methods = known["methods"]
+    if method is not None and method not in methods:
+        return
+
+    def names(of: str) -> set[str]:
+        return {*methods[of], *known["common"]}
+
+    accepted = set.union(*map(names, methods if method is None else [method]))
+    if any(name.startswith("cold.index.") for name in accepted):
+        accepted.update(known["index"])  # of another kind, which may be given beside it
+    for text in texts:
+        key, equals, _ = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"--set must be KEY=VALUE like top_k=64, got '{text}'")
+        group, _, last = key.rpartition(".")
+        if group == "cold" and method is not None and is_former(method, last):
+            raise unknown_setting(f"{method} setting", key, ())
+        # What lies below a composed method, and its own settings by dots, is known to it alone.
+        if "." in key or key in accepted or any(path.endswith(f".{key}") for path in accepted):
+            continue
+        shown = method or _DEFAULT
+        raise unknown_setting(f"{shown} setting", key, names(shown))
