@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hybrid_kv"
 
 CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto")
-FILES, LINES = 90, 19_161
+FILES, LINES = 79, 19_144
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hybrid_kv.cli import INTERRUPTED
 from hybrid_kv.cli.display import note, stats_line
-from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.failures import refuse_unknown_verb
 from hybrid_kv.cli.options import (
     CacheOptions,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli.ending import INTERRUPTED
+from hybrid_kv.cli import INTERRUPTED
 from hybrid_kv.cli.options import ModelOptions, OutputOptions, count
 
 if TYPE_CHECKING:

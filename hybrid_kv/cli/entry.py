@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-from hybrid_kv.cli.ending import ENDED, INTERRUPTED
+from hybrid_kv.cli import ENDED, INTERRUPTED
 
 
 def main() -> NoReturn:

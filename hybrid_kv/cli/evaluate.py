@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli import known_names
-from hybrid_kv.cli.ending import INTERRUPTED
+from hybrid_kv.cli import INTERRUPTED, known_names
 from hybrid_kv.cli.options import (
     ConfigFile,
     Dequantize,

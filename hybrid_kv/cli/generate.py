@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybrid_kv.cli import INTERRUPTED
 from hybrid_kv.cli.display import note, stats_line
-from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     CacheOptions,
     ChatOptions,

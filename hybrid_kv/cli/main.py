@@ -13,11 +13,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from hybrid_kv.cli import ENDED, INTERRUPTED
 from hybrid_kv.cli.chat import chat
 from hybrid_kv.cli.context import app as context
 from hybrid_kv.cli.demo import demo
 from hybrid_kv.cli.doctor import doctor
-from hybrid_kv.cli.ending import ENDED, INTERRUPTED
 from hybrid_kv.cli.evaluate import evaluate
 from hybrid_kv.cli.failures import describe, refuse_foreign_bytes, refuse_unknown_verb
 from hybrid_kv.cli.generate import generate

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli import known_names
+from hybrid_kv.cli import INTERRUPTED, known_names
 from hybrid_kv.cli.display import console, waiting
-from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     ConfigFile,
     Dequantize,

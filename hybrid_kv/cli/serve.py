@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hybrid_kv.cli import INTERRUPTED
 from hybrid_kv.cli.display import note
-from hybrid_kv.cli.ending import INTERRUPTED
 from hybrid_kv.cli.options import (
     LayersOption,
     ModelArgument,

@@ -33,8 +33,8 @@ from hybrid_kv.errors import (
 )
 from hybrid_kv.models.cache_layers import HybridLayer
 from hybrid_kv.models.hf_cache import TieredCache
-from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
 from hybrid_kv.saved.file_blocks import verify_context
+from hybrid_kv.saved.folders import ContextFolder, num_bytes
 from hybrid_kv.saved.identity import (
     BLOCK_TOKENS,
     chain_of,

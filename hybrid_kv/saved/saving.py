@@ -29,6 +29,7 @@ from hybrid_kv.saved.file_blocks import (
     rounded,
     unrounded,
 )
+from hybrid_kv.saved.folders import replacing
 from hybrid_kv.saved.identity import ids_hash, model_identity, name_of, tokenizer_identity
 from hybrid_kv.saved.manifest import (
     MANIFEST,
@@ -45,7 +46,6 @@ from hybrid_kv.saved.manifest import (
     SavedWindow,
     write_manifest,
 )
-from hybrid_kv.saved.whole_folder import replacing
 from hybrid_kv.store.live_index import IndexRefresh
 from hybrid_kv.types import Needs
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, WriteError
 from hybrid_kv.models.hf_cache import TieredCache
 from hybrid_kv.saved.file_blocks import BlockWriter, Compression, hash_of, mapped
+from hybrid_kv.saved.folders import check_target, publish, sync
 from hybrid_kv.saved.identity import identity_hash, ids_hash, tokenizer_identity
 from hybrid_kv.saved.manifest import MANIFEST, AnyLayer, Block, SavedPart
 from hybrid_kv.saved.saving import Provenance, check_layers, write_layer, write_rest
-from hybrid_kv.saved.whole_folder import check_target, publish, sync
 
 _PROGRESS = "progress.json"
 

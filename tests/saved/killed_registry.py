@@ -24,7 +24,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.saved import ContextRegistry, verify_context
-from hybrid_kv.saved.context_folder import num_bytes
+from hybrid_kv.saved.folders import num_bytes
 from tests.kit import cache_of, every
 from tests.saved.killed import dying_at, in_child
 from tests.saved.scene import SMALL, TEXT, loaded, long_model

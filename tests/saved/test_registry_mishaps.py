@@ -18,7 +18,7 @@ import hybrid_kv as hkv
 from hybrid_kv.api.building import build_context
 from hybrid_kv.errors import ConfigError, ContextWarning, FileFormatError, WriteError
 from hybrid_kv.saved import ContextRegistry, RegistryCounters, verify_context
-from hybrid_kv.saved.context_folder import ContextFolder, num_bytes
+from hybrid_kv.saved.folders import ContextFolder, num_bytes
 from tests.saved.scene import SMALL, blocks_of, flip, long_model, rewrite
 from tests.saved.test_registry import WORDS, cached, generated, text
 

@@ -195,7 +195,6 @@ class LayerPlan:
 
     def described(self) -> list[tuple[str, object]]:
         """The fields that the engine is told, with their values, for comparisons of plans."""
-
         told = [told for told in self._kept_cold if isinstance(told, ctypes.Array)]
         costs = [("read_costs", self.read_costs), ("estimate_bytes", self.estimate_bytes)]
         return [*fields_of("layer", self.layer), *fields_of("cold", told), *costs]
