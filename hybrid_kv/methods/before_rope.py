@@ -19,11 +19,14 @@ from hybrid_kv.methods.codec import (
     Seen,
     TurnedCodec,
     TurnedEntries,
+    decode,
+    encode,
     outliers,
+    pack,
     put_back,
+    unpack,
 )
 from hybrid_kv.ops.kmeans import kmeans
-from hybrid_kv.ops.low_bits import decode, encode, pack, unpack
 from hybrid_kv.plugins import METHODS
 
 _SAMPLES = 65536

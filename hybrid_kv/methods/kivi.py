@@ -11,8 +11,16 @@ from torch import Tensor
 
 from hybrid_kv.config import Count, Tokens, parse_count
 from hybrid_kv.entries import Entries
-from hybrid_kv.methods.codec import Codec, CodecParams, Kept, Seen, outliers, put_back
-from hybrid_kv.ops.low_bits import decode, encode
+from hybrid_kv.methods.codec import (
+    Codec,
+    CodecParams,
+    Kept,
+    Seen,
+    decode,
+    encode,
+    outliers,
+    put_back,
+)
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.ragged import Ragged
 

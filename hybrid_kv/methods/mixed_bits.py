@@ -20,9 +20,10 @@ from hybrid_kv.methods.codec import (
     PlaneEntries,
     Seen,
     channel_sizes,
+    pack,
+    unpack,
 )
 from hybrid_kv.methods.evicting import best, group_sums
-from hybrid_kv.ops.low_bits import pack, unpack
 from hybrid_kv.plugins import METHODS
 from hybrid_kv.ragged import Ragged
 from hybrid_kv.types import Evidence, Needs

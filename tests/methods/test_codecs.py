@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_kv.config import HybridConfig
 from hybrid_kv.entries import Entries
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.ops.low_bits import decode, encode, pack, unpack
+from hybrid_kv.methods.codec import decode, encode, pack, unpack
 from hybrid_kv.plugins import Method
 from tests.drive_method import drive, heads
 
