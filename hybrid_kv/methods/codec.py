@@ -2,8 +2,7 @@
 
 Keys may be coded as they were before RoPE, where channels and heads are more alike by token. Codes
 of 2 or 4 bits lie between the least and the most of their group, packed in bytes. Those of 4 bits
-may lie in two planes: all entries have the
-upper one, some the lower one too.
+may lie in two planes: all entries have the upper one, some the lower one too.
 """
 
 from __future__ import annotations
