@@ -63,14 +63,7 @@ def attend_causal(
         grouped = group_queries(q, k.shape[1])
         out, lse = ops.attend(grouped, k, v, scale=scale, softcap=softcap)
         return PartialAttention(out.reshape(q.shape), lse.reshape(q.shape[:3]))
-    if stored == new or softcap is not None:
-        return ops.attend_causal(q, k, v, scale=scale, softcap=softcap)
-    # Older entries are visible to all new ones: a rectangle without mask and a causal square.
-    old = stored - new
-    grouped = group_queries(q, k.shape[1])
-    past = ops.attend(grouped, k[:, :, :old], v[:, :, :old], scale=scale)
-    past = PartialAttention(past.out.reshape(q.shape), past.lse.reshape(q.shape[:3]))
-    return merge_partials([ops.attend_causal(q, k[:, :, old:], v[:, :, old:], scale=scale), past])
+    return ops.attend_causal(q, k, v, scale=scale, softcap=softcap)
 
 
 def merge_partials(

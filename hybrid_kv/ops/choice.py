@@ -40,6 +40,7 @@ def choose_backend(
     plain: bool = True,
     pairs: bool = True,
     few: bool = True,
+    suited: bool = True,
 ) -> str:
     """The back end that computes one call: the first of the op's row whose needs the call meets.
 
@@ -54,8 +55,10 @@ def choose_backend(
         plain: attend, attend_causal: what torch has fused kernels for (no softcap, no sliding
             window); attend_pages: what FlashInfer has kernels for.
         pairs: there are queries and keys; torch's kernels take neither without the other.
-        few: attend (without a bias), attend_visible, attend_ragged: few queries; the engine reads
-            each key once for all of them, torch's kernel is made for many. append: one token.
+        few: attend_visible, attend_ragged: few queries; the engine reads each key once for all of
+            them. append: one token.
+        suited: attend, attend_causal: the engine has a kernel for such queries, of which torch has
+            no faster one here.
     """
     backends = BY_NAME[op].by
     if requested in ("reference", *FUSED):
@@ -76,6 +79,7 @@ def choose_backend(
             "plain": plain,
             "pairs": pairs,
             "few": few,
+            "suited": suited,
         }
         if all(met[need] for need in by.needs):
             return name

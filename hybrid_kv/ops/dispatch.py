@@ -13,8 +13,9 @@ from torch import Tensor
 from hybrid_kv.errors import BackendUnavailable, unknown_name
 from hybrid_kv.ops import native, reference
 from hybrid_kv.ops import operations as op
-from hybrid_kv.ops.choice import BACKENDS, ChosenBackend, chosen, reaches, why_unavailable
+from hybrid_kv.ops.choice import BACKENDS, FUSED, ChosenBackend, chosen, reaches, why_unavailable
 from hybrid_kv.ops.devices import DEVICE_BACKENDS
+from hybrid_kv.ops.native.attend import FEW_QUERIES
 from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 _FEW_TOKENS = 64
 """New tokens up to which each may read the pages for itself: twice what a step has by default."""
-_FEW_QUERIES = 64
-"""Queries of a KV head up to which the engine attends: a decode step's, not a prompt's."""
+_FEW_PRODUCTS = 2**26
+"""Products of a query's channel with a key's up to which no trial is worth its time."""
 
 
 class AttentionOps(ChosenBackend):
@@ -45,14 +46,26 @@ class AttentionOps(ChosenBackend):
         bias: Tensor | None = None,
         softcap: float | None = None,
     ) -> PartialAttention:
+        is_native = bias is None and native.serves(k, v)
         attend = self._take(
             *(op.ATTEND, q),
-            native=native.serves(k, v),
+            native=is_native,
             plain=softcap is None and _is_expressed(q, bias),
             pairs=bool(q.numel() and k.shape[2]),
-            few=bias is None and _is_few(q),
+            suited=is_native and self._is_suited(q, k),
         )
         return attend(q, k, v, scale=scale, bias=bias, softcap=softcap)
+
+    def _is_suited(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the engine has a kernel for queries [B, Hq, T, D], no slower than torch's."""
+        if torch.is_grad_enabled() and q.requires_grad:
+            return False  # the engine has no backward pass
+        few = q.shape[1] * q.shape[2] <= FEW_QUERIES * k.shape[1]
+        if few or self.backend != "auto" or q.numel() * k.shape[2] <= _FEW_PRODUCTS:
+            return True
+        from hybrid_kv.ops.tile_trial import tiles_serve
+
+        return tiles_serve(q.dtype, q.shape[3])
 
     def attend_visible(
         self,
@@ -88,9 +101,24 @@ class AttentionOps(ChosenBackend):
         window: int | None = None,
     ) -> PartialAttention:
         new, stored = q.shape[2], k.shape[2]
-        plain = new == stored and softcap is None and window is None and _is_expressed(q, None)
-        attend = self._take(op.ATTEND_CAUSAL, q, plain=plain, pairs=bool(q.numel() and stored))
-        return attend(q, k, v, scale=scale, softcap=softcap, window=window)
+        is_native = native.serves(k, v)
+        name = self._choose(
+            *(op.ATTEND_CAUSAL, q),
+            native=is_native,
+            plain=softcap is None and window is None and _is_expressed(q, None),
+            pairs=bool(q.numel() and stored),
+            suited=is_native and self._is_suited(q, k),
+        )
+        attend = self.bound(op.ATTEND_CAUSAL, name)
+        old = stored - new
+        if name not in FUSED or not old:
+            return attend(q, k, v, scale=scale, softcap=softcap, window=window)
+        # Torch's kernels take a square: what is older is visible to all, a rectangle without mask.
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        past = self.attend(grouped, k[:, :, :old], v[:, :, :old], scale=scale)
+        past = PartialAttention(past.out.reshape(q.shape), past.lse.reshape(q.shape[:3]))
+        square = attend(q, k[:, :, old:], v[:, :, old:], scale=scale)
+        return self.merge([square, past], square.out.dtype)
 
     def attend_retrieved(
         self,
@@ -200,7 +228,7 @@ def _is_expressed(q: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_few(q: Tensor) -> bool:
-    return q.shape[-2] <= _FEW_QUERIES
+    return q.shape[-2] <= FEW_QUERIES
 
 
 class PageOps(ChosenBackend):

@@ -19,7 +19,17 @@ from hybrid_kv.types import Candidates, PartialAttention
 
 Result_co = TypeVar("Result_co", covariant=True)
 Need = Literal[
-    "here", "asked", "cpu", "cuda", "compiled", "floats", "halves", "plain", "pairs", "few"
+    "here",
+    "asked",
+    "cpu",
+    "cuda",
+    "compiled",
+    "floats",
+    "halves",
+    "plain",
+    "pairs",
+    "few",
+    "suited",
 ]
 """A condition of a call; `choice.choose_backend` says when each is met."""
 
@@ -86,9 +96,9 @@ _FLASHINFER = By(
 )
 _Attention = Operation[PartialAttention]
 
-ATTEND = _Attention("attend", _native("few"), *_FUSED, _defined())
+ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
-ATTEND_CAUSAL = _Attention("attend_causal", *_FUSED, _defined())
+ATTEND_CAUSAL = _Attention("attend_causal", _native("suited"), *_FUSED, _defined())
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")

@@ -52,6 +52,26 @@ HKV_API int hkv_attend_rows(hkv_pool *pool, int32_t batch, int32_t heads, const 
                             const hkv_visible *visible, float scale, float softcap, float *out,
                             float *lse);
 
+/* Queries of the tokens of a prompt. */
+typedef struct hkv_prompt {
+  const void *queries; /* [batch, heads * group, tokens, dim of keys] of `dtype`, each in one piece */
+  int64_t step[3];     /* elements from one batch row, query head and token to the next */
+  int64_t tokens;
+  int64_t group;  /* query heads of a KV head, which lie next to each other */
+  int64_t window; /* newest rows that a query sees; 0 for all */
+  int32_t dtype;
+  int32_t causal; /* whether the tokens are the newest rows, each seen by itself and later ones */
+} hkv_prompt;
+
+/* The rows of a KV head that each of its queries sees; made for many of them.
+ *
+ * out: [batch, heads * group, tokens, dim of values] of the queries' dtype;
+ * lse: [batch, heads * group, tokens].
+ */
+HKV_API int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
+                              const hkv_prompt *asked, float scale, float softcap, void *out,
+                              float *lse);
+
 /* Rows of all KV heads in one array, which each head has some of. */
 typedef struct hkv_ragged {
   hkv_keys keys;          /* all rows */

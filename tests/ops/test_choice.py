@@ -51,17 +51,42 @@ def test_dense_attention_is_fused_where_it_can_be(
     assert found == chosen
 
 
-@pytest.mark.parametrize("op", ["attend", "attend_visible"])
 @pytest.mark.parametrize("requested", ["auto", "native", "triton", "flashinfer"])
-def test_few_queries_are_the_engine_s_and_many_are_not(op: str, requested: str) -> None:
+def test_few_queries_are_the_engine_s_and_many_are_not(requested: str) -> None:
     def chosen(device: str = "cpu", *, few: bool = True, plain: bool = True) -> str:
         return choose_backend(
-            requested, op, device_type=device, dtype=HALF, here=("native",), few=few, plain=plain
+            requested,
+            "attend_visible",
+            device_type=device,
+            dtype=HALF,
+            here=("native",),
+            few=few,
+            plain=plain,
         )
 
     assert chosen() == chosen(plain=False) == "native"
-    assert chosen(few=False) == ("torch_cpu" if op == "attend" else "reference")
-    assert chosen("cuda") == ("torch_cuda" if op == "attend" else "reference")
+    assert chosen(few=False) == "reference"
+    assert chosen("cuda") == "reference"
+
+
+@pytest.mark.parametrize("op", ["attend", "attend_causal"])
+@pytest.mark.parametrize("requested", ["auto", "native", "triton", "flashinfer"])
+def test_prompts_are_the_engine_s_where_torch_is_no_faster(op: str, requested: str) -> None:
+    def chosen(device: str = "cpu", *, suited: bool = True, plain: bool = True) -> str:
+        return choose_backend(
+            requested,
+            op,
+            device_type=device,
+            dtype=HALF,
+            here=("native",),
+            suited=suited,
+            plain=plain,
+        )
+
+    assert chosen() == chosen(plain=False) == "native"
+    assert chosen(suited=False) == "torch_cpu"
+    assert chosen(suited=False, plain=False) == "reference"
+    assert chosen("cuda") == "torch_cuda"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -151,14 +176,13 @@ def test_what_served_is_on_record() -> None:
 
 
 @pytest.mark.skipif(why_unavailable("native") is not None, reason="no engine")
-def test_the_engine_serves_a_decode_step_but_no_prompt() -> None:
+def test_the_engine_serves_a_decode_step_and_a_prompt() -> None:
     ops = Ops("auto")
-    for queries, served in ((64, "native"), (65, "torch_cpu")):
+    for queries in (64, 65):
         q = torch.randn(1, 2, queries, 8, dtype=HALF)
         part = ops.attend(q, q, q, scale=1.0)
-        assert ops.served["attend"] == served
         ops.merge([part, part], HALF)
-        assert ops.served["merge"] == "native"
+        assert ops.served == {"attend": "native", "merge": "native"}
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hybrid_kv.ops.native.attend import (
+    FEW_QUERIES,
     Visible,
+    attend_prompt,
     attend_ragged,
     attend_retrieved,
     attend_rows,
@@ -29,6 +32,8 @@ __all__ = [
     "PageWriter",
     "Visible",
     "attend",
+    "attend_causal",
+    "attend_prompt",
     "attend_ragged",
     "attend_retrieved",
     "attend_rows",
@@ -51,8 +56,32 @@ def attend(
     softcap: float | None = None,
     pool: Pool | None = None,
 ) -> PartialAttention:
-    """See `reference.attend`; without a bias, for few queries."""
-    return attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool)
+    """See `reference.attend`; without a bias. Out of many queries is in their dtype."""
+    if q.shape[2] <= FEW_QUERIES:
+        return attend_rows(q, k, v, scale=scale, softcap=softcap, pool=pool)
+    return attend_prompt(q, k, v, scale=scale, softcap=softcap, causal=False, pool=pool)
+
+
+def attend_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend_causal`. Out of many queries is in their dtype."""
+    batch, num_heads, new, dim = q.shape
+    heads, stored = k.shape[1:3]
+    if not new or window is not None or num_heads * new > FEW_QUERIES * heads:
+        return attend_prompt(q, k, v, scale=scale, softcap=softcap, window=window, pool=pool)
+    grouped = q.reshape(batch, heads, num_heads // heads * new, dim)
+    visible = Visible(torch.arange(stored).expand(batch, -1), [stored - 1] * batch, new)
+    part = attend_rows(grouped, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
+    shape = *q.shape[:3], v.shape[3]
+    return PartialAttention(part.out.reshape(shape), part.lse.reshape(q.shape[:3]))
 
 
 def attend_visible(

@@ -148,6 +148,20 @@ class VisibleStruct(Structure):
     )
 
 
+class PromptStruct(Structure):
+    """`hkv_prompt`."""
+
+    _fields_ = (
+        ("queries", c_void_p),
+        ("step", c_int64 * 3),
+        ("tokens", c_int64),
+        ("group", c_int64),
+        ("window", c_int64),
+        ("dtype", c_int32),
+        ("causal", c_int32),
+    )
+
+
 class RaggedStruct(Structure):
     """`hkv_ragged`."""
 
@@ -400,6 +414,8 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         c_int64, c_int64]),
     "hkv_attend": (c_int, [c_void_p, c_int32, POINTER(KVStruct), c_void_p, c_int32, c_int64,
         c_void_p, c_int64, c_void_p, c_float, c_float, c_void_p, c_void_p]),
+    "hkv_attend_prompt": (c_int, [c_void_p, c_int32, c_int32, POINTER(KVStruct),
+        POINTER(PromptStruct), c_float, c_float, c_void_p, c_void_p]),
     "hkv_attend_ragged": (c_int, [c_void_p, c_int32, POINTER(RaggedStruct), c_void_p, c_int32,
         c_int64, c_float, c_float, c_void_p, c_void_p]),
     "hkv_attend_rows": (c_int, [c_void_p, c_int32, c_int32, POINTER(KVStruct), c_void_p, c_int32,

@@ -1,0 +1,213 @@
+// Exact attention of many queries, as a prompt has them: blocks of queries against tiles of keys.
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "attend_checks.h"
+#include "pool.h"
+#include "tiles.h"
+
+namespace hkv {
+namespace {
+
+constexpr int64_t kBlockRows = 384;  // queries that share a packed tile
+constexpr int64_t kStrip = 8;        // groups of kTileRows that share a panel in the first cache
+
+struct Seen {
+  int64_t first, last;  // keys [first, last)
+};
+
+/// The work of one call: a block has some tokens' queries of all query heads of a KV head. A row of
+/// it is a query, those of a token next to each other: what is hidden at the diagonal is then whole
+/// panels of most groups of rows.
+struct Prompt {
+  int32_t batch, heads;
+  const hkv_kv &kv;
+  const hkv_prompt &asked;
+  float scale, softcap;
+  void *out;
+  float *lse;
+
+  int64_t tokens_of_block() const { return std::max<int64_t>(1, kBlockRows / asked.group); }
+  int64_t blocks() const {
+    return (asked.tokens + tokens_of_block() - 1) / tokens_of_block();
+  }
+
+  Seen seen(int64_t token) const {
+    if (!asked.causal) return {0, kv.keys.count};
+    const int64_t last = kv.keys.count - asked.tokens + token + 1;
+    return {asked.window > 0 ? std::max<int64_t>(0, last - asked.window) : 0, last};
+  }
+};
+
+/// A block of one KV head, and the memory that a thread keeps for its blocks.
+class Block {
+ public:
+  template <typename Element, typename Query>
+  void run(const Prompt &prompt, int64_t place, int64_t block) {
+    begin(prompt, block);
+    const Entries from = entries_of(prompt.kv, place / prompt.heads, place % prompt.heads);
+    gather<Query>(prompt, place);
+    const auto *keys = static_cast<const Element *>(from.keys.data);
+    const auto *values = static_cast<const Element *>(from.values.data);
+    const Seen seen{prompt.seen(first_).first, prompt.seen(first_ + tokens_ - 1).last};
+    for (int64_t at = seen.first; at < seen.last; at += kTileKeys) {
+      const int64_t count = std::min(kTileKeys, seen.last - at);
+      pack_keys(keys + at * from.keys.stride, from.keys.stride, dim_, count, keys_.data());
+      pack_values(values + at * from.values.stride, from.values.stride, value_dim_, count,
+                  values_.data());
+      for (int64_t group = 0; group < groups_; group += kStrip)
+        attend_strip(prompt, group, std::min(groups_, group + kStrip), at, count);
+    }
+    write<Query>(prompt, place);
+  }
+
+ private:
+  void begin(const Prompt &prompt, int64_t block) {
+    group_ = prompt.asked.group, dim_ = prompt.kv.keys.dim, value_dim_ = prompt.kv.values.dim;
+    first_ = block * prompt.tokens_of_block();
+    tokens_ = std::min(prompt.tokens_of_block(), prompt.asked.tokens - first_);
+    rows_ = tokens_ * group_;
+    groups_ = (rows_ + kTileRows - 1) / kTileRows;
+    padded_ = in_panels(value_dim_);
+    const int64_t room = groups_ * kTileRows;
+    grow(queries_, room * dim_);
+    grow(keys_, kTileKeys * dim_);
+    grow(values_, kTileKeys * padded_);
+    grow(scores_, kStrip * kTileRows * kTileKeys);
+    sums_.assign(static_cast<size_t>(room * padded_), 0.0f);
+    softmax_.assign(static_cast<size_t>(room), {});
+  }
+
+  /// Queries as groups [dim][kTileRows]; rows beyond the last are 0.
+  template <typename Query>
+  void gather(const Prompt &prompt, int64_t place) {
+    const hkv_prompt &asked = prompt.asked;
+    const int64_t batch_row = place / prompt.heads, head = place % prompt.heads * group_;
+    for (int64_t row = 0; row < groups_ * kTileRows; ++row) {
+      float *to = queries_.data() + row / kTileRows * dim_ * kTileRows + row % kTileRows;
+      const Query *from = static_cast<const Query *>(asked.queries) +
+                          batch_row * asked.step[0] + (head + row % group_) * asked.step[1] +
+                          (first_ + row / group_) * asked.step[2];
+      for (int64_t d = 0; d < dim_; ++d)
+        to[d * kTileRows] = row < rows_ ? to_float(from[d]) : 0.0f;
+    }
+  }
+
+  /// Groups [from, to) against the tile of `count` keys that begins with key `at`.
+  void attend_strip(const Prompt &prompt, int64_t from, int64_t to, int64_t at, int64_t count) {
+    Seen seen[kStrip];  // of the tile's keys, by a group
+    int64_t first = count, last = 0;
+    for (int64_t group = from; group < to; ++group) {
+      const int64_t end = std::min(rows_, (group + 1) * kTileRows) - 1;
+      Seen &own = seen[group - from];
+      own.first = std::max<int64_t>(0, token_seen(prompt, group * kTileRows).first - at);
+      own.last = std::min(count, token_seen(prompt, end).last - at);
+      own.first = std::min(own.first, own.last);
+      if (own.first == own.last) continue;
+      first = std::min(first, own.first), last = std::max(last, own.last);
+    }
+    for (int64_t panel = first / kPanel; panel * kPanel < last; ++panel)
+      for (int64_t group = from; group < to; ++group) {
+        const Seen &own = seen[group - from];
+        if (own.last <= panel * kPanel || own.first >= (panel + 1) * kPanel) continue;
+        score_panel(queries_.data() + group * kTileRows * dim_,
+                    keys_.data() + panel * kPanel * dim_, dim_,
+                    scores_of(group - from) + panel * kPanel);
+      }
+    for (int64_t group = from; group < to; ++group)
+      if (seen[group - from].first < seen[group - from].last)
+        weigh(prompt, group, seen[group - from], scores_of(group - from), at);
+    for (int64_t panel = 0; panel * kPanel < value_dim_; ++panel)
+      for (int64_t group = from; group < to; ++group) {
+        const Seen &own = seen[group - from];
+        if (own.first == own.last) continue;
+        add_panel(scores_of(group - from) + own.first,
+                  values_.data() + panel * kTileKeys * kPanel + own.first * kPanel,
+                  own.last - own.first, sums_of(group * kTileRows) + panel * kPanel, padded_);
+      }
+  }
+
+  /// Scores of a group become weights, and its sums smaller where a larger logit has come.
+  void weigh(const Prompt &prompt, int64_t group, const Seen &seen, float *scores, int64_t at) {
+    const int64_t first = seen.first / kPanel * kPanel, last = in_panels(seen.last);
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      const int64_t row = group * kTileRows + i;
+      float *own = scores + i * kTileKeys;
+      Seen mine{0, 0};
+      if (row < rows_) mine = token_seen(prompt, row);
+      const int64_t from = std::max(first, mine.first - at), to = std::min(last, mine.last - at);
+      if (row >= rows_ || from >= to) {
+        std::fill(own + first, own + last, 0.0f);
+        continue;
+      }
+      const float shrink = softmax_[static_cast<size_t>(row)].take(
+          own, first, last, from, to, prompt.scale, prompt.softcap);
+      float *sums = sums_of(row);
+      for (int64_t d = 0; shrink != 1.0f && d < padded_; d += kLanes)
+        store_floats(sums + d, load_floats(sums + d) * shrink);
+    }
+  }
+
+  template <typename Query>
+  void write(const Prompt &prompt, int64_t place) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t head = place * group_ + row % group_;
+      const int64_t to = head * prompt.asked.tokens + first_ + row / group_;
+      Query *out = static_cast<Query *>(prompt.out) + to * value_dim_;
+      const RunningSoftmax &softmax = softmax_[static_cast<size_t>(row)];
+      const bool empty = softmax.total == 0.0f;
+      const float *sums = sums_of(row);
+      for (int64_t d = 0; d < value_dim_; ++d)
+        round_to(empty ? 0.0f : sums[d] / softmax.total, out[d]);
+      prompt.lse[to] = empty ? kNoLogit : softmax.largest + std::log(softmax.total);
+    }
+  }
+
+  Seen token_seen(const Prompt &prompt, int64_t row) const {
+    return prompt.seen(first_ + row / group_);
+  }
+  float *scores_of(int64_t i) { return scores_.data() + i * kTileRows * kTileKeys; }
+  float *sums_of(int64_t row) { return sums_.data() + row * padded_; }
+
+  int64_t group_, dim_, value_dim_, padded_, first_, tokens_, rows_, groups_;
+  std::vector<float> queries_, keys_, values_, scores_, sums_;
+  std::vector<RunningSoftmax> softmax_;
+};
+
+void check(const hkv_prompt &asked, const hkv_kv &kv) {
+  require(asked.group >= 1, "group must be at least 1");
+  require(asked.window >= 0, "window must be at least 0");
+  require(!asked.causal || asked.tokens <= kv.keys.count,
+          "there must be a key for each token at least");
+  require(asked.causal || asked.window == 0, "a window needs causal attention");
+}
+
+}  // namespace
+}  // namespace hkv
+
+extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
+                                 const hkv_prompt *asked, float scale, float softcap, void *out,
+                                 float *lse) {
+  return hkv::guarded([&] {
+    hkv::require(asked != nullptr, "asked must not be NULL");
+    hkv::check_attention(batch, heads, kv, asked->queries, asked->dtype, asked->tokens, softcap,
+                         static_cast<float *>(out), lse);
+    if (batch == 0 || heads == 0 || asked->tokens == 0) return;
+    hkv::check(*asked, *kv);
+    const hkv::Prompt prompt{batch, heads, *kv, *asked, scale, softcap, out, lse};
+    const int64_t blocks = prompt.blocks(), places = int64_t{batch} * heads;
+    // The last blocks have most to see: begun first, they do not keep the others waiting.
+    hkv::parallel_for(pool, blocks * places, [&](int64_t item, int) {
+      thread_local hkv::Block block;
+      hkv::with_dtype(kv->keys.dtype, [&](auto *element) {
+        using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+        hkv::with_dtype(asked->dtype, [&](auto *query) {
+          using Query = std::remove_const_t<std::remove_pointer_t<decltype(query)>>;
+          block.run<Element, Query>(prompt, item % places, blocks - 1 - item / places);
+        });
+      });
+    });
+  });
+}

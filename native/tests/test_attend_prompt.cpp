@@ -1,0 +1,146 @@
+// Attention of prompts, in tiles.
+#include <limits>
+
+#include "arrays.h"
+#include "hybrid_kv_attend.h"
+
+namespace {
+
+struct Case {
+  int32_t dim, value_dim, dtype;
+  int64_t count, tokens, group, window;
+  bool causal;
+  float softcap;
+};
+
+std::vector<float> floats_of(const Rows &rows) {
+  std::vector<float> all;
+  for (int64_t row = 0; row < rows.count(); ++row)
+    for (int32_t d = 0; d < rows.dim(); ++d) all.push_back(rows.at(row, d));
+  return all;
+}
+
+/// Whether the definition, in double precision, gives each query's out and lse.
+void check_case(const Case &c, hkv_pool *pool = nullptr) {
+  const Rows keys(random_floats(c.count * c.dim, 1), c.dim, c.dtype, 3);
+  const Rows values(random_floats(c.count * c.value_dim, 2), c.value_dim, c.dtype, 1);
+  const Rows queries(random_floats(c.group * c.tokens * c.dim, 3), c.dim, HKV_F32, 5);
+  const hkv_kv kv = kv_of(keys, values);
+  const int64_t stride = queries.keys().stride;
+  const hkv_prompt asked{queries.keys().data, {0, c.tokens * stride, stride}, c.tokens, c.group,
+                         c.window, HKV_F32, c.causal};
+  std::vector<float> out(static_cast<size_t>(c.group * c.tokens * c.value_dim), -7.0f);
+  std::vector<float> lse(static_cast<size_t>(c.group * c.tokens), -7.0f);
+  CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap, out.data(), lse.data()));
+  const std::vector<float> all = floats_of(queries);
+  for (int64_t query = 0; query < c.group * c.tokens; ++query) {
+    int64_t first = 0, last = c.count;
+    if (c.causal) last = c.count - c.tokens + query % c.tokens + 1;
+    if (c.window > 0 && last > c.window) first = last - c.window;
+    double total = 0;
+    std::vector<double> sums(static_cast<size_t>(c.value_dim), 0.0);
+    for (int64_t key = first; key < last; ++key) {
+      double logit = keys.dot(key, all.data() + query * c.dim) * 0.5;
+      const double cap = static_cast<double>(c.softcap);
+      if (cap > 0) logit = cap * std::tanh(logit / cap);
+      total += std::exp(logit);
+      for (int32_t d = 0; d < c.value_dim; ++d)
+        sums[static_cast<size_t>(d)] += std::exp(logit) * static_cast<double>(values.at(key, d));
+    }
+    const float *own = out.data() + query * c.value_dim;
+    for (int32_t d = 0; d < c.value_dim; ++d) {
+      const double right = total == 0 ? 0.0 : sums[static_cast<size_t>(d)] / total;
+      CHECK(std::fabs(static_cast<double>(own[d]) - right) < 1e-5);
+    }
+    const float its_lse = lse[static_cast<size_t>(query)];
+    CHECK(total == 0 ? its_lse == -std::numeric_limits<float>::infinity()
+                     : std::fabs(static_cast<double>(its_lse) - std::log(total)) < 1e-5);
+  }
+}
+
+}  // namespace
+
+CLAIM(attention_of_a_prompt_is_that_of_the_definition) {
+  for (const int32_t dim : kDims)
+    for (const int32_t dtype : {HKV_F32, HKV_F16, HKV_BF16})
+      check_case({dim, dim, dtype, 21, 9, 2, 0, true, 0.0f});
+  for (const int64_t tokens : {1, 2, 15, 16, 17, 63, 64, 65, 130})
+    for (const int64_t window : {0, 1, 7, 70}) {
+      check_case({20, 7, HKV_BF16, 130, tokens, 3, window, true, 2.0f});
+      check_case({20, 70, HKV_F32, tokens, tokens, 1, window, true, 0.0f});
+    }
+  for (const int64_t count : {0, 1, 255, 256, 257, 600})
+    check_case({36, 36, HKV_F16, count, 5, 5, 0, false, 0.0f});
+  check_case({8, 8, HKV_F32, 300, 300, 7, 33, true, 0.0f});  // several tiles and blocks
+  check_case({8, 8, HKV_F32, 4, 0, 7, 0, true, 0.0f});
+  check_case({8, 8, HKV_F32, 4, 3, 500, 0, true, 0.0f});  // a token's queries exceed a block
+}
+
+CLAIM(threads_share_a_prompt) {
+  ScopedPool pool(3);
+  check_case({16, 16, HKV_F32, 500, 450, 3, 0, true, 0.0f}, pool.get());
+}
+
+CLAIM(what_is_hidden_is_not_read) {
+  // Keys that are not finite give no score to those who do not see them.
+  std::vector<float> numbers = random_floats(40 * 8, 1);
+  for (int64_t d = 0; d < 8; ++d) numbers[static_cast<size_t>(39 * 8 + d)] = std::nanf("");
+  const Rows keys(numbers, 8), values(random_floats(40 * 8, 2), 8);
+  const hkv_kv kv = kv_of(keys, values);
+  const std::vector<float> queries = random_floats(40 * 8, 3);
+  const hkv_prompt asked{queries.data(), {0, 40 * 8, 8}, 40, 1, 0, HKV_F32, 1};
+  std::vector<float> out(40 * 8), lse(40);
+  CHECK_OK(
+      hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(), lse.data()));
+  for (size_t token = 0; token < 39; ++token) CHECK(std::isfinite(lse[token]));
+  CHECK(std::isnan(lse[39]) && std::isnan(out[39 * 8]));
+}
+
+CLAIM(prompts_that_are_not_finite_do_not_crash) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float strange : {infinity, -infinity, std::nanf(""), 3e38f}) {
+    std::vector<float> numbers = random_floats(70 * 12, 1);
+    numbers[40] = strange;
+    const Rows keys(numbers, 12);
+    const hkv_kv kv = kv_of(keys, keys);
+    const hkv_prompt asked{numbers.data(), {0, 70 * 12, 12}, 70, 1, 0, HKV_F32, 1};
+    std::vector<float> out(70 * 12), lse(70);
+    for (const float softcap : {0.0f, 2.0f})
+      CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(),
+                                 lse.data()));
+  }
+}
+
+CLAIM(attention_of_a_prompt_refuses_what_does_not_fit) {
+  const Rows keys(random_floats(5 * 9, 1), 9);
+  const hkv_kv good = kv_of(keys, keys);
+  const std::vector<float> queries = random_floats(5 * 9, 2);
+  std::vector<float> out(5 * 9), lse(5);
+  const hkv_prompt right{queries.data(), {0, 45, 9}, 5, 1, 0, HKV_F32, 1};
+  const auto call = [&](const hkv_kv *kv, const hkv_prompt *asked, float softcap = 0.0f,
+                        int32_t heads = 1) {
+    return hkv_attend_prompt(nullptr, 1, heads, kv, asked, 1.0f, softcap, out.data(), lse.data());
+  };
+  const auto changed = [&](auto change) {
+    hkv_prompt asked = right;
+    change(asked);
+    return asked;
+  };
+  CHECK_OK(call(&good, &right));
+  CHECK_REFUSED(call(&good, nullptr), "asked must not be NULL");
+  CHECK_REFUSED(call(nullptr, &right), "kv must not be NULL");
+  CHECK_REFUSED(call(&good, &right, -1.0f), "softcap must be at least 0");
+  CHECK_REFUSED(call(&good, &right, 0.0f, -1), "sizes must be at least 0");
+  const hkv_prompt long_one = changed([](hkv_prompt &p) { p.tokens = 6; });
+  CHECK_REFUSED(call(&good, &long_one), "a key for each token");
+  const hkv_prompt no_group = changed([](hkv_prompt &p) { p.group = 0; });
+  CHECK_REFUSED(call(&good, &no_group), "group must be at least 1");
+  const hkv_prompt backwards = changed([](hkv_prompt &p) { p.window = -1; });
+  CHECK_REFUSED(call(&good, &backwards), "window must be at least 0");
+  const hkv_prompt both = changed([](hkv_prompt &p) { p.window = 2, p.causal = 0; });
+  CHECK_REFUSED(call(&good, &both), "a window needs causal attention");
+  const hkv_prompt strange = changed([](hkv_prompt &p) { p.dtype = 7; });
+  CHECK_REFUSED(call(&good, &strange), "dtype");
+  const hkv_prompt empty = changed([](hkv_prompt &p) { p.queries = nullptr; });
+  CHECK_REFUSED(call(&good, &empty), "arrays must not be NULL");
+}
