@@ -57,8 +57,8 @@ def choose_backend(
         pairs: there are queries and keys; torch's kernels take neither without the other.
         few: attend_visible, attend_ragged: few queries; the engine reads each key once for all of
             them. append: one token.
-        suited: attend, attend_causal: the engine has a kernel for such queries, of which torch has
-            no faster one here.
+        suited: attend, attend_causal, attend_with_masses: the engine has a kernel for such queries,
+            and torch no faster one here.
     """
     backends = BY_NAME[op].by
     if requested in ("reference", *FUSED):

@@ -120,6 +120,27 @@ class AttentionOps(ChosenBackend):
         square = attend(q, k[:, :, old:], v[:, :, old:], scale=scale)
         return self.merge([square, past], square.out.dtype)
 
+    def attend_with_masses(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    ) -> tuple[PartialAttention, Tensor]:
+        """`attend_causal`, and the softmax weights [B, Hq, N] float32 that each entry got from all
+        queries.
+        """
+        is_native = native.serves(k, v)
+        suited = is_native and self._is_suited(q, k)
+        name = self._choose(op.ATTEND_WITH_MASSES, q, native=is_native, suited=suited)
+        if name == "native":
+            return self.bound(op.ATTEND_WITH_MASSES, name)(q, k, v, scale=scale, softcap=softcap)
+        from hybrid_kv.masses import causal_masses
+
+        part = self.attend_causal(q, k, v, scale=scale, softcap=softcap)
+        rows = zip(q, k, part.lse, strict=True)
+        known = [
+            causal_masses(own, keys, scale=scale, softcap=softcap, lse=lse)
+            for own, keys, lse in rows
+        ]
+        return part, torch.stack(known)
+
     def attend_retrieved(
         self,
         q: Tensor,

@@ -17,6 +17,7 @@ from hybrid_kv.runtime.layer_prompt import (
     EvidenceCollector,
     LayerPrompt,
     attend_exact,
+    attend_with_masses,
     note_queries,
 )
 from hybrid_kv.runtime.offload import Finder, Leaving, nearest_finder
@@ -102,11 +103,17 @@ class LayerCache:
     ) -> PartialAttention:
         """Everything stored, for many new tokens q [B, Hq, T, D]; watches those of a prompt."""
         means, store, keeper = self.means, self.held, self.steps.keeper
-        part = attend_exact(
-            means.ops, means.executor, store, q, valid, scale=scale, softcap=softcap
-        )
+        masses: list[Tensor] = []
+        if not self.is_sealed and self.prompt.wants_masses:
+            part, masses = attend_with_masses(
+                means.ops, store, q, valid, scale=scale, softcap=softcap
+            )
+        else:
+            part = attend_exact(
+                means.ops, means.executor, store, q, valid, scale=scale, softcap=softcap
+            )
         if not self.is_sealed:
-            self.prompt.observe(store.rows, q, part.lse, valid, scale=scale, softcap=softcap)
+            self.prompt.observe(store.rows, q, masses, valid, scale=scale, softcap=softcap)
             return part
         if valid is None:
             note_queries(store, q)

@@ -58,18 +58,8 @@ class EvidenceCollector:
             self._last = joined[:, -self._needs.last_queries :].clone()
         self._seen += count
 
-    def add_masses(
-        self, q: Tensor, lse: Tensor, keys: Tensor, *, scale: float, softcap: float | None
-    ) -> None:
-        """Adds the weights that queries observed gave to all keys so far.
-
-        Args:
-            q: [Hq, T, D], lse: [Hq, T] of their attention.
-            keys: [Hkv, N, D], those of the T tokens last.
-        """
-        from hybrid_kv.masses import causal_masses
-
-        sums = causal_masses(q, keys, scale=scale, softcap=softcap, lse=lse)
+    def add_masses(self, sums: Tensor) -> None:
+        """Adds the weights [Hq, N] that the queries observed last gave to all N keys so far."""
         if self._sums is not None:
             sums[:, : self._sums.shape[1]] += self._sums
         self._sums = sums
@@ -123,11 +113,16 @@ class LayerPrompt:
         if needs.sampled_queries or needs.last_queries or needs.column_sums:
             self._collectors = [EvidenceCollector(needs) for _ in range(num_rows)]
 
+    @property
+    def wants_masses(self) -> bool:
+        """Whether the weights that a prompt's entries got are asked for."""
+        return any(collector.wants_sums for collector in self._collectors)
+
     def observe(
         self,
         rows: Sequence[Row],
         q: Tensor,
-        lse: Tensor,
+        masses: Sequence[Tensor],
         valid: Tensor | None,
         *,
         scale: float,
@@ -136,17 +131,15 @@ class LayerPrompt:
         """Takes the queries q [B, Hq, T, D] of the next tokens, which are stored.
 
         Args:
-            lse: [B, Hq, T] of their attention. valid: [B, T] bool, False for padding.
+            masses: by row the weights [Hq, N] that its N entries got from them; empty where nobody
+                wants them. valid: [B, T] bool, False for padding.
         """
         self.logits = scale, softcap
         for row, collector in zip(rows, self._collectors, strict=False):
             new = slice(None) if valid is None else valid[row.number]
-            own = q[row.number][:, new]
-            collector.observe(own)
+            collector.observe(q[row.number][:, new])
             if collector.wants_sums:
-                keys, _ = row.table.view()
-                own_lse = lse[row.number][:, new]
-                collector.add_masses(own, own_lse, keys, scale=scale, softcap=softcap)
+                collector.add_masses(masses[row.number])
 
     def evidence(self) -> tuple[Evidence, ...]:
         """Evidence that was collected, one per row; empty if nobody asked for it.
@@ -223,6 +216,36 @@ def attend_exact(
         part = _attend_row(ops, executor, row, q[number][:, new], scale, softcap)
         out[number][:, new], lse[number][:, new] = part.out.to(out.dtype), part.lse
     return PartialAttention(out, lse)
+
+
+def attend_with_masses(
+    ops: Ops,
+    layer: LayerStore,
+    q: Tensor,
+    valid: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[PartialAttention, list[Tensor]]:
+    """As `attend_exact` for a prompt, all of which is resident; and by row the softmax weights
+    [Hq, N] float32 that its N entries got.
+    """
+    if valid is None and layer.resident.in_order:
+        view = layer.resident.view()
+        part, masses = ops.attend_with_masses(q, view.k, view.v, scale=scale, softcap=softcap)
+        return part, list(masses)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    by_row = []
+    for number, row in enumerate(layer.rows):
+        new = slice(None) if valid is None else valid[number]
+        k, v = row.table.view()
+        part, masses = ops.attend_with_masses(
+            q[number : number + 1, :, new], k[None], v[None], scale=scale, softcap=softcap
+        )
+        out[number][:, new], lse[number][:, new] = part.out[0].to(out.dtype), part.lse[0]
+        by_row.append(masses[0])
+    return PartialAttention(out, lse), by_row
 
 
 def _attend_row(

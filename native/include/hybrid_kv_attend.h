@@ -67,10 +67,12 @@ typedef struct hkv_prompt {
  *
  * out: [batch, heads * group, tokens, dim of values] of the queries' dtype;
  * lse: [batch, heads * group, tokens].
+ * masses: [batch, heads * group, count of keys] softmax weights that each row got from all tokens;
+ * NULL where nobody asks. Threads share the KV heads then, not their tokens.
  */
 HKV_API int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                               const hkv_prompt *asked, float scale, float softcap, void *out,
-                              float *lse);
+                              float *lse, float *masses);
 
 /* Rows of all KV heads in one array, which each head has some of. */
 typedef struct hkv_ragged {

@@ -12,6 +12,7 @@ namespace hkv {
 namespace {
 
 constexpr int64_t kBlockRows = 384;  // queries that share a packed tile
+constexpr int64_t kKeptWeights = 2 << 20;  // of a block, where they are summed at its end
 constexpr int64_t kStrip = 8;        // groups of kTileRows that share a panel in the first cache
 
 struct Seen {
@@ -27,9 +28,14 @@ struct Prompt {
   const hkv_prompt &asked;
   float scale, softcap;
   void *out;
-  float *lse;
+  float *lse, *masses;
 
-  int64_t tokens_of_block() const { return std::max<int64_t>(1, kBlockRows / asked.group); }
+  int64_t tokens_of_block() const {
+    int64_t rows = kBlockRows;
+    if (masses != nullptr)
+      rows = std::min(rows, std::max<int64_t>(kStrip * kTileRows, kKeptWeights / std::max<int64_t>(1, kv.keys.count)));
+    return std::max<int64_t>(1, rows / asked.group);
+  }
   int64_t blocks() const {
     return (asked.tokens + tokens_of_block() - 1) / tokens_of_block();
   }
@@ -46,6 +52,7 @@ class Block {
  public:
   template <typename Element, typename Query>
   void run(const Prompt &prompt, int64_t place, int64_t block) {
+    const bool keeps = prompt.masses != nullptr;
     begin(prompt, block);
     const Entries from = entries_of(prompt.kv, place / prompt.heads, place % prompt.heads);
     gather<Query>(prompt, place);
@@ -53,14 +60,17 @@ class Block {
     const auto *values = static_cast<const Element *>(from.values.data);
     const Seen seen{prompt.seen(first_).first, prompt.seen(first_ + tokens_ - 1).last};
     for (int64_t at = seen.first; at < seen.last; at += kTileKeys) {
+      if (keeps) keep_tile(at);
       const int64_t count = std::min(kTileKeys, seen.last - at);
       pack_keys(keys + at * from.keys.stride, from.keys.stride, dim_, count, keys_.data());
       pack_values(values + at * from.values.stride, from.values.stride, value_dim_, count,
                   values_.data());
       for (int64_t group = 0; group < groups_; group += kStrip)
         attend_strip(prompt, group, std::min(groups_, group + kStrip), at, count);
+      if (keeps) note_largest();
     }
     write<Query>(prompt, place);
+    if (keeps) add_masses(prompt, place);
   }
 
  private:
@@ -76,6 +86,7 @@ class Block {
     grow(keys_, kTileKeys * dim_);
     grow(values_, kTileKeys * padded_);
     grow(scores_, kStrip * kTileRows * kTileKeys);
+    kept_.clear();
     sums_.assign(static_cast<size_t>(room * padded_), 0.0f);
     softmax_.assign(static_cast<size_t>(room), {});
   }
@@ -114,16 +125,18 @@ class Block {
         if (own.last <= panel * kPanel || own.first >= (panel + 1) * kPanel) continue;
         score_panel(queries_.data() + group * kTileRows * dim_,
                     keys_.data() + panel * kPanel * dim_, dim_,
-                    scores_of(group - from) + panel * kPanel);
+                    scores_of(group, from) + panel * kPanel);
       }
-    for (int64_t group = from; group < to; ++group)
+    for (int64_t group = from; group < to; ++group) {
+      if (!kept_.empty()) kept_.back().seen[static_cast<size_t>(group)] = seen[group - from];
       if (seen[group - from].first < seen[group - from].last)
-        weigh(prompt, group, seen[group - from], scores_of(group - from), at);
+        weigh(prompt, group, seen[group - from], scores_of(group, from), at);
+    }
     for (int64_t panel = 0; panel * kPanel < value_dim_; ++panel)
       for (int64_t group = from; group < to; ++group) {
         const Seen &own = seen[group - from];
         if (own.first == own.last) continue;
-        add_panel(scores_of(group - from) + own.first,
+        add_panel(scores_of(group, from) + own.first,
                   values_.data() + panel * kTileKeys * kPanel + own.first * kPanel,
                   own.last - own.first, sums_of(group * kTileRows) + panel * kPanel, padded_);
       }
@@ -165,14 +178,59 @@ class Block {
     }
   }
 
+  /// Weights of the tile that begins with key `at` are kept.
+  void keep_tile(int64_t at) {
+    const auto number = static_cast<int64_t>(kept_.size());
+    const auto groups = static_cast<size_t>(groups_);
+    kept_.push_back({at, std::vector<Seen>(groups, Seen{0, 0}), {}});
+    grow(weights_, (number + 1) * groups_ * kTileRows * kTileKeys);
+  }
+
+  /// The tile's weights are those below the logits that were largest by then.
+  void note_largest() {
+    for (int64_t row = 0; row < rows_; ++row)
+      kept_.back().largest.push_back(softmax_[static_cast<size_t>(row)].largest);
+  }
+
+  /// What the block's queries gave to each key, over all of its tiles.
+  void add_masses(const Prompt &prompt, int64_t place) {
+    float *to = prompt.masses + place * group_ * prompt.kv.keys.count;
+    for (int64_t number = 0; number < static_cast<int64_t>(kept_.size()); ++number) {
+      const Kept &kept = kept_[static_cast<size_t>(number)];
+      for (int64_t row = 0; row < rows_; ++row) {
+        const RunningSoftmax &softmax = softmax_[static_cast<size_t>(row)];
+        const Seen seen = kept.seen[static_cast<size_t>(row / kTileRows)];
+        if (seen.first == seen.last || softmax.total == 0.0f) continue;
+        const float largest = kept.largest[static_cast<size_t>(row)];
+        if (largest == kNoLogit) continue;  // the row has seen nothing yet
+        const float share = std::exp(largest - softmax.largest) / softmax.total;
+        const float *from = weights_.data() + (number * groups_ * kTileRows + row) * kTileKeys;
+        float *sums = to + row % group_ * prompt.kv.keys.count + kept.at;
+        for (int64_t key = seen.first; key < seen.last; ++key) sums[key] += share * from[key];
+      }
+    }
+  }
+
+  struct Kept {
+    int64_t at;
+    std::vector<Seen> seen;      // by group of rows
+    std::vector<float> largest;  // by row
+  };
+
   Seen token_seen(const Prompt &prompt, int64_t row) const {
     return prompt.seen(first_ + row / group_);
   }
-  float *scores_of(int64_t i) { return scores_.data() + i * kTileRows * kTileKeys; }
+  /// Where a group's scores become weights, in a strip that begins with group `from`.
+  float *scores_of(int64_t group, int64_t from) {
+    if (kept_.empty()) return scores_.data() + (group - from) * kTileRows * kTileKeys;
+    const auto tile = static_cast<int64_t>(kept_.size()) - 1;
+    return weights_.data() + (tile * groups_ + group) * kTileRows * kTileKeys;
+  }
   float *sums_of(int64_t row) { return sums_.data() + row * padded_; }
 
   int64_t group_, dim_, value_dim_, padded_, first_, tokens_, rows_, groups_;
-  std::vector<float> queries_, keys_, values_, scores_, sums_;
+  std::vector<float> queries_, keys_, values_, scores_, sums_, weights_;
+  std::vector<Kept> kept_;
   std::vector<RunningSoftmax> softmax_;
 };
 
@@ -189,25 +247,35 @@ void check(const hkv_prompt &asked, const hkv_kv &kv) {
 
 extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                                  const hkv_prompt *asked, float scale, float softcap, void *out,
-                                 float *lse) {
+                                 float *lse, float *masses) {
   return hkv::guarded([&] {
     hkv::require(asked != nullptr, "asked must not be NULL");
     hkv::check_attention(batch, heads, kv, asked->queries, asked->dtype, asked->tokens, softcap,
                          static_cast<float *>(out), lse);
-    if (batch == 0 || heads == 0 || asked->tokens == 0) return;
+    if (batch == 0 || heads == 0) return;
     hkv::check(*asked, *kv);
-    const hkv::Prompt prompt{batch, heads, *kv, *asked, scale, softcap, out, lse};
-    const int64_t blocks = prompt.blocks(), places = int64_t{batch} * heads;
-    // The last blocks have most to see: begun first, they do not keep the others waiting.
-    hkv::parallel_for(pool, blocks * places, [&](int64_t item, int) {
+    const int64_t places = int64_t{batch} * heads;
+    if (masses != nullptr) std::fill_n(masses, places * asked->group * kv->keys.count, 0.0f);
+    if (asked->tokens == 0) return;
+    const hkv::Prompt prompt{batch, heads, *kv, *asked, scale, softcap, out, lse, masses};
+    const int64_t blocks = prompt.blocks();
+    const auto run = [&](int64_t place, int64_t number) {
       thread_local hkv::Block block;
       hkv::with_dtype(kv->keys.dtype, [&](auto *element) {
         using Element = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
         hkv::with_dtype(asked->dtype, [&](auto *query) {
           using Query = std::remove_const_t<std::remove_pointer_t<decltype(query)>>;
-          block.run<Element, Query>(prompt, item % places, blocks - 1 - item / places);
+          block.run<Element, Query>(prompt, place, number);
         });
       });
+    };
+    if (masses != nullptr)  // one block after the other adds to those of a KV head
+      return hkv::parallel_for(pool, places, [&](int64_t place, int) {
+        for (int64_t number = 0; number < blocks; ++number) run(place, number);
+      });
+    // The last blocks have most to see: begun first, they do not keep the others waiting.
+    hkv::parallel_for(pool, blocks * places, [&](int64_t item, int) {
+      run(item % places, blocks - 1 - item / places);
     });
   });
 }

@@ -11,6 +11,7 @@ struct Case {
   int64_t count, tokens, group, window;
   bool causal;
   float softcap;
+  bool weighed;
 };
 
 std::vector<float> floats_of(const Rows &rows) {
@@ -31,22 +32,29 @@ void check_case(const Case &c, hkv_pool *pool = nullptr) {
                          c.window, HKV_F32, c.causal};
   std::vector<float> out(static_cast<size_t>(c.group * c.tokens * c.value_dim), -7.0f);
   std::vector<float> lse(static_cast<size_t>(c.group * c.tokens), -7.0f);
-  CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap, out.data(), lse.data()));
+  std::vector<float> masses(static_cast<size_t>(c.group * c.count), -7.0f);
+  std::vector<double> right_masses(masses.size(), 0.0);
+  CHECK_OK(hkv_attend_prompt(pool, 1, 1, &kv, &asked, 0.5f, c.softcap, out.data(), lse.data(),
+                             c.weighed ? masses.data() : nullptr));
   const std::vector<float> all = floats_of(queries);
   for (int64_t query = 0; query < c.group * c.tokens; ++query) {
     int64_t first = 0, last = c.count;
     if (c.causal) last = c.count - c.tokens + query % c.tokens + 1;
     if (c.window > 0 && last > c.window) first = last - c.window;
     double total = 0;
-    std::vector<double> sums(static_cast<size_t>(c.value_dim), 0.0);
+    std::vector<double> weights, sums(static_cast<size_t>(c.value_dim), 0.0);
     for (int64_t key = first; key < last; ++key) {
       double logit = keys.dot(key, all.data() + query * c.dim) * 0.5;
       const double cap = static_cast<double>(c.softcap);
       if (cap > 0) logit = cap * std::tanh(logit / cap);
+      weights.push_back(std::exp(logit));
       total += std::exp(logit);
       for (int32_t d = 0; d < c.value_dim; ++d)
         sums[static_cast<size_t>(d)] += std::exp(logit) * static_cast<double>(values.at(key, d));
     }
+    for (int64_t key = first; key < last; ++key)
+      right_masses[static_cast<size_t>(query / c.tokens * c.count + key)] +=
+          weights[static_cast<size_t>(key - first)] / total;
     const float *own = out.data() + query * c.value_dim;
     for (int32_t d = 0; d < c.value_dim; ++d) {
       const double right = total == 0 ? 0.0 : sums[static_cast<size_t>(d)] / total;
@@ -56,6 +64,8 @@ void check_case(const Case &c, hkv_pool *pool = nullptr) {
     CHECK(total == 0 ? its_lse == -std::numeric_limits<float>::infinity()
                      : std::fabs(static_cast<double>(its_lse) - std::log(total)) < 1e-5);
   }
+  for (size_t i = 0; c.weighed && i < masses.size(); ++i)
+    CHECK(std::fabs(static_cast<double>(masses[i]) - right_masses[i]) < 1e-4);
 }
 
 }  // namespace
@@ -63,22 +73,22 @@ void check_case(const Case &c, hkv_pool *pool = nullptr) {
 CLAIM(attention_of_a_prompt_is_that_of_the_definition) {
   for (const int32_t dim : kDims)
     for (const int32_t dtype : {HKV_F32, HKV_F16, HKV_BF16})
-      check_case({dim, dim, dtype, 21, 9, 2, 0, true, 0.0f});
+      check_case({dim, dim, dtype, 21, 9, 2, 0, true, 0.0f, true});
   for (const int64_t tokens : {1, 2, 15, 16, 17, 63, 64, 65, 130})
     for (const int64_t window : {0, 1, 7, 70}) {
-      check_case({20, 7, HKV_BF16, 130, tokens, 3, window, true, 2.0f});
-      check_case({20, 70, HKV_F32, tokens, tokens, 1, window, true, 0.0f});
+      check_case({20, 7, HKV_BF16, 130, tokens, 3, window, true, 2.0f, window != 1});
+      check_case({20, 70, HKV_F32, tokens, tokens, 1, window, true, 0.0f, window != 7});
     }
   for (const int64_t count : {0, 1, 255, 256, 257, 600})
-    check_case({36, 36, HKV_F16, count, 5, 5, 0, false, 0.0f});
-  check_case({8, 8, HKV_F32, 300, 300, 7, 33, true, 0.0f});  // several tiles and blocks
-  check_case({8, 8, HKV_F32, 4, 0, 7, 0, true, 0.0f});
-  check_case({8, 8, HKV_F32, 4, 3, 500, 0, true, 0.0f});  // a token's queries exceed a block
+    check_case({36, 36, HKV_F16, count, 5, 5, 0, false, 0.0f, true});
+  check_case({8, 8, HKV_F32, 300, 300, 7, 33, true, 0.0f, true});  // several tiles and blocks
+  check_case({8, 8, HKV_F32, 4, 0, 7, 0, true, 0.0f, true});
+  check_case({8, 8, HKV_F32, 4, 3, 500, 0, true, 0.0f, true});  // a token's queries exceed a block
 }
 
 CLAIM(threads_share_a_prompt) {
   ScopedPool pool(3);
-  check_case({16, 16, HKV_F32, 500, 450, 3, 0, true, 0.0f}, pool.get());
+  check_case({16, 16, HKV_F32, 500, 450, 3, 0, true, 0.0f, true}, pool.get());
 }
 
 CLAIM(what_is_hidden_is_not_read) {
@@ -91,7 +101,8 @@ CLAIM(what_is_hidden_is_not_read) {
   const hkv_prompt asked{queries.data(), {0, 40 * 8, 8}, 40, 1, 0, HKV_F32, 1};
   std::vector<float> out(40 * 8), lse(40);
   CHECK_OK(
-      hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(), lse.data()));
+      hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, 1.0f, 0.0f, out.data(), lse.data(),
+ nullptr));
   for (size_t token = 0; token < 39; ++token) CHECK(std::isfinite(lse[token]));
   CHECK(std::isnan(lse[39]) && std::isnan(out[39 * 8]));
 }
@@ -106,8 +117,7 @@ CLAIM(prompts_that_are_not_finite_do_not_crash) {
     const hkv_prompt asked{numbers.data(), {0, 70 * 12, 12}, 70, 1, 0, HKV_F32, 1};
     std::vector<float> out(70 * 12), lse(70);
     for (const float softcap : {0.0f, 2.0f})
-      CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(),
-                                 lse.data()));
+      CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(), lse.data(), nullptr));
   }
 }
 
@@ -119,7 +129,8 @@ CLAIM(attention_of_a_prompt_refuses_what_does_not_fit) {
   const hkv_prompt right{queries.data(), {0, 45, 9}, 5, 1, 0, HKV_F32, 1};
   const auto call = [&](const hkv_kv *kv, const hkv_prompt *asked, float softcap = 0.0f,
                         int32_t heads = 1) {
-    return hkv_attend_prompt(nullptr, 1, heads, kv, asked, 1.0f, softcap, out.data(), lse.data());
+    return hkv_attend_prompt(nullptr, 1, heads, kv, asked, 1.0f, softcap, out.data(), lse.data(),
+                             nullptr);
   };
   const auto changed = [&](auto change) {
     hkv_prompt asked = right;

@@ -38,6 +38,7 @@ __all__ = [
     "attend_retrieved",
     "attend_rows",
     "attend_visible",
+    "attend_with_masses",
     "engine_state",
     "merge",
     "page_scores",
@@ -82,6 +83,21 @@ def attend_causal(
     part = attend_rows(grouped, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
     shape = *q.shape[:3], v.shape[3]
     return PartialAttention(part.out.reshape(shape), part.lse.reshape(q.shape[:3]))
+
+
+def attend_with_masses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> tuple[PartialAttention, Tensor]:
+    """See `AttentionOps.attend_with_masses`; out in the dtype of q."""
+    masses = torch.empty(*q.shape[:2], k.shape[2])
+    part = attend_prompt(q, k, v, scale=scale, softcap=softcap, masses=masses, pool=pool)
+    return part, masses
 
 
 def attend_visible(

@@ -258,6 +258,7 @@ def attend_prompt(
     softcap: float | None = None,
     window: int | None = None,
     causal: bool = True,
+    masses: Tensor | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -269,6 +270,8 @@ def attend_prompt(
         window: a query sees this many newest entries up to its own.
         causal: whether the T tokens are the newest entries, and see none after their own; else
             every query sees every entry.
+        masses: [B, Hq, N] float32 contiguous, which gets the softmax weights that each entry got
+            from all tokens; None where nobody asks.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -278,7 +281,7 @@ def attend_prompt(
         BackendUnavailable: there is no engine.
     """
     engine = find_engine(engine)
-    batch, heads, _, dim = keys.shape
+    batch, heads, count, dim = keys.shape
     fits = queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == (batch, dim)
     if not fits or heads == 0 or queries.shape[1] % heads:
         raise ShapeError(
@@ -292,6 +295,15 @@ def attend_prompt(
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     num_heads, tokens = queries.shape[1:3]
+    if masses is not None and not (
+        masses.shape == (batch, num_heads, count)
+        and masses.dtype == torch.float32
+        and masses.is_contiguous()
+    ):
+        raise ShapeError(
+            f"masses must be [{batch}, {num_heads}, {count}] torch.float32 in one piece, got "
+            f"{list(masses.shape)} {masses.dtype}"
+        )
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // heads, window or 0, DTYPES[queries.dtype], causal),
@@ -301,6 +313,7 @@ def attend_prompt(
     status = engine.hkv_attend_prompt(
         *(None if pool is None else pool.handle, batch, heads, byref(described(keys, values))),
         *(byref(asked), scale, softcap or 0.0, out.data_ptr(), lse.data_ptr()),
+        None if masses is None else masses.data_ptr(),
     )
     if status:
         library.check(engine, status)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops, tile_trial
 from hybrid_kv.ops.native.attend import attend_prompt
 from hybrid_kv.ops.native.workers import Pool
@@ -191,3 +192,55 @@ def test_queries_that_need_gradients_get_them(prompt: tuple[Tensor, Tensor]) -> 
         ops.attend_causal(asked, seen, seen, scale=0.1).out.sum().backward()
         assert asked.grad is not None
         assert asked.grad.abs().sum() > 0
+
+
+# What a prompt's entries got ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(6, 2, 300, 300), (3, 3, 40, 411), (7, 1, 1, 300), (2, 2, 0, 9)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_masses_are_what_every_entry_got(
+    engine: ctypes.CDLL, sizes: tuple[int, int, int, int], softcap: float | None
+) -> None:
+    query_heads, heads, new, stored = sizes
+    q, k = torch.randn(2, query_heads, new, 24), torch.randn(2, heads, stored, 24)
+    masses = torch.full((2, query_heads, stored), torch.nan)
+    part = attend_prompt(q, k, k, scale=0.3, softcap=softcap, masses=masses, engine=engine)
+    plain = attend_prompt(q, k, k, scale=0.3, softcap=softcap, engine=engine)
+    torch.testing.assert_close(part.out, plain.out)
+    torch.testing.assert_close(part.lse, plain.lse)
+    for row in range(2):
+        right = causal_masses(q[row], k[row], scale=0.3, softcap=softcap)
+        torch.testing.assert_close(masses[row], right, rtol=1e-4, atol=1e-5)
+
+
+def test_threads_give_the_same_masses(engine: ctypes.CDLL) -> None:
+    q, k = torch.randn(1, 6, 700, 16), torch.randn(1, 2, 700, 16)
+    found = []
+    for threads in (1, 3):
+        masses = torch.empty(1, 6, 700)
+        with pool_of(engine, threads) as pool:
+            attend_prompt(q, k, k, scale=0.3, masses=masses, pool=pool, engine=engine)
+        found.append(masses)
+    assert torch.equal(*found)
+
+
+def test_masses_without_the_engine_are_the_same() -> None:
+    q, k = torch.randn(2, 6, 70, 24), torch.randn(2, 2, 90, 24)
+    parts = []
+    for backend in ("native", "torch_cpu", "reference"):
+        ops = Ops(backend)
+        parts.append(ops.attend_with_masses(q, k, k, scale=0.3))
+        assert ops.served["attend_with_masses"] == (
+            "native" if backend == "native" else "reference"
+        )
+    for part, masses in parts[1:]:
+        torch.testing.assert_close(part.out, parts[0][0].out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(masses, parts[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_masses_of_another_form_are_refused(engine: ctypes.CDLL) -> None:
+    q = torch.randn(1, 2, 5, 8)
+    for masses in (torch.empty(1, 2, 4), torch.empty(1, 2, 5).double(), torch.empty(1, 5, 2).mT):
+        with pytest.raises(ShapeError, match=r"masses must be \[1, 2, 5\] torch.float32"):
+            attend_prompt(q, q, q, scale=1.0, masses=masses, engine=engine)
