@@ -20,8 +20,11 @@ from hybrid_kv.ops.native import engine_state
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hybrid_kv"
 
-CORE = ("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto")
-FILES, LINES = 79, 19_144
+CORE = (
+    *("hybrid_kv.models.attach", "hybrid_kv.methods.hybrid", "hybrid_kv.index.auto"),
+    *("hybrid_kv.ops.native.prompt", "hybrid_kv.ops.tile_trial"),  # which a prompt loads
+)
+FILES, LINES = 81, 19_415
 """Of the core. Lower these with every file that goes or is loaded on demand."""
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.common.surroundings import surroundings
 from hybrid_kv.ops import torch_cpu
-from hybrid_kv.ops.native.attend import attend_prompt
+from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.report.compact import compact
 from hybrid_kv.report.environment import probe_environment
 from hybrid_kv.testing import softmax_attention

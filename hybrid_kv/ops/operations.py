@@ -77,8 +77,8 @@ def _selected(name: str) -> By:
     return _defined(name, "hybrid_kv.ops.sketch_select")
 
 
-def _native(*needs: Need, name: str = "") -> By:
-    return By("native", native, name, ("here", "cpu", *needs), "pool")
+def _native(*needs: Need, name: str = "", module: ModuleType | str = native) -> By:
+    return By("native", module, name, ("here", "cpu", *needs), "pool")
 
 
 def _triton(module: str, name: str = "", *needs: Need, uses: str | None = None) -> By:
@@ -86,6 +86,7 @@ def _triton(module: str, name: str = "", *needs: Need, uses: str | None = None) 
     return By("triton", module, name, ("here", "compiled", "floats", *needs), uses)
 
 
+_PROMPT = _native("suited", module="hybrid_kv.ops.native.prompt")
 _FUSED = (
     By("torch_cpu", torch_cpu, needs=("cpu", "floats", "plain", "pairs")),
     By("torch_cuda", "hybrid_kv.ops.torch_cuda", needs=("cuda", "floats", "plain", "pairs")),
@@ -98,10 +99,8 @@ _Attention = Operation[PartialAttention]
 
 ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
-ATTEND_CAUSAL = _Attention("attend_causal", _native("suited"), *_FUSED, _defined())
-ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]](
-    "attend_with_masses", _native("suited")
-)
+ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
+ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")

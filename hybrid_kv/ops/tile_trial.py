@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_kv.ops import torch_cpu
-from hybrid_kv.ops.native.attend import attend_prompt
+from hybrid_kv.ops.native.prompt import attend_prompt
 
 _QUERIES, _KEYS = 256, 1024  # one block of either kernel, so that one thread computes it
 _ROUNDS = 2

@@ -54,12 +54,12 @@ HKV_API int hkv_attend_rows(hkv_pool *pool, int32_t batch, int32_t heads, const 
 
 /* Queries of the tokens of a prompt. */
 typedef struct hkv_prompt {
-  const void *queries; /* [batch, heads * group, tokens, dim of keys] of `dtype`, each in one piece */
+  const void *queries; /* [batch, heads * group, tokens, dim of keys], each in one piece */
   int64_t step[3];     /* elements from one batch row, query head and token to the next */
   int64_t tokens;
   int64_t group;  /* query heads of a KV head, which lie next to each other */
   int64_t window; /* newest rows that a query sees; 0 for all */
-  int32_t dtype;
+  int32_t dtype;  /* of the queries */
   int32_t causal; /* whether the tokens are the newest rows, each seen by itself and later ones */
 } hkv_prompt;
 

@@ -32,8 +32,10 @@ struct Prompt {
 
   int64_t tokens_of_block() const {
     int64_t rows = kBlockRows;
-    if (masses != nullptr)
-      rows = std::min(rows, std::max<int64_t>(kStrip * kTileRows, kKeptWeights / std::max<int64_t>(1, kv.keys.count)));
+    if (masses != nullptr) {
+      const int64_t kept = kKeptWeights / std::max<int64_t>(1, kv.keys.count);
+      rows = std::min(rows, std::max<int64_t>(kStrip * kTileRows, kept));
+    }
     return std::max<int64_t>(1, rows / asked.group);
   }
   int64_t blocks() const {

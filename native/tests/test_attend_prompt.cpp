@@ -117,7 +117,8 @@ CLAIM(prompts_that_are_not_finite_do_not_crash) {
     const hkv_prompt asked{numbers.data(), {0, 70 * 12, 12}, 70, 1, 0, HKV_F32, 1};
     std::vector<float> out(70 * 12), lse(70);
     for (const float softcap : {0.0f, 2.0f})
-      CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(), lse.data(), nullptr));
+      CHECK_OK(hkv_attend_prompt(nullptr, 1, 1, &kv, &asked, strange, softcap, out.data(),
+                                 lse.data(), nullptr));
   }
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
 from hybrid_kv.ops import Ops, tile_trial
-from hybrid_kv.ops.native.attend import attend_prompt
+from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.ops.native.workers import Pool
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread

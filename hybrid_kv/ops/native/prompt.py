@@ -1,0 +1,126 @@
+"""The engine's attention of prompts: many queries, in tiles that stay in cache."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int64
+
+import torch
+from torch import Tensor
+
+from hybrid_kv.errors import ConfigError, ShapeError
+from hybrid_kv.ops.native import library
+from hybrid_kv.ops.native.attend import FEW_QUERIES, Visible, attend_rows, described
+from hybrid_kv.ops.native.bindings import PromptStruct
+from hybrid_kv.ops.native.library import find_engine
+from hybrid_kv.ops.native.rows import DTYPES
+from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.types import PartialAttention
+
+
+def attend_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend_causal`. Out of many queries is in their dtype."""
+    batch, num_heads, new, dim = q.shape
+    heads, stored = k.shape[1:3]
+    if not new or window is not None or num_heads * new > FEW_QUERIES * heads:
+        return attend_prompt(q, k, v, scale=scale, softcap=softcap, window=window, pool=pool)
+    grouped = q.reshape(batch, heads, num_heads // heads * new, dim)
+    visible = Visible(torch.arange(stored).expand(batch, -1), [stored - 1] * batch, new)
+    part = attend_rows(grouped, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
+    shape = *q.shape[:3], v.shape[3]
+    return PartialAttention(part.out.reshape(shape), part.lse.reshape(q.shape[:3]))
+
+
+def attend_with_masses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> tuple[PartialAttention, Tensor]:
+    """See `AttentionOps.attend_with_masses`; out in the dtype of q."""
+    masses = torch.empty(*q.shape[:2], k.shape[2])
+    part = attend_prompt(q, k, v, scale=scale, softcap=softcap, masses=masses, pool=pool)
+    return part, masses
+
+
+def attend_prompt(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    masses: Tensor | None = None,
+    pool: Pool | None = None,
+    engine: ctypes.CDLL | None = None,
+) -> PartialAttention:
+    """Exact attention of many queries, in tiles that stay in cache.
+
+    Args:
+        queries: [B, Hq, T, D] of a dtype of DTYPES; query head h reads KV head h // (Hq / Hkv).
+        keys: [B, Hkv, N, D], values: [B, Hkv, N, Dv], of one dtype, rows contiguous.
+        window: a query sees this many newest entries up to its own.
+        causal: whether the T tokens are the newest entries, and see none after their own; else
+            every query sees every entry.
+        masses: [B, Hq, N] float32 contiguous, which gets the softmax weights that each entry got
+            from all tokens; None where nobody asks.
+
+    Returns:
+        out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
+
+    Raises:
+        ShapeError, ConfigError: an argument does not fit.
+        BackendUnavailable: there is no engine.
+    """
+    engine = find_engine(engine)
+    batch, heads, count, dim = keys.shape
+    fits = queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == (batch, dim)
+    if not fits or heads == 0 or queries.shape[1] % heads:
+        raise ShapeError(
+            f"queries must be [{batch}, a multiple of {heads}, T, {dim}] as the keys, got shape "
+            f"{list(queries.shape)}"
+        )
+    if queries.dtype not in DTYPES:
+        raise ConfigError(f"queries must be float32, float16 or bfloat16, got {queries.dtype}")
+    if window is not None and (window < 1 or not causal):
+        raise ConfigError(f"window must be at least 1, and of causal attention, got {window}")
+    if queries.stride(-1) != 1:
+        queries = queries.contiguous()
+    num_heads, tokens = queries.shape[1:3]
+    if masses is not None and not (
+        masses.shape == (batch, num_heads, count)
+        and masses.dtype == torch.float32
+        and masses.is_contiguous()
+    ):
+        raise ShapeError(
+            f"masses must be [{batch}, {num_heads}, {count}] torch.float32 in one piece, got "
+            f"{list(masses.shape)} {masses.dtype}"
+        )
+    asked = PromptStruct(
+        *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
+        *(num_heads // heads, window or 0, DTYPES[queries.dtype], causal),
+    )
+    out = queries.new_empty((batch, num_heads, tokens, values.shape[3]))
+    lse = queries.new_empty((batch, num_heads, tokens), dtype=torch.float32)
+    status = engine.hkv_attend_prompt(
+        *(None if pool is None else pool.handle, batch, heads, byref(described(keys, values))),
+        *(byref(asked), scale, softcap or 0.0, out.data_ptr(), lse.data_ptr()),
+        None if masses is None else masses.data_ptr(),
+    )
+    if status:
+        library.check(engine, status)
+    return PartialAttention(out, lse)
