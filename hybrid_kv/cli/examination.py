@@ -12,7 +12,7 @@ from hybrid_kv.cli.display import human_bytes, human_seconds
 from hybrid_kv.errors import BackendUnavailable, ConfigError
 from hybrid_kv.models.few_tokens import try_products
 from hybrid_kv.models.load import NEEDLE_PATH, resolve_device
-from hybrid_kv.models.widening import MIN_TOKENS, trial
+from hybrid_kv.models.widening import MIN_TOKENS, MOST_TOKENS, trial
 from hybrid_kv.ops.choice import BACKENDS, OPS, choose_backend, why_unavailable
 from hybrid_kv.ops.devices import backends_on
 from hybrid_kv.ops.dispatch import get_ops
@@ -279,13 +279,15 @@ def _weights(facts: ModelFacts, rates: Rates) -> Check:
 
 def _widening() -> Iterator[Check]:
     for dtype in (torch.bfloat16, torch.float16):
-        found, name = trial(dtype), str(dtype).removeprefix("torch.")
-        yield _line(
-            f"{name} prompts",
-            f"{found.own_gflops:.0f} GFLOP/s on the CPU, {found.widened_gflops:.0f} where weights "
-            f"are widened to float32 first: prompts of {MIN_TOKENS} tokens and more "
-            f"{'are computed so, layer by layer' if found.pays else 'use them as they are'}",
-        )
+        name = str(dtype).removeprefix("torch.")
+        for tokens in (MIN_TOKENS, MOST_TOKENS):
+            found = trial(dtype, tokens)
+            yield _line(
+                f"{name} prompts",
+                f"{found.own_gflops:.0f} GFLOP/s on the CPU, {found.widened_gflops:.0f} where "
+                f"weights are widened to float32 first: prompts of {tokens} tokens "
+                f"{'are computed so, layer by layer' if found.pays else 'use them as they are'}",
+            )
 
 
 def _few_tokens(facts: ModelFacts) -> Iterator[Check]:

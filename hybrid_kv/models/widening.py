@@ -1,7 +1,8 @@
 """Prompts on CPUs without 16-bit matrix instructions: a layer works in float32 while one passes.
 
-There torch's 16-bit matrix products are an order of magnitude slower than those in float32, and
-widening a layer's matrices costs less than a product with 64 tokens. A prompt goes through the
+There torch's 16-bit matrix products are up to an order of magnitude slower than those in float32.
+Widening costs as much as a product with tens to a hundred tokens, so whether it pays depends on how
+many come: a trial at a number near theirs decides. A prompt goes through the
 model layer by layer, so one widened layer is held at a time. The weights themselves are never
 touched: for that time a linear layer's `forward` is one that holds a wide copy. Single tokens stay
 as they are, since they wait for memory and not for arithmetic.
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from time import perf_counter
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,49 +27,93 @@ from hybrid_kv.models.weight_tensors import is_plain_linear
 MIN_TOKENS = 64
 """Fewer tokens, over all rows, than these are computed with the weights as they are."""
 
+MOST_TOKENS = 1024
+"""A trial is made with no more: behind them widening is a few percent of a product."""
+
 _NARROW = (torch.bfloat16, torch.float16)
-_CHANNELS, _ROUNDS = 512, 2
-_LEAST_GAIN = 1.5  # far from where noise would decide
+_OUTPUTS, _INPUTS = 256, 512
+"""Of the matrix of a trial. What widening costs beside its product depends on the tokens alone."""
+_ROUNDS = 2
+_LEAST_GAIN = 1.1
+_CLEAR = 3.0
+"""A round in which one way takes so many times as long as the other needs no repetition."""
+
+
+class TrialKey(NamedTuple):
+    """Products of which one trial tells.
+
+    tokens: a power of two from `MIN_TOKENS` to `MOST_TOKENS`. threads: torch's.
+    """
+
+    dtype: torch.dtype
+    tokens: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class WideningTrial:
-    """Rates of this process's CPU for `MIN_TOKENS` tokens in one dtype, in GFLOP/s."""
+    """Rates of this process's CPU for some number of tokens in one dtype, in GFLOP/s."""
 
     own_gflops: float
     widened_gflops: float
 
     @property
     def pays(self) -> bool:
-        """Whether widening, its own cost included, is clearly faster."""
+        """Whether widening, its own cost included, is faster."""
         return self.widened_gflops > _LEAST_GAIN * self.own_gflops
 
 
-@cache
-def trial(dtype: torch.dtype) -> WideningTrial:
-    """The trial of a dtype, measured once per process, in 2 to 20 ms."""
-    return measure(dtype, perf_counter)
+_trials: dict[TrialKey, WideningTrial] = {}
 
 
-def measure(dtype: torch.dtype, clock: Callable[[], float]) -> WideningTrial:
-    """Times a product with the weights as they are, and one that widens them first."""
-    x = torch.ones(MIN_TOKENS, _CHANNELS, dtype=dtype)
-    w = torch.ones(_CHANNELS, _CHANNELS, dtype=dtype)
-    own = _seconds(lambda: linear(x, w), clock)
-    widened = _seconds(lambda: _forward(w.float(), None, x), clock)
-    work = 2e-9 * MIN_TOKENS * _CHANNELS**2
-    return WideningTrial(own_gflops=work / own, widened_gflops=work / widened)
+def trial(dtype: torch.dtype, num_tokens: int) -> WideningTrial:
+    """The trial for a number of tokens, measured once for each `TrialKey` of a process.
+
+    It takes 1 to 20 ms, and up to .2 s where 16-bit products are slowest.
+    """
+    key = TrialKey(dtype, tokens_tried(num_tokens), torch.get_num_threads())
+    found = _trials.get(key)
+    if found is None:
+        found = _trials[key] = measure(dtype, key.tokens, perf_counter)
+    return found
+
+
+def tokens_tried(num_tokens: int) -> int:
+    """Tokens of the trial for `num_tokens`: the power of two that is no larger, within limits.
+
+    No larger, so that widening is never thought cheaper than it is.
+    """
+    return min(MOST_TOKENS, max(MIN_TOKENS, 1 << num_tokens.bit_length() - 1))
+
+
+def measure(dtype: torch.dtype, num_tokens: int, clock: Callable[[], float]) -> WideningTrial:
+    """Times a product with the weights as they are, and one that widens them first, in turn.
+
+    The first round also sets things up; it counts only where it is clear.
+    """
+    x = torch.ones(num_tokens, _INPUTS, dtype=dtype)
+    w = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
+
+    def own() -> Tensor:
+        return linear(x, w)
+
+    def wide() -> Tensor:
+        return _forward(w.float(), None, x)
+
+    small = x[:MIN_TOKENS]
+    linear(small, w), _forward(w.float(), None, small)
+    best = [_seconds(own, clock), _seconds(wide, clock)]
+    if max(best) < _CLEAR * min(best):
+        again = [[_seconds(own, clock), _seconds(wide, clock)] for _ in range(_ROUNDS)]
+        best = [min(times) for times in zip(*again, strict=True)]
+    work = 2e-9 * num_tokens * _OUTPUTS * _INPUTS
+    return WideningTrial(own_gflops=work / best[0], widened_gflops=work / best[1])
 
 
 def _seconds(call: Callable[[], Tensor], clock: Callable[[], float]) -> float:
-    """The least of a few rounds; the first, which sets things up, does not count."""
+    begin = clock()
     call()
-    times = []
-    for _ in range(_ROUNDS):
-        begin = clock()
-        call()
-        times.append(clock() - begin)
-    return max(min(times), 1e-9)
+    return max(clock() - begin, 1e-9)
 
 
 @contextmanager
@@ -92,7 +137,7 @@ def widened_bytes(layer: nn.Module, num_tokens: int) -> int:
 def _chosen(layer: nn.Module, num_tokens: int) -> list[nn.Linear]:
     if num_tokens < MIN_TOKENS:
         return []
-    return [m for m in layer.modules() if _may_widen(m) and trial(m.weight.dtype).pays]
+    return [m for m in layer.modules() if _may_widen(m) and trial(m.weight.dtype, num_tokens).pays]
 
 
 def _may_widen(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hybrid_kv.config import HybridConfig, composed
-from hybrid_kv.models.layer_major import lie_on_host
+from hybrid_kv.models.layer_major import chunk_size, lie_on_host
 from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
@@ -96,8 +96,7 @@ class _Planner:
         return self._dense(tokens, mode, 1.0 if mode == "dense" else 0.5)
 
     def _chunk(self, tokens: int) -> int:
-        setting = self._config.prefill_chunk_tokens
-        return min(4096, max(256, tokens // 8)) if setting == "auto" else setting
+        return chunk_size(self._config.prefill_chunk_tokens, tokens)
 
     def _dense(self, tokens: int, mode: Mode, size: float) -> Option:
         facts, rates = self._facts, self._machine.rates

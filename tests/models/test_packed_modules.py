@@ -157,7 +157,7 @@ def test_few_tokens_leave_packed_layers_to_their_library(
 def test_widening_leaves_packed_layers_as_they_are(
     packed: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widening, "trial", lambda _: WideningTrial(1.0, 10.0))
+    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(1.0, 10.0))
     layer = packed.get_submodule("model.layers.1")
     assert widened_bytes(layer, 1000) == 0
     before = logits(packed)

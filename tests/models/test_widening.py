@@ -23,12 +23,12 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def slow_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU whose 16-bit products are slow."""
-    monkeypatch.setattr(widening, "trial", lambda dtype: WideningTrial(10.0, 56.0))
+    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(10.0, 56.0))
 
 
 @pytest.fixture
 def fast_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "trial", lambda dtype: WideningTrial(500.0, 56.0))
+    monkeypatch.setattr(widening, "trial", lambda *_: WideningTrial(500.0, 56.0))
 
 
 @pytest.fixture
@@ -195,39 +195,88 @@ def test_one_wide_layer_is_counted_before_a_prompt(monkeypatch: pytest.MonkeyPat
 
 
 class Clock:
-    """A clock that goes on by `own` or by `wide` seconds in each product that is timed."""
+    """A clock that goes on by the seconds of one product after the other, as they are timed."""
 
-    def __init__(self, own: float, wide: float) -> None:
-        self._now, self._steps = 0.0, [0.0, own] * 2 + [0.0, wide] * 2
+    def __init__(self, *seconds: float) -> None:
+        self._now, self._left = 0.0, list(seconds)
+        self._timing = False
 
     def __call__(self) -> float:
-        self._now += self._steps.pop(0)
+        if self._timing:
+            self._now += self._left.pop(0)
+        self._timing = not self._timing
         return self._now
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all was timed that was expected."""
+        return not self._left
 
-@pytest.mark.parametrize(("own", "wide", "pays"), [(9e-3, 2e-3, True), (2e-3, 9e-3, False)])
+
 @pytest.mark.parametrize("dtype", NARROW)
-def test_a_trial_compares_both_ways(
+@pytest.mark.parametrize(
+    ("own", "wide", "pays"),
+    [(1.2e-3, 1e-3, True), (1.09e-3, 1e-3, False), (1e-3, 1.2e-3, False)],
+)
+def test_a_trial_compares_both_ways_in_turn(
     dtype: torch.dtype, own: float, wide: float, pays: bool
 ) -> None:
-    found = measure(dtype, Clock(own, wide))
+    # The first round, which sets things up, would say the contrary.
+    clock = Clock(wide, own, own, 2 * wide, 2 * own, wide)
+    found = measure(dtype, 128, clock)
     assert found.pays is pays
     assert found.own_gflops / found.widened_gflops == pytest.approx(wide / own)
+    assert clock.is_done
 
 
-def test_a_small_gain_is_left_to_the_weights_as_they_are() -> None:
-    assert not measure(torch.bfloat16, Clock(1.4e-3, 1e-3)).pays
+@pytest.mark.parametrize(("own", "wide", "pays"), [(9e-2, 2e-2, True), (2e-2, 9e-2, False)])
+def test_what_is_clear_is_not_tried_again(own: float, wide: float, pays: bool) -> None:
+    clock = Clock(own, wide)
+    assert measure(torch.bfloat16, 128, clock).pays is pays
+    assert clock.is_done
 
 
-def test_a_process_tries_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.dtype] = []
+@pytest.mark.parametrize(
+    ("tokens", "tried"),
+    [(64, 64), (127, 64), (128, 128), (1023, 512), (1024, 1024), (99_999, 1024)],
+)
+def test_a_trial_is_made_with_about_the_tokens_that_come(
+    tokens: int, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(widening, "_trials", {})
     monkeypatch.setattr(
-        widening, "measure", lambda dtype, clock: calls.append(dtype) or WideningTrial(1.0, 1.0)
+        widening, "measure", lambda _, n, clock: asked.append(n) or WideningTrial(1.0, 9.0)
     )
-    widening.trial.cache_clear()
-    try:
-        for _ in range(3):
-            widening.trial(torch.bfloat16)
-    finally:
-        widening.trial.cache_clear()
-    assert calls == [torch.bfloat16]
+    layer = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)))
+    with widened(layer, tokens):
+        assert all("forward" in module.__dict__ for module in layer)
+    assert asked == [tried]
+
+
+def test_widening_may_pay_for_long_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widening, "_trials", {})
+    monkeypatch.setattr(
+        widening, "measure", lambda _, n, clock: WideningTrial(80.0, 60.0 if n < 256 else 140.0)
+    )
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    assert [widened_bytes(layer, n) for n in (64, 255, 256, 5000)] == [0, 0, 256, 256]
+
+
+def test_a_process_tries_once_for_a_dtype_a_size_and_a_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[torch.dtype, int]] = []
+    monkeypatch.setattr(widening, "_trials", {})
+    monkeypatch.setattr(
+        widening, "measure", lambda dtype, n, _: calls.append((dtype, n)) or WideningTrial(1.0, 1.0)
+    )
+    threads = [1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    for tokens in (70, 100, 128, 100):
+        widening.trial(torch.bfloat16, tokens)
+    threads[0] = 2
+    widening.trial(torch.bfloat16, 100)
+    widening.trial(torch.float16, 100)
+    bf16, f16 = torch.bfloat16, torch.float16
+    assert calls == [(bf16, 64), (bf16, 128), (bf16, 64), (f16, 64)]

@@ -29,7 +29,7 @@ UNIT = TOKENS * HIDDEN * 2  # one hidden-state tensor in bfloat16
 @pytest.fixture(autouse=True)
 def _as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs where a trial finds that pays, layers are widened, which is counted apart."""
-    monkeypatch.setattr(widening, "trial", lambda _: widening.WideningTrial(1.0, 1.0))
+    monkeypatch.setattr(widening, "trial", lambda *_: widening.WideningTrial(1.0, 1.0))
 
 
 @pytest.fixture(scope="module")
