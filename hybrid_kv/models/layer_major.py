@@ -13,13 +13,15 @@ each layer, little beside attention to so many keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
@@ -38,6 +40,8 @@ StatesPlace: TypeAlias = Literal["auto", "device", "host"]
 _MIXERS = ("self_attn", "linear_attn", "conv")
 """Modules of decoder layers that mix tokens, and go on from what the cache has of earlier chunks.
 Not those of Mamba: Bamba's and Jamba's lose some of their state between two chunks."""
+_FEED_FORWARDS = ("mlp", "feed_forward")
+"""Of the feed-forward of a decoder layer."""
 _SHARE = 2 / 3
 """Of the free device memory, for what has a prompt's full length; the rest is for chunks, for what
 stays of layers that are done, and for what the allocator cannot use."""
@@ -77,6 +81,8 @@ class LayerMajorPrefill:
         self._cache: TieredCache | None = None  # of the prompt that passes
         self._home: torch.device | None = None  # of the weights, while states lie on the host
         self._in_place = True
+        self._asked: int | None = None
+        self._last: LastRows | None = None  # where one stack is all that states pass
         stacks = decoder_stacks(model)
         table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
         if table is None and states == "host":
@@ -87,6 +93,9 @@ class LayerMajorPrefill:
         for owner, layers in stacks:
             for module in (*layers, *_between(owner, layers, table)):
                 self._ways[module] = self._layer_forward
+        if len(stacks) == 1:
+            owner, layers = stacks[0]
+            self._last = LastRows(model, owner, layers, list(_between(owner, layers, table)))
         if table is not None:
             self._ways[table] = self._table_forward
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -94,18 +103,24 @@ class LayerMajorPrefill:
 
     @contextmanager
     def serving(
-        self, cache: TieredCache, shape: tuple[int, int] | None, *, in_place: bool = True
+        self,
+        cache: TieredCache,
+        shape: tuple[int, int] | None,
+        *,
+        in_place: bool = True,
+        asked: int | None = None,
     ) -> Iterator[None]:
         """A block in which a forward with a cache runs; one of few tokens meets nothing of this.
 
         Args:
             shape: [B, T] of the new tokens; None where it is not known.
             in_place: chunks may be written over the hidden states they came from.
+            asked: the last rows of the hidden states that are needed at the end; None for all.
         """
         if shape is not None and not self._changes(*shape):
             yield
             return
-        self._cache, self._home, self._in_place = cache, None, in_place
+        self._cache, self._home, self._in_place, self._asked = cache, None, in_place, asked
         try:
             with self._bringing_home(), replaced(self._wrapped()):
                 yield
@@ -184,10 +199,19 @@ class LayerMajorPrefill:
         self, module: nn.Module, inner: _Forward, hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         size = chunk_size(self._chunk_tokens, hidden.shape[1])
-        with widened(module, hidden.shape[0] * hidden.shape[1]):
+        with (
+            widened(module, hidden.shape[0] * hidden.shape[1]),
+            self._rows_asked(module, hidden.shape[1]),
+        ):
             if hidden.shape[1] <= size:
                 return inner(hidden, *args, **kwargs)
             return self._in_chunks(module, inner, size, hidden, args, kwargs)
+
+    def _rows_asked(self, module: nn.Module, num_tokens: int) -> AbstractContextManager[None]:
+        last = self._last
+        if last is None or module is not last.layer:
+            return nullcontext()
+        return last.only(self._asked, num_tokens)
 
     def _bring_home(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the head: hidden states that lie on the host go to where its weights are."""
@@ -287,6 +311,88 @@ def _slice(value: Any, total: int, start: int, stop: int) -> Any:
     # Mostly axis 1; M-RoPE positions are [3, B, T], factors on queries [1, 1, T, 1].
     axis = next((axis for axis in range(1, value.ndim) if value.shape[axis] == total), None)
     return value if axis is None else value.narrow(axis, start, stop - start)
+
+
+# Rows of the last layer: behind its attention no token is looked at by another one ---------------
+
+
+def rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
+    """Rows of hidden states that a model's forward with some inputs needs at its end, counted from
+    the last; None for all of them. Who records hidden states needs all.
+    """
+    asked = inputs.get("logits_to_keep")
+    takes = "logits_to_keep" in signature(module.forward).parameters
+    if type(asked) is not int or asked < 1 or not takes or inputs.get("labels") is not None:
+        return None
+    return asked
+
+
+class LastRows:
+    """The feed-forward of a model's last decoder layer, while a prompt passes: it takes the rows
+    that are asked for, and gives zeros for others, which reach the last norm and nothing else.
+
+    It is left alone where somebody may see the other rows: with hooks on that layer or on what its
+    output passes, a forward of others on the feed-forward, or one that does not give one tensor.
+
+    Args:
+        owner: whose list `layers` is. between: modules that the output of the last layer passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: nn.Module,
+        layers: nn.ModuleList,
+        between: Sequence[nn.Module],
+    ) -> None:
+        self.layer = layers[-1]
+        found = (getattr(self.layer, name, None) for name in _FEED_FORWARDS)
+        self._part = next((part for part in found if isinstance(part, nn.Module)), None)
+        around = [m for m in model.modules() if m is not model and _holds(m, owner)]
+        self._seeing = [*around, *between]
+        self._asked, self._left = 0, 0
+
+    @contextmanager
+    def only(self, asked: int | None, num_tokens: int) -> Iterator[None]:
+        """A block in which the layer takes a prompt, at once or in chunks.
+
+        Args:
+            asked: the last rows that are needed; None for all.
+        """
+        part = self._part
+        if asked is None or part is None or "forward" in part.__dict__ or self._is_seen():
+            yield
+            return
+        self._asked, self._left = asked, num_tokens
+        with replaced([(part, partial(self._forward, part.forward))]):
+            yield
+
+    def _is_seen(self) -> bool:
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return True
+        seeing = (*self._seeing, *self.layer.modules())
+        return any(
+            m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in seeing
+        )
+
+    def _forward(self, inner: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.ndim != 3:
+            return inner(x, *args, **kwargs)
+        count = x.shape[1]
+        self._left -= count
+        wanted = min(count, max(1, self._asked - self._left))  # one says what comes out
+        if wanted == count:
+            return inner(x)
+        some = inner(x[:, -wanted:])
+        if not isinstance(some, Tensor) or some.shape[:2] != (x.shape[0], wanted):
+            return inner(x)
+        out = some.new_zeros(x.shape[0], count, *some.shape[2:])
+        out[:, -wanted:] = some
+        return out
+
+
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(found is part for found in module.modules())
 
 
 # Where a prompt's hidden states wait between two layers -------------------------------------------

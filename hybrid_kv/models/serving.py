@@ -19,7 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.forwards import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
-from hybrid_kv.models.layer_major import LayerMajorPrefill
+from hybrid_kv.models.layer_major import LayerMajorPrefill, rows_asked
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
@@ -114,7 +114,7 @@ class Serving:
             if cache is self._cache and module not in self._entered:  # a part of the whole
                 with self._inside(module):
                     return call()
-            with self._turned_on(cache, inputs), self._inside(module):
+            with self._turned_on(module, cache, inputs), self._inside(module):
                 plans: Sequence[DevicePlan] = ()
                 if isinstance(cache, TieredCache) and _is_one_token(inputs):
                     plans = _advanced(cache)
@@ -144,7 +144,7 @@ class Serving:
 
     @contextmanager
     def _turned_on(
-        self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
+        self, module: nn.Module, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
     ) -> Iterator[None]:
         """Our attention instead of the model's own."""
         if self._cache is not None:
@@ -163,7 +163,7 @@ class Serving:
             mask = cache.state.shown.here if isinstance(cache, TieredCache) else None
             with (
                 cache.forward(),
-                self._as_prompt(cache, inputs),
+                self._as_prompt(module, cache, inputs),
                 hf_attention.with_mask(mask),
             ):
                 yield
@@ -172,15 +172,17 @@ class Serving:
             self._set_cache(None)
 
     def _as_prompt(
-        self, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
+        self, module: nn.Module, cache: TieredCache | JoinedCache, inputs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         if not isinstance(cache, TieredCache):  # a joined step is no prompt
             return nullcontext()
         source = _source(inputs)
         shape = None if source is None else (source.shape[0], source.shape[1])
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
-        in_place = inputs.get("inputs_embeds") is None and not self._records_hidden(inputs)
-        return self._prefill.serving(cache, shape, in_place=in_place)
+        records = self._records_hidden(inputs)
+        in_place = inputs.get("inputs_embeds") is None and not records
+        asked = None if records else rows_asked(module, inputs)
+        return self._prefill.serving(cache, shape, in_place=in_place, asked=asked)
 
     def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
         self._cache = cache
