@@ -13,15 +13,13 @@ each layer, little beside attention to so many keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
-from inspect import signature
-from typing import Any, Literal, TypeAlias
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from hybrid_kv.errors import ConfigError
@@ -31,8 +29,12 @@ from hybrid_kv.models.widening import MIN_TOKENS, widened, widened_bytes
 from hybrid_kv.store.memory import allocate
 from hybrid_kv.types import bytes_per_token
 
+if TYPE_CHECKING:
+    from hybrid_kv.models.last_rows import LastRows
+
 _MIN_CHUNK, _MAX_CHUNK = 1024, 4096
 _Forward: TypeAlias = Callable[..., Any]
+_Stack: TypeAlias = tuple[nn.Module, nn.Module, nn.ModuleList, list[nn.Module]]
 _Way: TypeAlias = Callable[..., Any]
 """Serves a call of a module: takes it, its own forward, and what that one takes."""
 StatesPlace: TypeAlias = Literal["auto", "device", "host"]
@@ -40,8 +42,6 @@ StatesPlace: TypeAlias = Literal["auto", "device", "host"]
 _MIXERS = ("self_attn", "linear_attn", "conv")
 """Modules of decoder layers that mix tokens, and go on from what the cache has of earlier chunks.
 Not those of Mamba: Bamba's and Jamba's lose some of their state between two chunks."""
-_FEED_FORWARDS = ("mlp", "feed_forward")
-"""Of the feed-forward of a decoder layer."""
 _SHARE = 2 / 3
 """Of the free device memory, for what has a prompt's full length; the rest is for chunks, for what
 stays of layers that are done, and for what the allocator cannot use."""
@@ -82,7 +82,8 @@ class LayerMajorPrefill:
         self._home: torch.device | None = None  # of the weights, while states lie on the host
         self._in_place = True
         self._asked: int | None = None
-        self._last: LastRows | None = None  # where one stack is all that states pass
+        self._last: LastRows | None = None  # made when rows are asked for
+        self._stack: _Stack | None = None  # where one is all that states pass
         stacks = decoder_stacks(model)
         table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
         if table is None and states == "host":
@@ -94,8 +95,7 @@ class LayerMajorPrefill:
             for module in (*layers, *_between(owner, layers, table)):
                 self._ways[module] = self._layer_forward
         if len(stacks) == 1:
-            owner, layers = stacks[0]
-            self._last = LastRows(model, owner, layers, list(_between(owner, layers, table)))
+            self._stack = model, *stacks[0], list(_between(*stacks[0], table))
         if table is not None:
             self._ways[table] = self._table_forward
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -208,10 +208,13 @@ class LayerMajorPrefill:
             return self._in_chunks(module, inner, size, hidden, args, kwargs)
 
     def _rows_asked(self, module: nn.Module, num_tokens: int) -> AbstractContextManager[None]:
-        last = self._last
-        if last is None or module is not last.layer:
+        if self._asked is None or self._stack is None or module is not self._stack[2][-1]:
             return nullcontext()
-        return last.only(self._asked, num_tokens)
+        if self._last is None:
+            from hybrid_kv.models.last_rows import LastRows
+
+            self._last = LastRows(*self._stack)
+        return self._last.only(self._asked, num_tokens)
 
     def _bring_home(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the head: hidden states that lie on the host go to where its weights are."""
@@ -311,88 +314,6 @@ def _slice(value: Any, total: int, start: int, stop: int) -> Any:
     # Mostly axis 1; M-RoPE positions are [3, B, T], factors on queries [1, 1, T, 1].
     axis = next((axis for axis in range(1, value.ndim) if value.shape[axis] == total), None)
     return value if axis is None else value.narrow(axis, start, stop - start)
-
-
-# Rows of the last layer: behind its attention no token is looked at by another one ---------------
-
-
-def rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
-    """Rows of hidden states that a model's forward with some inputs needs at its end, counted from
-    the last; None for all of them. Who records hidden states needs all.
-    """
-    asked = inputs.get("logits_to_keep")
-    takes = "logits_to_keep" in signature(module.forward).parameters
-    if type(asked) is not int or asked < 1 or not takes or inputs.get("labels") is not None:
-        return None
-    return asked
-
-
-class LastRows:
-    """The feed-forward of a model's last decoder layer, while a prompt passes: it takes the rows
-    that are asked for, and gives zeros for others, which reach the last norm and nothing else.
-
-    It is left alone where somebody may see the other rows: with hooks on that layer or on what its
-    output passes, a forward of others on the feed-forward, or one that does not give one tensor.
-
-    Args:
-        owner: whose list `layers` is. between: modules that the output of the last layer passes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        owner: nn.Module,
-        layers: nn.ModuleList,
-        between: Sequence[nn.Module],
-    ) -> None:
-        self.layer = layers[-1]
-        found = (getattr(self.layer, name, None) for name in _FEED_FORWARDS)
-        self._part = next((part for part in found if isinstance(part, nn.Module)), None)
-        around = [m for m in model.modules() if m is not model and _holds(m, owner)]
-        self._seeing = [*around, *between]
-        self._asked, self._left = 0, 0
-
-    @contextmanager
-    def only(self, asked: int | None, num_tokens: int) -> Iterator[None]:
-        """A block in which the layer takes a prompt, at once or in chunks.
-
-        Args:
-            asked: the last rows that are needed; None for all.
-        """
-        part = self._part
-        if asked is None or part is None or "forward" in part.__dict__ or self._is_seen():
-            yield
-            return
-        self._asked, self._left = asked, num_tokens
-        with replaced([(part, partial(self._forward, part.forward))]):
-            yield
-
-    def _is_seen(self) -> bool:
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return True
-        seeing = (*self._seeing, *self.layer.modules())
-        return any(
-            m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in seeing
-        )
-
-    def _forward(self, inner: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or x.ndim != 3:
-            return inner(x, *args, **kwargs)
-        count = x.shape[1]
-        self._left -= count
-        wanted = min(count, max(1, self._asked - self._left))  # one says what comes out
-        if wanted == count:
-            return inner(x)
-        some = inner(x[:, -wanted:])
-        if not isinstance(some, Tensor) or some.shape[:2] != (x.shape[0], wanted):
-            return inner(x)
-        out = some.new_zeros(x.shape[0], count, *some.shape[2:])
-        out[:, -wanted:] = some
-        return out
-
-
-def _holds(module: nn.Module, part: nn.Module) -> bool:
-    return any(found is part for found in module.modules())
 
 
 # Where a prompt's hidden states wait between two layers -------------------------------------------

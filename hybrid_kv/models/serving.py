@@ -19,7 +19,7 @@ from hybrid_kv.models import hf_attention
 from hybrid_kv.models.few_tokens import FewTokens
 from hybrid_kv.models.forwards import CACHE_ARGUMENT, outside_graphs, passed, renamed
 from hybrid_kv.models.hf_cache import ServedCache, TieredCache
-from hybrid_kv.models.layer_major import LayerMajorPrefill, rows_asked
+from hybrid_kv.models.layer_major import LayerMajorPrefill
 from hybrid_kv.models.support import check_context, text_config, text_parts
 from hybrid_kv.plugins import Method
 from hybrid_kv.runtime import check_host_memory
@@ -181,7 +181,11 @@ class Serving:
         # Somebody else may hold on to these tensors; then chunks must not be written over them.
         records = self._records_hidden(inputs)
         in_place = inputs.get("inputs_embeds") is None and not records
-        asked = None if records else rows_asked(module, inputs)
+        asked = None
+        if not records and "logits_to_keep" in inputs:
+            from hybrid_kv.models.last_rows import rows_asked
+
+            asked = rows_asked(module, inputs)
         return self._prefill.serving(cache, shape, in_place=in_place, asked=asked)
 
     def _set_cache(self, cache: TieredCache | JoinedCache | None) -> None:
