@@ -73,6 +73,8 @@ class Block {
     }
     write<Query>(prompt, place);
     if (keeps) add_masses(prompt, place);
+    if (static_cast<int64_t>(weights_.size()) > 2 * kKeptWeights)
+      std::vector<float>().swap(weights_);  // of so long a prompt threads keep none
   }
 
  private:
