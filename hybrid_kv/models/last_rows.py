@@ -28,9 +28,7 @@ def rows_asked(module: nn.Module, inputs: dict[str, Any]) -> int | None:
     """
     asked = inputs.get("logits_to_keep")
     takes = "logits_to_keep" in signature(module.forward).parameters
-    if type(asked) is not int or asked < 1 or not takes or inputs.get("labels") is not None:
-        return None
-    return asked
+    return asked if type(asked) is int and asked >= 1 and takes else None
 
 
 class LastRows:

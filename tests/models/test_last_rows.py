@@ -106,14 +106,13 @@ def test_who_listens_sees_all_rows(hook: Any, rows: list[int]) -> None:
     assert set(rows) == {PROMPT}
 
 
-def test_hidden_states_labels_and_all_logits_need_all_rows(rows: list[int]) -> None:
+def test_hidden_states_and_all_logits_need_all_rows(rows: list[int]) -> None:
     model, prompt = build("llama"), ids()
     states = asked(model, prompt, 100, logits_to_keep=1, output_hidden_states=True).hidden_states
     want = model(prompt, use_cache=False, output_hidden_states=True).hidden_states
     torch.testing.assert_close(states[-1], want[-1], **CLOSE)
     for more in ({}, {"logits_to_keep": 0}, {"logits_to_keep": torch.tensor([3, 5])}):
         asked(model, prompt, 100, **more)
-    asked(model, prompt, 100, logits_to_keep=PROMPT, labels=prompt)
     assert set(rows) == {PROMPT}
 
 
