@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 4096
 _Forward: TypeAlias = Callable[..., Any]
-_Stack: TypeAlias = tuple[nn.Module, nn.Module, nn.ModuleList, list[nn.Module]]
+_Stack: TypeAlias = tuple[nn.Module, nn.ModuleList, list[nn.Module]]
 _Way: TypeAlias = Callable[..., Any]
 """Serves a call of a module: takes it, its own forward, and what that one takes."""
 StatesPlace: TypeAlias = Literal["auto", "device", "host"]
@@ -84,6 +85,7 @@ class LayerMajorPrefill:
         self._asked: int | None = None
         self._last: LastRows | None = None  # made when rows are asked for
         self._stack: _Stack | None = None  # where one is all that states pass
+        self._model = ref(model)  # which may go
         stacks = decoder_stacks(model)
         table = token_table(model, stacks[0][0]) if len(stacks) == 1 else None
         if table is None and states == "host":
@@ -95,7 +97,7 @@ class LayerMajorPrefill:
             for module in (*layers, *_between(owner, layers, table)):
                 self._ways[module] = self._layer_forward
         if len(stacks) == 1:
-            self._stack = model, *stacks[0], list(_between(*stacks[0], table))
+            self._stack = *stacks[0], list(_between(*stacks[0], table))
         if table is not None:
             self._ways[table] = self._table_forward
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -208,12 +210,14 @@ class LayerMajorPrefill:
             return self._in_chunks(module, inner, size, hidden, args, kwargs)
 
     def _rows_asked(self, module: nn.Module, num_tokens: int) -> AbstractContextManager[None]:
-        if self._asked is None or self._stack is None or module is not self._stack[2][-1]:
+        if self._asked is None or self._stack is None or module is not self._stack[1][-1]:
             return nullcontext()
         if self._last is None:
             from hybrid_kv.models.last_rows import LastRows
 
-            self._last = LastRows(*self._stack)
+            model = self._model()
+            assert model is not None  # whose forward this is
+            self._last = LastRows(model, *self._stack)
         return self._last.only(self._asked, num_tokens)
 
     def _bring_home(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
