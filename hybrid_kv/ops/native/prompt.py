@@ -31,7 +31,7 @@ def attend_causal(
     """See `reference.attend_causal`. Out of many queries is in their dtype."""
     batch, num_heads, new, dim = q.shape
     heads, stored = k.shape[1:3]
-    if not new or window is not None or num_heads * new > FEW_QUERIES * heads:
+    if not (new and heads) or window is not None or num_heads * new > FEW_QUERIES * heads:
         return attend_prompt(q, k, v, scale=scale, softcap=softcap, window=window, pool=pool)
     grouped = q.reshape(batch, heads, num_heads // heads * new, dim)
     visible = Visible(torch.arange(stored).expand(batch, -1), [stored - 1] * batch, new)
@@ -89,7 +89,7 @@ def attend_prompt(
     engine = find_engine(engine)
     batch, heads, count, dim = keys.shape
     fits = queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == (batch, dim)
-    if not fits or heads == 0 or queries.shape[1] % heads:
+    if not fits or (queries.shape[1] % heads if heads else queries.shape[1]):
         raise ShapeError(
             f"queries must be [{batch}, a multiple of {heads}, T, {dim}] as the keys, got shape "
             f"{list(queries.shape)}"
@@ -112,7 +112,7 @@ def attend_prompt(
         )
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
-        *(num_heads // heads, window or 0, DTYPES[queries.dtype], causal),
+        *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
     )
     out = queries.new_empty((batch, num_heads, tokens, values.shape[3]))
     lse = queries.new_empty((batch, num_heads, tokens), dtype=torch.float32)

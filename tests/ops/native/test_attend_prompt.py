@@ -116,6 +116,19 @@ def test_what_is_not_a_number_stays_visible(engine: ctypes.CDLL) -> None:
     assert part.out[0, 1, :60].isfinite().all()
 
 
+def test_no_heads_and_no_rows_give_nothing(engine: ctypes.CDLL) -> None:
+    for rows, query_heads, heads in ((1, 0, 0), (0, 4, 2)):
+        q, k = torch.randn(rows, query_heads, 70, 8), torch.randn(rows, heads, 70, 8)
+        masses = torch.empty(rows, query_heads, 70)
+        for sees_later in (False, True):
+            part = attend_prompt(
+                q, k, k, scale=1.0, causal=not sees_later, masses=masses, engine=engine
+            )
+            assert part.out.shape == q.shape
+            assert part.lse.shape == q.shape[:3]
+        assert Ops("native").attend_causal(q, k, k, scale=1.0).out.shape == q.shape
+
+
 def test_what_does_not_fit_is_refused(engine: ctypes.CDLL) -> None:
     q, k = torch.randn(1, 3, 5, 8), torch.randn(1, 2, 5, 8)
     with pytest.raises(ShapeError, match=r"queries must be \[1, a multiple of 2, T, 8\]"):
