@@ -108,9 +108,12 @@ def plain_peak(model: PreTrainedModel, ids: Tensor, chunk: int | None = None) ->
     )
 
 
-def layer_major_peak(model: PreTrainedModel, ids: Tensor, chunk: int) -> int:
+def layer_major_peak(
+    model: PreTrainedModel, ids: Tensor, chunk: int, backend: str = "auto"
+) -> int:
     """Bytes of a layer-major prefill in chunks of tokens."""
-    with hkv.attach(model, hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk)) as runtime:
+    config = hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk, backend=backend)
+    with hkv.attach(model, config) as runtime:
         cache = runtime.cache()
         cache.kv.means.reserve(ids.shape[1])
 

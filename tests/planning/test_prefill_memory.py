@@ -76,9 +76,11 @@ def test_the_planner_bounds_the_measured_peak_closely(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     layers = tuple(LayerShape(idx, q_heads, kv_heads, head_dim) for idx in range(2))
     facts = ModelFacts("llama", 0, 0, layers, 0, hidden, intermediate)
-    measured = layer_major_peak(model, torch.randint(0, 512, (1, tokens)), chunk)
-    predicted = prefill_peak_bytes(facts, tokens, chunk)
+    ids, predicted = torch.randint(0, 512, (1, tokens)), prefill_peak_bytes(facts, tokens, chunk)
+    # Torch's kernels, as on a GPU, leave two parts to be merged; the engine's tiles leave one.
+    measured = layer_major_peak(model, ids, chunk, backend="torch_cpu")
     assert measured <= predicted <= 1.15 * measured
+    assert layer_major_peak(model, ids, chunk) <= measured
 
 
 @pytest.mark.parametrize(
