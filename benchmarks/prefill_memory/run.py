@@ -108,12 +108,9 @@ def plain_peak(model: PreTrainedModel, ids: Tensor, chunk: int | None = None) ->
     )
 
 
-def layer_major_peak(
-    model: PreTrainedModel, ids: Tensor, chunk: int, backend: str = "auto"
-) -> int:
+def layer_major_peak(model: PreTrainedModel, ids: Tensor, chunk: int) -> int:
     """Bytes of a layer-major prefill in chunks of tokens."""
-    config = hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk, backend=backend)
-    with hkv.attach(model, config) as runtime:
+    with hkv.attach(model, hkv.HybridConfig(method="full", prefill_chunk_tokens=chunk)) as runtime:
         cache = runtime.cache()
         cache.kv.means.reserve(ids.shape[1])
 
