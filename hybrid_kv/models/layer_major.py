@@ -33,7 +33,7 @@ from hybrid_kv.types import bytes_per_token
 if TYPE_CHECKING:
     from hybrid_kv.models.last_rows import LastRows
 
-_MIN_CHUNK, _MAX_CHUNK = 1024, 4096
+_MIN_CHUNK, _MAX_CHUNK = 256, 4096
 _Forward: TypeAlias = Callable[..., Any]
 _Stack: TypeAlias = tuple[nn.Module, nn.ModuleList, list[nn.Module]]
 _Way: TypeAlias = Callable[..., Any]
@@ -49,10 +49,7 @@ stays of layers that are done, and for what the allocator cannot use."""
 
 
 def chunk_size(setting: int | Literal["auto"], num_tokens: int) -> int:
-    """Tokens per chunk: the setting, or an eighth of the prompt between 1024 and 4096.
-
-    Fewer would leave float32 products of wide matrices a quarter below their rate.
-    """
+    """Tokens per chunk: the setting, or an eighth of the prompt between 256 and 4096."""
     if setting == "auto":
         return min(_MAX_CHUNK, max(_MIN_CHUNK, num_tokens // 8))
     return setting

@@ -223,7 +223,7 @@ def test_a_layer_is_done_once_for_all_chunks_and_left_out_without_work(
 
 @pytest.mark.parametrize(
     ("setting", "tokens", "size"),
-    [(7, 999, 7), ("auto", 100, 1024), ("auto", 16384, 2048), ("auto", 10**6, 4096)],
+    [(7, 999, 7), ("auto", 100, 256), ("auto", 4096, 512), ("auto", 10**6, 4096)],
 )
 def test_automatic_chunks_are_an_eighth_within_limits(setting: Any, tokens: int, size: int) -> None:
     assert chunk_size(setting, tokens) == size
