@@ -46,7 +46,7 @@ class PagesIndex(KeyIndex):
         page_size: config.Count = 16
 
     _rows = 2
-    """What a digest is as large as, in keys."""
+    """A digest is as large as so many keys."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

@@ -41,7 +41,8 @@ class Moment(NamedTuple):
 
 
 class Following(Evicting):
-    """Whatever leaves the window competes with what is kept, by scores that every step moves on.
+    """Method that keeps the best of what is kept and what leaves the window, by scores that every
+    step moves on.
 
     The score of an entry lies in the column `score` of what is kept, and the scores of the window
     in the state: so forks, beams, branches and checkpoints carry both.

@@ -66,7 +66,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def mib(size: int) -> str:
-    """So many bytes in words."""
+    """A number of bytes in words, in MiB."""
     return f"{size / 2**20:,.0f} MiB"
 
 

@@ -142,7 +142,7 @@ PREFILL = _own("prefill", "seconds", "prefill_s")
 FILL = _own("fill", "seconds", "fill_s")
 INDEX_BUILD = _own("index build", "seconds", "index_build_s")
 START = (TTFT, PREFILL, INDEX_BUILD, FILL)
-"""What happens before the first token."""
+"""Quantities of what happens before the first token."""
 
 RESIDENT_KV = _own("resident KV", "bytes", "resident_kv_bytes")
 DEVICE_PEAK = _part("device peak", "bytes", "memory_bytes", "device_peak")

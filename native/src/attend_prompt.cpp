@@ -11,9 +11,9 @@
 namespace hkv {
 namespace {
 
-constexpr int64_t kBlockRows = 384;  // queries that share a packed tile
+constexpr int64_t kBlockRows = 384;        // queries that share a packed tile
 constexpr int64_t kKeptWeights = 2 << 20;  // of a block, where they are summed at its end
-constexpr int64_t kStrip = 8;        // groups of kTileRows that share a panel in the first cache
+constexpr int64_t kStrip = 8;              // groups of kTileRows that share a panel in the first cache
 
 struct Seen {
   int64_t first, last;  // keys [first, last)
@@ -205,8 +205,8 @@ class Block {
         const RunningSoftmax &softmax = softmax_[static_cast<size_t>(row)];
         const Seen seen = kept.seen[static_cast<size_t>(row / kTileRows)];
         if (seen.first == seen.last || softmax.total == 0.0f) continue;
+        // 0 where the row had seen nothing by then; what is not a number stays so.
         const float largest = kept.largest[static_cast<size_t>(row)];
-        if (largest == kNoLogit) continue;  // the row has seen nothing yet
         const float share = std::exp(largest - softmax.largest) / softmax.total;
         const float *from = weights_.data() + (number * groups_ * kTileRows + row) * kTileKeys;
         float *sums = to + row % group_ * prompt.kv.keys.count + kept.at;

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int64
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.ops.native import library
-from hybrid_kv.ops.native.attend import FEW_QUERIES, Visible, attend_rows, described
+from hybrid_kv.ops.native.attend import (
+    FEW_QUERIES,
+    Visible,
+    attend_rows,
+    described,
+    merge,
+)
 from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import DTYPES
@@ -33,9 +40,13 @@ def attend_causal(
     heads, stored = k.shape[1:3]
     if not (new and heads) or window is not None or num_heads * new > FEW_QUERIES * heads:
         return attend_prompt(q, k, v, scale=scale, softcap=softcap, window=window, pool=pool)
-    grouped = q.reshape(batch, heads, num_heads // heads * new, dim)
-    visible = Visible(torch.arange(stored).expand(batch, -1), [stored - 1] * batch, new)
-    part = attend_rows(grouped, k, v, scale=scale, softcap=softcap, visible=visible, pool=pool)
+    grouped, old = q.reshape(batch, heads, num_heads // heads * new, dim), stored - new
+    attend = partial(attend_rows, grouped, scale=scale, softcap=softcap, pool=pool)
+    visible = Visible(torch.arange(new).expand(batch, -1), [new - 1] * batch, new)
+    part = attend(k[:, :, old:], v[:, :, old:], visible=visible)
+    if old:  # what is older hides from none: to ask each entry would take a third longer
+        past = attend(k[:, :, :old], v[:, :, :old])
+        part = merge([part, past], torch.float32, pool=pool)
     shape = *q.shape[:3], v.shape[3]
     return PartialAttention(part.out.reshape(shape), part.lse.reshape(q.shape[:3]))
 

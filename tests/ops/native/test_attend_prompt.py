@@ -109,7 +109,13 @@ def test_large_and_negative_scores(engine: ctypes.CDLL) -> None:
 def test_what_is_not_a_number_stays_visible(engine: ctypes.CDLL) -> None:
     q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
     k[0, 1, 60] = torch.nan
-    part = attend_prompt(q, k, v, scale=0.3, engine=engine)
+    masses = torch.empty(1, 2, 100)
+    part = attend_prompt(q, k, v, scale=0.3, masses=masses, engine=engine)
+    assert masses[0, 1].isnan().any()
+    assert masses[0, 0].isfinite().all()
+    q[0, 0, 5] = torch.nan  # no score of this row is a number
+    attend_prompt(q, k, v, scale=0.3, masses=masses, engine=engine)
+    assert masses[0, 0].isnan().any()
     assert part.out[0, 1, 60:].isnan().all()
     assert part.lse[0, 1, 60:].isnan().all()
     assert part.out[0, 0].isfinite().all()
