@@ -25,6 +25,7 @@ from hybrid_kv.config import HybridConfig
 from hybrid_kv.counts import parse_count
 from hybrid_kv.planning import CARDS, Machine, Plan, Rates, make_plan, rates_of_card
 from hybrid_kv.planning.designs import DESKTOP_GBPS, Designs, Host
+from hybrid_kv.planning.first_token import prompt_rates_of_card
 from hybrid_kv.planning.model_facts import model_facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
@@ -59,6 +60,7 @@ class Row(NamedTuple):
     as_built_ms: float
     one_graph_ms: float
     dense_tokens: int
+    first_token_s: float | None
 
 
 def planned(case: Case) -> Row:
@@ -66,7 +68,8 @@ def planned(case: Case) -> Row:
     card, host = CARDS[CARD], Host(CORES, *DESKTOP_GBPS)
     rates = rates_of_card(card, Rates(host.dram, host.dram, host.gather))
     facts = model_facts(f"random:{case.shape}", weights=WEIGHTS, device=CARD)
-    machine = Machine(CARD, card.memory_bytes, HOST_BYTES, rates, assumed=True)
+    speeds = prompt_rates_of_card(card, facts)
+    machine = Machine(CARD, card.memory_bytes, HOST_BYTES, rates, assumed=True, prompt=speeds)
     tokens = parse_count(case.context)
     plan: Plan = make_plan(facts, machine, tokens, HybridConfig(**case.settings))
     dense, hybrid = plan.options[0], plan.options[-1]
@@ -82,6 +85,7 @@ def planned(case: Case) -> Row:
         by_design["as built"],
         by_design["one graph"],
         dense.max_context_tokens,
+        hybrid.ttft_s,
     )
 
 
@@ -92,9 +96,10 @@ def table(rows: list[Row]) -> str:
 
 def _lines(rows: list[Row]) -> Iterator[str]:
     free = CARDS[CARD].memory_bytes / _GIB
-    head = "model, context", f"device, of {free:.1f} GiB", "host", "ms, as built", "ms, one graph"
+    device = f"device, of {free:.1f} GiB"
+    head = "model, context", device, "host", "ms, as built", "ms, one graph", "prompt"
     yield f"| {' | '.join(head)} | dense ends at |"
-    yield "|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|"
     for row in rows:
         device = f"{row.device_bytes / _GIB:.1f} ({row.weight_bytes / _GIB:.1f} weights"
         device += ")" if row.code_bytes is None else f", codes of {row.code_bytes} B a key)"
@@ -102,7 +107,9 @@ def _lines(rows: list[Row]) -> Iterator[str]:
         yield (
             f"| `{row.case.shape}`, {row.case.context.upper()}{given} | "
             f"{device if row.fits else 'does not fit'} | {row.host_bytes / _GIB:.1f} GiB | "
-            f"{row.as_built_ms:.0f} | {row.one_graph_ms:.0f} | {row.dense_tokens // 1024}K |"
+            f"{row.as_built_ms:.0f} | {row.one_graph_ms:.0f} | "
+            f"{'-' if row.first_token_s is None else f'{row.first_token_s:.0f} s'} | "
+            f"{row.dense_tokens // 1024}K |"
         )
 
 

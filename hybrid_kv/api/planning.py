@@ -12,8 +12,9 @@ from hybrid_kv.errors import ConfigError, unknown_name
 from hybrid_kv.keywords import known_keywords_only
 from hybrid_kv.models.load import resolve_device
 from hybrid_kv.ops.host_memory import free_memory
+from hybrid_kv.planning.first_token import measure_prompt_rates, prompt_rates_of_card
 from hybrid_kv.planning.model_facts import model_facts
-from hybrid_kv.planning.plan import Machine, Plan
+from hybrid_kv.planning.plan import Machine, ModelFacts, Plan
 from hybrid_kv.planning.planner import make_plan
 from hybrid_kv.planning.rates import CARDS, Rates, measure_rates, rates_of_card
 
@@ -47,7 +48,8 @@ def plan(
         weights: a kind in which weights would be stored, such as int4 or q4_k_m (a name of
             `WEIGHT_KINDS`); as they are for None.
         dequantize: as for `load`: a GGUF file's weights take what they do unpacked.
-        rates: bandwidths instead of those measured here, which takes about a second.
+        rates: bandwidths instead of those measured here, which takes about a second; the time to
+            the first token is predicted for a card alone then.
 
     Raises:
         ConfigError: an argument is unknown, of a wrong type or out of range, there is no such
@@ -84,7 +86,7 @@ def plan(
             "for fewer or for a model with a longer context"
         )
     host = free_memory().num_bytes if host_bytes is None else host_bytes
-    machine = _machine(target, card, device_bytes, host, rates)
+    machine = _machine(target, card, device_bytes, host, rates, facts)
     return make_plan(facts, machine, context_tokens, wanted)
 
 
@@ -94,19 +96,22 @@ def _machine(
     device_bytes: int | None,
     host_bytes: int,
     rates: Rates | None,
+    facts: ModelFacts,
 ) -> Machine:
     if card is not None:
         known = CARDS[card]
         here = rates or rates_of_card(known, measure_rates(torch.device("cpu")))
         size = device_bytes or known.memory_bytes
-        return Machine(card, size, host_bytes, here, assumed=rates is None)
+        speeds = prompt_rates_of_card(known, facts)
+        return Machine(card, size, host_bytes, here, assumed=rates is None, prompt=speeds)
     here = rates or measure_rates(device)
+    speeds = measure_prompt_rates(facts, device) if rates is None else None
     if device.type == "cuda":
         size = device_bytes or torch.cuda.get_device_properties(device).total_memory
-        return Machine(torch.cuda.get_device_name(device), size, host_bytes, here)
+        return Machine(torch.cuda.get_device_name(device), size, host_bytes, here, prompt=speeds)
     if device_bytes is not None:
         raise ConfigError(
             f"device_bytes is the memory of a GPU, got {device_bytes} for a model on the CPU; name "
             f"the GPU to plan for as card, one of {', '.join(CARDS)}"
         )
-    return Machine("cpu", None, host_bytes, here)
+    return Machine("cpu", None, host_bytes, here, prompt=speeds)

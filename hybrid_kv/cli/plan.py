@@ -1,4 +1,4 @@
-"""`hybrid-kv plan`: where every byte goes and what a token costs, before anything is loaded."""
+"""`hybrid-kv plan`: where every byte goes, what the prompt and a token cost, before loading."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybrid_kv.cli.display import Column
     from hybrid_kv.planning.designs import DesignStep
     from hybrid_kv.planning.plan import Option, Plan
+    from hybrid_kv.report.profile import ProfileRow
     from hybrid_kv.report.schema import PlanReport
 
 _MACHINE = "Machine"
@@ -80,7 +81,7 @@ def plan(
     options: ModelOptions,
     output: OutputOptions,
 ) -> None:
-    """Say whether a context fits, where its bytes go, and what a token will take."""
+    """Say whether a context fits, where its bytes go, and what its prompt and a token will take."""
     from hybrid_kv.api.planning import plan as make_plan
     from hybrid_kv.cli.files import check_target, write_report
     from hybrid_kv.cli.model_run import silence_transformers
@@ -133,8 +134,8 @@ def _designs(made: Plan, card: str | None, cores: int) -> tuple[DesignStep, ...]
     return Designs(*where, code_bytes=codes).all()
 
 
-def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
-    """Milliseconds per token by mode, of the rows of a profile that are what was planned.
+def _measured(file: Path, made: Plan, method: str) -> dict[str, ProfileRow]:
+    """Rows of a profile that are what was planned, by mode.
 
     Raises:
         ConfigError: the file is no profile, or none of this model and context.
@@ -157,7 +158,7 @@ def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
         )
     modes = {"full": "dense", method: "hybrid"}
     found = {
-        modes[row.method]: row.tpot_ms
+        modes[row.method]: row
         for row in run.rows
         if row.method in modes and row.context_tokens == made.context_tokens and row.tpot_ms
     }
@@ -173,7 +174,7 @@ def _measured(file: Path, made: Plan, method: str) -> dict[str, float]:
 def _report(
     made: Plan,
     config: dict[str, Any],
-    measured: dict[str, float],
+    measured: dict[str, ProfileRow],
     designs: tuple[DesignStep, ...],
 ) -> PlanReport:
     from hybrid_kv.report import probe_environment
@@ -209,7 +210,10 @@ def _report(
                 host_bytes=dict(option.host_bytes),
                 ms_per_token=dict(option.ms),
                 tpot_ms=option.tpot_ms,
-                measured_tpot_ms=measured.get(option.mode),
+                first_token_s=dict(option.first_token),
+                ttft_s=option.ttft_s,
+                measured_tpot_ms=getattr(measured.get(option.mode), "tpot_ms", None),
+                measured_ttft_s=getattr(measured.get(option.mode), "ttft_s", None),
                 settings=dict(option.settings),
                 max_context_tokens=option.max_context_tokens,
                 select=option.select,
@@ -240,7 +244,7 @@ def _report(
     )
 
 
-def _print(made: Plan, measured: dict[str, float]) -> None:
+def _print(made: Plan, measured: dict[str, ProfileRow]) -> None:
     from rich.text import Text
 
     from hybrid_kv.cli.display import Column, console, human_bytes, print_columns
@@ -263,6 +267,10 @@ def _print(made: Plan, measured: dict[str, float]) -> None:
         Column(
             "ms per token",
             [_parts(option.ms, lambda ms: f"{ms:.1f}", "not modelled") for option in made.options],
+        ),
+        Column(
+            "s to the first token",
+            [_parts(option.first_token, _short, "not modelled") for option in made.options],
         ),
         *([_measured_column(made, measured)] if measured else []),
         Column("longest", [f"{o.max_context_tokens // 1024:,}k" for o in made.options]),
@@ -325,13 +333,25 @@ def _verdict(option: Option) -> Text:
     return Text.assemble((option.mode, "bold"), "\n", fits)
 
 
-def _measured_column(made: Plan, measured: dict[str, float]) -> Column:
+def _measured_column(made: Plan, measured: dict[str, ProfileRow]) -> Column:
     from rich.text import Text
 
     from hybrid_kv.cli.display import Column
 
-    times = [measured.get(option.mode) for option in made.options]
-    return Column("measured", [Text("-" if ms is None else f"{ms:.1f}", "bold") for ms in times])
+    rows = [measured.get(option.mode) for option in made.options]
+    return Column("measured", [Text(_times(row), "bold") for row in rows])
+
+
+def _times(row: ProfileRow | None) -> str:
+    if row is None:
+        return "-"
+    first = "" if row.ttft_s is None else f"\n{_short(row.ttft_s)} s to the first"
+    return f"{row.tpot_ms:.1f} ms{first}"
+
+
+def _short(value: float) -> str:
+    """Three digits, no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rates(made: Plan) -> str:

@@ -79,7 +79,19 @@ def model_facts(
         untiered_kv_bytes=others.untiered_kv_bytes,
         fixed_bytes=others.fixed_bytes,
         linear_width=others.linear_width,
+        products=_products(model),
     )
+
+
+def _products(model: PreTrainedModel) -> int:
+    """Multiplications of a token with matrices of weights, the output projection left out."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    matrices = [
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if weight.ndim > 1 and weight is not head
+    ]
+    return round(sum(read_share(model, name) * weight.numel() for name, weight in matrices))
 
 
 def _widest(model: PreTrainedModel, text: PreTrainedConfig) -> int:

@@ -23,6 +23,7 @@ class ModelFacts:
     cache layer with a state; fixed_bytes: states of one size at any context, as linear attention
     keeps.
     linear_width: numbers of a token in all heads of its keys, values and block, 0 for none.
+    products: multiplications of a token with weights, the output over the vocabulary left out.
     dtype_bytes: of activations, keys and values. max_context_tokens: what the model was made for,
     None where it says nothing.
     """
@@ -41,6 +42,7 @@ class ModelFacts:
     untiered_kv_bytes: int = 0
     fixed_bytes: int = 0
     linear_width: int = 0
+    products: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -72,11 +74,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRates:
+    """Arithmetic of a prompt in 1e9 operations per second, a multiplication and a sum being two."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Hardware to run on.
 
     device: what to call it. device_bytes: its memory, None where the model runs on the CPU.
     host_bytes: memory that the process may use. assumed: the rates are a card's specification.
+    prompt: None where the time of a prompt is not to be predicted.
     """
 
     device: str
@@ -84,6 +95,7 @@ class Machine:
     host_bytes: int
     rates: Rates
     assumed: bool = False
+    prompt: PromptRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,8 @@ class Option:
 
     device_bytes, host_bytes: by purpose, at the moment when most is needed.
     ms: predicted milliseconds per token by tier, {} where the method's search is not modelled.
+    first_token: predicted seconds of the prompt by part, {} where the machine's arithmetic is not
+        known.
     settings: what to hand to HybridConfig beside the given configuration.
     select: who finds cold entries, and why; "" where nobody does. code_bytes: of a key at 128
         channels where a device finds them.
@@ -109,10 +123,15 @@ class Option:
     code_bytes: int | None = None
     max_context_tokens: int = 0
     cold_tokens: int = 0
+    first_token: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tpot_ms(self) -> float | None:
         return sum(self.ms.values()) if self.ms else None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return sum(self.first_token.values()) if self.first_token else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from hybrid_kv.config import HybridConfig, composed
 from hybrid_kv.models.layer_major import chunk_size, lie_on_host
 from hybrid_kv.ops.nearest import SCRATCH_BYTES, result_bytes
 from hybrid_kv.planning.device_select import DeviceSelect, plan_select, select_ms
+from hybrid_kv.planning.first_token import first_token_seconds
 from hybrid_kv.planning.plan import Machine, Mode, ModelFacts, Option, Plan
 from hybrid_kv.planning.traffic import PrefillBytes, prefill_peak_bytes
 from hybrid_kv.store.pinned_allocator import pinned_room
@@ -72,11 +73,19 @@ class _Planner:
         self._method = config.build()
 
     def options(self, tokens: int) -> tuple[Option, ...]:
-        return (
+        options = (
             self._longest(tokens, self._dense(tokens, "dense", 1.0)),
             self._longest(tokens, self._dense(tokens, "dense_8bit", 0.5)),
             self._longest(tokens, self._hybrid(tokens)),
         )
+        return tuple(self._with_prompt(tokens, option) for option in options)
+
+    def _with_prompt(self, tokens: int, option: Option) -> Option:
+        machine = self._machine
+        seconds = first_token_seconds(
+            *(self._facts, tokens, machine.prompt, machine.rates), cold_tokens=option.cold_tokens
+        )
+        return replace(option, first_token=seconds)
 
     def _longest(self, tokens: int, option: Option) -> Option:
         """The option with the longest context for which it fits, to the nearest 1024 tokens."""

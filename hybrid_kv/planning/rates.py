@@ -43,21 +43,23 @@ class Rates:
 @dataclass(frozen=True, slots=True)
 class Card:
     """A GPU: memory as CUDA reports it, which is less than the maker's figure; bandwidths as its
-    maker describes them, in 1e9 bytes per second.
+    maker describes them, in 1e9 bytes per second; tflops: of dense 16-bit products with sums in 32
+    bits, in 1e12 operations per second.
     """
 
     memory_bytes: int
     device: float
     pcie: float
+    tflops: float
 
 
 CARDS = {
-    "rtx-3090": Card(int(23.6 * 2**30), 936, 32),
-    "rtx-4090": Card(int(23.6 * 2**30), 1008, 32),
-    "rtx-5090": Card(int(31.3 * 2**30), 1792, 64),
-    "a100-80gb": Card(int(79.1 * 2**30), 2039, 32),
-    "h100-80gb": Card(int(79.1 * 2**30), 3350, 64),
-    "h200": Card(int(139.7 * 2**30), 4800, 64),
+    "rtx-3090": Card(int(23.6 * 2**30), 936, 32, 71),
+    "rtx-4090": Card(int(23.6 * 2**30), 1008, 32, 165),
+    "rtx-5090": Card(int(31.3 * 2**30), 1792, 64, 209),
+    "a100-80gb": Card(int(79.1 * 2**30), 2039, 32, 312),
+    "h100-80gb": Card(int(79.1 * 2**30), 3350, 64, 989),
+    "h200": Card(int(139.7 * 2**30), 4800, 64, 989),
 }
 """Public specifications; PCIe per direction."""
 
@@ -108,6 +110,11 @@ def _gather_gbps() -> float:
 def _median_gbps(
     work: Callable[[], object], size: int, device: torch.device | None = None
 ) -> float:
+    return size / median_seconds(work, device) / 1e9
+
+
+def median_seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
+    """Seconds of a call, the median of five rounds behind one that does not count."""
     work()
     seconds = []
     for _ in range(_ROUNDS):
@@ -116,11 +123,11 @@ def _median_gbps(
         work()
         _wait(device)
         seconds.append(perf_counter() - begin)
-    return size / median(seconds) / 1e9
+    return median(seconds)
 
 
 def _wait(device: torch.device | None) -> None:
-    if device is not None:
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
 

@@ -207,8 +207,9 @@ class DoctorReport(_Envelope):
 class PlannedOption(Group):
     """One way of running a context: bytes by purpose, predicted milliseconds by tier.
 
-    measured_tpot_ms: of a profile that was set beside the plan. select: who finds cold entries, the
-    host or the device, and why.
+    first_token_s: predicted seconds of the prompt by part, empty where the machine's arithmetic is
+    not known; ttft_s: their sum. measured_tpot_ms, measured_ttft_s: of a profile that was set
+    beside the plan. select: who finds cold entries, the host or the device, and why.
     """
 
     mode: Literal["dense", "dense_8bit", "hybrid"]
@@ -218,7 +219,10 @@ class PlannedOption(Group):
     host_bytes: dict[str, int]
     ms_per_token: dict[str, float]
     tpot_ms: float | None
+    first_token_s: dict[str, float] = Field(default_factory=dict)
+    ttft_s: float | None = None
     measured_tpot_ms: float | None = None
+    measured_ttft_s: float | None = None
     settings: dict[str, int | str]
     max_context_tokens: int
     select: str = ""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid_kv.api import planning
+from hybrid_kv.planning.plan import PromptRates
 from hybrid_kv.planning.rates import Rates
 from hybrid_kv.report import probe_environment
 from hybrid_kv.report.schema import ProfileReport, to_json
@@ -19,6 +20,7 @@ PLAN = ("plan", "random:llama-3-8b", "--card", "rtx-4090", "--host-memory", "64G
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "measure_rates", lambda _: Rates(50, 50, 20))
+    monkeypatch.setattr(planning, "measure_prompt_rates", lambda *_: PromptRates(100, 50))
 
 
 def planned(*words: str) -> Any:
@@ -37,7 +39,8 @@ def test_128k_on_a_24_gb_card_is_hybrid() -> None:
 
 def test_people_see_bytes_times_and_the_advice() -> None:
     output = call(*PLAN, "--context", "128k").output
-    for part in ("15.0 GiB weights", "16.0 GiB kv", "GiB codes", "cold_attention"):
+    parts = "15.0 GiB weights", "16.0 GiB kv", "GiB codes", "cold_attention"
+    for part in (*parts, "s to the first token", "54.6 attention"):
         assert part in output
     assert "cold.select=device" in output
     assert "the device selects: codes of 64 B a key fit (computed" in output
@@ -91,8 +94,8 @@ def test_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) -> Non
 def profiled(tmp_path: Path, **changes: Any) -> Path:
     """A profile of one layer of the 8B shape at 4K tokens."""
     rows = [
-        {"method": method, "context_tokens": 4096, "status": "ok", "tpot_ms": ms}
-        for method, ms in (("full", 12.5), ("hybrid", 7.25), ("quest", 9.0))
+        {"method": method, "context_tokens": 4096, "status": "ok", "tpot_ms": ms, "ttft_s": s}
+        for method, ms, s in (("full", 12.5, 3.25), ("hybrid", 7.25, None), ("quest", 9.0, 1.0))
     ]
     rows.append({"method": "hybrid", "context_tokens": 8192, "status": "failed", "reason": "-"})
     values: dict[str, Any] = {
@@ -123,9 +126,11 @@ def test_a_profile_stands_beside_the_prediction(tmp_path: Path) -> None:
     assert options["dense_8bit"].measured_tpot_ms is None
     assert options["hybrid"].measured_tpot_ms == 7.25
     assert options["hybrid"].tpot_ms is not None
+    assert (options["dense"].measured_ttft_s, options["hybrid"].measured_ttft_s) == (3.25, None)
     output = call(*words).output
     assert "measured" in output
-    assert "12.5" in output
+    assert "12.5 ms" in output
+    assert "3.25 s to the first" in output
     assert "measured" not in call(*ONE_LAYER, "4k").output.replace("measured now", "")
 
 

@@ -78,6 +78,18 @@ def test_the_end_searches_no_objects_for_cycles() -> None:
     assert run.stdout.splitlines()[-1] == "True"
 
 
+def test_the_end_prints_nothing_of_bindings_that_search_for_leaks() -> None:
+    pytest.importorskip("triton", reason="needs Triton; scripts/check --triton installs it")
+    code = (
+        "import sys, triton\n"
+        "from hybrid_kv.cli.entry import main\n"
+        "sys.argv = ['hybrid-kv', '--version']\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+
+
 @pytest.mark.parametrize("module", ["typer", "rich.console", "hybrid_kv.cli.profile"])
 def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str) -> None:
     """The first tenths of a second go into imports; Ctrl-C in them was a traceback."""
