@@ -37,14 +37,15 @@ class Rotary:
         # In float64: at 1M positions float32 would be off by a tenth of a radian.
         angles = by.to(x.device, torch.float64)[:, None] * rates_on(x.device, self.frequencies)
         cos, sin = angles.cos().float(), angles.sin().float()
-        turned = x.clone()
         if self.interleaved:
-            a, b = turned[..., 0 : 2 * pairs : 2], turned[..., 1 : 2 * pairs : 2]
+            first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
         else:
-            a, b = turned[..., :pairs], turned[..., pairs : 2 * pairs]
-        new_a = a.float() * cos - b.float() * sin
-        b.copy_(b.float() * cos + a.float() * sin)
-        a.copy_(new_a)
+            first, second = slice(pairs), slice(pairs, 2 * pairs)
+        a, b = x[..., first].float(), x[..., second].float()
+        turned = torch.empty_like(x)
+        turned[..., first] = (a * cos).sub_(b * sin)
+        turned[..., second] = (b * cos).add_(a * sin)
+        turned[..., 2 * pairs :] = x[..., 2 * pairs :]
         return turned
 
 
