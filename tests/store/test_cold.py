@@ -19,7 +19,7 @@ from hybrid_kv.errors import (
 )
 from hybrid_kv.index.flat import FlatIndex
 from hybrid_kv.plugins import Index
-from hybrid_kv.store import ColdStore
+from hybrid_kv.store import ColdStore, all_finite
 from hybrid_kv.store.integrity import check_cold
 from hybrid_kv.store.pinned_allocator import PinnedAllocator
 from hybrid_kv.store.search import search_row
@@ -76,6 +76,18 @@ def test_the_cold_tier_costs_at_most_two_percent_beside_keys_and_values(
     extent = cold.chains[0].spans[0].extent
     reserved = sum(t.numel() * t.itemsize for t in (extent.k, extent.v, extent.positions))
     assert reserved <= 2 * (cold.kv_bytes + cold.overhead_bytes)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_is_seen_anywhere(value: float, dtype: torch.dtype) -> None:
+    for dim in (1, 7, 33):
+        k, v = (torch.randn(2, 5, dim).to(dtype) for _ in range(2))
+        assert bool(all_finite(k, v, k[:, :0]))
+        for place in range(k.numel()):
+            spoilt = v.clone()
+            spoilt.view(-1)[place] = value
+            assert not bool(all_finite(k, spoilt))
+            assert not bool(all_finite(spoilt.transpose(1, 2), k)), "rows that do not adjoin"
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
