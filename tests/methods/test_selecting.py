@@ -57,6 +57,7 @@ class Played:
         self.step(PROMPT)
         self.step()
         self.num_first = self.num_cold
+        self.learned: dict[int, Any] = {}
 
     @property
     def num_cold(self) -> int:
@@ -98,6 +99,12 @@ class Played:
                     total, sums = total + rest[0], sums + rest[1]
                 out[row, head] = (sums / total).float()
         return out
+
+    def once(self, kv: int, make: Callable[[], Any]) -> Any:
+        """What is learned of the prompt, by KV head: as long as it lasts."""
+        if kv not in self.learned:
+            self.learned[kv] = make()
+        return self.learned[kv]
 
     def check(self, choose: Callable[..., Any]) -> None:
         self.count = self.num_cold  # those that this step may find
@@ -142,28 +149,40 @@ def of_group(q: Tensor, group: Tensor, scale: float, k: Tensor, v: Tensor) -> An
     return ids, (weight, weight * v.mean(0))
 
 
-def double_sparsity(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    kv = head // GROUP
+def of_prompt(played: Played, row: int, kv: int) -> tuple[Tensor, Tensor]:
+    """Queries [G, N, D] of the prompt, and its keys [n, D] that left first."""
     asked = played.q[row, 3 * kv : 3 * kv + 3, :PROMPT].double()
-    first = played.k[row, kv, SINKS : SINKS + played.num_first].double()
-    scores = [float(asked[..., c].abs().mean() * first[:, c].abs().mean()) for c in range(72)]
-    label = sorted(range(72), key=lambda c: -scores[c])[:7]
+    return asked, played.k[row, kv, SINKS : SINKS + played.num_first].double()
+
+
+def double_sparsity(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def make() -> list[int]:
+        asked, first = of_prompt(played, row, head // GROUP)
+        scores = [float(asked[..., c].abs().mean() * first[:, c].abs().mean()) for c in range(72)]
+        return sorted(range(72), key=lambda c: -scores[c])[:7]
+
+    label = played.once(head // GROUP, make)
     return best(k[:, label] @ q[label]), None
 
 
 def loki(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    first = played.k[row, head // GROUP, SINKS : SINKS + played.num_first].double().numpy()
-    vectors = torch.from_numpy(np.linalg.svd(first - first.mean(0))[2][:14])
+    def make() -> Tensor:
+        first = of_prompt(played, row, head // GROUP)[1].numpy()
+        return torch.from_numpy(np.linalg.svd(first - first.mean(0), full_matrices=False)[2][:14])
+
+    vectors = played.once(head // GROUP, make)
     return best((k @ vectors.T) @ (vectors @ q)), None
 
 
 def infinigen(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    kv = head // GROUP
-    asked = played.q[row, 3 * kv : 3 * kv + 3, :PROMPT].double().flatten(0, 1).numpy()
-    first = played.k[row, kv, SINKS : SINKS + played.num_first].double().numpy()
-    turn = np.linalg.svd(asked)[2].T
-    sizes = abs(asked @ turn).mean(0) + abs(first @ turn).mean(0)
-    some = torch.from_numpy(turn[:, np.argsort(-sizes)[:14]].copy())
+    def make() -> Tensor:
+        asked, first = (t.numpy() for t in of_prompt(played, row, head // GROUP))
+        asked = asked.reshape(-1, 72)
+        turn = np.linalg.svd(asked, full_matrices=False)[2].T
+        sizes = abs(asked @ turn).mean(0) + abs(first @ turn).mean(0)
+        return torch.from_numpy(turn[:, np.argsort(-sizes)[:14]].copy())
+
+    some = played.once(head // GROUP, make)
     return best((k @ some) @ (some.T @ q)), None
 
 
@@ -171,13 +190,21 @@ def pqcache(played: Played, row: int, head: int, q: Tensor, k: Tensor, v: Tensor
     """By centroids that are the means of the first keys nearest to them: k-means has ended."""
     centroids = played.index._centroids.view(2, 5, 16, 15)[head // GROUP].double()
     parts = torch.nn.functional.pad(k, (0, 3)).view(-1, 5, 15)
-    stands = torch.empty_like(parts)
-    for part in range(5):
-        nearest = torch.cdist(parts[:, part], centroids[part]).argmin(1)
-        stands[:, part] = centroids[part][nearest]
-        for c in range(16):
-            members = parts[: played.num_first, part][nearest[: played.num_first] == c]
-            torch.testing.assert_close(members.mean(0), centroids[part, c], rtol=0, atol=1e-5)
+    nearest = torch.stack([torch.cdist(parts[:, p], centroids[p]).argmin(1) for p in range(5)], 1)
+
+    def means() -> Tensor:
+        first, own = parts[: played.num_first], nearest[: played.num_first]
+        return torch.stack(
+            [
+                torch.stack([first[own[:, part] == c, part].mean(0) for c in range(16)])
+                for part in range(5)
+            ]
+        )
+
+    torch.testing.assert_close(
+        played.once(head // GROUP, means), centroids, rtol=0, atol=1e-5, equal_nan=False
+    )
+    stands = centroids[torch.arange(5), nearest]
     return best(stands.flatten(1)[:, :72] @ q), None
 
 
