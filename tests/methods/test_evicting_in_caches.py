@@ -28,13 +28,14 @@ PROMPT_SCORED = (
 )
 EVICTING = (*PROMPT_SCORED, *FIXED)
 SHAPES = tuple(LayerShape(idx, 6, 2, 72) for idx in range(3))
-PROMPT = 173
+PROMPT, PAGE = 173, 8
+STEPS = 2 * PAGE + 3  # two pages leave the window meanwhile
 New = tuple[Tensor, Tensor, Tensor]
 
 
 def cache(name: str, **settings: Any) -> KVCache:
-    given = {"window_tokens": 32, "budget_tokens": 61, "index_build": "wait", **settings}
-    return KVCache(ModelInfo(SHAPES), HybridConfig(method=name, **given))
+    given = {"window_tokens": 32, "budget_tokens": 61, "index_build": "wait", "page_size": PAGE}
+    return KVCache(ModelInfo(SHAPES), HybridConfig(method=name, **given | settings))
 
 
 def tokens(count: int, *, rows: int = 1, seed: int) -> list[New]:
@@ -72,13 +73,13 @@ def test_a_left_padded_row_keeps_what_it_keeps_alone(name: str) -> None:
     valid = torch.arange(PROMPT) >= torch.tensor([[0], [PROMPT - 111]])
     both = cache(name)
     step(both, prompt, valid)
-    together = decode(both, 37, rows=2)
+    together = decode(both, STEPS, rows=2)
     for row, count in enumerate((PROMPT, 111)):
         alone = cache(name)
         own = [tuple(x[:, :, PROMPT - count :] for x in layer) for layer in rows_of(prompt, row)]
         step(alone, own)
         torch.testing.assert_close(
-            together[:, :, row], decode(alone, 37)[:, :, 0], **TOLERANCES[torch.float32]
+            together[:, :, row], decode(alone, STEPS)[:, :, 0], **TOLERANCES[torch.float32]
         )
 
 
@@ -88,10 +89,12 @@ def test_rows_that_were_forked_go_on_as_the_row_they_came_from(name: str, demote
     one, forked = (cache(name, demote=demote) for _ in range(2))
     for kv in (one, forked):
         step(kv, tokens(PROMPT, seed=2))
-        decode(kv, 21)
+        decode(kv, PAGE + 3)
     for layer in forked.layers.values():
         layer.fork([0, 0, 0])
-    expected, found = decode(one, 37, seed=300), decode(forked, 37, seed=300, rows=3)
+    expected, found = (
+        decode(kv, STEPS, seed=300, rows=rows) for kv, rows in ((one, 1), (forked, 3))
+    )
     forked.check_integrity()
     for row in range(3):
         torch.testing.assert_close(found[:, :, row], expected[:, :, 0], **TOLERANCES[torch.float32])
@@ -104,16 +107,16 @@ def test_a_checkpoint_brings_back_what_was_kept(name: str, demote: str) -> None:
     step(kv, tokens(PROMPT, seed=3))
     decode(kv, 5)
     saved = Checkpoint.of(kv.layers)
-    first = decode(kv, 37, seed=300)
+    first = decode(kv, STEPS, seed=300)
     saved.restore(kv.layers)
-    again = decode(kv, 37, seed=300)
+    again = decode(kv, STEPS, seed=300)
     torch.testing.assert_close(again, first, **TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_guess_that_is_cut_off_changes_nothing_of_the_prompts_choice(name: str) -> None:
     """Scores of kept entries may remember a guess (h2o); what the prompt left may not change."""
-    kv, plain = cache(name), cache(name)
+    kv, plain = (cache(name, page_size=16) for _ in range(2))  # no page leaves here
     for one in (kv, plain):
         step(one, tokens(PROMPT, seed=4))
         decode(one, 3)
@@ -129,14 +132,14 @@ def test_a_guess_that_is_cut_off_changes_nothing_of_the_prompts_choice(name: str
 def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str) -> None:
     kv = cache(name)
     step(kv, tokens(PROMPT, seed=5))
-    decode(kv, 37)
+    decode(kv, STEPS)
     before = [row.length for row in every(kv)]
     with pytest.raises(MethodError, match="checkpoint"):
         kv.layers[0].crop(100)
     assert [row.length for row in every(kv)] == before
 
 
-@pytest.mark.parametrize("turn", [9, 65])
+@pytest.mark.parametrize("turn", [9, 41])
 @pytest.mark.parametrize(
     "name", [name for name in EVICTING if name != "fastgen"]
 )  # by its policies
@@ -146,16 +149,16 @@ def test_a_later_turn_goes_through_the_method_and_budgets_hold(name: str, turn: 
     step(kv, tokens(PROMPT, seed=6))
     decode(kv, 5)
     step(kv, tokens(turn, seed=700))
-    decode(kv, 20, seed=800)
+    decode(kv, PAGE + 2, seed=800)
     kv.check_integrity()
     grows = name not in FIXED
     kept = sum(sum(row.kept.lengths) for row in every(kv))
-    left = (5 + turn + 20) // 16 * 16 if grows else 0
+    left = (5 + turn + PAGE + 2) // PAGE * PAGE if grows else 0
     assert kept == 2 * len(SHAPES) * (61 - 32 + left)
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova"])
-@pytest.mark.parametrize("turn", [9, 65])
+@pytest.mark.parametrize("turn", [9, 41])
 def test_what_a_later_turn_attends_counts_as_what_an_answer_attends(name: str, turn: int) -> None:
     """Its tokens one by one or at once leave the same sums behind, and so keep the same."""
     news, columns = tokens(turn, seed=900), []
@@ -189,5 +192,7 @@ def test_padding_of_a_later_turn_weighs_nothing(name: str) -> None:
         decode(kv, 1, rows=rows)
     step(both, turn, valid)
     step(alone, [tuple(x[:, :, 25:] for x in layer) for layer in rows_of(turn, 1)])
-    after, expected = decode(both, 20, rows=2, seed=300), decode(alone, 20, seed=300)
+    after, expected = (
+        decode(kv, PAGE + 2, rows=rows, seed=300) for kv, rows in ((both, 2), (alone, 1))
+    )
     torch.testing.assert_close(after[:, :, 1], expected[:, :, 0], **TOLERANCES[torch.float32])
