@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_kv.attended import Attended
 from hybrid_kv.config import Count, Tokens
@@ -83,15 +86,15 @@ class Keyformer(RecentShare):
         far = None
         total = near.sum(-1, keepdim=True)
         if kept is not None:
-            at = torch.stack(kept.split("positions"))
-            far = torch.stack(list(attended.weights(row)))
+            at = _together(kept.split("positions"))
+            far = _together([one.T for one in attended.weights(row)]).transpose(1, 2)
             far = self._raised(far, self.noise(layer_idx, len(at), at)[:, None], temperature)
             total = total + far.sum(-1, keepdim=True)
         total = total.clamp_min(_LEAST)
         masses = near.new_zeros(0 if kept is None else len(kept.positions))
         if kept is not None and far is not None:
             for into, head in zip(kept.split(masses), (far / total).sum(1), strict=True):
-                into.copy_(head)
+                into.copy_(head[: len(into)])
         return masses, *window_of(attended, row, ((near / total).sum(1), positions))
 
     def moved(self, old: Tensor, mass: Tensor, moment: Moment) -> Tensor:
@@ -120,6 +123,13 @@ class Keyformer(RecentShare):
     def _raised(self, weights: Tensor, noise: Tensor, temperature: Tensor | float) -> Tensor:
         """exp((x + z) / t) of softmax weights exp(x) / Z, up to a factor of each query."""
         return (weights * noise.exp()) ** (1 / temperature)
+
+
+def _together(heads: Sequence[Tensor]) -> Tensor:
+    """[Hkv, N, ...] of [n, ...] by head: zeros behind those of fewer, as a crop leaves them."""
+    if len({len(one) for one in heads}) == 1:
+        return torch.stack(list(heads))
+    return pad_sequence(list(heads), batch_first=True)
 
 
 def _mixed(x: Tensor) -> Tensor:

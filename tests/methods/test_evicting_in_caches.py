@@ -139,6 +139,20 @@ def test_cutting_into_what_was_dropped_is_refused_and_changes_nothing(name: str)
     assert [row.length for row in every(kv)] == before
 
 
+@pytest.mark.parametrize("name", EVICTING)
+def test_heads_that_a_crop_leaves_with_different_numbers_go_on(name: str) -> None:
+    """Regression: keyformer took for granted that all of its heads hold as many copies."""
+    kv = cache(name, demote="offload")
+    step(kv, tokens(PROMPT, seed=11))
+    decode(kv, 5)
+    for layer in kv.layers.values():
+        layer.crop(PROMPT // 2)
+    if name == "keyformer":
+        assert any(len(set(row.kept.lengths)) > 1 for row in every(kv))
+    assert decode(kv, PAGE + 2).isfinite().all()
+    kv.check_integrity()
+
+
 @pytest.mark.parametrize("turn", [9, 41])
 @pytest.mark.parametrize(
     "name", [name for name in EVICTING if name != "fastgen"]
