@@ -30,7 +30,7 @@ from tests.contracts.test_generate_matrix import (
 from tests.device.placement import placed
 from tests.kit import every, held
 
-NEW = 6  # in three turns some pages leave the window
+NEW = 3  # beside 3 of the user: in each turn a page leaves the window
 SLIDING = ["full-tiered", "hybrid-tiered", "quest-tiered", "snapkv-kept", "streaming_llm-tiered"]
 
 
@@ -47,14 +47,14 @@ def drawn(seed: int, count: int) -> Tensor:
     return torch.randint(PAD + 1, VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def go_on(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Output:
+def go_on(model: PreTrainedModel, cache: Cache, ids: Tensor, new: int = NEW) -> Output:
     """Greedy tokens behind ids [1, N] of the host, of which the cache holds the first ones."""
     ids = ids.to(model.device)
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         **passing(cache),
-        max_new_tokens=NEW,
+        max_new_tokens=new,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
@@ -148,7 +148,7 @@ def test_a_fork_takes_what_is_resident_and_shares_what_is_cold(method: str) -> N
             assert own.extents == source.extents
             # Sinks, the window and up to two pages more, whatever the length.
             assert own.reserved_bytes <= 1.2 * 5 * 4 * token
-        go_on(model, fork, drawn(0, 403))
+        go_on(model, fork, drawn(0, 403), 6)
         for one in every(fork):
             new = one.extents[method != "streaming_llm" :]
             assert all(extent.stored <= 20 for extent in new)
@@ -162,15 +162,15 @@ def test_pages_of_a_method_that_keeps_everything_are_shared_until_they_are_writt
             model(placed(drawn(0, 401)), **passing(cache))
         forks = [cache.fork() for _ in range(3)]
         assert {held(fork).pages_in_use for fork in forks} == {101}
-        go_on(model, forks[0], drawn(0, 404))  # its last page, copied, and two more
+        go_on(model, forks[0], drawn(0, 404), 6)  # its last page, copied, and two more
         assert held(cache).pages_in_use == 101 + 3
         for fork in forks:
             fork.close()
         del fork, forks
         assert held(cache).pages_in_use == 101, "pages of a fork that is gone are free"
         cache.check_integrity()
-        found = go_on(model, cache, drawn(0, 404))
-        want = go_on(model, DynamicCache(config=model.config), drawn(0, 404))
+        found = go_on(model, cache, drawn(0, 404), 6)
+        want = go_on(model, DynamicCache(config=model.config), drawn(0, 404), 6)
         assert_equal(found, want)
 
 
