@@ -41,7 +41,7 @@ from tests.kit import every
 from tests.runtime.keeping import KeepsHalves, KeepsHeaviest
 
 PROMPT = 37
-NEW = 9
+NEW = 6  # a page leaves the window at the fourth that is stored, and a step follows
 PAGE = 4
 LONGEST = 112  # tokens of the longest context that a call reaches, rounded up
 
@@ -84,7 +84,7 @@ CALLS = {
     "chunked_prefill": Call(settings={"prefill_chunk_size": 7}),
     "prompt_lookup": Call(
         vocab=FEW,
-        new_tokens=2 * NEW,
+        new_tokens=3 * NEW,
         settings={"prompt_lookup_num_tokens": 3, "suppress_tokens": list(range(FEW, VOCAB))},
     ),
     "later_turns": Call(later=(5, 36), new_tokens=5),
