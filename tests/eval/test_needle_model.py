@@ -85,11 +85,11 @@ def test_key_value_questions_are_answered(model: LlamaForCausalLM, tokens: int, 
         ("most_frequent", 8, 0.9),
     ],
 )
-@pytest.mark.parametrize(("records", "tokens"), [(64, 1500), (128, 3000)])
+@pytest.mark.parametrize("records", [64, 128])
 def test_questions_about_many_records_are_answered(
-    model: LlamaForCausalLM, task: str, questions: int, least: float, records: int, tokens: int
+    model: LlamaForCausalLM, task: str, questions: int, least: float, records: int
 ) -> None:
-    sample = make_sample(task, tokens, num_records=records, num_questions=questions, seed=14)
+    sample = make_sample(task, 3000, num_records=records, num_questions=questions, seed=14)
     accuracy = DenseReader(model, sample.context).accuracy(sample.questions)
     assert accuracy >= least, f"{accuracy:.3f} of {len(sample.questions)} questions"
 
