@@ -150,7 +150,7 @@ class Counts:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # frozen takes long to make
 class Launch:
     """One thing that a device was told: its name, what it gets, and the line that told it.
 
@@ -202,6 +202,15 @@ def _named(address: int, places: list[tuple[int, int, int]]) -> object:
     return (number, address - begin) if address - begin < max(1, num_bytes) else address
 
 
+class _Local(threading.local):
+    """What a thread has chosen: its device, the streams of devices, and a capture under way."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.queues: dict[int, Queue] = {}
+        self.capture: Capture | None = None
+
+
 Point = tuple["Queue", int]
 """A queue, and how many of its launches are over."""
 DeadBlock = tuple[Tensor, "Queue", "Pool | None", list[Point]]
@@ -228,6 +237,9 @@ class Queue:
 
     def perform(self, launch: Launch) -> None:
         """Runs a launch, and notes when it did."""
+        if not self._timelines:
+            launch.run()
+            return
         begin = perf_counter()
         launch.run()
         for timeline in self._timelines:
@@ -240,7 +252,7 @@ class Queue:
         with (
             torch._C.DisableTorchFunction(),
             torch._C._DisableTorchDispatch(),
-            torch.inference_mode(),
+            torch._C._InferenceMode(True),
         ):
             while self.done < number and self.waiting:
                 what = self.waiting.popleft()
@@ -347,7 +359,7 @@ class Machine:
         self.sync_debug = 0
         self._queues = [Queue(device, self.timelines) for device in range(num_devices)]
         self._all: list[Queue] = list(self._queues)
-        self._local = threading.local()
+        self._local = _Local()
         self._random = random.Random(schedule if isinstance(schedule, int) else 0)
         self._queried: Counter[int] = Counter()
         self._dead: deque[DeadBlock] = deque()
@@ -365,7 +377,7 @@ class Machine:
     @property
     def device(self) -> int:
         """The current device of this thread."""
-        return getattr(self._local, "device", 0)
+        return self._local.device
 
     @device.setter
     def device(self, device: int) -> None:
@@ -373,15 +385,13 @@ class Machine:
 
     def current(self, device: int) -> Queue:
         """The current stream of this thread on a device."""
-        chosen: dict[int, Queue] = getattr(self._local, "queues", {})
-        return chosen.get(device, self._queues[device])
+        return self._local.queues.get(device, self._queues[device])
 
     @contextmanager
     def on(self, queue: Queue) -> Iterator[None]:
         """A stream is the current one of its device, and its device the current one."""
-        chosen: dict[int, Queue] = getattr(self._local, "queues", {})
-        before, device = chosen, self.device
-        self._local.queues = {**chosen, queue.device: queue}
+        before, device = self._local.queues, self.device
+        self._local.queues = {**before, queue.device: queue}
         self._local.device = queue.device
         try:
             yield
@@ -486,7 +496,7 @@ class Machine:
         bus_bytes: int | None = None,
     ) -> None:
         self._bury()
-        begin, capture = perf_counter(), self.capture
+        begin, capture = perf_counter(), self._local.capture
         noted = capture is not None or self.trace is not None
         line = calling_line() if noted else ""
         described = tuple(_described(one) for one in operands) if noted else ()
@@ -525,7 +535,7 @@ class Machine:
     @property
     def capture(self) -> Capture | None:
         """The capture that this thread has under way."""
-        return getattr(self._local, "capture", None)
+        return self._local.capture
 
     @capture.setter
     def capture(self, capture: Capture | None) -> None:
@@ -549,7 +559,10 @@ class Machine:
         """
         with self.lock:
             self._bury()
-            with torch._C._InferenceMode(False):
+            if torch.is_inference_mode_enabled():
+                with torch._C._InferenceMode(False):
+                    memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+            else:
                 memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
             return memory, self.own(memory, device)
 
@@ -564,7 +577,10 @@ class Machine:
                 raise torch.OutOfMemoryError(self._ran_out(num_bytes, device))
             self.allocated[device] += num_bytes
             self.peak[device] = max(self.peak[device], self.allocated[device])
-            whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
+            if memory.nbytes == num_bytes:
+                whole = memory.detach()
+            else:
+                whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
             poison(whole)
             if self.trace is not None:
                 self.trace.memory.append(whole)

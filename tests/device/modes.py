@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,8 +32,24 @@ _FACTORIES = {
     torch.scalar_tensor,
 }
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
-_LOOKS = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
-"""What a tensor says of itself on a device as in host memory; half of all calls."""
+_linear = torch.nn.functional.linear
+_ASKED = {
+    _DEVICE,
+    _linear,
+    torch.device,
+    torch.nn.functional.scaled_dot_product_attention,
+    Tensor.__getitem__,
+    Tensor.__setitem__,
+    Tensor.cuda,
+    Tensor.data_ptr,
+    Tensor.is_pinned,
+    Tensor.numpy,
+    Tensor.pin_memory,
+    Tensor.to,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+}
+"""What means something else on a device when nothing is given by name; a tenth of all calls."""
 _OF_TORCH = ("aten", "prim", "prims")
 
 
@@ -52,8 +69,10 @@ class Functions(TorchFunctionMode):
     """Calls from Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LOOKS:
+        if not kwargs and args and func not in _ASKED:
             return func(*args)
+        if func is _linear and not kwargs and _is_product(args):
+            return _product(*args)
         if func == _DEVICE and isinstance(args[0], DeviceTensor):
             return torch.device("cuda", args[0].index)  # without a way through the dispatcher
         kwargs = dict(kwargs or {})
@@ -102,12 +121,41 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError(f"can't convert cuda:{tensor.index} device type tensor to numpy")
     if func is torch.nn.functional.scaled_dot_product_attention:
         q, v = args[0], args[2] if len(args) > 2 else kwargs["value"]
-        size = [*q.shape[:-1], v.shape[-1]]
-        shape = torch.empty(size, dtype=q.dtype, device="meta")
+        shape = _on_meta((*q.shape[:-1], v.shape[-1]), q.dtype)
         plain = [value_of(a) for a in args]
         named = {k: value_of(a) for k, a in kwargs.items()}
         return launch_like("sdpa", shape, q.index, lambda: func(*plain, **named), *plain)
     return func(*args, **kwargs)
+
+
+def _is_product(args: Any) -> bool:
+    """Whether a linear map is one launch: of rows that lie together, all on one device."""
+    x, weight = args[:2]
+    return (
+        all(type(one) is DeviceTensor for one in args if one is not None)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cuda")
+        and len({one.index for one in args if one is not None}) == 1
+        and len({one.dtype for one in args if one is not None}) == 1
+        and x.dim() > 1
+        and x.is_contiguous()
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+    )
+
+
+def _product(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None = None) -> Tensor:
+    """A linear map, at once: by way of the dispatcher three views are made for its one launch."""
+    plain = [one.inner for one in (x, weight, bias) if one is not None]
+    name = "aten.mm.default" if bias is None else "aten.addmm.default"
+    like = _on_meta((*x.shape[:-1], weight.shape[0]), x.dtype)
+    return launch_like(name, like, x.index, lambda: _linear(*plain), *plain)  # type: ignore[no-any-return]
+
+
+@cache
+def _on_meta(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(size, dtype=dtype, device="meta")
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ _MEMORY_ALONE = (
     aten.empty_like.default,
 )
 
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
 machine: Machine | None = None
 """The machine that is emulated now."""
 
@@ -56,15 +58,11 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: Block, index: int) -> DeviceTensor:
-        with torch._C._InferenceMode(False):
-            self: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls,
-                inner.size(),
-                inner.stride(),
-                inner.storage_offset(),
-                dtype=inner.dtype,
-                device=torch.device("cuda", index),
-            )
+        if torch.is_inference_mode_enabled():
+            with torch._C._InferenceMode(False):
+                self = _wrapper_of(inner, index)
+        else:
+            self = _wrapper_of(inner, index)
         self.inner, self.block, self.index = inner, block, index
         return self
 
@@ -76,19 +74,93 @@ class DeviceTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return torch.device("cuda", args[0].index)
-        if (handle := _HANDLED.get(func)) is not None:
-            return handle(*args, **kwargs)
-        if _is_view(func) and _is_composite(func):
-            return func.decompose(*args, **kwargs)  # in inference mode; it may copy or only look
-        if func in _SHAPED_BY_VALUES or _selects_by_mask(func, args):
-            return _waited_for(func, args, kwargs)
-        if func in _MEMORY_ALONE:
-            return empty_on_device(_shape_of(func, args, kwargs), args[0].index)
-        if func is aten._unsafe_view.default or _is_view(func):
-            return _viewed(func, args, kwargs)
-        return _launched(func, args, kwargs)
+        known = _known.get(id(func)) or known_of(func)  # an operator's own hash takes long
+        if known.is_view:
+            return _viewed(known, args, kwargs)
+        if known.handle is not None:
+            return known.handle(*args, **kwargs)
+        if known.is_indexing and _selects_by_mask(args):
+            return _waited_for(known, args, kwargs)
+        return _launched(known, args, kwargs)
+
+
+@cache
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def _wrapper_of(inner: Tensor, index: int) -> DeviceTensor:
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        DeviceTensor,
+        inner.size(),
+        inner.stride(),
+        inner.storage_offset(),
+        dtype=inner.dtype,
+        device=_device(index),
+    )
+
+
+class Known(NamedTuple):
+    """What an operator is, which is looked up once.
+
+    handle: what serves it, where it is neither a view nor a launch. run: what computes its values.
+    """
+
+    func: Any
+    name: str
+    run: Any
+    handle: Callable[..., Any] | None
+    is_view: bool
+    is_indexing: bool
+    written: tuple[tuple[int, str], ...]
+    gives_back: bool
+    changes_shape: bool
+
+
+_known: dict[int, Known] = {}
+"""By id: operators live as long as torch."""
+
+
+@cache
+def known_of(func: Any) -> Known:
+    """What an operator is."""
+
+    def memory_alone(*args: Any, **kwargs: Any) -> Tensor:
+        return empty_on_device(_shape_of(func, args, kwargs), args[0].index)
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return func.decompose(*args, **kwargs)  # in inference mode; it may copy or only look
+
+    def waited_for(*args: Any, **kwargs: Any) -> Any:
+        return _waited_for(known, args, kwargs)
+
+    written = tuple(
+        (number, argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases = any(one.alias_info is not None for one in func._schema.returns)
+    is_view = aliases and not written
+    handle: Callable[..., Any] | None = _HANDLED.get(func)
+    if handle is None and is_view and _is_composite(func):
+        handle = decomposed
+    if handle is None and func in _SHAPED_BY_VALUES:
+        handle = waited_for
+    if handle is None and func in _MEMORY_ALONE:
+        handle = memory_alone
+    known = Known(
+        func,
+        str(func),
+        STAND_INS.get(func, func),
+        handle,
+        handle is None and (is_view or func is aten._unsafe_view.default),
+        func in _INDEXING,
+        written,
+        bool(func._schema.returns),
+        torch.Tag.inplace_view in func.tags,
+    )
+    _known[id(func)] = known
+    return known
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -128,7 +200,9 @@ def on_device(inner: Tensor, index: int) -> DeviceTensor:
 
 def empty_on_device(like: Tensor, index: int) -> DeviceTensor:
     """Memory for a tensor such as `like`, each element in a place of its own."""
-    if any(size > 1 and not step for size, step in zip(like.size(), like.stride(), strict=True)):
+    if 0 in like.stride() and any(
+        size > 1 and not step for size, step in zip(like.size(), like.stride(), strict=True)
+    ):
         like = torch.empty_like(like, device="meta")
     inner, block = running().allocate(like, index)
     return DeviceTensor(inner, block, index)
@@ -165,7 +239,7 @@ def index_of(func: Any, args: Any, kwargs: Any) -> int:
         if isinstance(one, DeviceTensor):
             found.add(one.index)
         elif isinstance(one, Tensor) and one.dim() and one.device.type == "cpu":
-            if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+            if func in _INDEXING:
                 running().host_waits("an index in host memory")
                 continue
             raise RuntimeError(
@@ -179,35 +253,28 @@ def index_of(func: Any, args: Any, kwargs: Any) -> int:
     return found.pop()
 
 
-def _selects_by_mask(func: Any, args: Any) -> bool:
-    return func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) and any(
-        isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1]
-    )
+def _selects_by_mask(args: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
-@cache
 def _is_composite(func: Any) -> bool:
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    arguments, returns = func._schema.arguments, func._schema.returns
-    return any(r.alias_info is not None for r in returns) and not any(
-        a.alias_info is not None and a.alias_info.is_write for a in arguments
-    )
-
-
-@cache
-def _is_written(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-
-
-def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    base = next(t for t in leaves_of(args, kwargs) if isinstance(t, DeviceTensor))
-    out = func(*mapped(value_of, args), **mapped(value_of, kwargs))
+def _viewed(known: Known, args: Any, kwargs: Any) -> Any:
+    func, base = known.func, args[0] if args else None
+    if type(base) is DeviceTensor and not kwargs:  # most of them
+        out = func(base.inner, *args[1:])
+        if type(out) is Tensor:
+            one = DeviceTensor(out, base.block, base.index)
+            if func is not aten._unsafe_view.default:
+                torch._functionalize_unsafe_set(one, base)  # type: ignore[attr-defined]
+            return one
+    else:
+        base = next(t for t in leaves_of(args, kwargs) if isinstance(t, DeviceTensor))
+        out = func(*mapped(value_of, args), **mapped(value_of, kwargs))
     wrapped = mapped(
         lambda t: DeviceTensor(t, base.block, base.index) if isinstance(t, Tensor) else t, out
     )
@@ -217,29 +284,29 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     return wrapped
 
 
-def _launched(func: Any, args: Any, kwargs: Any) -> Any:
+def _launched(known: Known, args: Any, kwargs: Any) -> Any:
+    func, run = known.func, known.run
     index = index_of(func, args, kwargs)
-    run = STAND_INS.get(func, func)
-    plain, named = mapped(value_of, args), mapped(value_of, _at_home(kwargs))
-    if _is_written(func):
-        running().launch(str(func), index, lambda: run(*plain, **named), *plain)
-        written = _written(func, args, kwargs)
-        if torch.Tag.inplace_view not in func.tags:
+    plain = mapped(value_of, args)
+    named = mapped(value_of, _at_home(kwargs)) if kwargs else kwargs
+    if known.written:
+        running().launch(known.name, index, lambda: run(*plain, **named), *plain)
+        written = _written(known, args, kwargs)
+        if not known.changes_shape:
             return written
         return return_and_correct_aliasing(func, args, kwargs, written)  # which takes long
     shape = _shape_of(run, args, kwargs)
-    return launch_like(str(func), shape, index, lambda: run(*plain, **named), *plain)
+    return launch_like(known.name, shape, index, lambda: run(*plain, **named), *plain)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
+def _written(known: Known, args: Any, kwargs: Any) -> Any:
     """The arguments that an operator writes and gives back."""
-    found = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name = argument.name in kwargs or number >= len(args)
-            found.append(kwargs.get(argument.name) if by_name else args[number])
-    if not func._schema.returns:
+    if not known.gives_back:
         return None
+    found = []
+    for number, name in known.written:
+        by_name = name in kwargs or number >= len(args)
+        found.append(kwargs.get(name) if by_name else args[number])
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -249,7 +316,7 @@ _MOST_SHAPES = 20_000
 
 def _shape_of(run: Any, args: Any, kwargs: Any) -> Any:
     """Results on "meta", the same ones for operands alike: shapes of decompositions take long."""
-    key = run, _alike(args), _alike(kwargs), torch.get_default_dtype()
+    key = id(run), _alike(args), _alike(kwargs), torch.get_default_dtype()
     if (found := _shapes.get(key)) is None:
         plain, named = mapped(_bare, args), mapped(_bare, _at_home(kwargs, "meta"))
         with torch._C._DisableTorchDispatch():
@@ -283,12 +350,12 @@ def _at_home(kwargs: Any, device: str = "cpu") -> Any:
     return kept if asked is None else {**kept, "device": device}
 
 
-def _waited_for(func: Any, args: Any, kwargs: Any) -> Any:
-    index = index_of(func, args, kwargs)
-    running().host_waits(str(func), running().current(index).here())
+def _waited_for(known: Known, args: Any, kwargs: Any) -> Any:
+    func, index = known.func, index_of(known.func, args, kwargs)
+    running().host_waits(known.name, running().current(index).here())
     out = func(*mapped(value_of, args), **mapped(value_of, kwargs))
-    if _is_written(func):
-        return return_and_correct_aliasing(func, args, kwargs, _written(func, args, kwargs))
+    if known.written:
+        return return_and_correct_aliasing(func, args, kwargs, _written(known, args, kwargs))
     return mapped(lambda t: on_device(t, index) if isinstance(t, Tensor) else t, out)
 
 
@@ -308,7 +375,7 @@ def to_copy(tensor: DeviceTensor, **kwargs: Any) -> Any:
         index = tensor.index if device is None else (torch.device(device).index or 0)
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         if index == tensor.index:
-            return _launched(aten._to_copy.default, (tensor,), rest)
+            return _launched(known_of(aten._to_copy.default), (tensor,), rest)
         made = empty_on_device(_shape_of(aten._to_copy.default, (tensor,), rest), index)
         _between_devices(made, tensor)
         return made
@@ -373,7 +440,8 @@ def to_host(target: Tensor, source: DeviceTensor, non_blocking: bool) -> None:
         told.host_waits("a copy to the host", told.current(source.index).here())
 
 
-_HANDLED = {
+_HANDLED: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda tensor: _device(tensor.index),
     aten._local_scalar_dense.default: _scalar,
     aten.item.default: _scalar,
     aten.is_nonzero.default: lambda tensor: bool(_scalar(tensor)),
