@@ -4,7 +4,7 @@ they weighed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -209,11 +209,13 @@ def attend_exact(
     if valid is None and untouched and layer.resident.in_order:
         view = layer.resident.view()
         return attend_causal(ops, q, view.k, view.v, scale=scale, softcap=softcap)
-
-    def alone(row: Row, q: Tensor) -> PartialAttention:
-        return _attend_row(ops, executor, row, q, scale, softcap)
-
-    return _by_row(layer, q, valid, alone)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    for number, row in enumerate(layer.rows):
+        new = slice(None) if valid is None else valid[number]
+        part = _attend_row(ops, executor, row, q[number][:, new], scale, softcap)
+        out[number][:, new], lse[number][:, new] = part.out.to(out.dtype), part.lse
+    return PartialAttention(out, lse)
 
 
 def attend_with_masses(
@@ -232,33 +234,18 @@ def attend_with_masses(
         view = layer.resident.view()
         part, masses = ops.attend_with_masses(q, view.k, view.v, scale=scale, softcap=softcap)
         return part, list(masses)
-    of_rows: list[Tensor] = []
-
-    def alone(row: Row, q: Tensor) -> PartialAttention:
-        k, v = row.table.view()
-        part, masses = ops.attend_with_masses(
-            q[None], k[None], v[None], scale=scale, softcap=softcap
-        )
-        of_rows.append(masses[0])
-        return PartialAttention(part.out[0], part.lse[0])
-
-    return _by_row(layer, q, valid, alone), of_rows
-
-
-def _by_row(
-    layer: LayerStore,
-    q: Tensor,
-    valid: Tensor | None,
-    alone: Callable[[Row, Tensor], PartialAttention],
-) -> PartialAttention:
-    """Attention of each row alone, of the queries [Hq, T', D] that are no padding; else 0."""
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    by_row = []
     for number, row in enumerate(layer.rows):
         new = slice(None) if valid is None else valid[number]
-        part = alone(row, q[number][:, new])
-        out[number][:, new], lse[number][:, new] = part.out.to(out.dtype), part.lse
-    return PartialAttention(out, lse)
+        k, v = row.table.view()
+        part, masses = ops.attend_with_masses(
+            q[number : number + 1, :, new], k[None], v[None], scale=scale, softcap=softcap
+        )
+        out[number][:, new], lse[number][:, new] = part.out[0].to(out.dtype), part.lse[0]
+        by_row.append(masses[0])
+    return PartialAttention(out, lse), by_row
 
 
 def _attend_row(

@@ -293,6 +293,5 @@ def all_finite(*tensors: Tensor) -> Tensor:
     # Least and greatest carry NaN; a mask as large as the entries takes twenty times as long.
     bounds = [tensors[0].new_zeros(())]
     for tensor in tensors:
-        if tensor.numel():
-            bounds += tensor.aminmax()
+        bounds += tensor.aminmax() if tensor.numel() else ()
     return torch.isfinite(torch.stack(bounds)).all()
