@@ -68,8 +68,8 @@ def planned(case: Case) -> Row:
     card, host = CARDS[CARD], Host(CORES, *DESKTOP_GBPS)
     rates = rates_of_card(card, Rates(host.dram, host.dram, host.gather))
     facts = model_facts(f"random:{case.shape}", weights=WEIGHTS, device=CARD)
-    speeds = prompt_rates_of_card(card, facts)
-    machine = Machine(CARD, card.memory_bytes, HOST_BYTES, rates, assumed=True, prompt=speeds)
+    prompt = prompt_rates_of_card(card, facts)
+    machine = Machine(CARD, card.memory_bytes, HOST_BYTES, rates, assumed=True, prompt=prompt)
     tokens = parse_count(case.context)
     plan: Plan = make_plan(facts, machine, tokens, HybridConfig(**case.settings))
     dense, hybrid = plan.options[0], plan.options[-1]

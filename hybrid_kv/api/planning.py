@@ -102,16 +102,16 @@ def _machine(
         known = CARDS[card]
         here = rates or rates_of_card(known, measure_rates(torch.device("cpu")))
         size = device_bytes or known.memory_bytes
-        speeds = prompt_rates_of_card(known, facts)
-        return Machine(card, size, host_bytes, here, assumed=rates is None, prompt=speeds)
+        prompt = prompt_rates_of_card(known, facts)
+        return Machine(card, size, host_bytes, here, assumed=rates is None, prompt=prompt)
     here = rates or measure_rates(device)
-    speeds = measure_prompt_rates(facts, device) if rates is None else None
+    prompt = measure_prompt_rates(facts, device) if rates is None else None
     if device.type == "cuda":
         size = device_bytes or torch.cuda.get_device_properties(device).total_memory
-        return Machine(torch.cuda.get_device_name(device), size, host_bytes, here, prompt=speeds)
+        return Machine(torch.cuda.get_device_name(device), size, host_bytes, here, prompt=prompt)
     if device_bytes is not None:
         raise ConfigError(
             f"device_bytes is the memory of a GPU, got {device_bytes} for a model on the CPU; name "
             f"the GPU to plan for as card, one of {', '.join(CARDS)}"
         )
-    return Machine("cpu", None, host_bytes, here, prompt=speeds)
+    return Machine("cpu", None, host_bytes, here, prompt=prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,7 +97,7 @@ def plan(
     if options.exact_products:
         raise ConfigError(
             "--exact-products changes nothing that is planned: neither bytes nor what a step waits "
-            "for; leave it out"
+            "for; a prompt is planned without it, so leave it out"
         )
     config = build_config(options)
     silence_transformers(output)
@@ -179,7 +179,7 @@ def _report(
 ) -> PlanReport:
     from hybrid_kv.report import probe_environment
     from hybrid_kv.report.run import MachineGbps
-    from hybrid_kv.report.schema import PlannedDesign, PlannedOption, PlanReport
+    from hybrid_kv.report.schema import PlannedDesign, PlannedOption, PlanReport, PromptGflops
 
     facts, machine, chosen = made.facts, made.machine, made.recommended
     rates = machine.rates
@@ -201,6 +201,7 @@ def _report(
             d2h=rates.d2h,
         ),
         rates_assumed=machine.assumed,
+        prompt_rates=None if machine.prompt is None else PromptGflops(**asdict(machine.prompt)),
         options=tuple(
             PlannedOption(
                 mode=option.mode,
@@ -258,7 +259,8 @@ def _print(made: Plan, measured: dict[str, ProfileRow]) -> None:
     layouts = ", ".join(f"{human_bytes(size)} {name}" for name, size in facts.weights.items())
     out.print(
         f"weights {human_bytes(facts.weight_bytes)} ({layouts}), KV "
-        f"{human_bytes(facts.kv_bytes_per_token)} a token; bandwidths in GB/s: {_rates(made)}",
+        f"{human_bytes(facts.kv_bytes_per_token)} a token; bandwidths in GB/s: {_rates(made)}"
+        f"{_prompt_rates(made)}",
         style="dim",
     )
     columns = [
@@ -360,6 +362,18 @@ def _rates(made: Plan) -> str:
     known |= {name: rate for name, rate in (("h2d", rates.h2d), ("d2h", rates.d2h)) if rate}
     source = "from the card's specification" if made.machine.assumed else "measured now"
     return ", ".join(f"{name} {rate:.0f}" for name, rate in known.items()) + f" ({source})"
+
+
+def _prompt_rates(made: Plan) -> str:
+    """Rates on which the time to the first token rests, with a separator before them."""
+    prompt = made.machine.prompt
+    if prompt is None:
+        return ""
+    how = "70% and 50% of the card's specification" if prompt.assumed else "measured now"
+    return (
+        f"; a prompt's products {_short(prompt.products / 1e3)}, attention "
+        f"{_short(prompt.attention / 1e3)} TFLOP/s ({how})"
+    )
 
 
 def _parts(values: Any, show: Any, nothing: str = "-") -> Text:

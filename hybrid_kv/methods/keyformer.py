@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -86,8 +84,10 @@ class Keyformer(RecentShare):
         far = None
         total = near.sum(-1, keepdim=True)
         if kept is not None:
-            at = _together(kept.split("positions"))
-            far = _together([one.T for one in attended.weights(row)]).transpose(1, 2)
+            # A crop leaves heads with different numbers; those of fewer get weights of 0.
+            at = pad_sequence(list(kept.split("positions")), batch_first=True)
+            weights = [one.T for one in attended.weights(row)]
+            far = pad_sequence(weights, batch_first=True).transpose(1, 2)
             far = self._raised(far, self.noise(layer_idx, len(at), at)[:, None], temperature)
             total = total + far.sum(-1, keepdim=True)
         total = total.clamp_min(_LEAST)
@@ -123,13 +123,6 @@ class Keyformer(RecentShare):
     def _raised(self, weights: Tensor, noise: Tensor, temperature: Tensor | float) -> Tensor:
         """exp((x + z) / t) of softmax weights exp(x) / Z, up to a factor of each query."""
         return (weights * noise.exp()) ** (1 / temperature)
-
-
-def _together(heads: Sequence[Tensor]) -> Tensor:
-    """[Hkv, N, ...] of [n, ...] by head: zeros behind those of fewer, as a crop leaves them."""
-    if len({len(one) for one in heads}) == 1:
-        return torch.stack(list(heads))
-    return pad_sequence(list(heads), batch_first=True)
 
 
 def _mixed(x: Tensor) -> Tensor:

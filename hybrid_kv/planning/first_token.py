@@ -37,12 +37,13 @@ _PLAIN = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.f
 
 
 def prompt_rates_of_card(card: Card, facts: ModelFacts) -> PromptRates | None:
-    """What a card would reach in 16 bit; None for a model that computes in 32."""
+    """Rates that a card would reach in 16 bit; None for a model that computes in 32."""
     if facts.dtype_bytes != 2:
         return None
     return PromptRates(
         products=_ATTAINED_PRODUCTS * 1e3 * card.tflops,
         attention=_ATTAINED_ATTENTION * 1e3 * card.tflops,
+        assumed=True,
     )
 
 
@@ -90,12 +91,12 @@ def _measured_products(facts: ModelFacts, device: torch.device) -> float | None:
 
 
 def _layout(facts: ModelFacts) -> str:
-    """Of most of the weights."""
+    """Name of the layout that most weights have; "" where nothing is known of them."""
     return max(facts.weights, key=facts.weights.__getitem__, default="")
 
 
 def _dtype(facts: ModelFacts) -> torch.dtype:
-    """Of activations."""
+    """Dtype of activations."""
     known = torch.float32 if facts.dtype_bytes == 4 else torch.bfloat16
     return _PLAIN.get(f"torch.{_layout(facts)}", known)
 
@@ -103,25 +104,25 @@ def _dtype(facts: ModelFacts) -> torch.dtype:
 def first_token_seconds(
     facts: ModelFacts,
     tokens: int,
-    speeds: PromptRates | None,
+    prompt: PromptRates | None,
     rates: Rates,
     *,
     cold_tokens: int = 0,
 ) -> dict[str, float]:
     """Seconds of a prompt by part, exact attention; {} where the machine's rates are not known.
 
-    Not counted: attention within windows and states of fixed size, norms and the like, and what an
-    index learns from the prompt and takes to be built.
+    Not counted: attention within windows and states of fixed size, norms and the like, unpacking
+    of weights on a card, and what an index learns from the prompt and takes to be built.
 
     Args:
         cold_tokens: entries that leave for the cold tier. Over a bus they travel while the next
             layer is computed, and what takes longer shows; on the CPU they are copied.
     """
-    if speeds is None or not facts.products:
+    if prompt is None or not facts.products:
         return {}
     widths = [shape.num_q_heads * shape.head_dim for shape in facts.layers]
-    products = 2 * tokens * facts.products / speeds.products / 1e9
-    attention = sum(_attention_work(width, tokens) for width in widths) / speeds.attention / 1e9
+    products = 2 * tokens * facts.products / prompt.products / 1e9
+    attention = sum(_attention_work(width, tokens) for width in widths) / prompt.attention / 1e9
     left = cold_tokens * facts.kv_bytes_per_token / 1e9
     if rates.d2h is None:
         leaving = 2 * left / rates.dram  # read and written

@@ -75,10 +75,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class PromptRates:
-    """Arithmetic of a prompt in 1e9 operations per second, a multiplication and a sum being two."""
+    """Arithmetic of a prompt in 1e9 operations per second, a multiplication and a sum being two.
+
+    assumed: they are shares of a card's specification, and nothing was measured.
+    """
 
     products: float
     attention: float
+    assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

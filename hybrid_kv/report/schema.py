@@ -253,6 +253,17 @@ class PlannedDesign(Group):
     why_not: str = ""
 
 
+class PromptGflops(Group):
+    """Rates on which the time to the first token rests, in 1e9 operations per second.
+
+    assumed: they are shares of a card's specification.
+    """
+
+    products: float
+    attention: float
+    assumed: bool
+
+
 class PlanReport(_Envelope):
     """`plan`: predictions, none of them measured but the bandwidths.
 
@@ -271,6 +282,7 @@ class PlanReport(_Envelope):
     kv_bytes_per_token: int
     bandwidth_gbps: MachineGbps
     rates_assumed: bool
+    prompt_rates: PromptGflops | None = None
     options: tuple[PlannedOption, ...]
     recommended: Literal["dense", "dense_8bit", "hybrid"] | None
     advice: str

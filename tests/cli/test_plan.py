@@ -34,13 +34,14 @@ def test_128k_on_a_24_gb_card_is_hybrid() -> None:
     assert report.recommended == "hybrid"
     assert [option.mode for option in report.options] == ["dense", "dense_8bit", "hybrid"]
     assert report.rates_assumed
+    assert report.prompt_rates.assumed
     assert report.bandwidth_gbps.dram == 50
 
 
 def test_people_see_bytes_times_and_the_advice() -> None:
     output = call(*PLAN, "--context", "128k").output
     parts = "15.0 GiB weights", "16.0 GiB kv", "GiB codes", "cold_attention"
-    for part in (*parts, "s to the first token", "54.6 attention"):
+    for part in (*parts, "s to the first token", "54.6 attention", "70% and 50%"):
         assert part in output
     assert "cold.select=device" in output
     assert "the device selects: codes of 64 B a key fit (computed" in output

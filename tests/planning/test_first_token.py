@@ -84,6 +84,7 @@ def test_this_machine_is_measured_in_the_models_dtype(
     assert rates is not None
     assert min(rates.products, rates.attention) > 0
     # 16-bit weights are widened where that pays, as a prompt does.
+    assert seen
     assert set(seen) <= {getattr(torch, dtype), torch.float32}
 
 
