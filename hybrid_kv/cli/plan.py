@@ -366,10 +366,13 @@ def _rates(made: Plan) -> str:
 
 def _prompt_rates(made: Plan) -> str:
     """Rates on which the time to the first token rests, with a separator before them."""
+    from hybrid_kv.planning.first_token import ATTAINED_ATTENTION, ATTAINED_PRODUCTS
+
     prompt = made.machine.prompt
     if prompt is None:
         return ""
-    how = "70% and 50% of the card's specification" if prompt.assumed else "measured now"
+    shares = f"{ATTAINED_PRODUCTS:.0%} and {ATTAINED_ATTENTION:.0%} of the card's specification"
+    how = shares if prompt.assumed else "measured now"
     return (
         f"; a prompt's products {_short(prompt.products / 1e3)}, attention "
         f"{_short(prompt.attention / 1e3)} TFLOP/s ({how})"

@@ -25,7 +25,7 @@ from hybrid_kv.ops.native.workers import pool_here
 from hybrid_kv.planning.plan import ModelFacts, PromptRates
 from hybrid_kv.planning.rates import Card, Rates, median_seconds
 
-_ATTAINED_PRODUCTS, _ATTAINED_ATTENTION = 0.7, 0.5
+ATTAINED_PRODUCTS, ATTAINED_ATTENTION = 0.7, 0.5
 """Shares of a card's specified rate in 16 bit (assumptions, not measurements)."""
 
 _TOKENS, _OUTPUTS, _INPUTS = 256, 1024, 2048
@@ -41,8 +41,8 @@ def prompt_rates_of_card(card: Card, facts: ModelFacts) -> PromptRates | None:
     if facts.dtype_bytes != 2:
         return None
     return PromptRates(
-        products=_ATTAINED_PRODUCTS * 1e3 * card.tflops,
-        attention=_ATTAINED_ATTENTION * 1e3 * card.tflops,
+        products=ATTAINED_PRODUCTS * 1e3 * card.tflops,
+        attention=ATTAINED_ATTENTION * 1e3 * card.tflops,
         assumed=True,
     )
 
