@@ -316,6 +316,10 @@ class AuditParams(Params):
     action: Literal["warn", "widen", "raise"] = "warn"
 
 
+SPARSE_PREFILL = ("prefill", "prefill_error")
+"""Settings of block-sparse prefill, that change what a prompt leaves behind."""
+
+
 class HybridConfig(PluginConfig):
     """Everything that decides how a model's KV cache is kept and read.
 
@@ -326,6 +330,9 @@ class HybridConfig(PluginConfig):
     prefill_states: where a prompt's hidden states wait between two layers: on the "device", or in
         "host" memory, where a layer's keys and values also leave before the next layer begins;
         "auto" takes the host for prompts that would leave a GPU too little memory.
+    prefill: "exact", or "sparse": block-sparse attention of prompts, which sampled queries choose
+        and others judge; `Generation.prefill` says what it read and lost. prefill_error: mean
+        relative error of a head's output that it aims at.
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
@@ -348,6 +355,8 @@ class HybridConfig(PluginConfig):
     page_size: Count = 16
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
     prefill_states: Literal["auto", "device", "host"] = "auto"
+    prefill: Literal["exact", "sparse"] = "exact"
+    prefill_error: Annotated[float, Field(ge=0.001, le=0.5)] = 0.05
     dense_extend_tokens: Tokens = 32
     compile_decode: bool = False
     capture_decode: bool = False
@@ -360,6 +369,9 @@ class HybridConfig(PluginConfig):
         # `params` is how pydantic hands the method's own parameters over.
         given = {key: data.pop(key) for key in ("params",) if key in data}
         super().__init__(**self._tree(data, {}), **given)
+
+    def without_effect(self) -> Mapping[str, str]:
+        return {} if self.prefill == "sparse" else {"prefill_error": "with prefill exact"}
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
@@ -408,9 +420,10 @@ class HybridConfig(PluginConfig):
                 raise ConfigError(f"method '{method}': {lack}")
 
     def opened(self) -> HybridConfig:
-        """The same with the method's budgets opened so far that nothing is lost."""
+        """The same with the method's budgets opened so far that nothing is lost; prefill exact."""
         params = METHODS[self.method].factory.full_budget(self.params)
-        return self.model_copy(update={"params": params})
+        exact = {name: type(self).model_fields[name].default for name in SPARSE_PREFILL}
+        return self.model_copy(update={"params": params, **exact})
 
     def at_budget(self, budget: str, context_tokens: int) -> HybridConfig:
         """The same where a decode step attends `budget` of so many tokens: "2%" or "512".

@@ -82,6 +82,22 @@ class PartialAttention(NamedTuple):
     lse: Tensor
 
 
+KEY_BLOCK = 64
+"""Keys of a block of block-sparse attention: smaller ones cost 6 to 8% of the rate of tiles."""
+
+
+class BlockMask(NamedTuple):
+    """The key blocks that each block of a prompt's queries reads.
+
+    listed: [B, Hkv, ceil(T / tokens), N // KEY_BLOCK] bool for T new tokens of N. Of it count the
+    key blocks that end before the query block; the entries behind those are all read, causally.
+    tokens: of a query block.
+    """
+
+    listed: Tensor
+    tokens: int
+
+
 class PagedKV(NamedTuple):
     """Pages of one layer as they lie in memory; kernels read and write them in place.
 

@@ -20,7 +20,7 @@ from hybrid_kv.ops.native.pages import PageWriter
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.step import ColdEntries, LayerPlan, ResidentPages
 from hybrid_kv.ops.tail import Form, Tail, UnreadPart
-from hybrid_kv.types import Candidates, PagedKV, PartialAttention
+from hybrid_kv.types import BlockMask, Candidates, PagedKV, PartialAttention
 
 if TYPE_CHECKING:
     from hybrid_kv.ops.sketch_select import DeviceCodes
@@ -140,6 +140,20 @@ class AttentionOps(ChosenBackend):
             for own, keys, lse in rows
         ]
         return part, torch.stack(known)
+
+    def attend_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> PartialAttention:
+        """See `reference.attend_blocks`."""
+        name = self._choose(op.ATTEND_BLOCKS, q, native=native.serves(k, v))
+        return self.bound(op.ATTEND_BLOCKS, name)(q, k, v, mask, scale=scale, softcap=softcap)
 
     def attend_retrieved(
         self,

@@ -101,6 +101,7 @@ ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
 ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
+ATTEND_BLOCKS = _Attention("attend_blocks", _PROMPT, _defined())
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
+from hybrid_kv.types import HIDDEN, KEY_BLOCK, BlockMask, PagedKV, PartialAttention
 
 _SCORE_BLOCK_BYTES = 64 * 2**20
 
@@ -117,6 +117,48 @@ def attend_causal(
         outs.append(out.reshape(batch, num_q_heads, stop - start, dim))
         lses.append(lse.reshape(batch, num_q_heads, stop - start))
     return PartialAttention(torch.cat(outs, 2), torch.cat(lses, 2))
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> PartialAttention:
+    """`attend_causal` over the key blocks of a mask: block-sparse attention.
+
+    Args:
+        q: [B, Hq, T, D], k, v: [B, Hkv, N, D], as there.
+    """
+    batch, num_q_heads, new, _ = q.shape
+    num_kv_heads, old = k.shape[1], k.shape[2] - new
+    out = torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    grouped = q.unflatten(1, (num_kv_heads, -1)) if num_kv_heads else q
+    outs, lses = (t.view(batch, num_kv_heads, -1, *t.shape[2:]) for t in (out, lse))
+    for block, first in enumerate(range(0, new, mask.tokens)):
+        last, past = min(new, first + mask.tokens), (old + first) // KEY_BLOCK
+        own = torch.arange(past * KEY_BLOCK, old + last, device=q.device)
+        for row in range(batch):
+            for head in range(num_kv_heads):
+                blocks = mask.listed[row, head, block, :past].nonzero()
+                inside = torch.arange(KEY_BLOCK, device=q.device)
+                ids = torch.cat([(blocks * KEY_BLOCK + inside).flatten(), own])
+                hidden = ids > torch.arange(old + first, old + last, device=q.device)[:, None]
+                bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
+                part = attend(
+                    grouped[row, head, :, first:last][None],
+                    *(t[row, head, ids].expand(1, outs.shape[2], -1, -1) for t in (k, v)),
+                    scale=scale,
+                    bias=bias,
+                    softcap=softcap,
+                )
+                outs[row, head, :, first:last] = part.out[0]
+                lses[row, head, :, first:last] = part.lse[0]
+    return PartialAttention(out, lse)
 
 
 def page_digests(k: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ class CacheContext:
     finite: looks at what is stored. shapes: of the tiered layers.
     watched: evidence that somebody wants kept, beside what the method needs.
     reserved_tokens: that are expected in a row, so that memory is taken once.
+    prefill_error: that block-sparse prefill aims at; None for exact prefill.
     audits: whether somebody looks at what is missed; then what methods drop is kept on the host.
     foresight, unforeseen: how the method wants layers to be searched before their queries are
     known, and why some cannot be; see `ModelInfo`. look_ahead: does so; None until somebody asks
@@ -55,6 +56,7 @@ class CacheContext:
     shapes: Sequence[LayerShape]
     watched: Needs = Needs()
     reserved_tokens: int = 0
+    prefill_error: float | None = None
     audits: bool = False
     foresight: Foresight | None = None
     unforeseen: Mapping[int, str] | None = None

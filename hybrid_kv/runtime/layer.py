@@ -14,10 +14,9 @@ from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary
 from hybrid_kv.runtime.cache_context import CacheContext, append, new_store
 from hybrid_kv.runtime.layer_prompt import (
-    EvidenceCollector,
     LayerPrompt,
+    PromptMark,
     attend_exact,
-    attend_with_masses,
     note_queries,
 )
 from hybrid_kv.runtime.offload import Finder, Leaving, nearest_finder
@@ -35,7 +34,7 @@ class LayerMark:
     store: LayerStore | None
     is_sealed: bool
     rows: Sequence[RowMark]
-    collected: Sequence[EvidenceCollector]
+    collected: PromptMark
 
     @classmethod
     def of(cls, layer: LayerCache) -> LayerMark:
@@ -43,7 +42,7 @@ class LayerMark:
         store = layer.store
         is_sealed = store is not None and store.placement is not None
         rows = [] if store is None else [row.mark() for row in store.rows]
-        return cls(store, is_sealed, rows, [] if is_sealed else layer.prompt.mark())
+        return cls(store, is_sealed, rows, ((), ()) if is_sealed else layer.prompt.mark())
 
 
 class LayerCache:
@@ -95,26 +94,20 @@ class LayerCache:
         """Stores new tokens; see `append`."""
         if self.store is None:
             self.store = new_store(self.shape, self.means, k)
-            self.prompt.begin(self.method.needs | self.means.watched, k.shape[0])
+            needs = self.method.needs | self.means.watched
+            self.prompt.begin(needs, k.shape[0], self.means.prefill_error)
         append(self.store, self.means, self.method, k, v, valid)
 
     def attend_exact(
         self, q: Tensor, valid: Tensor | None, *, scale: float, softcap: float | None
     ) -> PartialAttention:
-        """Everything stored, for many new tokens q [B, Hq, T, D]; watches those of a prompt."""
+        """Everything stored, for many new tokens q [B, Hq, T, D]; a prompt reads as it was set."""
         means, store, keeper = self.means, self.held, self.steps.keeper
-        masses: list[Tensor] = []
-        if not self.is_sealed and self.prompt.wants_masses:
-            part, masses = attend_with_masses(
-                means.ops, store, q, valid, scale=scale, softcap=softcap
-            )
-        else:
-            part = attend_exact(
-                means.ops, means.executor, store, q, valid, scale=scale, softcap=softcap
-            )
         if not self.is_sealed:
-            self.prompt.observe(store.rows, q, masses, valid, scale=scale, softcap=softcap)
-            return part
+            return self.prompt.attend(means, store, q, valid, scale=scale, softcap=softcap)
+        part = attend_exact(
+            means.ops, means.executor, store, q, valid, scale=scale, softcap=softcap
+        )
         if valid is None:
             note_queries(store, q)
         if keeper is not None and keeper.follows:

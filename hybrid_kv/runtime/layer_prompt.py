@@ -4,19 +4,26 @@ they weighed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_kv.attention import attend, attend_causal, group_queries, merge_partials
+from hybrid_kv.errors import ConfigError
 from hybrid_kv.ops import Ops
 from hybrid_kv.plugins import Placement
 from hybrid_kv.rotary import Rotary, Samples
 from hybrid_kv.store import LayerStore, Row
 from hybrid_kv.transfer import Executor
 from hybrid_kv.types import Evidence, LayerShape, Needs, PartialAttention
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.cache_context import CacheContext
+    from hybrid_kv.runtime.sparse_prefill import SparsePrefill
 
 _NOTED_TOKENS = 64
 """Queries of a chunk of a long later turn that are kept, spread evenly, to learn from."""
@@ -96,10 +103,15 @@ def note_queries(store: LayerStore, q: Tensor) -> None:
                 aging.ask(asked[:, :, place].clone(), row.length - count + token)
 
 
+PromptMark: TypeAlias = "tuple[Sequence[EvidenceCollector], Sequence[SparsePrefill]]"
+"""What a prompt had collected and learned when it was marked, by row."""
+
+
 class LayerPrompt:
     """The prompt of a layer as far as it was seen, by row.
 
-    logits: scale and softcap by which the prompt's scores became logits.
+    logits: scale and softcap by which the prompt's scores became logits. sparse: block-sparse
+    attention of each row, kept beyond the prompt's end; empty where attention is exact.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -107,18 +119,53 @@ class LayerPrompt:
         self._shape = shape
         self._collectors: Sequence[EvidenceCollector] = ()
         self._kept: tuple[Evidence, ...] | None = None
+        self.sparse: Sequence[SparsePrefill] = ()
 
-    def begin(self, needs: Needs, num_rows: int) -> None:
-        """Begins to collect what is needed, for each row."""
+    def begin(self, needs: Needs, num_rows: int, error: float | None = None) -> None:
+        """Begins to collect what is needed, for each row.
+
+        Args:
+            error: that block-sparse attention aims at; None for exact attention.
+
+        Raises:
+            ConfigError: weights of all queries are needed, and attention is not exact.
+        """
+        if error is not None:
+            from hybrid_kv.runtime.sparse_prefill import SparsePrefill
+
+            check_sparse(needs)
+            self.sparse = [SparsePrefill(error, self._shape.num_kv_heads) for _ in range(num_rows)]
         if needs.sampled_queries or needs.last_queries or needs.column_sums:
             self._collectors = [EvidenceCollector(needs) for _ in range(num_rows)]
 
-    @property
-    def wants_masses(self) -> bool:
-        """Whether the weights that a prompt's entries got are asked for."""
-        return any(collector.wants_sums for collector in self._collectors)
+    def attend(
+        self,
+        means: CacheContext,
+        store: LayerStore,
+        q: Tensor,
+        valid: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> PartialAttention:
+        """Attention of the next tokens q [B, Hq, T, D], which are stored; see `attend_exact`.
 
-    def observe(
+        Args:
+            valid: [B, T] bool, False for padding.
+        """
+        masses: list[Tensor] = []
+        logits: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        if any(collector.wants_sums for collector in self._collectors):
+            part, masses = attend_with_masses(means.ops, store, q, valid, **logits)
+        elif self.sparse:
+            attends = [partial(one.attend, means.ops, **logits) for one in self.sparse]
+            part = _by_sequence(store, q, valid, attends)
+        else:
+            part = attend_exact(means.ops, means.executor, store, q, valid, **logits)
+        self._observe(store.rows, q, masses, valid, **logits)
+        return part
+
+    def _observe(
         self,
         rows: Sequence[Row],
         q: Tensor,
@@ -176,14 +223,25 @@ class LayerPrompt:
         """Row r is one of the prompt that row sources[r] had; all of it has been observed."""
         if self._collectors:
             self._collectors = [self._collectors[source] for source in sources]
+        if self.sparse:
+            self.sparse = [self.sparse[source].branch() for source in sources]
 
-    def mark(self) -> Sequence[EvidenceCollector]:
-        """Evidence that has been collected, for `go_back`."""
-        return [collector.branch() for collector in self._collectors]
+    def mark(self) -> PromptMark:
+        """Evidence that has been collected and what was learned, for `go_back`."""
+        return [one.branch() for one in self._collectors], [one.branch() for one in self.sparse]
 
-    def go_back(self, mark: Sequence[EvidenceCollector]) -> None:
+    def go_back(self, mark: PromptMark) -> None:
         """Forgets what was collected since."""
-        self._collectors = list(mark)
+        self._collectors, self.sparse = list(mark[0]), list(mark[1])
+
+
+def check_sparse(needs: Needs) -> None:
+    """Raises ConfigError where evidence can only come from attention to the whole prompt."""
+    if needs.column_sums:
+        raise ConfigError(
+            "prefill='sparse' leaves out weights of the prompt, and this method needs all of them; "
+            "use prefill='exact' or another method"
+        )
 
 
 def attend_exact(
@@ -234,18 +292,36 @@ def attend_with_masses(
         view = layer.resident.view()
         part, masses = ops.attend_with_masses(q, view.k, view.v, scale=scale, softcap=softcap)
         return part, list(masses)
+    by_row = []
+
+    def attend_row(q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        part, masses = ops.attend_with_masses(
+            q[None], k[None], v[None], scale=scale, softcap=softcap
+        )
+        by_row.append(masses[0])
+        return part
+
+    return _by_sequence(layer, q, valid, [attend_row] * len(layer.rows)), by_row
+
+
+def _by_sequence(
+    layer: LayerStore,
+    q: Tensor,
+    valid: Tensor | None,
+    attends: Sequence[Callable[[Tensor, Tensor, Tensor], PartialAttention]],
+) -> PartialAttention:
+    """Attention of each sequence of a prompt by its own function, as `attend_exact`.
+
+    Args:
+        attends: take q [Hq, T, D], k, v [Hkv, N, D] without padding; give out [1, Hq, T, D].
+    """
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    by_row = []
-    for number, row in enumerate(layer.rows):
+    for number, (row, attend_row) in enumerate(zip(layer.rows, attends, strict=True)):
         new = slice(None) if valid is None else valid[number]
-        k, v = row.table.view()
-        part, masses = ops.attend_with_masses(
-            q[number : number + 1, :, new], k[None], v[None], scale=scale, softcap=softcap
-        )
+        part = attend_row(q[number][:, new], *row.table.view())
         out[number][:, new], lse[number][:, new] = part.out[0].to(out.dtype), part.lse[0]
-        by_row.append(masses[0])
-    return PartialAttention(out, lse), by_row
+    return PartialAttention(out, lse)
 
 
 def _attend_row(

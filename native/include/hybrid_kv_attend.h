@@ -61,14 +61,22 @@ typedef struct hkv_prompt {
   int64_t window; /* newest rows that a query sees; 0 for all */
   int32_t dtype;  /* of the queries */
   int32_t causal; /* whether the tokens are the newest rows, each seen by itself and later ones */
+  /* Of block-sparse attention, which is causal and has no window: the blocks of HKV_KEY_BLOCK keys
+   * that are read, for each block of `block` tokens. Of it count the blocks that end before the
+   * block's first token; all rows behind those are read. NULL where every row is. */
+  const uint8_t *listed; /* [batch, heads, ceil(tokens / block), count of keys / HKV_KEY_BLOCK] */
+  int64_t block;
 } hkv_prompt;
+
+#define HKV_KEY_BLOCK 64
 
 /* The rows of a KV head that each of its queries sees; made for many of them.
  *
  * out: [batch, heads * group, tokens, dim of values] of the queries' dtype;
  * lse: [batch, heads * group, tokens].
  * masses: [batch, heads * group, count of keys] softmax weights that each row got from all tokens;
- * NULL where nobody asks. Threads share the KV heads then, not their tokens.
+ * NULL where nobody asks, as for block-sparse attention. Threads share the KV heads then, not
+ * their tokens.
  */
 HKV_API int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                               const hkv_prompt *asked, float scale, float softcap, void *out,

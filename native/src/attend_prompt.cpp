@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kBlockRows = 384;        // queries that share a packed tile
 constexpr int64_t kKeptWeights = 2 << 20;  // of a block, where they are summed at its end
+static_assert(kTileKeys % HKV_KEY_BLOCK == 0 && HKV_KEY_BLOCK % kPanel == 0, "blocks fill tiles");
 constexpr int64_t kStrip = 8;              // groups of kTileRows that share a panel in the first cache
 
 struct Seen {
@@ -31,6 +32,7 @@ struct Prompt {
   float *lse, *masses;
 
   int64_t tokens_of_block() const {
+    if (asked.listed != nullptr) return asked.block;
     int64_t rows = kBlockRows;
     if (masses != nullptr) {
       const int64_t kept = kKeptWeights / std::max<int64_t>(1, kv.keys.count);
@@ -47,6 +49,14 @@ struct Prompt {
     const int64_t last = kv.keys.count - asked.tokens + token + 1;
     return {asked.window > 0 ? std::max<int64_t>(0, last - asked.window) : 0, last};
   }
+
+  /// Blocks of keys that end before a block of tokens, and which of them it reads.
+  int64_t past_blocks(int64_t block) const {
+    return (kv.keys.count - asked.tokens + block * asked.block) / HKV_KEY_BLOCK;
+  }
+  const uint8_t *listed(int64_t place, int64_t block) const {
+    return asked.listed + (place * blocks() + block) * (kv.keys.count / HKV_KEY_BLOCK);
+  }
 };
 
 /// A block of one KV head, and the memory that a thread keeps for its blocks.
@@ -58,17 +68,13 @@ class Block {
     begin(prompt, block);
     const Entries from = entries_of(prompt.kv, place / prompt.heads, place % prompt.heads);
     gather<Query>(prompt, place);
-    const auto *keys = static_cast<const Element *>(from.keys.data);
-    const auto *values = static_cast<const Element *>(from.values.data);
-    const Seen seen{prompt.seen(first_).first, prompt.seen(first_ + tokens_ - 1).last};
+    Seen seen{prompt.seen(first_).first, prompt.seen(first_ + tokens_ - 1).last};
+    if (prompt.asked.listed != nullptr) seen.first = attend_listed<Element>(prompt, from, place, block);
     for (int64_t at = seen.first; at < seen.last; at += kTileKeys) {
       if (keeps) keep_tile(at);
       const int64_t count = std::min(kTileKeys, seen.last - at);
-      pack_keys(keys + at * from.keys.stride, from.keys.stride, dim_, count, keys_.data());
-      pack_values(values + at * from.values.stride, from.values.stride, value_dim_, count,
-                  values_.data());
-      for (int64_t group = 0; group < groups_; group += kStrip)
-        attend_strip(prompt, group, std::min(groups_, group + kStrip), at, count);
+      pack<Element>(from, at, count, 0);
+      attend_tile(prompt, at, count);
       if (keeps) note_largest();
     }
     write<Query>(prompt, place);
@@ -108,6 +114,39 @@ class Block {
       for (int64_t d = 0; d < dim_; ++d)
         to[d * kTileRows] = row < rows_ ? to_float(from[d]) : 0.0f;
     }
+  }
+
+  /// Blocks of keys that are listed, in tiles of some each; returns the first key behind all of them.
+  template <typename Element>
+  int64_t attend_listed(const Prompt &prompt, const Entries &from, int64_t place, int64_t block) {
+    const uint8_t *listed = prompt.listed(place, block);
+    const int64_t past = prompt.past_blocks(block);
+    int64_t filled = 0;
+    for (int64_t number = 0; number < past; ++number) {
+      if (listed[number] == 0) continue;
+      pack<Element>(from, number * HKV_KEY_BLOCK, HKV_KEY_BLOCK, filled);
+      filled += HKV_KEY_BLOCK;
+      if (filled < kTileKeys) continue;
+      attend_tile(prompt, 0, filled);  // no query is before the first so many keys
+      filled = 0;
+    }
+    if (filled > 0) attend_tile(prompt, 0, filled);
+    return past * HKV_KEY_BLOCK;
+  }
+
+  /// Keys and values from `at` on go to place `to` of the tile, a multiple of a panel.
+  template <typename Element>
+  void pack(const Entries &from, int64_t at, int64_t count, int64_t to) {
+    const auto *keys = static_cast<const Element *>(from.keys.data) + at * from.keys.stride;
+    const auto *values = static_cast<const Element *>(from.values.data) + at * from.values.stride;
+    pack_keys(keys, from.keys.stride, dim_, count, keys_.data() + to * dim_);
+    pack_values(values, from.values.stride, value_dim_, count, values_.data() + to * kPanel);
+  }
+
+  /// The block against the tile of `count` keys that begins with key `at`.
+  void attend_tile(const Prompt &prompt, int64_t at, int64_t count) {
+    for (int64_t group = 0; group < groups_; group += kStrip)
+      attend_strip(prompt, group, std::min(groups_, group + kStrip), at, count);
   }
 
   /// Groups [from, to) against the tile of `count` keys that begins with key `at`.
@@ -244,6 +283,9 @@ void check(const hkv_prompt &asked, const hkv_kv &kv) {
   require(!asked.causal || asked.tokens <= kv.keys.count,
           "there must be a key for each token at least");
   require(asked.causal || asked.window == 0, "a window needs causal attention");
+  if (asked.listed == nullptr) return;
+  require(asked.causal && asked.window == 0, "blocks of keys are of causal attention, no window");
+  require(asked.block >= 1, "block must be at least 1");
 }
 
 }  // namespace
@@ -258,6 +300,8 @@ extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, c
                          static_cast<float *>(out), lse);
     if (batch == 0 || heads == 0) return;
     hkv::check(*asked, *kv);
+    hkv::require(masses == nullptr || asked->listed == nullptr,
+                 "masses are of attention to all rows, got blocks of keys");
     const int64_t places = int64_t{batch} * heads;
     if (masses != nullptr) std::fill_n(masses, places * asked->group * kv->keys.count, 0.0f);
     if (asked->tokens == 0) return;

@@ -41,6 +41,7 @@ MAX_DIM = 4096
 LEVELS = 256
 BLOCK_KEYS = 16
 SKETCH_DIMS = 256
+KEY_BLOCK = 64
 IDS_INT32 = 0
 IDS_INT64 = 1
 POINT_DIMS = 32
@@ -159,6 +160,8 @@ class PromptStruct(Structure):
         ("window", c_int64),
         ("dtype", c_int32),
         ("causal", c_int32),
+        ("listed", c_void_p),
+        ("block", c_int64),
     )
 
 

@@ -22,7 +22,7 @@ from hybrid_kv.ops.native.bindings import PromptStruct
 from hybrid_kv.ops.native.library import find_engine
 from hybrid_kv.ops.native.rows import DTYPES
 from hybrid_kv.ops.native.workers import Pool
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
 
 def attend_causal(
@@ -66,6 +66,20 @@ def attend_with_masses(
     return part, masses
 
 
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend_blocks`. Out is in the dtype of q."""
+    return attend_prompt(q, k, v, scale=scale, softcap=softcap, mask=mask, pool=pool)
+
+
 def attend_prompt(
     queries: Tensor,
     keys: Tensor,
@@ -76,6 +90,7 @@ def attend_prompt(
     window: int | None = None,
     causal: bool = True,
     masses: Tensor | None = None,
+    mask: BlockMask | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -89,6 +104,8 @@ def attend_prompt(
             every query sees every entry.
         masses: [B, Hq, N] float32 contiguous, which gets the softmax weights that each entry got
             from all tokens; None where nobody asks.
+        mask: the key blocks that are read, of causal attention without window and masses; None for
+            all of them.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -121,9 +138,12 @@ def attend_prompt(
             f"masses must be [{batch}, {num_heads}, {count}] torch.float32 in one piece, got "
             f"{list(masses.shape)} {masses.dtype}"
         )
+    listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
+        None if listed is None else listed.data_ptr(),
+        0 if mask is None else mask.tokens,
     )
     out = queries.new_empty((batch, num_heads, tokens, values.shape[3]))
     lse = queries.new_empty((batch, num_heads, tokens), dtype=torch.float32)
@@ -135,3 +155,17 @@ def attend_prompt(
     if status:
         library.check(engine, status)
     return PartialAttention(out, lse)
+
+
+def _listed(mask: BlockMask, sizes: tuple[int, int, int, int]) -> Tensor:
+    """The bytes of a mask for sizes B, Hkv, T and N."""
+    batch, heads, tokens, count = sizes
+    if mask.tokens < 1:
+        raise ConfigError(f"a block must have at least 1 token, got {mask.tokens}")
+    shape = (batch, heads, -(-tokens // mask.tokens), count // KEY_BLOCK)
+    if mask.listed.shape != shape or mask.listed.dtype != torch.bool:
+        raise ShapeError(
+            f"listed must be {list(shape)} torch.bool for blocks of {mask.tokens} queries, got "
+            f"{list(mask.listed.shape)} {mask.listed.dtype}"
+        )
+    return mask.listed.contiguous()
