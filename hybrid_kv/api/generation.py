@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from hybrid_kv.api.tokens import NO_TEMPLATE, decode_text
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.types import Work
 from hybrid_kv.watch.audit import Audit
+
+if TYPE_CHECKING:
+    from hybrid_kv.runtime.sparse_prefill import PrefillLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Generation:
     of a fixed set; None where there was no step), and how many "plans" its steps took; with
     `capture_decode` also "graph": "captures" and "replays" of whole steps, and why the last forward
     was none ("code", "reason").
+    prefill: what block-sparse prefill read and lost of the prompt that the cache began with; None
+    where prefill is exact, the prompt was shorter than two key blocks or came from a file.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
     for raw text. reused_tokens: of the prompt, taken from `cache_dir` and not computed.
     """
@@ -67,6 +72,7 @@ class Generation:
     audit: Audit | None = field(default=None, repr=False)
     look_ahead: list[dict[str, Any]] = field(default_factory=list, repr=False)
     steps: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    prefill: PrefillLoss | None = field(default=None, repr=False)
     chat_template: str = NO_TEMPLATE
     reused_tokens: int = 0
 

@@ -254,6 +254,7 @@ class Turn:
             audit=None if auditor is None else auditor.audit.since(self._looks_before),
             look_ahead=self.cache.kv.layers.describe_look_ahead(),
             steps=self.cache.kv.describe_steps(),
+            prefill=self.cache.kv.prefill_loss(),
             chat_template=NO_TEMPLATE if self._template is None else self._template.name,
         )
 

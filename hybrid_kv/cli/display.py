@@ -70,6 +70,8 @@ def stats_line(generation: Generation, *, interrupted: bool) -> str:
         parts.append(f"TTFT {human_seconds(generation.ttft_s)}")
     if generation.tpot_ms:
         parts.append(f"TPOT {human_seconds(generation.tpot_ms / 1e3)}")
+    if (lost := generation.prefill) is not None:
+        parts.append(f"prefill read {percent(lost.density)} (error {percent(lost.error)})")
     ratio = attended_ratio(generation.work)
     if ratio is not None:
         parts.append(f"attended {percent(ratio)}")

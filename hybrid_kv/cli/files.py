@@ -18,6 +18,7 @@ from hybrid_kv.report.run import (
     MemoryBytes,
     Percentiles,
     PhasesMs,
+    PrefillReport,
     Run,
     WorkReport,
 )
@@ -85,6 +86,7 @@ def describe_run(llm: LLM, model: str, outcome: Outcome, config: HybridConfig | 
         backends=got.backends,
         index=tuple(got.index),
         audit=None if got.audit is None else AuditReport.of(got.audit),
+        prefill=None if got.prefill is None else PrefillReport.of(got.prefill),
         look_ahead=tuple(got.look_ahead),
         steps=tuple(got.steps),
         chat_template=got.chat_template,

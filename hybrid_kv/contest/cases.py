@@ -137,4 +137,10 @@ def _under(
 def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) -> HybridConfig:
     common = {key: value for key, value in settings.items() if HybridConfig.knows(method, key)}
     given = {"dense_extend_tokens": _LONG_QUESTION, "index_build": "wait", **common, **own}
-    return HybridConfig.from_settings({"method": method, **given})
+    config = HybridConfig.from_settings({"method": method, **given})
+    if config.prefill != "exact":
+        raise ConfigError(
+            f"prefill='{config.prefill}' has no effect in an evaluation, which reads each prompt "
+            "once for all methods, exactly; leave it out"
+        )
+    return config

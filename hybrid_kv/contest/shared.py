@@ -14,7 +14,7 @@ from hybrid_kv.models.cache_layers import HybridLayer, copied_state
 from hybrid_kv.models.forwards import passing
 from hybrid_kv.models.rollback import ReturnPoint
 from hybrid_kv.runtime import KVCache, LayerCache
-from hybrid_kv.runtime.layer_prompt import EvidenceCollector
+from hybrid_kv.runtime.layer_prompt import PromptMark
 from hybrid_kv.types import Evidence, LayerShape, Needs
 
 
@@ -24,11 +24,11 @@ class _OpenLayer(LayerCache):
     def seal(self, evidence: tuple[Evidence, ...] | None = None) -> None:
         """Nothing: more of the prompt may come, however short."""
 
-    def watched(self) -> Sequence[EvidenceCollector]:
+    def watched(self) -> PromptMark:
         """Evidence that has been collected so far, to go back to."""
         return self.prompt.mark()
 
-    def unwatch(self, before: Sequence[EvidenceCollector]) -> None:
+    def unwatch(self, before: PromptMark) -> None:
         """Forgets what was collected since."""
         self.prompt.go_back(before)
 

@@ -58,8 +58,8 @@ class AttentionOps(ChosenBackend):
 
     def _is_suited(self, q: Tensor, k: Tensor) -> bool:
         """Whether the engine has a kernel for queries [B, Hq, T, D], no slower than torch's."""
-        if torch.is_grad_enabled() and q.requires_grad:
-            return False  # the engine has no backward pass
+        if _needs_gradient(q):
+            return False
         few = q.shape[1] * q.shape[2] <= FEW_QUERIES * k.shape[1]
         if few or self.backend != "auto" or q.numel() * k.shape[2] <= _FEW_PRODUCTS:
             return True
@@ -152,7 +152,8 @@ class AttentionOps(ChosenBackend):
         softcap: float | None = None,
     ) -> PartialAttention:
         """See `reference.attend_blocks`."""
-        name = self._choose(op.ATTEND_BLOCKS, q, native=native.serves(k, v))
+        is_native = native.serves(k, v) and not _needs_gradient(q)
+        name = self._choose(op.ATTEND_BLOCKS, q, native=is_native)
         return self.bound(op.ATTEND_BLOCKS, name)(q, k, v, mask, scale=scale, softcap=softcap)
 
     def attend_retrieved(
@@ -251,6 +252,11 @@ class AttentionOps(ChosenBackend):
         if self._choose(op.PLAN_STEP, q, native=is_native) != "native":
             return None
         return LayerPlan(q.shape[1], resident, cold, whole=whole, writer=writer)
+
+
+def _needs_gradient(q: Tensor) -> bool:
+    """Whether somebody may go backwards, for which the engine has no pass."""
+    return torch.is_grad_enabled() and q.requires_grad
 
 
 def _is_expressed(q: Tensor, bias: Tensor | None) -> bool:

@@ -133,12 +133,14 @@ def attend_blocks(
     Args:
         q: [B, Hq, T, D], k, v: [B, Hkv, N, D], as there.
     """
-    batch, num_q_heads, new, _ = q.shape
+    batch, new = q.shape[0], q.shape[2]
     num_kv_heads, old = k.shape[1], k.shape[2] - new
     out = torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
-    grouped = q.unflatten(1, (num_kv_heads, -1)) if num_kv_heads else q
-    outs, lses = (t.view(batch, num_kv_heads, -1, *t.shape[2:]) for t in (out, lse))
+    group = q.shape[1] // num_kv_heads if num_kv_heads else 0
+    by_group = (batch, num_kv_heads, group)
+    grouped = q.reshape(*by_group, *q.shape[2:])
+    outs, lses = out.view(*by_group, *out.shape[2:]), lse.view(*by_group, new)
     for block, first in enumerate(range(0, new, mask.tokens)):
         last, past = min(new, first + mask.tokens), (old + first) // KEY_BLOCK
         own = torch.arange(past * KEY_BLOCK, old + last, device=q.device)
@@ -151,7 +153,7 @@ def attend_blocks(
                 bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
                 part = attend(
                     grouped[row, head, :, first:last][None],
-                    *(t[row, head, ids].expand(1, outs.shape[2], -1, -1) for t in (k, v)),
+                    *(t[row, head, ids].expand(1, group, -1, -1) for t in (k, v)),
                     scale=scale,
                     bias=bias,
                     softcap=softcap,

@@ -6,6 +6,7 @@ A value that was not measured is null, never a guess.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.sparse_prefill import PrefillLoss
     from hybrid_kv.types import Work
     from hybrid_kv.watch.audit import Audit, Estimate
 
@@ -203,6 +205,20 @@ class BandwidthGbps(Group):
     d2h: float | None = None
 
 
+class PrefillReport(Group):
+    """Block-sparse prefill of a prompt; see `PrefillLoss`."""
+
+    density: float
+    error: float
+    worst_error: float
+    worst_layer: int
+    queries: int
+
+    @classmethod
+    def of(cls, lost: PrefillLoss) -> PrefillReport:
+        return cls(**asdict(lost))
+
+
 class Run(Group):
     """One generation: its settings, its text and what it cost.
 
@@ -211,6 +227,7 @@ class Run(Group):
     token after the first. interrupted: the user ended it early. backends: what computed each op of
     the cache at last. index: what served each layer and
     KV head of the cold tier at the end, and why, and how far its build is. audit: null without one.
+    prefill: what a block-sparse prefill read and lost, null where it was exact.
     look_ahead: whether each layer is searched ahead, and why not; empty for methods that never do.
     steps: by layer whether the last decode step was one call of the engine, and why not.
     chat_template: the first digits of the SHA-256 of the template that rendered the prompt, "none"
@@ -236,6 +253,7 @@ class Run(Group):
     backends: dict[str, str] = {}
     index: tuple[dict[str, Any], ...] = ()
     audit: AuditReport | None = None
+    prefill: PrefillReport | None = None
     look_ahead: tuple[dict[str, Any], ...] = ()
     steps: tuple[dict[str, Any], ...] = ()
     chat_template: str = "none"

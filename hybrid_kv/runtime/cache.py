@@ -30,6 +30,7 @@ from hybrid_kv.types import (
 from hybrid_kv.watch.phases import ATTENTION, Phases
 
 if TYPE_CHECKING:
+    from hybrid_kv.runtime.sparse_prefill import PrefillLoss
     from hybrid_kv.watch.auditor import Auditor
 
 
@@ -262,6 +263,16 @@ class KVCache:
         if not self.config.capture_decode:
             return told
         return [{**one, "graph": self.graph_use.describe()} for one in told]
+
+    def prefill_loss(self) -> PrefillLoss | None:
+        """What block-sparse prefill read and lost of the prompt; None where it was exact."""
+        layers = self.layers.items()
+        sparse = [(idx, one) for idx, layer in layers for one in layer.prompt.sparse]
+        if not sparse:
+            return None
+        from hybrid_kv.runtime.sparse_prefill import prefill_loss
+
+        return prefill_loss(sparse)
 
     def load(
         self, layer_idx: int, k: Tensor, v: Tensor, evidence: tuple[Evidence, ...] = ()

@@ -95,7 +95,7 @@ class LayerCache:
         if self.store is None:
             self.store = new_store(self.shape, self.means, k)
             needs = self.method.needs | self.means.watched
-            self.prompt.begin(needs, k.shape[0], self.means.prefill_error)
+            self.prompt.begin(needs, k.shape[0], k.device, self.means.prefill_error)
         append(self.store, self.means, self.method, k, v, valid)
 
     def attend_exact(

@@ -121,10 +121,13 @@ class LayerPrompt:
         self._kept: tuple[Evidence, ...] | None = None
         self.sparse: Sequence[SparsePrefill] = ()
 
-    def begin(self, needs: Needs, num_rows: int, error: float | None = None) -> None:
+    def begin(
+        self, needs: Needs, num_rows: int, device: torch.device, error: float | None = None
+    ) -> None:
         """Begins to collect what is needed, for each row.
 
         Args:
+            device: of the layer.
             error: that block-sparse attention aims at; None for exact attention.
 
         Raises:
@@ -134,7 +137,8 @@ class LayerPrompt:
             from hybrid_kv.runtime.sparse_prefill import SparsePrefill
 
             check_sparse(needs)
-            self.sparse = [SparsePrefill(error, self._shape.num_kv_heads) for _ in range(num_rows)]
+            given = error, self._shape.num_kv_heads, device
+            self.sparse = [SparsePrefill(*given) for _ in range(num_rows)]
         if needs.sampled_queries or needs.last_queries or needs.column_sums:
             self._collectors = [EvidenceCollector(needs) for _ in range(num_rows)]
 

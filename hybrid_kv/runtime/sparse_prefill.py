@@ -1,7 +1,7 @@
 """Block-sparse prefill: some queries of each block choose the key blocks that all of them read.
 
-    sampled queries -> exact weights -> key blocks of most weight -> attention over these blocks
-                    \\-> exact output of one more query -----------> its error, which sets the share
+    queries that choose -> their exact weights -> key blocks of most weight -> attention over these
+    a query that judges -> its exact output -> the error of what was read -> share of the next chunk
 
 A query block and a KV head read the first key block, the last one before themselves, their own
 tokens, and as many others as leave out no more than a share of the sampled weights. That share is
@@ -55,15 +55,20 @@ class PrefillLoss:
 class SparsePrefill:
     """Block-sparse attention of one sequence's prompt in one layer, chunk by chunk.
 
+    errors: [Hkv] of the sampled queries that judged, `queries` of them for each KV head, summed.
+    read_blocks, blocks: key blocks before a query block, of all KV heads: those read, and all.
+
     Args:
         error: mean relative error of a head's output to aim at.
+        device: of the layer.
     """
 
-    def __init__(self, error: float, num_kv_heads: int) -> None:
+    def __init__(self, error: float, num_kv_heads: int, device: torch.device) -> None:
         self._aim = error
-        self._shares = torch.full((num_kv_heads,), _FIRST_SHARE)
-        self.errors = torch.zeros(num_kv_heads)
-        self.queries = self.read_blocks = self.blocks = 0
+        self._shares = torch.full((num_kv_heads,), _FIRST_SHARE, device=device)
+        self.errors = torch.zeros(num_kv_heads, device=device)
+        self.read_blocks = torch.zeros((), dtype=torch.int64, device=device)
+        self.queries = self.blocks = 0
 
     def branch(self) -> SparsePrefill:
         """One that has seen the same, and goes on alone."""
@@ -83,13 +88,15 @@ class SparsePrefill:
         new, old = q.shape[1], k.shape[1] - q.shape[1]
         group = q.shape[0] // k.shape[0]
         size = min(_MOST_TOKENS, max(_LEAST_TOKENS, _BLOCK_ROWS // group))
-        if old + new - 1 < 2 * KEY_BLOCK:  # the first and the last one are always read
+        if new <= 2 * _CHOOSING or old + new - 1 < 2 * KEY_BLOCK:  # to choose costs more
             return ops.attend_causal(q[None], k[None], v[None], scale=scale, softcap=softcap)
-        sampled = _SampledQueries(q, k, v, size, scale, softcap)
-        listed = self._listed(sampled)
+        with torch.no_grad():
+            sampled = _SampledQueries(q, k, v, size, scale, softcap)
+            listed = self._listed(sampled)
         mask = BlockMask(listed[None], size)
         part = ops.attend_blocks(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)
-        self._learn(sampled, listed, part.out[0])
+        with torch.no_grad():
+            self._learn(sampled, listed, part.out[0])
         return part
 
     def _listed(self, sampled: _SampledQueries) -> Tensor:
@@ -102,7 +109,7 @@ class SparsePrefill:
         order = order.argsort(-1, descending=True)
         ranked = masses.gather(-1, order)
         before = ranked.cumsum(-1) - ranked
-        wanted = masses.sum(-1, keepdim=True) - self._shares.to(masses.device)[:, None, None]
+        wanted = masses.sum(-1, keepdim=True) - self._shares[:, None, None]
         # A key that is not a number gives weights that are none: then all is read, and seen.
         read = ~(before >= wanted)
         read[..., :2] = True
@@ -110,19 +117,17 @@ class SparsePrefill:
         return listed & (torch.arange(masses.shape[-1], device=past.device) < past[:, None])
 
     def _learn(self, sampled: _SampledQueries, listed: Tensor, out: Tensor) -> None:
-        """Takes note of what was read and of the error, and sets the share of the next chunk."""
-        self.read_blocks += int(listed.sum())
-        self.blocks += int(sampled.past.sum()) * listed.shape[0]
-        measured = sampled.past > 0
-        count = int(measured.sum())
-        if not count:
-            return
-        got = out[:, sampled.judging[measured]].float()
-        exact = sampled.exact[:, measured]
+        """Takes note of what was read and of the error, and sets the share of the next chunk.
+
+        No thread waits for a device: all sums stay there.
+        """
+        got, exact = out[:, sampled.judging].float(), sampled.exact
         apart = (got - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-12)
-        error = apart.mean(-1).unflatten(0, (len(self.errors), -1)).mean(-1).cpu()
-        self.errors = self.errors + error * count
-        self.queries += count
+        error = apart.mean(-1).unflatten(0, (listed.shape[0], -1)).mean(-1)
+        self.errors = self.errors + error * sampled.count
+        self.read_blocks = self.read_blocks + listed.sum()
+        self.queries += sampled.count
+        self.blocks += sampled.blocks * listed.shape[0]
         change = (self._aim / error).clamp(1 / _FASTER, _FASTER)
         self._shares = (self._shares * change).clamp(_LEAST_SHARE, _MOST_SHARE)
 
@@ -130,7 +135,8 @@ class SparsePrefill:
 class _SampledQueries:
     """Exact attention of some queries of each block of a chunk.
 
-    past: [query blocks] key blocks that end before a block. masses: [Hkv, query blocks, key blocks]
+    count: of the query blocks. past: [query blocks] key blocks that end before each; blocks: their
+    sum. masses: [Hkv, query blocks, key blocks]
     softmax weights that these got from the queries that choose, 0 where they do not count.
     judging: [query blocks] the token of the query that measures. exact: [Hq, query blocks, Dv] its
     output.
@@ -144,6 +150,8 @@ class _SampledQueries:
         firsts = torch.arange(0, new, size, device=device)
         lengths = (new - firsts).clamp_max(size)
         self.past = (old + firsts) // KEY_BLOCK
+        self.count = len(firsts)
+        self.blocks = sum((old + first) // KEY_BLOCK for first in range(0, new, size))
         parts = torch.arange(_CHOOSING, device=device) * 2 + 1
         choosing = firsts[:, None] + parts * lengths[:, None] // (2 * _CHOOSING)
         # Between two that choose, each block at another one.
@@ -183,5 +191,5 @@ def prefill_loss(by_layer: Iterable[tuple[int, SparsePrefill]]) -> PrefillLoss |
     errors = sum(float(one.errors.mean()) for _, one in known)
     worst, layer = max((float(one.errors.max()) / one.queries, layer) for layer, one in known)
     blocks = sum(one.blocks for _, one in known)
-    density = sum(one.read_blocks for _, one in known) / blocks
+    density = sum(int(one.read_blocks) for _, one in known) / blocks
     return PrefillLoss(density, errors / queries, worst, layer, queries)

@@ -108,6 +108,11 @@ class ProfileArguments(Params):
         known = {k: v for k, v in self.settings.items() if HybridConfig.knows(method, k)}
         config = HybridConfig.from_settings({**known, "method": method}, {"index_build": "wait"})
         dense = getattr(config, "dense_layers", 0)
+        if self.fill == "synthetic" and config.prefill != "exact":
+            raise ConfigError(
+                f"prefill='{config.prefill}' has no effect with fill 'synthetic', which "
+                "computes no prompt; leave it out or take fill 'prefill'"
+            )
         if self.layers is not None and "dense_layers" not in self.settings and dense >= self.layers:
             return config.replace(dense_layers=0)
         return config
