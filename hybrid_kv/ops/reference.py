@@ -163,6 +163,53 @@ def attend_blocks(
     return PartialAttention(out, lse)
 
 
+def attend_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> PartialAttention:
+    """Causal attention of some tokens of a prompt: each sees the entries up to its own.
+
+    Args:
+        q: [B, Hq, M, D]. k, v: [B, Hkv, N, D], oldest first, as in `attend_causal`.
+        positions: [M] int64 places of the queries among the entries, ascending.
+    """
+    hidden = torch.arange(k.shape[2], device=q.device) > positions[:, None]
+    bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
+    group = q.shape[1] // max(1, k.shape[1])
+    grouped = q.reshape(len(q), k.shape[1], group * q.shape[2], q.shape[3])
+    part = attend(grouped, k, v, scale=scale, softcap=softcap, bias=bias.repeat(group, 1))
+    return PartialAttention(
+        part.out.reshape(*q.shape[:3], v.shape[3]), part.lse.reshape(q.shape[:3])
+    )
+
+
+def block_masses(
+    q: Tensor, k: Tensor, positions: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """[B, Hq, M, N // KEY_BLOCK] float32 softmax weights that each whole key block got from each
+    query of `attend_at`.
+    """
+    blocks = k.shape[2] // KEY_BLOCK
+    keys = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
+    masses = torch.empty(*q.shape[:3], blocks, device=q.device)
+    some = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], some):
+        rows = slice(start, start + some)
+        logits = torch.matmul(q[:, :, rows].float() * scale, keys.float().transpose(-1, -2))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        hidden = torch.arange(k.shape[2], device=q.device) > positions[rows, None]
+        weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        whole = weights[..., : blocks * KEY_BLOCK].unflatten(-1, (blocks, KEY_BLOCK))
+        masses[:, :, rows] = whole.sum(-1)
+    return masses
+
+
 def page_digests(k: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest value per channel of each page: k [..., S, D] -> two of [..., D].
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_kv.masses import logits_of
 from hybrid_kv.ops import Ops
 from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 
@@ -33,7 +33,7 @@ _FIRST_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.05, 0.001, 0.5
 """Of the weights, what is left out: at first, at least and at most."""
 _FASTER = 2.0
 """By which the share may change from one chunk to the next."""
-_SCORE_BYTES = 4 * 2**20
+_GOLDEN = 0.6180339887
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SparsePrefill:
         if new <= 2 * _CHOOSING or old + new - 1 < 2 * KEY_BLOCK:  # to choose costs more
             return ops.attend_causal(q[None], k[None], v[None], scale=scale, softcap=softcap)
         with torch.no_grad():
-            sampled = _SampledQueries(q, k, v, size, scale, softcap)
+            sampled = _SampledQueries(ops, q, k, v, size, scale=scale, softcap=softcap)
             listed = self._listed(sampled)
         mask = BlockMask(listed[None], size)
         part = ops.attend_blocks(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)
@@ -136,17 +136,13 @@ class _SampledQueries:
     """Exact attention of some queries of each block of a chunk.
 
     count: of the query blocks. past: [query blocks] key blocks that end before each; blocks: their
-    sum. masses: [Hkv, query blocks, key blocks]
-    softmax weights that these got from the queries that choose, 0 where they do not count.
-    judging: [query blocks] the token of the query that measures. exact: [Hq, query blocks, Dv] its
-    output.
+    sum. masses: [Hkv, query blocks, key blocks] softmax weights that these got from the queries
+    that choose, 0 where they do not count. judging: [query blocks] the token of the query that
+    judges. exact: [Hq, query blocks, Dv] its output.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, size: int, scale: float, softcap: float | None
-    ) -> None:
-        new, device, num_kv_heads = q.shape[1], q.device, k.shape[0]
-        old = k.shape[1] - new
+    def __init__(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, size: int, **logits: Any) -> None:
+        new, device, old = q.shape[1], q.device, k.shape[1] - q.shape[1]
         firsts = torch.arange(0, new, size, device=device)
         lengths = (new - firsts).clamp_max(size)
         self.past = (old + firsts) // KEY_BLOCK
@@ -154,32 +150,16 @@ class _SampledQueries:
         self.blocks = sum((old + first) // KEY_BLOCK for first in range(0, new, size))
         parts = torch.arange(_CHOOSING, device=device) * 2 + 1
         choosing = firsts[:, None] + parts * lengths[:, None] // (2 * _CHOOSING)
-        # Between two that choose, each block at another one.
-        gap = torch.arange(len(firsts), device=device) % _CHOOSING
-        self.judging = firsts + gap * 2 * lengths // (2 * _CHOOSING)
-        tokens = torch.cat([choosing, self.judging[:, None]], 1)
-        keys, values = k.float(), v.float()
-        whole = k.shape[1] // KEY_BLOCK
-        self.masses = torch.zeros(num_kv_heads, len(firsts), whole, device=device)
-        self.exact = torch.empty(q.shape[0], len(firsts), v.shape[2], device=device)
-        some = max(1, _SCORE_BYTES // (4 * q.shape[0] * tokens.shape[1] * k.shape[1]))
-        for start in range(0, len(firsts), some):
-            stop = min(len(firsts), start + some)
-            last = old + int(min(new, stop * size))  # no query of these blocks sees more
-            asked = q[:, tokens[start:stop].flatten()].unflatten(0, (num_kv_heads, -1))
-            logits = logits_of(
-                asked.flatten(1, 2), keys[:, :last], scale=scale, softcap=softcap
-            ).unflatten(1, (-1, stop - start, tokens.shape[1]))
-            places = torch.arange(old + start * size, last, device=device)
-            hidden = places > old + tokens[start:stop, :, None]
-            logits[..., old + start * size :].masked_fill_(hidden, -torch.inf)
-            weights = logits.softmax(-1)
-            sums = weights[:, :, :, :_CHOOSING].mean((1, 3))
-            blocks = sums[..., : last // KEY_BLOCK * KEY_BLOCK].unflatten(-1, (-1, KEY_BLOCK))
-            counts = torch.arange(blocks.shape[-2], device=device) < self.past[start:stop, None]
-            self.masses[:, start:stop, : blocks.shape[-2]] = blocks.sum(-1) * counts
-            judged = torch.matmul(weights[:, :, :, -1], values[:, None, :last])
-            self.exact[:, start:stop] = judged.flatten(0, 1)
+        # Spread evenly over the places in a block, however many blocks a chunk has.
+        turns = (torch.arange(len(firsts), device=device) + old // size) * _GOLDEN % 1.0
+        self.judging = firsts + (turns * lengths).long()
+        chosen, judged = choosing.flatten(), self.judging
+        masses = ops.block_masses(q[None, :, chosen], k[None], old + chosen, **logits)[0]
+        by_block = masses.unflatten(1, (-1, _CHOOSING)).unflatten(0, (k.shape[0], -1))
+        counts = torch.arange(masses.shape[-1], device=device) < self.past[:, None]
+        self.masses = by_block.mean((1, 3)) * counts
+        given = q[None, :, judged], k[None], v[None], old + judged
+        self.exact = ops.attend_at(*given, **logits).out[0].float()
 
 
 def prefill_loss(by_layer: Iterable[tuple[int, SparsePrefill]]) -> PrefillLoss | None:

@@ -66,6 +66,9 @@ typedef struct hkv_prompt {
    * block's first token; all rows behind those are read. NULL where every row is. */
   const uint8_t *listed; /* [batch, heads, ceil(tokens / block), count of keys / HKV_KEY_BLOCK] */
   int64_t block;
+  /* [tokens] row of each token, ascending, where they are some tokens of a prompt: each sees the
+   * rows up to its own. Causal, without window or blocks. NULL where they are the newest rows. */
+  const int64_t *positions;
 } hkv_prompt;
 
 #define HKV_KEY_BLOCK 64
@@ -77,10 +80,13 @@ typedef struct hkv_prompt {
  * masses: [batch, heads * group, count of keys] softmax weights that each row got from all tokens;
  * NULL where nobody asks, as for block-sparse attention. Threads share the KV heads then, not
  * their tokens.
+ * block_masses: [batch, heads * group, tokens, count of keys / HKV_KEY_BLOCK] softmax weights that
+ * each block of keys got from each token; NULL where nobody asks. Values are not read where out is
+ * NULL, as it may be then.
  */
 HKV_API int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                               const hkv_prompt *asked, float scale, float softcap, void *out,
-                              float *lse, float *masses);
+                              float *lse, float *masses, float *block_masses);
 
 /* Rows of all KV heads in one array, which each head has some of. */
 typedef struct hkv_ragged {

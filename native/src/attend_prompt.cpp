@@ -29,7 +29,7 @@ struct Prompt {
   const hkv_prompt &asked;
   float scale, softcap;
   void *out;
-  float *lse, *masses;
+  float *lse, *masses, *block_masses;
 
   int64_t tokens_of_block() const {
     if (asked.listed != nullptr) return asked.block;
@@ -46,6 +46,7 @@ struct Prompt {
 
   Seen seen(int64_t token) const {
     if (!asked.causal) return {0, kv.keys.count};
+    if (asked.positions != nullptr) return {0, asked.positions[token] + 1};
     const int64_t last = kv.keys.count - asked.tokens + token + 1;
     return {asked.window > 0 ? std::max<int64_t>(0, last - asked.window) : 0, last};
   }
@@ -65,6 +66,7 @@ class Block {
   template <typename Element, typename Query>
   void run(const Prompt &prompt, int64_t place, int64_t block) {
     const bool keeps = prompt.masses != nullptr;
+    place_ = place, reads_values_ = prompt.out != nullptr;
     begin(prompt, block);
     const Entries from = entries_of(prompt.kv, place / prompt.heads, place % prompt.heads);
     gather<Query>(prompt, place);
@@ -77,7 +79,7 @@ class Block {
       attend_tile(prompt, at, count);
       if (keeps) note_largest();
     }
-    write<Query>(prompt, place);
+    write<Query>(prompt);
     if (keeps) add_masses(prompt, place);
     if (static_cast<int64_t>(weights_.size()) > 2 * kKeptWeights)
       std::vector<float>().swap(weights_);  // of so long a prompt threads keep none
@@ -134,13 +136,20 @@ class Block {
     return past * HKV_KEY_BLOCK;
   }
 
+  /// Number of a row's query among all of the call's.
+  int64_t place_of(const Prompt &prompt, int64_t row) const {
+    const int64_t head = place_ * group_ + row % group_;
+    return head * prompt.asked.tokens + first_ + row / group_;
+  }
+
   /// Keys and values from `at` on go to place `to` of the tile, a multiple of a panel.
   template <typename Element>
   void pack(const Entries &from, int64_t at, int64_t count, int64_t to) {
     const auto *keys = static_cast<const Element *>(from.keys.data) + at * from.keys.stride;
     const auto *values = static_cast<const Element *>(from.values.data) + at * from.values.stride;
     pack_keys(keys, from.keys.stride, dim_, count, keys_.data() + to * dim_);
-    pack_values(values, from.values.stride, value_dim_, count, values_.data() + to * kPanel);
+    if (reads_values_)
+      pack_values(values, from.values.stride, value_dim_, count, values_.data() + to * kPanel);
   }
 
   /// The block against the tile of `count` keys that begins with key `at`.
@@ -175,7 +184,7 @@ class Block {
       if (seen[group - from].first < seen[group - from].last)
         weigh(prompt, group, seen[group - from], scores_of(group, from), at);
     }
-    for (int64_t panel = 0; panel * kPanel < value_dim_; ++panel)
+    for (int64_t panel = 0; prompt.out != nullptr && panel * kPanel < value_dim_; ++panel)
       for (int64_t group = from; group < to; ++group) {
         const Seen &own = seen[group - from];
         if (own.first == own.last) continue;
@@ -200,23 +209,41 @@ class Block {
       }
       const float shrink = softmax_[static_cast<size_t>(row)].take(
           own, first, last, from, to, prompt.scale, prompt.softcap);
+      if (prompt.block_masses != nullptr) add_to_blocks(prompt, row, shrink, own, first, last, at);
       float *sums = sums_of(row);
       for (int64_t d = 0; shrink != 1.0f && d < padded_; d += kLanes)
         store_floats(sums + d, load_floats(sums + d) * shrink);
     }
   }
 
+  /// What a row gave to the blocks of keys, as far as it was weighed: weights [first, last) of the
+  /// tile that begins with key `at` come to those before, which are multiplied by `shrink`.
+  void add_to_blocks(const Prompt &prompt, int64_t row, float shrink, const float *weights,
+                     int64_t first, int64_t last, int64_t at) {
+    const int64_t blocks = prompt.kv.keys.count / HKV_KEY_BLOCK, done = at / HKV_KEY_BLOCK;
+    float *sums = prompt.block_masses + place_of(prompt, row) * blocks;
+    for (int64_t i = 0; shrink != 1.0f && i < std::min(done, blocks); ++i) sums[i] *= shrink;
+    for (int64_t i = done; i < blocks && (i - done) * HKV_KEY_BLOCK < last; ++i) {
+      Floats sum{};
+      const int64_t begin = std::max(first, (i - done) * HKV_KEY_BLOCK);
+      const int64_t end = std::min(last, (i - done + 1) * HKV_KEY_BLOCK);
+      for (int64_t key = begin; key < end; key += kLanes) sum += load_floats(weights + key);
+      for (int lane = 0; lane < kLanes; ++lane) sums[i] += sum[lane];
+    }
+  }
+
   template <typename Query>
-  void write(const Prompt &prompt, int64_t place) {
+  void write(const Prompt &prompt) {
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t head = place * group_ + row % group_;
-      const int64_t to = head * prompt.asked.tokens + first_ + row / group_;
+      const int64_t to = place_of(prompt, row);
       Query *out = static_cast<Query *>(prompt.out) + to * value_dim_;
       const RunningSoftmax &softmax = softmax_[static_cast<size_t>(row)];
       const bool empty = softmax.total == 0.0f;
       const float *sums = sums_of(row);
-      for (int64_t d = 0; d < value_dim_; ++d)
+      for (int64_t d = 0; prompt.out != nullptr && d < value_dim_; ++d)
         round_to(empty ? 0.0f : sums[d] / softmax.total, out[d]);
+      const int64_t blocks = prompt.block_masses == nullptr ? 0 : prompt.kv.keys.count / HKV_KEY_BLOCK;
+      for (int64_t i = 0; i < blocks; ++i) prompt.block_masses[to * blocks + i] /= softmax.total;
       prompt.lse[to] = empty ? kNoLogit : softmax.largest + std::log(softmax.total);
     }
   }
@@ -271,7 +298,8 @@ class Block {
   }
   float *sums_of(int64_t row) { return sums_.data() + row * padded_; }
 
-  int64_t group_, dim_, value_dim_, padded_, first_, tokens_, rows_, groups_;
+  bool reads_values_;
+  int64_t place_, group_, dim_, value_dim_, padded_, first_, tokens_, rows_, groups_;
   std::vector<float> queries_, keys_, values_, scores_, sums_, weights_;
   std::vector<Kept> kept_;
   std::vector<RunningSoftmax> softmax_;
@@ -280,9 +308,18 @@ class Block {
 void check(const hkv_prompt &asked, const hkv_kv &kv) {
   require(asked.group >= 1, "group must be at least 1");
   require(asked.window >= 0, "window must be at least 0");
-  require(!asked.causal || asked.tokens <= kv.keys.count,
+  require(!asked.causal || asked.positions != nullptr || asked.tokens <= kv.keys.count,
           "there must be a key for each token at least");
   require(asked.causal || asked.window == 0, "a window needs causal attention");
+  if (asked.positions != nullptr) {
+    require(asked.causal && asked.window == 0 && asked.listed == nullptr,
+            "positions are of causal attention to all rows, no window");
+    for (int64_t token = 0; token < asked.tokens; ++token) {
+      const int64_t before = token == 0 ? 0 : asked.positions[token - 1];
+      require(asked.positions[token] >= before && asked.positions[token] < kv.keys.count,
+              "positions must be ascending rows of the keys");
+    }
+  }
   if (asked.listed == nullptr) return;
   require(asked.causal && asked.window == 0, "blocks of keys are of causal attention, no window");
   require(asked.block >= 1, "block must be at least 1");
@@ -293,19 +330,28 @@ void check(const hkv_prompt &asked, const hkv_kv &kv) {
 
 extern "C" int hkv_attend_prompt(hkv_pool *pool, int32_t batch, int32_t heads, const hkv_kv *kv,
                                  const hkv_prompt *asked, float scale, float softcap, void *out,
-                                 float *lse, float *masses) {
+                                 float *lse, float *masses, float *block_masses) {
   return hkv::guarded([&] {
     hkv::require(asked != nullptr, "asked must not be NULL");
     hkv::check_attention(batch, heads, kv, asked->queries, asked->dtype, asked->tokens, softcap,
-                         static_cast<float *>(out), lse);
+                         out == nullptr && block_masses != nullptr ? lse : static_cast<float *>(out),
+                         lse);
     if (batch == 0 || heads == 0) return;
     hkv::check(*asked, *kv);
     hkv::require(masses == nullptr || asked->listed == nullptr,
                  "masses are of attention to all rows, got blocks of keys");
+    hkv::require(masses == nullptr || asked->positions == nullptr,
+                 "masses are of all tokens, got positions of some");
+    hkv::require(block_masses == nullptr || (asked->listed == nullptr && asked->window == 0),
+                 "block_masses are of attention to all rows, got blocks of keys or a window");
     const int64_t places = int64_t{batch} * heads;
     if (masses != nullptr) std::fill_n(masses, places * asked->group * kv->keys.count, 0.0f);
     if (asked->tokens == 0) return;
-    const hkv::Prompt prompt{batch, heads, *kv, *asked, scale, softcap, out, lse, masses};
+    const int64_t key_blocks = kv->keys.count / HKV_KEY_BLOCK;
+    if (block_masses != nullptr)
+      std::fill_n(block_masses, places * asked->group * asked->tokens * key_blocks, 0.0f);
+    const hkv::Prompt prompt{batch,   heads, *kv, *asked, scale,
+                             softcap, out,   lse, masses, block_masses};
     const int64_t blocks = prompt.blocks();
     const auto run = [&](int64_t place, int64_t number) {
       thread_local hkv::Block block;

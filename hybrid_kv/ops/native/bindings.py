@@ -162,6 +162,7 @@ class PromptStruct(Structure):
         ("causal", c_int32),
         ("listed", c_void_p),
         ("block", c_int64),
+        ("positions", c_void_p),
     )
 
 
@@ -418,7 +419,7 @@ FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hkv_attend": (c_int, [c_void_p, c_int32, POINTER(KVStruct), c_void_p, c_int32, c_int64,
         c_void_p, c_int64, c_void_p, c_float, c_float, c_void_p, c_void_p]),
     "hkv_attend_prompt": (c_int, [c_void_p, c_int32, c_int32, POINTER(KVStruct),
-        POINTER(PromptStruct), c_float, c_float, c_void_p, c_void_p, c_void_p]),
+        POINTER(PromptStruct), c_float, c_float, c_void_p, c_void_p, c_void_p, c_void_p]),
     "hkv_attend_ragged": (c_int, [c_void_p, c_int32, POINTER(RaggedStruct), c_void_p, c_int32,
         c_int64, c_float, c_float, c_void_p, c_void_p]),
     "hkv_attend_rows": (c_int, [c_void_p, c_int32, c_int32, POINTER(KVStruct), c_void_p, c_int32,

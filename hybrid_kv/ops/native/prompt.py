@@ -80,6 +80,36 @@ def attend_blocks(
     return attend_prompt(q, k, v, scale=scale, softcap=softcap, mask=mask, pool=pool)
 
 
+def attend_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> PartialAttention:
+    """See `reference.attend_at`. Out is in the dtype of q."""
+    return attend_prompt(q, k, v, scale=scale, softcap=softcap, positions=positions, pool=pool)
+
+
+def block_masses(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pool: Pool | None = None,
+) -> Tensor:
+    """See `reference.block_masses`."""
+    masses = torch.empty(*q.shape[:3], k.shape[2] // KEY_BLOCK)
+    attend = partial(attend_prompt, scale=scale, softcap=softcap, positions=positions, pool=pool)
+    attend(q, k, k, block_masses=masses)
+    return masses
+
+
 def attend_prompt(
     queries: Tensor,
     keys: Tensor,
@@ -91,6 +121,8 @@ def attend_prompt(
     causal: bool = True,
     masses: Tensor | None = None,
     mask: BlockMask | None = None,
+    positions: Tensor | None = None,
+    block_masses: Tensor | None = None,
     pool: Pool | None = None,
     engine: ctypes.CDLL | None = None,
 ) -> PartialAttention:
@@ -106,6 +138,11 @@ def attend_prompt(
             from all tokens; None where nobody asks.
         mask: the key blocks that are read, of causal attention without window and masses; None for
             all of them.
+        positions: [T] int64 ascending rows of the keys, which the tokens see up to their own, of
+            causal attention without window, masses and mask; None where they are the newest.
+        block_masses: [B, Hq, T, N // KEY_BLOCK] float32 contiguous, which gets the softmax weights
+            that each key block got from each token; None where nobody asks. Then nothing else is
+            computed: out is empty.
 
     Returns:
         out [B, Hq, T, Dv] in the dtype of the queries, lse [B, Hq, T] float32.
@@ -129,32 +166,46 @@ def attend_prompt(
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     num_heads, tokens = queries.shape[1:3]
-    if masses is not None and not (
-        masses.shape == (batch, num_heads, count)
-        and masses.dtype == torch.float32
-        and masses.is_contiguous()
-    ):
-        raise ShapeError(
-            f"masses must be [{batch}, {num_heads}, {count}] torch.float32 in one piece, got "
-            f"{list(masses.shape)} {masses.dtype}"
-        )
+    _check_sizes("masses", masses, (batch, num_heads, count))
+    _check_sizes("block_masses", block_masses, (batch, num_heads, tokens, count // KEY_BLOCK))
+    if positions is not None:
+        if positions.shape != (tokens,) or positions.dtype != torch.int64:
+            raise ShapeError(
+                f"positions must be [{tokens}] torch.int64, got {list(positions.shape)} "
+                f"{positions.dtype}"
+            )
+        positions = positions.contiguous()
     listed = None if mask is None else _listed(mask, (batch, heads, tokens, count))
     asked = PromptStruct(
         *(queries.data_ptr(), (c_int64 * 3)(*queries.stride()[:3]), tokens),
         *(num_heads // max(1, heads) or 1, window or 0, DTYPES[queries.dtype], causal),
         None if listed is None else listed.data_ptr(),
         0 if mask is None else mask.tokens,
+        None if positions is None else positions.data_ptr(),
     )
-    out = queries.new_empty((batch, num_heads, tokens, values.shape[3]))
+    width = 0 if block_masses is not None else values.shape[3]
+    out = queries.new_empty((batch, num_heads, tokens, width))
     lse = queries.new_empty((batch, num_heads, tokens), dtype=torch.float32)
     status = engine.hkv_attend_prompt(
         *(None if pool is None else pool.handle, batch, heads, byref(described(keys, values))),
-        *(byref(asked), scale, softcap or 0.0, out.data_ptr(), lse.data_ptr()),
-        None if masses is None else masses.data_ptr(),
+        *(byref(asked), scale, softcap or 0.0, out.data_ptr() if width else None, lse.data_ptr()),
+        *(None if wanted is None else wanted.data_ptr() for wanted in (masses, block_masses)),
     )
     if status:
         library.check(engine, status)
     return PartialAttention(out, lse)
+
+
+def _check_sizes(name: str, wanted: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises ShapeError where an array that is filled does not fit."""
+    if wanted is None or (
+        wanted.shape == shape and wanted.dtype == torch.float32 and wanted.is_contiguous()
+    ):
+        return
+    raise ShapeError(
+        f"{name} must be {list(shape)} torch.float32 in one piece, got {list(wanted.shape)} "
+        f"{wanted.dtype}"
+    )
 
 
 def _listed(mask: BlockMask, sizes: tuple[int, int, int, int]) -> Tensor:

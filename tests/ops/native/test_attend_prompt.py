@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hybrid_kv.errors import ConfigError, ShapeError
 from hybrid_kv.masses import causal_masses
-from hybrid_kv.ops import Ops, tile_trial
+from hybrid_kv.ops import Ops, reference, tile_trial
 from hybrid_kv.ops.native.prompt import attend_prompt
 from hybrid_kv.ops.native.workers import Pool
+from hybrid_kv.types import KEY_BLOCK, BlockMask
 from tests.ops.native.scan_data import pool_of, strided
 from tests.oracle import causal, softmax_attention, spread
 from tests.tolerances import Tolerance
@@ -263,3 +264,155 @@ def test_masses_of_another_form_are_refused(engine: ctypes.CDLL) -> None:
     for masses in (torch.empty(1, 2, 4), torch.empty(1, 2, 5).double(), torch.empty(1, 5, 2).mT):
         with pytest.raises(ShapeError, match=r"masses must be \[1, 2, 5\] torch.float32"):
             attend_prompt(q, q, q, scale=1.0, masses=masses, engine=engine)
+
+
+# Block-sparse attention ---------------------------------------------------------------------------
+
+
+def masked(
+    sizes: tuple[int, int, int, int], tokens: int, share: float = 0.4
+) -> tuple[list[Tensor], BlockMask, Tensor]:
+    """q, k, v of two sequences, a mask for them, and what each query sees [2, Hq, T, N]."""
+    query_heads, heads, new, stored = sizes
+    q = torch.randn(2, new, query_heads, 24).transpose(1, 2)
+    k, v = (torch.randn(2, heads, stored, 24) for _ in range(2))
+    listed = torch.rand(2, heads, -(-new // tokens), stored // KEY_BLOCK) < share
+    past = (stored - new + torch.arange(0, new, tokens)) // KEY_BLOCK
+    counts = torch.arange(stored // KEY_BLOCK) < past[:, None]
+    read = (listed | ~counts).repeat_interleave(KEY_BLOCK, -1)
+    rest = torch.ones(*read.shape[:3], stored - read.shape[-1], dtype=torch.bool)
+    seen = torch.cat([read, rest], -1).repeat_interleave(tokens, 2)[:, :, :new]
+    return [q, k, v], BlockMask(listed, tokens), spread(seen, query_heads) & causal(new, stored)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [((6, 2, 300, 500), 96), ((3, 3, 130, 130), 128), ((8, 1, 77, 1000), 5), ((4, 2, 1, 64), 1)],
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_blocks_of_a_mask_are_read_and_no_others(
+    engine: ctypes.CDLL, sizes: tuple[int, int, int, int], tokens: int, softcap: float | None
+) -> None:
+    (q, k, v), mask, seen = masked(sizes, tokens)
+    given: dict[str, Any] = {"scale": 0.3, "softcap": softcap}
+    part = attend_prompt(q, k, v, mask=mask, engine=engine, **given)
+    defined = reference.attend_blocks(q, k, v, mask, **given)
+    heads = sizes[0]
+    out, lse = softmax_attention(q, spread(k, heads), spread(v, heads), visible=seen, **given)
+    for got in (part, defined):
+        torch.testing.assert_close(got.out.double(), out, **FLOATS)
+        torch.testing.assert_close(got.lse.double(), lse, **FLOATS)
+
+
+def test_a_block_that_is_not_listed_is_not_even_looked_at(engine: ctypes.CDLL) -> None:
+    (q, k, v), mask, _ = masked((6, 2, 300, 700), 96, share=0.0)
+    k[:, :, : 400 // KEY_BLOCK * KEY_BLOCK] = torch.nan
+    assert attend_prompt(q, k, v, scale=0.3, mask=mask, engine=engine).out.isfinite().all()
+    whole = BlockMask(torch.ones_like(mask.listed), 96)
+    assert attend_prompt(q, k, v, scale=0.3, mask=whole, engine=engine).out.isnan().all()
+
+
+def test_threads_and_dtypes_of_a_mask(
+    engine: ctypes.CDLL, dtype: torch.dtype, tolerance: Tolerance
+) -> None:
+    tensors, mask, _ = masked((6, 2, 300, 500), 96)
+    q, k, v = (tensor.to(dtype) for tensor in tensors)
+    alone = attend_prompt(q, k, v, scale=0.3, mask=mask, engine=engine)
+    with pool_of(engine, 3) as pool:
+        shared = attend_prompt(q, k, v, scale=0.3, mask=mask, pool=pool, engine=engine)
+    assert torch.equal(alone.out, shared.out)
+    assert torch.equal(alone.lse, shared.lse)
+    defined = reference.attend_blocks(q, k, v, mask, scale=0.3)
+    torch.testing.assert_close(alone.out.float(), defined.out, **tolerance)
+
+
+def test_masks_that_do_not_fit_are_refused(engine: ctypes.CDLL) -> None:
+    (q, k, v), mask, _ = masked((6, 2, 300, 500), 96)
+    for wrong in (BlockMask(mask.listed[:, :1], 96), BlockMask(mask.listed.int(), 96)):
+        with pytest.raises(ShapeError, match=r"listed must be \[2, 2, 4, 7\] torch.bool for blo"):
+            attend_prompt(q, k, v, scale=0.3, mask=wrong, engine=engine)
+    with pytest.raises(ConfigError, match="a block must have at least 1 token, got 0"):
+        attend_prompt(q, k, v, scale=0.3, mask=BlockMask(mask.listed, 0), engine=engine)
+    extras: tuple[dict[str, Any], ...] = ({"window": 9}, {"causal": False})
+    for extra in extras:
+        with pytest.raises(ConfigError, match="blocks of keys are of causal attention, no window"):
+            attend_prompt(q, k, v, scale=0.3, mask=mask, engine=engine, **extra)
+    masses = torch.empty(2, 6, 500)
+    with pytest.raises(ConfigError, match="masses are of attention to all rows, got blocks"):
+        attend_prompt(q, k, v, scale=0.3, mask=mask, masses=masses, engine=engine)
+
+
+def test_queries_of_masks_that_need_gradients_get_them() -> None:
+    (q, k, v), mask, _ = masked((6, 2, 100, 300), 96)
+    ops = Ops("auto")
+    ops.attend_blocks(q.requires_grad_(), k, v, mask, scale=0.3).out.sum().backward()
+    assert q.grad is not None
+    assert ops.served["attend_blocks"] == "reference"
+
+
+# Some tokens of a prompt --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sizes", [(6, 2, 100, 700), (3, 3, 7, 900), (8, 1, 1, 64), (2, 1, 0, 70)])
+def test_tokens_at_places_of_their_own(
+    engine: ctypes.CDLL, sizes: tuple[int, int, int, int], softcap: float | None
+) -> None:
+    heads, kv_heads, tokens, stored = sizes
+    q = torch.randn(2, tokens, heads, 24).transpose(1, 2)
+    k, v = (strided(torch.randn(2 * kv_heads, stored, 24)).unflatten(0, (2, -1)) for _ in range(2))
+    k[:, :, stored // 2] *= 9  # the largest logit comes late
+    positions = torch.randint(stored, (tokens,)).sort().values
+    seen = torch.arange(stored) <= positions[:, None]
+    given: dict[str, Any] = {"scale": 0.3, "softcap": softcap}
+    wide = spread(k, heads), spread(v, heads)
+    out, lse = softmax_attention(q, *wide, visible=seen, **given)
+    part = attend_prompt(q, k, v, positions=positions, engine=engine, **given)
+    for got in (part, reference.attend_at(q, k, v, positions, **given)):
+        torch.testing.assert_close(got.out.double(), out, **FLOATS)
+        torch.testing.assert_close(got.lse.double(), lse, **FLOATS)
+    blocks = stored // KEY_BLOCK
+    shares = torch.eye(stored).unsqueeze(0).unsqueeze(0).expand(2, heads, -1, -1)
+    weights, _ = softmax_attention(q, wide[0], shares, visible=seen, **given)
+    wanted = weights[..., : blocks * KEY_BLOCK].unflatten(-1, (blocks, KEY_BLOCK)).sum(-1)
+    masses = torch.full((2, heads, tokens, blocks), torch.nan)
+    only = attend_prompt(q, k, v, positions=positions, block_masses=masses, engine=engine, **given)
+    assert only.out.numel() == 0
+    torch.testing.assert_close(only.lse.double(), lse, **FLOATS)
+    for found in (masses, reference.block_masses(q, k, positions, **given)):
+        torch.testing.assert_close(found.double(), wanted, **FLOATS)
+
+
+def test_block_masses_of_the_newest_tokens(engine: ctypes.CDLL) -> None:
+    q, k = torch.randn(1, 4, 90, 16), torch.randn(1, 2, 400, 16)
+    masses = torch.empty(1, 4, 90, 400 // KEY_BLOCK)
+    attend_prompt(q, k, k, scale=0.3, block_masses=masses, engine=engine)
+    wanted = reference.block_masses(q, k, torch.arange(310, 400), scale=0.3)
+    torch.testing.assert_close(masses, wanted)
+
+
+def test_block_masses_of_what_is_not_a_number(engine: ctypes.CDLL) -> None:
+    q, k = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 400, 16)
+    k[0, 1, 300] = torch.nan
+    masses = torch.empty(1, 2, 2, 400 // KEY_BLOCK)
+    positions = torch.tensor([250, 390])
+    attend_prompt(q, k, k, scale=0.3, positions=positions, block_masses=masses, engine=engine)
+    assert masses[0, 1, 1].isnan().any()
+    assert masses[0, 0].isfinite().all()
+    assert masses[0, 1, 0].isfinite().all()
+
+
+def test_wrong_places_are_refused(engine: ctypes.CDLL) -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 100, 8)
+    with pytest.raises(ShapeError, match=r"positions must be \[3\] torch.int64, got \[2\]"):
+        attend_prompt(q, k, k, scale=1.0, positions=torch.arange(2), engine=engine)
+    for wrong in ([5, 4, 9], [-1, 2, 3], [1, 2, 100]):
+        with pytest.raises(ConfigError, match="positions must be ascending rows of the keys"):
+            attend_prompt(q, k, k, scale=1.0, positions=torch.tensor(wrong), engine=engine)
+    with pytest.raises(ConfigError, match="positions are of causal attention to all rows"):
+        attend_prompt(q, k, k, scale=1.0, positions=torch.arange(3), window=2, engine=engine)
+    masses = torch.empty(1, 2, 3, 1)
+    with pytest.raises(ConfigError, match="block_masses are of attention to all rows, got"):
+        attend_prompt(q, k, k, scale=1.0, block_masses=masses, window=2, engine=engine)
+    with pytest.raises(ShapeError, match=r"block_masses must be \[1, 2, 3, 1\]"):
+        attend_prompt(q, k, k, scale=1.0, block_masses=masses[..., :0], engine=engine)
