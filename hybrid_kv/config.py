@@ -127,6 +127,28 @@ Ratio: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 BudgetField: TypeAlias = Annotated[Count | Literal["all"], Field(union_mode="left_to_right")]
 """A budget of at least one, or 'all'."""
 
+SPARSE_ERROR = 0.05
+"""Relative error at which the KL of texts stays at thousandths (docs/results.md)."""
+
+
+def _known_prefill(value: object) -> object:
+    try:
+        number = value if value in ("exact", "sparse") else float(str(value))
+    except ValueError:
+        number = 0.0
+    if isinstance(number, float) and not 0.001 <= number <= 0.5:
+        raise ConfigError(
+            "prefill must be 'exact', 'sparse' or the relative error to aim at, from 0.001 to 0.5, "
+            f"got {said(value)}"
+        )
+    return number
+
+
+PrefillField: TypeAlias = Annotated[
+    Literal["exact", "sparse"] | float, BeforeValidator(_known_prefill)
+]
+"""'exact', 'sparse', or the relative error to aim at."""
+
 LayerList: TypeAlias = Annotated[
     tuple[Tokens, ...], BeforeValidator(parse_list), Field(min_length=1)
 ]
@@ -316,10 +338,6 @@ class AuditParams(Params):
     action: Literal["warn", "widen", "raise"] = "warn"
 
 
-SPARSE_PREFILL = ("prefill", "prefill_error")
-"""Settings of block-sparse prefill, that change what a prompt leaves behind."""
-
-
 class HybridConfig(PluginConfig):
     """Everything that decides how a model's KV cache is kept and read.
 
@@ -330,9 +348,9 @@ class HybridConfig(PluginConfig):
     prefill_states: where a prompt's hidden states wait between two layers: on the "device", or in
         "host" memory, where a layer's keys and values also leave before the next layer begins;
         "auto" takes the host for prompts that would leave a GPU too little memory.
-    prefill: "exact", or "sparse": block-sparse attention of prompts, which sampled queries choose
-        and others judge; `Generation.prefill` says what it read and lost. prefill_error: mean
-        relative error of a head's output that it aims at.
+    prefill: "exact", or block-sparse attention of prompts, which sampled queries choose and others
+        judge: the mean relative error of a head's output to aim at, or "sparse" for 0.05;
+        `Generation.prefill` says what it read and lost.
     dense_extend_tokens: a later turn of more new tokens than this attends exactly to the whole
         cache; a shorter one reads through the method, as decoding does.
     compile_decode: compile what a decode step computes outside its attention (torch.compile); the
@@ -355,8 +373,7 @@ class HybridConfig(PluginConfig):
     page_size: Count = 16
     prefill_chunk_tokens: Count | Literal["auto"] = "auto"
     prefill_states: Literal["auto", "device", "host"] = "auto"
-    prefill: Literal["exact", "sparse"] = "exact"
-    prefill_error: Annotated[float, Field(ge=0.001, le=0.5)] = 0.05
+    prefill: PrefillField = "exact"
     dense_extend_tokens: Tokens = 32
     compile_decode: bool = False
     capture_decode: bool = False
@@ -370,8 +387,11 @@ class HybridConfig(PluginConfig):
         given = {key: data.pop(key) for key in ("params",) if key in data}
         super().__init__(**self._tree(data, {}), **given)
 
-    def without_effect(self) -> Mapping[str, str]:
-        return {} if self.prefill == "sparse" else {"prefill_error": "with prefill exact"}
+    @property
+    def prefill_error(self) -> float | None:
+        """The error that block-sparse prefill aims at; None for exact prefill."""
+        known = {"exact": None, "sparse": SPARSE_ERROR}
+        return known[self.prefill] if isinstance(self.prefill, str) else self.prefill
 
     @model_validator(mode="after")
     def _pages_divide(self) -> HybridConfig:
@@ -422,8 +442,7 @@ class HybridConfig(PluginConfig):
     def opened(self) -> HybridConfig:
         """The same with the method's budgets opened so far that nothing is lost; prefill exact."""
         params = METHODS[self.method].factory.full_budget(self.params)
-        exact = {name: type(self).model_fields[name].default for name in SPARSE_PREFILL}
-        return self.model_copy(update={"params": params, **exact})
+        return self.model_copy(update={"params": params, "prefill": "exact"})
 
     def at_budget(self, budget: str, context_tokens: int) -> HybridConfig:
         """The same where a decode step attends `budget` of so many tokens: "2%" or "512".

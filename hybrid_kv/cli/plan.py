@@ -366,16 +366,22 @@ def _rates(made: Plan) -> str:
 
 def _prompt_rates(made: Plan) -> str:
     """Rates on which the time to the first token rests, with a separator before them."""
-    from hybrid_kv.planning.first_token import ATTAINED_ATTENTION, ATTAINED_PRODUCTS
+    from hybrid_kv.planning.first_token import (
+        ATTAINED_ATTENTION,
+        ATTAINED_PRODUCTS,
+        SPARSE_DENSITY,
+    )
 
     prompt = made.machine.prompt
     if prompt is None:
         return ""
     shares = f"{ATTAINED_PRODUCTS:.0%} and {ATTAINED_ATTENTION:.0%} of the card's specification"
     how = shares if prompt.assumed else "measured now"
+    is_sparse = any("sparse attention" in option.first_token for option in made.options)
+    read = f", sparse prefill reading {SPARSE_DENSITY:.0%} (assumed)" if is_sparse else ""
     return (
         f"; a prompt's products {_short(prompt.products / 1e3)}, attention "
-        f"{_short(prompt.attention / 1e3)} TFLOP/s ({how})"
+        f"{_short(prompt.attention / 1e3)} TFLOP/s ({how}){read}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.config import HybridConfig, budget_tokens
-from hybrid_kv.errors import ConfigError, NoBudgetError, unknown_name, unknown_setting
+from hybrid_kv.errors import ConfigError, NoBudgetError, said, unknown_name, unknown_setting
 from hybrid_kv.plugins import METHODS
 
 FULL = "full"
@@ -138,9 +138,9 @@ def _config(method: str, own: Mapping[str, str], settings: Mapping[str, Any]) ->
     common = {key: value for key, value in settings.items() if HybridConfig.knows(method, key)}
     given = {"dense_extend_tokens": _LONG_QUESTION, "index_build": "wait", **common, **own}
     config = HybridConfig.from_settings({"method": method, **given})
-    if config.prefill != "exact":
+    if config.prefill_error is not None:
         raise ConfigError(
-            f"prefill='{config.prefill}' has no effect in an evaluation, which reads each prompt "
-            "once for all methods, exactly; leave it out"
+            f"prefill={said(config.prefill)} has no effect in an evaluation, which reads each "
+            "prompt once for all methods, exactly; leave it out"
         )
     return config

@@ -116,7 +116,7 @@ class Attachment:
         config.check_complete()
         method = config.build()
         needs = method.needs
-        if config.prefill == "sparse":
+        if config.prefill_error is not None:
             check_sparse(needs)
         foresight = method.foresight
         early = foresight is not None and (foresight.mode == "always" or self._on_gpu)

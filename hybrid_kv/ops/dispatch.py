@@ -151,7 +151,7 @@ class AttentionOps(ChosenBackend):
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        """See `reference.attend_blocks`."""
+        """See `block_sparse.attend_blocks`."""
         is_native = native.serves(k, v) and not _needs_gradient(q)
         name = self._choose(op.ATTEND_BLOCKS, q, native=is_native)
         return self.bound(op.ATTEND_BLOCKS, name)(q, k, v, mask, scale=scale, softcap=softcap)
@@ -166,14 +166,14 @@ class AttentionOps(ChosenBackend):
         scale: float,
         softcap: float | None = None,
     ) -> PartialAttention:
-        """See `reference.attend_at`."""
+        """See `block_sparse.attend_at`."""
         attend = self._take(op.ATTEND_AT, q, native=native.serves(k, v))
         return attend(q, k, v, positions, scale=scale, softcap=softcap)
 
     def block_masses(
         self, q: Tensor, k: Tensor, positions: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """See `reference.block_masses`."""
+        """See `block_sparse.block_masses`."""
         masses = self._take(op.BLOCK_MASSES, q, native=native.serves(k, k))
         return masses(q, k, positions, scale=scale, softcap=softcap)
 

@@ -87,7 +87,6 @@ def _triton(module: str, name: str = "", *needs: Need, uses: str | None = None) 
 
 
 _PROMPT = _native("suited", module="hybrid_kv.ops.native.prompt")
-_TILES = _native(module="hybrid_kv.ops.native.prompt")
 _FUSED = (
     By("torch_cpu", torch_cpu, needs=("cpu", "floats", "plain", "pairs")),
     By("torch_cuda", "hybrid_kv.ops.torch_cuda", needs=("cuda", "floats", "plain", "pairs")),
@@ -102,9 +101,13 @@ ATTEND = _Attention("attend", _native("suited"), *_FUSED, _defined())
 ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="attend"))
 ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
-ATTEND_BLOCKS = _Attention("attend_blocks", _TILES, _defined())
-ATTEND_AT = _Attention("attend_at", _TILES, _defined())
-BLOCK_MASSES = Operation[Tensor]("block_masses", _TILES, _defined())
+_BLOCKS = (
+    _native(module="hybrid_kv.ops.native.block_sparse"),
+    _defined(module="hybrid_kv.ops.block_sparse"),
+)
+ATTEND_BLOCKS = _Attention("attend_blocks", *_BLOCKS)
+ATTEND_AT = _Attention("attend_at", *_BLOCKS)
+BLOCK_MASSES = Operation[Tensor]("block_masses", *_BLOCKS)
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
 ATTEND_RAGGED = _Attention(
     "attend_ragged", _native("few"), _triton("ragged", uses="uploads"), _defined(uses="attend")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_kv.types import HIDDEN, KEY_BLOCK, BlockMask, PagedKV, PartialAttention
+from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
 
 _SCORE_BLOCK_BYTES = 64 * 2**20
 
@@ -117,97 +117,6 @@ def attend_causal(
         outs.append(out.reshape(batch, num_q_heads, stop - start, dim))
         lses.append(lse.reshape(batch, num_q_heads, stop - start))
     return PartialAttention(torch.cat(outs, 2), torch.cat(lses, 2))
-
-
-def attend_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> PartialAttention:
-    """`attend_causal` over the key blocks of a mask: block-sparse attention.
-
-    Args:
-        q: [B, Hq, T, D], k, v: [B, Hkv, N, D], as there.
-    """
-    batch, new = q.shape[0], q.shape[2]
-    num_kv_heads, old = k.shape[1], k.shape[2] - new
-    out = torch.zeros(*q.shape[:3], v.shape[3], device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
-    group = q.shape[1] // num_kv_heads if num_kv_heads else 0
-    by_group = (batch, num_kv_heads, group)
-    grouped = q.reshape(*by_group, *q.shape[2:])
-    outs, lses = out.view(*by_group, *out.shape[2:]), lse.view(*by_group, new)
-    for block, first in enumerate(range(0, new, mask.tokens)):
-        last, past = min(new, first + mask.tokens), (old + first) // KEY_BLOCK
-        own = torch.arange(past * KEY_BLOCK, old + last, device=q.device)
-        for row in range(batch):
-            for head in range(num_kv_heads):
-                blocks = mask.listed[row, head, block, :past].nonzero()
-                inside = torch.arange(KEY_BLOCK, device=q.device)
-                ids = torch.cat([(blocks * KEY_BLOCK + inside).flatten(), own])
-                hidden = ids > torch.arange(old + first, old + last, device=q.device)[:, None]
-                bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
-                part = attend(
-                    grouped[row, head, :, first:last][None],
-                    *(t[row, head, ids].expand(1, group, -1, -1) for t in (k, v)),
-                    scale=scale,
-                    bias=bias,
-                    softcap=softcap,
-                )
-                outs[row, head, :, first:last] = part.out[0]
-                lses[row, head, :, first:last] = part.lse[0]
-    return PartialAttention(out, lse)
-
-
-def attend_at(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> PartialAttention:
-    """Causal attention of some tokens of a prompt: each sees the entries up to its own.
-
-    Args:
-        q: [B, Hq, M, D]. k, v: [B, Hkv, N, D], oldest first, as in `attend_causal`.
-        positions: [M] int64 places of the queries among the entries, ascending.
-    """
-    hidden = torch.arange(k.shape[2], device=q.device) > positions[:, None]
-    bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)
-    group = q.shape[1] // max(1, k.shape[1])
-    grouped = q.reshape(len(q), k.shape[1], group * q.shape[2], q.shape[3])
-    part = attend(grouped, k, v, scale=scale, softcap=softcap, bias=bias.repeat(group, 1))
-    return PartialAttention(
-        part.out.reshape(*q.shape[:3], v.shape[3]), part.lse.reshape(q.shape[:3])
-    )
-
-
-def block_masses(
-    q: Tensor, k: Tensor, positions: Tensor, *, scale: float, softcap: float | None = None
-) -> Tensor:
-    """[B, Hq, M, N // KEY_BLOCK] float32 softmax weights that each whole key block got from each
-    query of `attend_at`.
-    """
-    blocks = k.shape[2] // KEY_BLOCK
-    keys = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
-    masses = torch.empty(*q.shape[:3], blocks, device=q.device)
-    some = max(1, _SCORE_BLOCK_BYTES // max(1, 4 * q.shape[0] * q.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], some):
-        rows = slice(start, start + some)
-        logits = torch.matmul(q[:, :, rows].float() * scale, keys.float().transpose(-1, -2))
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        hidden = torch.arange(k.shape[2], device=q.device) > positions[rows, None]
-        weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
-        whole = weights[..., : blocks * KEY_BLOCK].unflatten(-1, (blocks, KEY_BLOCK))
-        masses[:, :, rows] = whole.sum(-1)
-    return masses
 
 
 def page_digests(k: Tensor) -> tuple[Tensor, Tensor]:

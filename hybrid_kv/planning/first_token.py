@@ -28,6 +28,10 @@ from hybrid_kv.planning.rates import Card, Rates, median_seconds
 ATTAINED_PRODUCTS, ATTAINED_ATTENTION = 0.7, 0.5
 """Shares of a card's specified rate in 16 bit (assumptions, not measurements)."""
 
+SPARSE_DENSITY, _CHOICE = 0.3, 0.04
+"""Share of the key blocks that sparse prefill reads (an assumption: what SmolLM2 reads at an error
+of .05, of 4K to 8K tokens), and what it costs to choose them, of exact attention."""
+
 _TOKENS, _OUTPUTS, _INPUTS = 256, 1024, 2048
 """Of a measured product, at most: a chunk of a prompt, and as much of a matrix as takes 10 ms."""
 _ATTENDED, _HEADS = 2048, 2
@@ -108,8 +112,9 @@ def first_token_seconds(
     rates: Rates,
     *,
     cold_tokens: int = 0,
+    sparse: bool = False,
 ) -> dict[str, float]:
-    """Seconds of a prompt by part, exact attention; {} where the machine's rates are not known.
+    """Seconds of a prompt by part; {} where the machine's rates are not known.
 
     Not counted: attention within windows and states of fixed size, norms and the like, unpacking
     of weights on a card, and what an index learns from the prompt and takes to be built.
@@ -117,19 +122,23 @@ def first_token_seconds(
     Args:
         cold_tokens: entries that leave for the cold tier. Over a bus they travel while the next
             layer is computed, and what takes longer shows; on the CPU they are copied.
+        sparse: whether attention is block-sparse; exact otherwise.
     """
     if prompt is None or not facts.products:
         return {}
     widths = [shape.num_q_heads * shape.head_dim for shape in facts.layers]
     products = 2 * tokens * facts.products / prompt.products / 1e9
     attention = sum(_attention_work(width, tokens) for width in widths) / prompt.attention / 1e9
+    if sparse:
+        attention *= SPARSE_DENSITY + _CHOICE
     left = cold_tokens * facts.kv_bytes_per_token / 1e9
     if rates.d2h is None:
         leaving = 2 * left / rates.dram  # read and written
     else:
         depth, travels = max(1, len(facts.layers)), left / rates.d2h
         leaving = max(travels / depth, travels - (products + attention) * (depth - 1) / depth)
-    return {"products": products, "attention": attention, "leaving": leaving}
+    name = "sparse attention" if sparse else "attention"
+    return {"products": products, name: attention, "leaving": leaving}
 
 
 def _attention_work(width: int, tokens: int) -> float:

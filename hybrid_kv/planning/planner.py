@@ -83,7 +83,9 @@ class _Planner:
     def _with_prompt(self, tokens: int, option: Option) -> Option:
         machine = self._machine
         seconds = first_token_seconds(
-            *(self._facts, tokens, machine.prompt, machine.rates), cold_tokens=option.cold_tokens
+            *(self._facts, tokens, machine.prompt, machine.rates),
+            cold_tokens=option.cold_tokens,
+            sparse=option.mode == "hybrid" and self._config.prefill_error is not None,
         )
         return replace(option, first_token=seconds)
 

@@ -78,7 +78,7 @@ class KVCache:
             finite=self.finite,
             phases=self.phases,
             page_size=config.page_size,
-            prefill_error=config.prefill_error if config.prefill == "sparse" else None,
+            prefill_error=config.prefill_error,
             audits=config.audit_every > 0,
             **self._of_one_conversation(),
         )

@@ -243,8 +243,8 @@ def check_sparse(needs: Needs) -> None:
     """Raises ConfigError where evidence can only come from attention to the whole prompt."""
     if needs.column_sums:
         raise ConfigError(
-            "prefill='sparse' leaves out weights of the prompt, and this method needs all of them; "
-            "use prefill='exact' or another method"
+            "prefill must be 'exact' for a method that needs the weights of all prompt tokens; "
+            "sparse prefill leaves some out"
         )
 
 

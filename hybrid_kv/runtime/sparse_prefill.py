@@ -86,12 +86,11 @@ class SparsePrefill:
             out [1, Hq, T, D], lse [1, Hq, T].
         """
         new, old = q.shape[1], k.shape[1] - q.shape[1]
-        group = q.shape[0] // k.shape[0]
-        size = min(_MOST_TOKENS, max(_LEAST_TOKENS, _BLOCK_ROWS // group))
+        size = query_block(q.shape[0] // k.shape[0])
         if new <= 2 * _CHOOSING or old + new - 1 < 2 * KEY_BLOCK:  # to choose costs more
             return ops.attend_causal(q[None], k[None], v[None], scale=scale, softcap=softcap)
         with torch.no_grad():
-            sampled = _SampledQueries(ops, q, k, v, size, scale=scale, softcap=softcap)
+            sampled = SampledQueries(ops, q, k, v, size, scale=scale, softcap=softcap)
             listed = self._listed(sampled)
         mask = BlockMask(listed[None], size)
         part = ops.attend_blocks(q[None], k[None], v[None], mask, scale=scale, softcap=softcap)
@@ -99,7 +98,7 @@ class SparsePrefill:
             self._learn(sampled, listed, part.out[0])
         return part
 
-    def _listed(self, sampled: _SampledQueries) -> Tensor:
+    def _listed(self, sampled: SampledQueries) -> Tensor:
         """[Hkv, query blocks, key blocks] bool: which of them are read."""
         masses, past = sampled.masses, sampled.past
         order = masses.clone()
@@ -116,7 +115,7 @@ class SparsePrefill:
         listed = torch.zeros_like(read).scatter_(-1, order, read)
         return listed & (torch.arange(masses.shape[-1], device=past.device) < past[:, None])
 
-    def _learn(self, sampled: _SampledQueries, listed: Tensor, out: Tensor) -> None:
+    def _learn(self, sampled: SampledQueries, listed: Tensor, out: Tensor) -> None:
         """Takes note of what was read and of the error, and sets the share of the next chunk.
 
         No thread waits for a device: all sums stay there.
@@ -132,7 +131,12 @@ class SparsePrefill:
         self._shares = (self._shares * change).clamp(_LEAST_SHARE, _MOST_SHARE)
 
 
-class _SampledQueries:
+def query_block(group: int) -> int:
+    """Tokens of a query block, for so many query heads of a KV head."""
+    return min(_MOST_TOKENS, max(_LEAST_TOKENS, _BLOCK_ROWS // group))
+
+
+class SampledQueries:
     """Exact attention of some queries of each block of a chunk.
 
     count: of the query blocks. past: [query blocks] key blocks that end before each; blocks: their

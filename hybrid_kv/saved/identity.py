@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_kv.config import SPARSE_PREFILL, HybridConfig
+from hybrid_kv.config import HybridConfig
 from hybrid_kv.errors import OtherContextError
 from hybrid_kv.former import is_former, is_removed
 from hybrid_kv.models.support import text_config
@@ -139,9 +139,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     copies on a device lay in the host tier as all others.
     """
     found: dict[str, Any] = {}
-    # Files from before sparse prefill have none of its settings, and are of exact prompts.
-    is_sparse = tree.get("prefill") == "sparse"
-    running = _RUNNING - set(SPARSE_PREFILL) if is_sparse else _RUNNING
+    # Files from before sparse prefill do not have the setting, and are of exact prompts.
+    is_exact = tree.get("prefill", "exact") == "exact"
+    running = _RUNNING if is_exact else _RUNNING - {"prefill"}
     for name, value in tree.items():
         if not prefix and name in running:
             continue

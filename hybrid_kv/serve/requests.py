@@ -150,7 +150,8 @@ class RequestReport:
     attended at each token, mean; prompt_share: of those that full attention would have attended.
     recall: of the exact best cold entries, those found; missed_mass: of the softmax, not read by
     exact attention; mass_error: of its mass, estimated too much, or missing below 0; all by audit,
-    None without. device_kv_bytes, host_kv_bytes, host_index_bytes: held at the end,
+    None without. prefill_density, prefill_error: share of the key blocks that block-sparse prefill
+    read, and what it lost (`PrefillLoss`); None where it was exact. device_kv_bytes, host_kv_bytes, host_index_bytes: held at the end,
     of which other requests may have shared some. places: positions in the prompt that were attended
     most, with their mean softmax weight, the heaviest first; empty unless asked for. alone: why the
     request was decoded by itself and not joined with others; empty if it could be joined.
@@ -164,6 +165,8 @@ class RequestReport:
     recall: float | None = None
     missed_mass: float | None = None
     mass_error: float | None = None
+    prefill_density: float | None = None
+    prefill_error: float | None = None
     device_kv_bytes: int = 0
     host_kv_bytes: int = 0
     host_index_bytes: int = 0

@@ -262,6 +262,7 @@ class RunningRequest:
             if audit is None
             else (audit.recall(), audit.missed_mass(), audit.mass_error())
         )
+        lost = kv.prefill_loss()
         return RequestReport(
             ttft_s=ttft,
             itl_ms=itl,
@@ -271,6 +272,8 @@ class RunningRequest:
             recall=None if recall is None else recall.mean,
             missed_mass=None if missed is None else missed.mean,
             mass_error=None if error is None else error.mean,
+            prefill_density=None if lost is None else lost.density,
+            prefill_error=None if lost is None else lost.error,
             device_kv_bytes=held.device_kv,
             host_kv_bytes=held.host_kv,
             host_index_bytes=held.host_index,

@@ -22,6 +22,17 @@ def test_text_goes_to_stdout_and_stats_to_stderr(model: Path) -> None:
         assert word not in result.stdout
 
 
+def test_what_sparse_prefill_lost_is_told(model: Path) -> None:
+    words = ("generate", model, "word " * 400, "--max-new-tokens", 2, "--json", "-")
+    exact = call(*words)
+    assert "prefill read" not in exact.stderr
+    assert run_of(exact).prefill is None
+    sparse = call(*words, "--set", "prefill=sparse", "--set", "prefill_chunk_tokens=128")
+    lost = run_of(sparse).prefill
+    assert 0 < lost.density <= 1
+    assert f"prefill read {lost.density:.1%} (error {lost.error:.1%})" in sparse.stderr
+
+
 def test_quiet_leaves_stderr_empty(model: Path) -> None:
     assert call("generate", model, PROMPT, "--max-new-tokens", 2, "--quiet").stderr == ""
 

@@ -43,6 +43,9 @@ def test_people_see_bytes_times_and_the_advice() -> None:
     parts = "15.0 GiB weights", "16.0 GiB kv", "GiB codes", "cold_attention"
     for part in (*parts, "s to the first token", "54.6 attention", "70% and 50%"):
         assert part in output
+    sparse = call(*PLAN, "--context", "128k", "--set", "prefill=sparse").output
+    for part in ("54.6 attention", "18.6 sparse attention", "sparse prefill reading 30% (assumed)"):
+        assert (part in sparse, part in output) == (True, part == "54.6 attention")
     assert "cold.select=device" in output
     assert "the device selects: codes of 64 B a key fit (computed" in output
     by_host = call(*PLAN, "--context", "128k", "--set", "cold.select=host").output

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_kv.ops import Ops, operations
 from hybrid_kv.ops.choice import why_unavailable
 from hybrid_kv.ops.operations import OPERATIONS, By, Operation
-from hybrid_kv.types import HIDDEN, PartialAttention
+from hybrid_kv.types import HIDDEN, BlockMask, PartialAttention
 from tests.tolerances import Tolerance
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,20 @@ def attend_causal(dtype: torch.dtype) -> tuple[Any, ...]:
     return dense(dtype, 37, 37), {"scale": 0.2}
 
 
+def attend_blocks(dtype: torch.dtype) -> tuple[Any, ...]:
+    listed = torch.rand(2, 3, 4, 4) < 0.5
+    return (*dense(dtype, 37, 300), BlockMask(listed, 10)), {"scale": 0.2}
+
+
+def attend_at(dtype: torch.dtype) -> tuple[Any, ...]:
+    return (*dense(dtype, 4, 300), torch.tensor([0, 70, 71, 299])), {"scale": 0.2}
+
+
+def block_masses(dtype: torch.dtype) -> tuple[Any, ...]:
+    q, k, _ = dense(dtype, 4, 300)
+    return (q, k, torch.tensor([0, 70, 71, 299])), {"scale": 0.2, "softcap": 3.0}
+
+
 def attend_retrieved(dtype: torch.dtype) -> tuple[Any, ...]:
     (q,), (k,), (v,) = (one[:1] for one in dense(dtype, 5, 37))
     bias = torch.randn(3, 5, 11)
@@ -114,6 +128,9 @@ EXAMPLES = {
     "ATTEND": attend,
     "ATTEND_VISIBLE": attend_visible,
     "ATTEND_CAUSAL": attend_causal,
+    "ATTEND_BLOCKS": attend_blocks,
+    "ATTEND_AT": attend_at,
+    "BLOCK_MASSES": block_masses,
     "ATTEND_RETRIEVED": attend_retrieved,
     "ATTEND_RAGGED": attend_ragged,
     "MERGE": merge,

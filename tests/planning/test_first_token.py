@@ -9,6 +9,7 @@ import torch
 
 import hybrid_kv as hkv
 from hybrid_kv.planning.first_token import (
+    SPARSE_DENSITY,
     first_token_seconds,
     measure_prompt_rates,
     prompt_rates_of_card,
@@ -102,6 +103,11 @@ def test_a_plan_for_a_card_has_the_seconds_of_each_way(llama: ModelFacts) -> Non
     assert dense.ttft_s == pytest.approx(sum(dense.first_token.values()))
     assert dense.first_token["leaving"] == 0
     assert hybrid.first_token["leaving"] > 0
+    sparse_config = hkv.HybridConfig(prefill="sparse")
+    sparse = hkv.plan("random:llama-3-8b", 131072, config=sparse_config, **where).options
+    assert sparse[0].first_token == dense.first_token
+    share = sparse[2].first_token["sparse attention"] / hybrid.first_token["attention"]
+    assert share == pytest.approx(SPARSE_DENSITY + 0.04)
     twice = hkv.plan("random:llama-3-8b", 262144, **where).options[0].first_token
     assert twice["products"] == pytest.approx(2 * dense.first_token["products"])
     assert twice["attention"] == pytest.approx(4 * dense.first_token["attention"], rel=1e-4)

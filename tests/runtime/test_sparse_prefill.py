@@ -21,7 +21,7 @@ from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 from tests.contracts.architectures import PAD, VOCAB, build
 
 CPU = torch.device("cpu")
-SPARSE = {"prefill": "sparse", "prefill_chunk_tokens": 128}
+CHUNKS = {"prefill_chunk_tokens": 128}
 
 
 def prompt_like(tokens: int, heads: tuple[int, int] = (6, 2), dim: int = 32) -> list[Tensor]:
@@ -164,10 +164,10 @@ def logits_after(
 @pytest.mark.parametrize("method", ["full", "hybrid", "quest", "snapkv"])
 def test_it_serves_methods_and_says_what_it_lost(model: PreTrainedModel, method: str) -> None:
     ids = ids_of(500)
-    with hkv.attach(model, {"method": method, "prefill_chunk_tokens": 128}) as exact:
+    with hkv.attach(model, {"method": method, **CHUNKS}) as exact:
         wanted = logits_after(model, exact.cache(), ids)
         assert exact.cache().kv.prefill_loss() is None
-    with hkv.attach(model, {"method": method, "prefill_error": 0.01, **SPARSE}) as attached:
+    with hkv.attach(model, {"method": method, "prefill": 0.01, **CHUNKS}) as attached:
         cache = attached.cache()
         got = logits_after(model, cache, ids)
         lost = cache.kv.prefill_loss()
@@ -181,7 +181,7 @@ def test_it_serves_methods_and_says_what_it_lost(model: PreTrainedModel, method:
 def test_rows_of_a_padded_batch_are_as_alone(model: PreTrainedModel) -> None:
     ids, lengths = ids_of(500, 2), (500, 431)
     mask = torch.stack([torch.arange(500) >= 500 - length for length in lengths]).long()
-    with hkv.attach(model, {"method": "full", "prefill_error": 0.1, **SPARSE}) as attached:
+    with hkv.attach(model, {"method": "full", "prefill": 0.1, **CHUNKS}) as attached:
         cache = attached.cache()
         together = logits_after(model, cache, ids.masked_fill(mask == 0, PAD), mask)
         for row, length in enumerate(lengths):
@@ -197,7 +197,7 @@ def test_a_prompt_that_failed_is_computed_as_if_it_were_the_first_try(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, then = ids_of(300), ids_of(200)
-    with hkv.attach(model, {"method": "full", "prefill_error": 0.1, **SPARSE}) as attached:
+    with hkv.attach(model, {"method": "full", "prefill": 0.1, **CHUNKS}) as attached:
         wanted_cache, cache = attached.cache(), attached.cache()
         for one in (wanted_cache, cache):
             one.kv.more_prompt = True  # as a server says of the first part of a prompt
@@ -221,7 +221,7 @@ def test_a_prompt_that_failed_is_computed_as_if_it_were_the_first_try(
 
 def test_a_fork_goes_on_as_its_source(model: PreTrainedModel) -> None:
     ids, token = ids_of(500), ids_of(1)
-    with hkv.attach(model, {"method": "hybrid", "prefill_error": 0.1, **SPARSE}) as attached:
+    with hkv.attach(model, {"method": "hybrid", "prefill": 0.1, **CHUNKS}) as attached:
         cache = attached.cache()
         logits_after(model, cache, ids)
         fork = cache.fork()
@@ -232,7 +232,7 @@ def test_a_fork_goes_on_as_its_source(model: PreTrainedModel) -> None:
 def test_keys_that_are_not_numbers_are_told(model: PreTrainedModel) -> None:
     weight = model.model.layers[1].self_attn.k_proj.weight
     before = weight.clone()
-    with hkv.attach(model, {"method": "full", "prefill_error": 0.5, **SPARSE}) as attached:
+    with hkv.attach(model, {"method": "full", "prefill": 0.5, **CHUNKS}) as attached:
         cache = attached.cache()
         try:
             weight.data[0] = torch.inf
@@ -246,14 +246,12 @@ def test_keys_that_are_not_numbers_are_told(model: PreTrainedModel) -> None:
 
 
 def test_wrong_settings_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="prefill_error has no effect with prefill exact, got"):
-        hkv.HybridConfig(prefill_error=0.1)
-    for error in (0, 0.6, "nan"):
-        with pytest.raises(ConfigError, match="prefill_error"):
-            hkv.HybridConfig(prefill="sparse", prefill_error=error)
-    with pytest.raises(ConfigError, match="prefill: input should be 'exact' or 'sparse', got"):
-        hkv.HybridConfig(prefill="dense")
-    with pytest.raises(ConfigError, match=r"prefill='sparse' leaves out weights .*'exact' or ano"):
+    for wrong in ("dense", 0, 0.6, "nan", True):
+        with pytest.raises(ConfigError, match=r"prefill must (be 'exact', 'spa|not be true).*got"):
+            hkv.HybridConfig(prefill=wrong)
+    assert hkv.HybridConfig.from_settings({"prefill": "0.1"}).prefill_error == 0.1
+    assert hkv.HybridConfig(prefill="sparse").prefill_error == 0.05
+    with pytest.raises(ConfigError, match="prefill must be 'exact' for a method that needs"):
         hkv.attach(model, {"method": "h2o", "prefill": "sparse"})
 
 
@@ -266,8 +264,7 @@ def test_where_no_prompt_is_computed_it_is_refused() -> None:
 
 
 def test_everything_open_is_exact() -> None:
-    opened = hkv.HybridConfig(prefill="sparse", prefill_error=0.2).opened()
-    assert (opened.prefill, opened.prefill_error) == ("exact", 0.05)
+    assert hkv.HybridConfig(prefill=0.2).opened().prefill == "exact"
 
 
 def test_contexts_of_sparse_and_exact_prompts_are_not_the_same(

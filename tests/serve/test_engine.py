@@ -221,6 +221,20 @@ def test_a_report_says_what_an_answer_took_and_read(one: hkv.LLM) -> None:
     assert report.device_kv_bytes > 0
     assert report.host_kv_bytes > report.device_kv_bytes
     assert report.host_index_bytes > 0
+    assert report.prefill_error is None
+
+
+def test_a_report_says_what_of_the_prompt_was_read(one: hkv.LLM) -> None:
+    sparse = tiered(16, prefill=0.3)
+    limits = Limits(prefix_bytes=0, prefill_chunk_tokens=100)
+    with Engine(one, limits) as engine:
+        first = read(engine.submit(asked(400, max_new_tokens=3, config=sparse)))[1].report
+        exact = read(engine.submit(asked(400, max_new_tokens=3, config=tiered(16))))[1].report
+    assert (exact.prefill_density, exact.prefill_error) == (None, None)
+    assert first.prefill_density is not None
+    assert first.prefill_error is not None
+    assert 0 < first.prefill_density < 1
+    assert 0 < first.prefill_error < 1
 
 
 # Ends ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from hybrid_kv.config import HybridConfig, Params, first_sentence
-from hybrid_kv.errors import ConfigError, unknown_name
+from hybrid_kv.errors import ConfigError, said, unknown_name
 from hybrid_kv.plugins import METHODS
 
 SHORT_NAMES = {"graph": "retrieval_attention"}
@@ -108,9 +108,9 @@ class ProfileArguments(Params):
         known = {k: v for k, v in self.settings.items() if HybridConfig.knows(method, k)}
         config = HybridConfig.from_settings({**known, "method": method}, {"index_build": "wait"})
         dense = getattr(config, "dense_layers", 0)
-        if self.fill == "synthetic" and config.prefill != "exact":
+        if self.fill == "synthetic" and config.prefill_error is not None:
             raise ConfigError(
-                f"prefill='{config.prefill}' has no effect with fill 'synthetic', which "
+                f"prefill={said(config.prefill)} has no effect with fill 'synthetic', which "
                 "computes no prompt; leave it out or take fill 'prefill'"
             )
         if self.layers is not None and "dense_layers" not in self.settings and dense >= self.layers:

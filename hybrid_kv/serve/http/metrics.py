@@ -48,6 +48,12 @@ class Metrics:
             buckets=_SHARES,
             registry=own,
         )
+        self._lost = Histogram(
+            "hybrid_kv_prefill_error",
+            "Relative error of attention in block-sparse prefill",
+            buckets=_SHARES,
+            registry=own,
+        )
         self._answers = Counter(
             "hybrid_kv_http_responses", "Responses by status", ["status"], registry=own
         )
@@ -64,6 +70,8 @@ class Metrics:
             self._recall.observe(report.recall)
         if report.missed_mass is not None:
             self._missed.observe(report.missed_mass)
+        if report.prefill_error is not None:
+            self._lost.observe(report.prefill_error)
 
     def responded(self, status: int) -> None:
         """Takes in a response of any kind."""

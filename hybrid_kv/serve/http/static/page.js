@@ -250,6 +250,7 @@ function figures(done) {
   if (done.tpot_ms !== null) add("per token", `${done.tpot_ms.toFixed(1)} ms`);
   if (done.ttft_s !== null) add("to the first", `${done.ttft_s.toFixed(2)} s`);
   add("prompt", `${done.prompt_tokens.toLocaleString("en")} tokens`, `${done.reused_tokens.toLocaleString("en")} known`);
+  if (typeof done.prefill_error === "number") add("of the prompt read", `${(100 * done.prefill_density).toFixed(1)}%`, `error ${(100 * done.prefill_error).toFixed(1)}%`);
   if (done.recall !== null) add("recall", `${(100 * done.recall).toFixed(1)}%`);
   if (done.missed_mass !== null) add("attention missed", `${(100 * done.missed_mass).toFixed(2)}%`);
   if (typeof done.mass_error === "number") add("mass estimated", `${done.mass_error < 0 ? "" : "+"}${(100 * done.mass_error).toFixed(2)}%`, "too much or too little");
