@@ -102,10 +102,12 @@ ATTEND_VISIBLE = _Attention("attend_visible", _native("few"), _defined(uses="att
 ATTEND_CAUSAL = _Attention("attend_causal", _PROMPT, *_FUSED, _defined())
 ATTEND_WITH_MASSES = Operation[tuple[PartialAttention, Tensor]]("attend_with_masses", _PROMPT)
 _BLOCKS = (
-    _native(module="hybrid_kv.ops.native.block_sparse"),
+    _native("suited", module="hybrid_kv.ops.native.block_sparse"),
     _defined(module="hybrid_kv.ops.block_sparse"),
 )
-ATTEND_BLOCKS = _Attention("attend_blocks", *_BLOCKS)
+ATTEND_BLOCKS = _Attention(
+    "attend_blocks", _BLOCKS[0], _triton("blocks", "", "suited"), _BLOCKS[1]
+)
 ATTEND_AT = _Attention("attend_at", *_BLOCKS)
 BLOCK_MASSES = Operation[Tensor]("block_masses", *_BLOCKS)
 ATTEND_RETRIEVED = _Attention("attend_retrieved", _native(), _defined(uses="attend"))
