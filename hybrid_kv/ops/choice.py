@@ -58,7 +58,8 @@ def choose_backend(
         few: attend_visible, attend_ragged: few queries; the engine reads each key once for all of
             them. append: one token.
         suited: attend, attend_causal, attend_with_masses: the engine has a kernel for such queries,
-            and torch no faster one here.
+            and torch no faster one here. attend_blocks: nobody goes backwards, for which there is
+            no kernel.
     """
     backends = BY_NAME[op].by
     if requested in ("reference", *FUSED):

@@ -152,8 +152,8 @@ class AttentionOps(ChosenBackend):
         softcap: float | None = None,
     ) -> PartialAttention:
         """See `block_sparse.attend_blocks`."""
-        is_native = native.serves(k, v) and not _needs_gradient(q)
-        name = self._choose(op.ATTEND_BLOCKS, q, native=is_native)
+        suited = not _needs_gradient(q)
+        name = self._choose(op.ATTEND_BLOCKS, q, native=native.serves(k, v), suited=suited)
         return self.bound(op.ATTEND_BLOCKS, name)(q, k, v, mask, scale=scale, softcap=softcap)
 
     def attend_at(

@@ -121,6 +121,16 @@ def _attend_ragged(q, k, v, starts, lengths, *, scale, softcap=None, bias=None, 
     return _part("attend_ragged", compute, q.shape, q, k, v, extents, bias)
 
 
+def _attend_blocks(q, k, v, mask, *, scale, softcap=None):  # type: ignore[no-untyped-def]
+    def compute(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
+        out, lse = reference.attend_blocks(q, k, v, mask, scale=scale, softcap=softcap)
+        return out.to(q.dtype), lse
+
+    size = (*q.shape[:3], v.shape[3])
+    shapes = [(size, q.dtype), (size[:-1], torch.float32)]
+    return PartialAttention(*_kernel("attend_blocks", compute, shapes, q, k, v, mask))
+
+
 def _merge(parts, dtype, device=None):  # type: ignore[no-untyped-def]
     size = parts[0].out.shape
     shapes = [(size, dtype), (size[:-1], torch.float32)]
@@ -234,6 +244,7 @@ def _attend_unread(known, q, scores, limit, own, seen, *, scale, softcap=None, f
 _MODULES: dict[str, dict[str, Any]] = {
     "paged": {"attend_pages": _attend_pages},
     "ragged": {"attend_ragged": _attend_ragged},
+    "blocks": {"attend_blocks": _attend_blocks},
     "merge": {"merge": _merge},
     "scores": {
         "choose_pages": _choose_pages,

@@ -19,6 +19,7 @@ from hybrid_kv.index._sketch_head import plan_of
 from hybrid_kv.ops.sketch_select import DeviceCodes
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.ops.triton import (
+    blocks,
     digests,
     merge,
     nearest,
@@ -31,7 +32,7 @@ from hybrid_kv.ops.triton import (
     unread,
 )
 from hybrid_kv.ops.upload import Uploads
-from hybrid_kv.types import PartialAttention
+from hybrid_kv.types import KEY_BLOCK, BlockMask, PartialAttention
 from tests.ops.paged_data import Shape, lists, pool, queries
 from tests.ops.triton.compiling import Resources, launches_of, resources, why_no_compiler
 
@@ -45,12 +46,14 @@ BOUNDS_OF = "3.9"
 BOUNDS = {
     "_append_at_kernel": Resources(56, 0, 2_048),
     "_append_kernel": Resources(56, 0, 2_048),
+    "_attend_blocks_kernel": Resources(1, 0, 0),
     "_attend_kernel": Resources(255, 64, 53_568),
     "_best_kernel": Resources(128, 24, 4_096),
     "_copy_kernel": Resources(38, 0, 0),
     "_empty_kernel": Resources(22, 0, 0),
     "_encode_kernel": Resources(156, 40, 24_576),
     "_limit_kernel": Resources(160, 0, 32),
+    "_list_blocks_kernel": Resources(1, 0, 0),
     "_listed_scores_kernel": Resources(255, 104, 1_024),
     "_maxima_kernel": Resources(255, 16, 99_328),
     "_merge_kernel": Resources(34, 0, 0),
@@ -67,7 +70,10 @@ BOUNDS = {
 }
 """The most that a kernel takes in any case, on sm_89 or sm_90, as Triton 3.9 compiles it."""
 
-MULTIPLIES = {"_attend_kernel", "_maxima_kernel", "_rank_kernel", "_recent_kernel"}
+MULTIPLIES = {
+    *("_attend_kernel", "_attend_blocks_kernel"),
+    *("_maxima_kernel", "_rank_kernel", "_recent_kernel"),
+}
 CASES = {
     "llama": (Shape(heads=8, slots=300, dim=128, group=4), torch.bfloat16),
     "wide": (Shape(heads=4, slots=300, dim=256, group=2), torch.float16),
@@ -96,6 +102,18 @@ def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
             bias=bias,
             uploads=Uploads(),
         )
+
+
+def block_attention(shape: Shape, dtype: torch.dtype) -> None:
+    """A chunk of 2,000 tokens in query blocks of 384 rows, and one of a single token."""
+    for new in (2000, 1):
+        q = torch.zeros(1, shape.heads * shape.group, new, shape.dim, dtype=dtype)
+        k = torch.zeros(1, shape.heads, 7000 + new, shape.dim, dtype=dtype)
+        tokens = 384 // shape.group
+        listed = -(-new // tokens), (7000 + new) // KEY_BLOCK
+        mask = BlockMask(torch.zeros(1, shape.heads, *listed, dtype=torch.bool), tokens)
+        for softcap in (None, 30.0):
+            blocks.attend_blocks(q, k, k, mask, scale=0.1, softcap=softcap)
 
 
 def digest(shape: Shape, dtype: torch.dtype) -> None:
@@ -171,7 +189,10 @@ def test_the_bounds_are_of_this_triton() -> None:
         pytest.skip(f"registers and spills are bounded for Triton {BOUNDS_OF} only")
 
 
-CALLS = [attention, ragged_attention, digest, score, merging, copying, search, selection]
+CALLS = [
+    *(attention, ragged_attention, block_attention),
+    *(digest, score, merging, copying, search, selection),
+]
 CAPABILITIES = {"llama": (89, 90), "wide": (89,), "odd": (89, 90), "float32": (89,)}
 """sm_89 has less of everything; sm_90 is met by a plain and by an odd shape."""
 
