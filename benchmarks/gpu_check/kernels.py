@@ -17,10 +17,12 @@ from benchmarks.gpu_check.sizes import Sizes
 from hybrid_kv.ops import Ops, get_ops
 from hybrid_kv.ops.tail import Tail
 from hybrid_kv.runtime.select import CODE_BYTES
-from hybrid_kv.types import HIDDEN, PagedKV, PartialAttention
+from hybrid_kv.types import HIDDEN, KEY_BLOCK, BlockMask, PagedKV, PartialAttention
 
 _PAGES = (1, 7, 43)
 _NEW = (1, 4, 16)
+_CHUNK = (200, 733)
+"""New tokens of a prompt and those before them."""
 _WIDTH, _TOP_K = 64, 20
 _EDGE = 0.02
 """Share of listed keys, or of codes, that may differ: those that lie on an edge within rounding."""
@@ -31,6 +33,7 @@ def measure(record: Recorder, sizes: Sizes, settings: dict[str, Any]) -> None:
     device = torch.device(settings["device"])
     works: dict[str, Callable[..., dict[str, Any]]] = {
         "attend": attend,
+        "attend blocks": attend_blocks,
         "merge": merge,
         "append and digests": append,
         "nearest keys": nearest,
@@ -63,6 +66,23 @@ def attend(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, 
                 given = (q.cpu(), there, slots.cpu(), at.cpu())
                 exact.append(Ops("reference").attend_pages(*given, **options))
     return {**_compared(found, exact, dtype), "served_by": ops.served["attend_pages"]}
+
+
+def attend_blocks(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A chunk over half of the key blocks, none of them and all, with and without a softcap."""
+    ops, found, exact = get_ops("auto"), list[PartialAttention](), list[PartialAttention]()
+    new, old = _CHUNK
+    q = normal((1, sizes.q_heads, new, sizes.dim), dtype, device)
+    k, v = (normal((1, sizes.kv_heads, old + new, sizes.dim), dtype, device) for _ in "kv")
+    tokens = 384 // sizes.group
+    blocks = -(-new // tokens), (old + new) // KEY_BLOCK
+    for share, softcap in ((0.5, None), (0.5, 30.0), (0.0, None), (1.0, None)):
+        listed = torch.rand(1, sizes.kv_heads, *blocks, device=device) < share
+        options = {"scale": 0.1, "softcap": softcap}
+        found.append(ops.attend_blocks(q, k, v, BlockMask(listed, tokens), **options))
+        there = BlockMask(listed.cpu(), tokens)
+        exact.append(Ops("reference").attend_blocks(q.cpu(), k.cpu(), v.cpu(), there, **options))
+    return {**_compared(found, exact, dtype), "served_by": ops.served["attend_blocks"]}
 
 
 def merge(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

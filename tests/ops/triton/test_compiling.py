@@ -46,14 +46,14 @@ BOUNDS_OF = "3.9"
 BOUNDS = {
     "_append_at_kernel": Resources(56, 0, 2_048),
     "_append_kernel": Resources(56, 0, 2_048),
-    "_attend_blocks_kernel": Resources(1, 0, 0),
+    "_attend_blocks_kernel": Resources(255, 176, 98_304),
     "_attend_kernel": Resources(255, 64, 53_568),
     "_best_kernel": Resources(128, 24, 4_096),
     "_copy_kernel": Resources(38, 0, 0),
     "_empty_kernel": Resources(22, 0, 0),
     "_encode_kernel": Resources(156, 40, 24_576),
     "_limit_kernel": Resources(160, 0, 32),
-    "_list_blocks_kernel": Resources(1, 0, 0),
+    "_list_blocks_kernel": Resources(38, 0, 32),
     "_listed_scores_kernel": Resources(255, 104, 1_024),
     "_maxima_kernel": Resources(255, 16, 99_328),
     "_merge_kernel": Resources(34, 0, 0),
@@ -106,9 +106,11 @@ def ragged_attention(shape: Shape, dtype: torch.dtype) -> None:
 
 def block_attention(shape: Shape, dtype: torch.dtype) -> None:
     """A chunk of 2,000 tokens in query blocks of 384 rows, and one of a single token."""
-    for new in (2000, 1):
-        q = torch.zeros(1, shape.heads * shape.group, new, shape.dim, dtype=dtype)
-        k = torch.zeros(1, shape.heads, 7000 + new, shape.dim, dtype=dtype)
+    # Of all heads those of 256 float32 are the widest.
+    sizes = {(2000, shape.dim), (1, shape.dim), (2000, 256 if dtype.itemsize == 4 else shape.dim)}
+    for new, dim in sorted(sizes):
+        q = torch.zeros(1, shape.heads * shape.group, new, dim, dtype=dtype)
+        k = torch.zeros(1, shape.heads, 7000 + new, dim, dtype=dtype)
         tokens = 384 // shape.group
         listed = -(-new // tokens), (7000 + new) // KEY_BLOCK
         mask = BlockMask(torch.zeros(1, shape.heads, *listed, dtype=torch.bool), tokens)
