@@ -41,14 +41,20 @@ class Sizes(NamedTuple):
 
 
 def tensors(sizes: Sizes, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v with strides of their own."""
-    stored = sizes.old + sizes.new
-    q = torch.randn(sizes.batch, sizes.new, sizes.heads * sizes.group, sizes.dim).transpose(1, 2)
-    k = torch.randn(sizes.batch, sizes.heads, stored + 9, sizes.dim)[:, :, 5 : 5 + stored]
-    v = torch.randn(sizes.batch, stored, sizes.heads, sizes.value_dim + 3).transpose(1, 2)
-    given = (t.to(device, dtype, memory_format=torch.preserve_format) for t in (q, k, v))
-    q, k, v = given
-    return [q, k, v[..., : sizes.value_dim]]
+    """q, k, v with strides of their own, and not a number around them in memory."""
+    batch, heads, new, stored = sizes.batch, sizes.heads, sizes.new, sizes.old + sizes.new
+    many = {"dtype": dtype, "device": device}
+    q = torch.full((batch, new + 2, heads * sizes.group, sizes.dim + 8), torch.nan, **many)
+    k = torch.full((batch, heads, stored + 9, sizes.dim), torch.nan, **many)
+    v = torch.full((batch, stored + 70, heads, sizes.value_dim + 3), torch.nan, **many)
+    given = [
+        q[:, 1 : 1 + new, :, : sizes.dim].transpose(1, 2),
+        k[:, :, 5 : 5 + stored],
+        v[:, :stored, :, : sizes.value_dim].transpose(1, 2),
+    ]
+    for tensor in given:
+        tensor.copy_(torch.randn(tensor.shape))
+    return given
 
 
 def mask_of(sizes: Sizes, device: str, share: float = 0.5) -> BlockMask:
