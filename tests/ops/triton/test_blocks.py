@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ FLOAT32 = TOLERANCES[torch.float32]
 needs_kernels()
 # Rows of a tile that stand for no query.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+
+
+Given: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Sizes(NamedTuple):
@@ -40,18 +43,18 @@ class Sizes(NamedTuple):
         return -(-self.new // self.tokens), (self.new + self.old) // KEY_BLOCK
 
 
-def tensors(sizes: Sizes, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(sizes: Sizes, device: str, dtype: torch.dtype = torch.float32) -> Given:
     """q, k, v with strides of their own, and not a number around them in memory."""
     batch, heads, new, stored = sizes.batch, sizes.heads, sizes.new, sizes.old + sizes.new
-    many = {"dtype": dtype, "device": device}
-    q = torch.full((batch, new + 2, heads * sizes.group, sizes.dim + 8), torch.nan, **many)
-    k = torch.full((batch, heads, stored + 9, sizes.dim), torch.nan, **many)
-    v = torch.full((batch, stored + 70, heads, sizes.value_dim + 3), torch.nan, **many)
-    given = [
+    around = torch.full((), torch.nan, dtype=dtype, device=device)
+    q = around.repeat(batch, new + 2, heads * sizes.group, sizes.dim + 8)
+    k = around.repeat(batch, heads, stored + 9, sizes.dim)
+    v = around.repeat(batch, stored + 70, heads, sizes.value_dim + 3)
+    given = (
         q[:, 1 : 1 + new, :, : sizes.dim].transpose(1, 2),
         k[:, :, 5 : 5 + stored],
         v[:, :stored, :, : sizes.value_dim].transpose(1, 2),
-    ]
+    )
     for tensor in given:
         tensor.copy_(torch.randn(tensor.shape))
     return given
@@ -65,7 +68,7 @@ def mask_of(sizes: Sizes, device: str, share: float = 0.5) -> BlockMask:
 
 
 def attended(
-    ops: Ops, given: list[Tensor], mask: BlockMask, tolerance: Tolerance = FLOAT32, **options: Any
+    ops: Ops, given: Given, mask: BlockMask, tolerance: Tolerance = FLOAT32, **options: Any
 ) -> PartialAttention:
     """What both say, held together."""
     part = ops.attend_blocks(*given, mask, scale=0.2, **options)
@@ -118,22 +121,21 @@ def test_heads_of_any_size(
     ops: Ops, device: str, dtype: torch.dtype, tolerance: Tolerance, dim: int, value_dim: int
 ) -> None:
     sizes = Sizes(40, 157, 32, heads=1, batch=1, dim=dim, value_dim=value_dim)
-    given = tensors(sizes, device, dtype)
-    given[0] *= dim**-0.5
-    attended(ops, given, mask_of(sizes, device), tolerance)
+    q, k, v = tensors(sizes, device, dtype)
+    attended(ops, (q * dim**-0.5, k, v), mask_of(sizes, device), tolerance)
 
 
 def test_keys_that_do_not_lie_in_rows(ops: Ops, device: str) -> None:
     sizes = Sizes(40, 157, 32)
-    given = [t.mT.contiguous().mT for t in tensors(sizes, device)]
-    attended(ops, given, mask_of(sizes, device))
+    q, k, v = (t.mT.contiguous().mT for t in tensors(sizes, device))
+    attended(ops, (q, k, v), mask_of(sizes, device))
 
 
 def test_float32_queries_read_keys_of_16_bits(ops: Ops, device: str) -> None:
     sizes = Sizes(40, 157, 32)
     q, k, v = tensors(sizes, device)
     for dtype in (torch.float16, torch.bfloat16):
-        attended(ops, [q, k.to(dtype), v.to(dtype)], mask_of(sizes, device), TOLERANCES[dtype])
+        attended(ops, (q, k.to(dtype), v.to(dtype)), mask_of(sizes, device), TOLERANCES[dtype])
 
 
 def test_a_list_may_be_longer_than_what_is_looked_at_together(ops: Ops, device: str) -> None:
@@ -151,7 +153,7 @@ def test_a_block_that_is_not_listed_is_not_read(
     q, k, v = tensors(sizes, device, dtype)
     mask = mask_of(sizes, device)
     mask.listed[:] = mask.listed[:, :, :1]  # the same for all query blocks
-    clean = attended(ops, [q, k, v], mask, tolerance)
+    clean = attended(ops, (q, k, v), mask, tolerance)
     past = past_of(sizes, 0)
     for head in range(sizes.heads):
         unread = ~mask.listed[0, head, 0, :past].repeat_interleave(KEY_BLOCK)
@@ -211,12 +213,14 @@ class Launched:
 class Waits(TorchDispatchMode):
     """Notes the operations that bring a value to the host."""
 
-    found: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket).removeprefix("aten.")
         if name in ("_local_scalar_dense", "nonzero", "masked_select", "_to_copy"):
-            self.found += (name,)
+            self.found.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -229,4 +233,4 @@ def test_the_host_waits_for_nothing(ops: Ops, device: str, monkeypatch: pytest.M
         monkeypatch.setattr(blocks, kernel, Launched())
     with Waits() as seen:
         ops.attend_blocks(*given, mask, scale=0.2)
-    assert seen.found == ()
+    assert seen.found == []
